@@ -1,0 +1,140 @@
+"""Write docs/reference from the code: configuration keys and commands, one source for each.
+
+In:   hone.types.TrainConfig with its attribute docstrings; the command line's own help
+Out:  docs/reference/config.md and docs/reference/cli.md
+Used: `make docs` writes them; `make check` runs it with --check and fails where they are stale
+
+Every key must say where its default comes from (ORIGIN below): a new key without an origin, or an
+origin without a key, stops the build. So the one table of defaults can never be incomplete.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic_core import PydanticUndefined
+
+from hone.cli import app
+from hone.types import Strict, TrainConfig
+
+STANDARD = {"help", "install_completion", "show_completion"}
+REFERENCE = Path(__file__).parent / "reference"
+GENERATED = "<!-- written by docs/build.py; change the code, then run `make docs` -->"
+
+ORIGIN = {
+    "learning_rate": "ART's `TrainConfig`",
+    "loss": "the GRPO paper; ART has used `cispo` since 0.5.7 and PPO's clip before",
+    "epsilon": "PPO; the same in ART's `ppo` loss",
+    "epsilon_high": "as in ART: equal to `epsilon` for the clipped losses, 4 for `cispo`",
+    "unit": "ours: a rollout gets one reward, so it is one sequence however many calls it made",
+    "dr_grpo_tokens": "ours: Dr. GRPO asks for a constant and leaves its size to the user",
+    "scale_rewards": "the GRPO paper and ART",
+    "credit": "the GRPO paper (outcome supervision) and ART",
+    "baseline": "the GRPO paper and ART",
+    "beta": "ART up to 0.5.16, where it is the k3 term in the loss",
+    "kl_penalty_coef": "ART from 0.5.17, where it is a penalty in the advantage",
+    "importance_cap": "truncated importance sampling as published (cap 2); ART leaves it off",
+    "groups_per_optimizer_step": "ours; ART steps once per packed row, so its step size hangs on packing",
+    "max_grad_norm": "ours: the runs in docs/log.md that learned used 1; not compared with ART's 0.1",
+    "weight_decay": "ours: an adapter is small and short-lived; ART decays by 0.1",
+    "max_seq_length": "ours: the context of the smallest model supported; ART's is 32768",
+    "row_tokens": "ours: on a CPU many small rows beat one long row; 1024 itself is a guess",
+}
+"""Where each default of TrainConfig comes from, and where it differs from ART's."""
+
+
+def config_reference() -> str:
+    """The table of defaults, then one paragraph per key."""
+    _same_keys(TrainConfig, ORIGIN)
+    lines = ["# Configuration", "", GENERATED, "", "## TrainConfig", "", _doc(TrainConfig), ""]
+    lines += ["| key | type | default | where the default comes from |", "|---|---|---|---|"]
+    for key, field in TrainConfig.model_fields.items():
+        default = "required" if field.default is PydanticUndefined else f"`{field.default!r}`"
+        kind = _type_name(field.annotation).replace("|", "\\|")
+        lines.append(f"| `{key}` | `{kind}` | {default} | {ORIGIN[key]} |")
+    for key, field in TrainConfig.model_fields.items():
+        bounds = ", ".join(_bound(item) for item in field.metadata)
+        lines += ["", f"**`{key}`** {field.description}" + (f" ({bounds})" if bounds else "")]
+    return "\n".join(lines) + "\n"
+
+
+def cli_reference() -> str:
+    """Every command with its arguments and options, depth first."""
+    lines = ["# Commands", "", GENERATED, ""]
+    for path, command in _walk("hone", typer.main.get_command(app)):
+        parameters = [p for p in command.params if p.name not in STANDARD]
+        usage = " ".join([path, *map(_placeholder, parameters)])
+        lines += [f"## {path}", "", (command.help or "").strip(), ""]
+        children = getattr(command, "commands", {})
+        lines += ["```", usage + (" COMMAND" if children else ""), "```", ""]
+        lines += [_explained(parameter) for parameter in parameters]
+        lines += [f"- `{path} {name}`" for name in children]
+        lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+# typer brings a click of its own, so commands and parameters are known by shape, not by class.
+def _walk(path: str, command: Any) -> list[tuple[str, Any]]:
+    found = [(path, command)]
+    for name, child in getattr(command, "commands", {}).items():
+        found += _walk(f"{path} {name}", child)
+    return found
+
+
+def _placeholder(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        name = parameter.metavar or parameter.name.upper()
+        return name if parameter.required else f"[{name}]"
+    return f"[{parameter.opts[0]}]"
+
+
+def _explained(parameter: Any) -> str:
+    name = parameter.metavar or " ".join(parameter.opts)
+    flag = getattr(parameter, "is_flag", False)
+    default = "" if flag or parameter.default is None else f" Default: `{parameter.default}`."
+    return f"- `{name}`: {parameter.help or ''}{default}"
+
+
+def _same_keys(model: type[Strict], origin: dict[str, str]) -> None:
+    missing = model.model_fields.keys() - origin.keys()
+    stale = origin.keys() - model.model_fields.keys()
+    if missing or stale:
+        sys.exit(
+            f"docs/build.py: ORIGIN and {model.__name__} disagree; no origin for "
+            f"{sorted(missing)}, no key for {sorted(stale)}; say where each default comes from"
+        )
+
+
+def _type_name(annotation: object) -> str:
+    text = str(annotation) if not isinstance(annotation, type) else annotation.__name__
+    return text.replace("typing.", "")
+
+
+def _bound(item: object) -> str:
+    return repr(item).split("(", 1)[1].rstrip(")").replace("=", " ")
+
+
+def _doc(model: type[Strict]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def main(check: bool) -> None:
+    """Write the pages, or say which are stale."""
+    pages = {"config.md": config_reference(), "cli.md": cli_reference()}
+    REFERENCE.mkdir(exist_ok=True)
+    stale = []
+    for name, text in pages.items():
+        path = REFERENCE / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(f"docs/reference/{name}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    if check and stale:
+        sys.exit(f"docs/build.py: stale: {', '.join(stale)}; run `make docs` and commit them")
+    print(f"docs/reference: {'up to date' if not stale else 'wrote ' + ', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main(check="--check" in sys.argv[1:])

@@ -1,0 +1,211 @@
+"""One step's tokens on one flat axis, and who of them sees what.
+
+In:   chunks of prompts to read, lanes of samples to advance by one token
+Out:  ids, positions, adapter spans, and `attend` for the decoder
+Used: inference/embedded.py, anew for every step
+
+Prompts are read and samples advanced in the same matrix products: on a CPU a product over 300
+rows costs little more than one over 64. A sample's attention is the prompt's part, computed once
+for all samples that share the block, and its own part, merged by their log-sum-exps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hone.inference.kv import Block, Lane, Row
+from hone.models.architecture import DecoderConfig
+from hone.models.decoder import Span
+from hone.models.lora import Lora
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens start..stop of a prompt, to be read now."""
+
+    block: Block
+    start: int
+    stop: int
+    lora: Lora | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    chunk: Chunk
+    rows: slice
+    masks: dict[int | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    lane: Lane[Row]
+    rows: slice
+    slots: Tensor  # [n] int64
+    own: Tensor  # [n] int64, own tokens before this one
+    longest: int
+    masks: dict[int | None, Tensor]  # window -> [n, 1, 1, longest] added to own scores
+    prefixes: list[tuple[Block, Tensor, dict[int | None, Tensor | None]]]
+
+
+class Batch:
+    """What one forward pass computes."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        chunks: Sequence[Chunk],
+        lanes: Sequence[tuple[Lane[Any], Sequence[int], Lora | None]],
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._windows = set(config.windows)
+        ids: list[int] = []
+        positions: list[int] = []
+        self.spans: list[Span] = []
+        self._prefills: list[_Prefill] = []
+        self._decodes: list[_Decode] = []
+        for chunk in chunks:
+            rows = slice(len(ids), len(ids) + chunk.stop - chunk.start)
+            ids += chunk.block.ids[chunk.start : chunk.stop]
+            positions += range(chunk.start, chunk.stop)
+            self._span(rows, chunk.lora)
+            masks = {w: _causal(chunk, w, device) for w in self._windows}
+            self._prefills.append(_Prefill(chunk, rows, masks))
+        self.decode_start = len(ids)
+        for lane, pending, lora in lanes:
+            rows = slice(len(ids), len(ids) + len(pending))
+            ids += pending
+            positions += [len(row.block.ids) + row.own for row in lane.rows]
+            self._span(rows, lora)
+            self._decodes.append(self._decode(lane, rows, device))
+        self.token_ids = torch.tensor(ids, device=device)
+        self.positions = torch.tensor(positions, device=device)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def ends(self) -> list[tuple[Block, int]]:
+        """Prompts this step finishes reading, and the row of their last token."""
+        return [
+            (p.chunk.block, p.rows.stop - 1)
+            for p in self._prefills
+            if p.chunk.stop == len(p.chunk.block.ids)
+        ]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        window = self._config.windows[layer]
+        out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        for prefill in self._prefills:
+            block, rows = prefill.chunk.block, prefill.rows
+            keys, values = block.k[layer], block.v[layer]
+            keys[:, prefill.chunk.start : prefill.chunk.stop] = k[rows].transpose(0, 1)
+            values[:, prefill.chunk.start : prefill.chunk.stop] = v[rows].transpose(0, 1)
+            mask = prefill.masks[window]
+            seen = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1)[None],
+                keys[None, :, : prefill.chunk.stop],
+                values[None, :, : prefill.chunk.stop],
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=True,
+            )
+            out[rows] = seen[0].transpose(0, 1).flatten(1)
+        for decode in self._decodes:
+            rows = decode.rows
+            out[rows] = self._attend_lane(decode, layer, q[rows], k[rows], v[rows], window)
+        return out
+
+    def _attend_lane(
+        self, decode: _Decode, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
+    ) -> Tensor:
+        config, lane, n = self._config, decode.lane, len(q)
+        # Heads that share keys are queries of one another's attention: no key is read twice.
+        grouped = q.reshape(n, config.kv_heads, -1, config.head_dim)
+        keys, values = lane.k[layer, :n], lane.v[layer, :n]
+        keys[decode.slots, :, decode.own] = k
+        values[decode.slots, :, decode.own] = v
+        keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]
+        mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
+        theirs, theirs_lse = torch.empty_like(mine), torch.empty_like(mine_lse)
+        for block, slots, masks in decode.prefixes:
+            some = grouped[slots]  # [m, kv, g, dim]
+            flat = some.transpose(0, 1).reshape(1, config.kv_heads, -1, config.head_dim)
+            seen, lse = _attention(flat, block.k[None, layer], block.v[None, layer], masks[window])
+            theirs[slots] = seen.view(some.transpose(0, 1).shape).transpose(0, 1)
+            theirs_lse[slots] = lse.view(config.kv_heads, len(slots), -1).transpose(0, 1)
+        share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
+        return torch.lerp(mine, theirs, share).flatten(1)
+
+    def _span(self, rows: slice, lora: Lora | None) -> None:
+        if lora is None:
+            return
+        if self.spans and self.spans[-1][1] == rows.start and self.spans[-1][2] is lora:
+            self.spans[-1] = (self.spans[-1][0], rows.stop, lora)
+        else:
+            self.spans.append((rows.start, rows.stop, lora))
+
+    def _decode(self, lane: Lane[Row], rows: slice, device: torch.device) -> _Decode:
+        own = torch.tensor([row.own for row in lane.rows], device=device)
+        longest = int(own.max()) + 1
+        places = torch.arange(longest, device=device)
+        masks = {}
+        for window in self._windows:
+            hidden = places > own[:, None]
+            if window is not None:
+                hidden |= own[:, None] - places >= window
+            masks[window] = _added(hidden)[:, None, None]
+        groups: dict[int, tuple[Block, list[int]]] = {}
+        for slot, row in enumerate(lane.rows):
+            groups.setdefault(id(row.block), (row.block, []))[1].append(slot)
+        prefixes = []
+        for block, members in groups.values():
+            slots = torch.tensor(members, device=device)
+            prefix = {w: self._prefix_mask(block, own[slots], w) for w in self._windows}
+            prefixes.append((block, slots, prefix))
+        slots = torch.arange(len(lane.rows), device=device)
+        return _Decode(lane, rows, slots, own, longest, masks, prefixes)
+
+    def _prefix_mask(self, block: Block, own: Tensor, window: int | None) -> Tensor | None:
+        """[1, 1, m * g, prompt] where a window hides part of the prompt."""
+        if window is None:
+            return None
+        distance = (len(block.ids) + own)[:, None] - torch.arange(len(block.ids), device=own.device)
+        heads = self._config.heads // self._config.kv_heads
+        return _added(distance >= window).repeat_interleave(heads, 0)[None, None]
+
+
+def _causal(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | None:
+    """[tokens, seen] bool, or None where plain causal attention is meant."""
+    if chunk.start == 0 and (window is None or chunk.stop <= window):
+        return None
+    queries = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
+    keys = torch.arange(chunk.stop, device=device)
+    mask = keys <= queries
+    return mask if window is None else mask & (queries - keys < window)
+
+
+def _added(hidden: Tensor) -> Tensor:
+    # Finite, so that a row of which everything is hidden gives a weight of zero and not NaN.
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -1e30)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention and the log of the sum it was normalised by; [B, kv, Q, dim] and [B, kv, Q]."""
+    if mask is not None:
+        mask = mask.expand(len(q), 1, q.shape[2], k.shape[2]).to(q.dtype)
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask
+        )
+        return out, lse
+    scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores += mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(q.dtype) @ v, lse

@@ -1,0 +1,364 @@
+"""hone's own engine: continuous batching in plain torch, for CPUs, small models and tests.
+
+In:   requests, at any time, from any event loop
+Out:  Deltas, one per sample and step
+Used: the server where no vLLM is installed; benchmarks; tests
+
+One thread owns the model and takes all steps:
+
+    admit   requests whose memory can be reserved, in the order they came
+    plan    chunks of prompts not read yet + one token for every running sample -> one Batch
+    compute hidden states of the whole batch in one pass
+    draw    the next token of every sample, deliver it, let finished samples leave
+
+A request keeps the adapter it was admitted with until it ends: publishing puts a new adapter
+beside the old one and never changes a sample half-way.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hone.errors import EngineError
+from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
+from hone.inference.batch import Batch, Chunk
+from hone.inference.kv import Block, Lane
+from hone.inference.requests import Request, Sample, check
+from hone.inference.sampler import draw
+from hone.inference.scheduler import Scheduler
+from hone.models.decoder import Decoder
+from hone.models.find import find, load_tokenizer
+from hone.models.fit import available_memory, require_fit
+from hone.models.lora import Lora
+from hone.models.machine import fastest_device, fastest_dtype
+
+PREFILL_TOKENS = 512
+"""Prompt tokens read per step: enough to fill the cores, few enough not to stall the samples."""
+BASE_SHA256 = "base"
+"""Stands for the hash of an adapter where there is none."""
+
+T = TypeVar("T")
+Drawn = dict[asyncio.AbstractEventLoop, list[tuple[Request, Delta]]]
+
+
+class EmbeddedEngine:
+    """An Engine over one Decoder in this process."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        decode: Callable[[list[int]], str] | None = None,
+        kv_budget_bytes: int | None = None,
+        max_running: int = 256,
+        prefill_tokens: int = PREFILL_TOKENS,
+        seed: int | None = None,
+    ) -> None:
+        """`decode` turns ids into text and is needed only for stop strings.
+
+        Without a budget the keys and values may take a quarter of the memory that is free now.
+        """
+        self._decoder = decoder
+        self._decode = decode
+        if kv_budget_bytes is None:
+            kv_budget_bytes = available_memory(decoder.device.type) // 4
+        self._schedule = Scheduler(
+            decoder, budget=kv_budget_bytes, max_running=max_running, prefill_tokens=prefill_tokens
+        )
+        self._seeds = torch.Generator()
+        self._seeds.manual_seed(seed) if seed is not None else self._seeds.seed()
+        self._adapters: dict[str, Lora] = {}
+        self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._counts = {"prompt": 0, "prefilled": 0, "sampled": 0}
+        self._held_s = 0.0
+        self._asleep = self._closed = False
+        self._rested: list[Future[None]] = []
+        self._failure: BaseException | None = None
+        self._awake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="hone-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        kv_budget_bytes: int | None = None,
+    ) -> "EmbeddedEngine":
+        """Find a model by name, refuse it if it cannot fit, load it, and start.
+
+        Runs on CUDA if there is one, and in the type the machine computes fastest.
+        """
+        files = find(name)
+        device = device or fastest_device()
+        dtype = dtype or fastest_dtype(device)
+        require_fit(files, dtype_bytes=dtype.itemsize, device=device)
+        decoder = Decoder.load(files.path, device=device, dtype=dtype)
+        tokenizer = load_tokenizer(files)
+        return cls(
+            decoder,
+            decode=lambda ids: str(tokenizer.decode(ids)),
+            kv_budget_bytes=kv_budget_bytes,
+        )
+
+    # ---- what callers see -------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
+    ) -> AsyncIterator[Delta]:
+        lora = None if adapter is None else self._adapter(adapter)
+        check(prompt_ids, sampling, self._decoder.config, has_decode=self._decode is not None)
+        seed = sampling.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        request = Request(
+            prompt_ids,
+            sampling,
+            self._decoder.config,
+            lora=lora,
+            key=BASE_SHA256 if adapter is None else adapter.sha256,
+            seed=seed,
+            loop=asyncio.get_running_loop(),
+        )
+        schedule = self._schedule
+        request.require_fit(schedule.budget, schedule.token_bytes, schedule.max_running)
+        with self._awake:
+            self._check_open()
+            self._counts["prompt"] += len(prompt_ids)
+            schedule.waiting.append(request)
+            self._awake.notify()
+        unfinished = sampling.n
+        try:
+            while unfinished:
+                delta = await request.deltas.get()
+                if isinstance(delta, BaseException):
+                    unfinished = 0
+                    raise delta
+                unfinished -= delta.finish is not None
+                yield delta
+        finally:
+            if unfinished:
+                with self._awake:
+                    request.aborted = True
+                    self._awake.notify()
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        def load() -> Lora:
+            config, device = self._decoder.config, self._decoder.device
+            return Lora.load(directory, config, device=device).fuse(self._decoder.dtype)
+
+        lora = await asyncio.to_thread(load)
+        found = await asyncio.to_thread(lambda: lora.served_sha256)
+        if found != adapter.sha256:
+            raise EngineError(
+                f"publish of step {adapter.step} of {adapter.model!r}: {directory} holds an adapter "
+                f"with hash {found[:16]}, not {adapter.sha256[:16]}. Nothing was changed."
+            )
+        started = perf_counter()
+        with self._awake:
+            self._check_open()
+            self._adapters[adapter.sha256] = lora
+        self._held_s = perf_counter() - started
+
+    async def unload(self, adapter: AdapterRef) -> None:
+        def forget() -> None:
+            self._adapters.pop(adapter.sha256, None)
+            self._schedule.prefixes.forget(adapter.sha256)
+
+        await self._errand(forget)
+
+    async def probe(
+        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+    ) -> Probe:
+        lora = None if adapter is None else self._adapter(adapter)
+        sha256 = (
+            BASE_SHA256 if lora is None else await asyncio.to_thread(lambda: lora.served_sha256)
+        )
+        scored = [await self._errand(lambda ids=ids: self._score(ids, lora)) for ids in sequences]
+        return Probe(sha256=sha256, logprobs=tuple(scored))
+
+    def stats(self) -> EngineStats:
+        with self._awake:
+            schedule = self._schedule
+            return EngineStats(
+                running=sum(len(lane.rows) for lane in schedule.lanes),
+                waiting=len(schedule.waiting),
+                adapters=tuple(self._adapters),
+                prompt_tokens=self._counts["prompt"],
+                prefilled_tokens=self._counts["prefilled"],
+                sampled_tokens=self._counts["sampled"],
+                kv_budget_bytes=schedule.budget,
+                kv_reserved_bytes=schedule.reserved_bytes,
+                kv_cached_bytes=schedule.prefixes.unused_bytes,
+                held_s=self._held_s,
+            )
+
+    async def sleep(self) -> None:
+        """Let what runs end, hold what comes, and free the key-value memory."""
+        rested: Future[None] = Future()
+        with self._awake:
+            self._check_open()
+            self._asleep = True
+            self._rested.append(rested)
+            self._awake.notify()
+        await asyncio.wrap_future(rested)
+
+    async def wake(self) -> None:
+        with self._awake:
+            self._asleep = False
+            self._awake.notify()
+
+    async def close(self) -> None:
+        with self._awake:
+            self._closed = True
+            self._awake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # ---- the engine's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._step()
+        except Exception as error:  # noqa: BLE001  a dead thread must fail its requests, not hang them
+            self._failure = error
+        reason = "was closed" if self._failure is None else f"failed: {self._failure!r}"
+        with self._awake:
+            self._closed = True
+            for request in (*self._schedule.running, *self._schedule.waiting):
+                request.fail(EngineError(f"the engine {reason}; the request was not finished"))
+            for future in (*self._rested, *(future for _, future in self._errands)):
+                future.set_exception(EngineError(f"the engine {reason}"))
+            self._schedule.clear()
+
+    def _wait_for_work(self) -> bool:
+        with self._awake:
+            while not (
+                self._closed or self._errands or self._schedule.running or self._admissible()
+            ):
+                if self._rested:
+                    self._schedule.clear()
+                while self._rested:
+                    self._rested.pop().set_result(None)
+                self._awake.wait()
+            return not self._closed
+
+    def _admissible(self) -> bool:
+        return bool(self._schedule.waiting) and not self._asleep
+
+    def _step(self) -> None:
+        schedule = self._schedule
+        with self._awake:
+            errands, self._errands = self._errands, deque()
+            schedule.remove_aborted()
+            if self._admissible():
+                schedule.admit()
+            chunks, lanes = schedule.chunks(), schedule.lanes
+        for call, future in errands:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001  the caller awaits the future and gets it
+                future.set_exception(error)
+        states = self._read(chunks, lanes)
+        with self._awake:
+            fresh = schedule.fresh()
+        drawn = self._draw(states, [row for lane in lanes for row in lane.rows], fresh)
+        with self._awake:
+            schedule.rearrange(fresh)
+        # Delivered last: whoever hears that a request ended finds its place free.
+        for loop, deltas in drawn.items():
+            _deliver(loop, deltas)
+
+    def _read(self, chunks: list[Chunk], lanes: list[Lane[Sample]]) -> Tensor | None:
+        """One pass over the step's tokens; the states of the running samples, [rows, hidden]."""
+        decodes = [(lane, [row.ids[-1] for row in lane.rows], lane.rows[0].lora) for lane in lanes]
+        batch = Batch(self._decoder.config, chunks, decodes, self._decoder.device)
+        if not len(batch):
+            return None
+        hidden = self._decoder.hidden(batch.token_ids, batch.positions, batch.attend, batch.spans)
+        for chunk in chunks:
+            chunk.block.filled = chunk.stop
+        for block, row in batch.ends:
+            block.last_hidden = hidden[row].clone()
+            self._schedule.prefixes.index(block)
+        self._counts["prefilled"] += batch.decode_start
+        return hidden[batch.decode_start :]
+
+    def _draw(self, states: Tensor | None, running: list[Sample], fresh: list[Sample]) -> Drawn:
+        """The next token of every sample that has a state to draw from, by who waits for it."""
+        for row in running:
+            row.own += 1
+        drawn: Drawn = {}
+        rows = running + fresh
+        if not rows:
+            return drawn
+        blocks = {id(sample.block): sample.block for sample in fresh}
+        firsts = [block.last_hidden for block in blocks.values() if block.last_hidden is not None]
+        parts = ([states] if states is not None else []) + ([torch.stack(firsts)] if firsts else [])
+        logits = self._decoder.logits(torch.cat(parts))
+        if fresh:  # the samples of one prompt draw from one row of logits
+            place = {block: len(running) + i for i, block in enumerate(blocks)}
+            index = [*range(len(running)), *(place[id(sample.block)] for sample in fresh)]
+            logits = logits[torch.tensor(index, device=logits.device)]
+        for row, token in zip(rows, draw(logits, [r.drawing for r in rows]), strict=True):
+            delta = row.take(token, self._decode)
+            drawn.setdefault(row.request.loop, []).append((row.request, delta))
+        self._counts["sampled"] += len(rows)
+        return drawn
+
+    # ---- errands ----------------------------------------------------------------------------
+
+    async def _errand(self, call: Callable[[], T]) -> T:
+        """Run something on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+        with self._awake:
+            self._check_open()
+            self._errands.append((call, future))
+            self._awake.notify()
+        return await asyncio.wrap_future(future)
+
+    def _score(self, ids: Sequence[int], lora: Lora | None) -> tuple[float, ...]:
+        """Log-probabilities of every token but the first, from a pass of their own."""
+        device = self._decoder.device
+        block = Block("", ids, self._decoder.config, self._decoder.embedding)
+        batch = Batch(self._decoder.config, [Chunk(block, 0, len(ids), lora)], [], device)
+        hidden = self._decoder.hidden(batch.token_ids, batch.positions, batch.attend, batch.spans)
+        logprobs = F.log_softmax(self._decoder.logits(hidden[:-1]).float(), -1)
+        return tuple(logprobs.gather(1, batch.token_ids[1:, None])[:, 0].tolist())
+
+    def _adapter(self, adapter: AdapterRef) -> Lora:
+        try:
+            return self._adapters[adapter.sha256]
+        except KeyError:
+            raise EngineError(
+                f"step {adapter.step} of {adapter.model!r} (hash {adapter.sha256[:16]}) is not "
+                f"served. Served: {', '.join(k[:16] for k in self._adapters) or 'the base model only'}."
+            ) from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            why = "" if self._failure is None else f" after it failed: {self._failure!r}"
+            raise EngineError(f"the engine is closed{why}")
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, deltas: list[tuple[Request, Delta]]) -> None:
+    """Hand a step's deltas to the loop that asked for them, in one call."""
+
+    def put() -> None:
+        for request, delta in deltas:
+            request.deltas.put_nowait(delta)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(put)

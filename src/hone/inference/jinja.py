@@ -1,0 +1,163 @@
+"""Render with the Jinja template that came with the model, by transformers.
+
+In:   checked Messages and tools
+Out:  text or token ids, equal to `apply_chat_template`
+Used: template.py: as the truth other renderers are measured by, and to render where none of them
+      speaks for the model
+
+The date is frozen: a template that prints today's date would change the prompt of every call at
+midnight, and with it what a recorded call means. Turns cannot be bridged, since nobody knows where
+an unknown template ends one.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from functools import cached_property
+from typing import Any
+
+from hone.errors import ModelUnsupported, TemplateError
+from hone.inference.messages import Message, ToolCall
+
+_PRINTED_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
+
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look <up> a 'word' \u00e9",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+PROBE_CALL = ToolCall(
+    "look", '{"word": "caf\\u00e9 <&>", "deep": {"n": [1, 2.5, null, true]}}', "c0"
+)
+
+
+class Jinja:
+    """A model's own template, with its arguments."""
+
+    name = "jinja"
+    bridges = False
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], today: date) -> None:
+        template = getattr(tokenizer, "chat_template", None)
+        self.tokenizer = tokenizer
+        self.source = template if isinstance(template, str) else json.dumps(template or "")
+        """The template's text; of several, all of them."""
+        self.exists = bool(template)
+        self.prints_date = "strftime_now" in self.source
+        self.ignored = tuple(key for key in kwargs if key not in self.source)
+        self._kwargs = {key: value for key, value in kwargs.items() if key in self.source}
+        self._today = today
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
+    ) -> str:
+        """What the template writes; TemplateError where it refuses."""
+        from jinja2 import TemplateError as JinjaError
+
+        offered = list(tools) or None
+        try:
+            return self.tokenizer.apply_chat_template(
+                [message.plain() for message in messages],
+                tools=offered,
+                chat_template=self._frozen(self.tokenizer.get_chat_template(tools=offered)),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self._kwargs,
+            )
+        except (JinjaError, TypeError, ValueError, KeyError) as error:
+            if isinstance(error, ModelUnsupported):
+                raise
+            raise TemplateError(
+                f"messages: the model's chat template refuses them: {error}; "
+                "change the messages, or use a model whose template takes them"
+            ) from error
+
+    def text_or_none(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
+    ) -> str | None:
+        try:
+            return self.text(messages, tools, generation_prompt)
+        except TemplateError:
+            return None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+    ) -> list[int]:
+        return encode(self.tokenizer, self.text(messages, tools, generation_prompt))
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        added: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> None:
+        return None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        written = (token_id(self.tokenizer, end) for end in _TURN_ENDS if end in self.source)
+        found = (self.tokenizer.eos_token_id, *written)
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        return self.stop_ids
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether tools change the prompt; where they do not, the model would never see them."""
+        return self._takes_tools
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        user = [Message("user", "?")]
+        return self.text_or_none(user, [PROBE_TOOL], True) != self.text_or_none(user, [], True)
+
+    @cached_property
+    def hermes(self) -> bool:
+        """Whether it writes a tool call as JSON between tags."""
+        user = Message("user", "?")
+        talk = [user, Message("assistant", "", (PROBE_CALL,)), user]
+        found = re.search(
+            r"<tool_call>\s*(\{.*\})\s*</tool_call>",
+            self.text_or_none(talk, [], False) or "",
+            re.DOTALL,
+        )
+        try:
+            written = json.loads(found[1]) if found else None
+        except ValueError:
+            return False
+        return written == {"name": PROBE_CALL.name, "arguments": PROBE_CALL.values}
+
+    def _frozen(self, template: str) -> str:
+        # transformers lets no function through to a template, so the date goes in as text.
+        frozen = _PRINTED_DATE.sub(
+            lambda found: json.dumps(self._today.strftime(found["form"])), template
+        )
+        if "strftime_now(" in frozen:
+            raise ModelUnsupported(
+                "the model's chat template prints the date in a form that is not written out in "
+                "it, so it cannot be frozen for a run; write the form into strftime_now('...')"
+            )
+        return frozen
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def token_id(tokenizer: Any, token: str) -> int | None:
+    """The id of a token that is in the vocabulary as a whole, or None."""
+    found = tokenizer.get_vocab().get(token)
+    return found if found is not None and encode(tokenizer, token) == [found] else None

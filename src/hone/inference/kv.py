@@ -1,0 +1,216 @@
+"""Keys and values of what has been read so far: shared prompt blocks, and lanes of own tokens.
+
+In:   token ids as they are prefilled and sampled
+Out:  Block (a prompt's keys and values, shared by every sample of it), Lane (one row a sample),
+      Prefixes (which blocks a new prompt can start from)
+Used: inference/embedded.py
+
+A sample attends to its prompt's block and to its own row. The n samples of a prompt, and separate
+requests with the same prompt, read one block. Everything is keyed by the adapter's hash: keys
+and values computed under one adapter are wrong under any other, even one with the same name.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hone.models.architecture import DecoderConfig
+
+CHUNK = 16
+"""Prefixes are found at multiples of so many tokens."""
+SMALLEST_LANE = 32
+
+
+class Block:
+    """Keys and values of a token sequence, filled from the front."""
+
+    def __init__(self, key: str, ids: Sequence[int], config: DecoderConfig, like: Tensor) -> None:
+        shape = (config.layers, config.kv_heads, len(ids), config.head_dim)
+        self.key = key
+        self.ids = tuple(ids)
+        self.k = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.v = torch.empty_like(self.k)
+        self.filled = 0
+        self.last_hidden: Tensor | None = None  # [hidden], once filled: the next token's state
+        self.users = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.filled == len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.k.nbytes
+
+    @classmethod
+    def joined(cls, front: "Block", ids: Sequence[int], k: Tensor, v: Tensor) -> "Block":
+        """A whole block: one that exists, and the own tokens [layers, kv_heads, T, dim] after it."""
+        block = cls.__new__(cls)
+        block.key, block.ids = front.key, front.ids + tuple(ids)
+        block.k, block.v = torch.cat((front.k, k), 2), torch.cat((front.v, v), 2)
+        block.filled = len(block.ids)
+        block.last_hidden, block.users = None, 0
+        return block
+
+    def copy_front(self, source: "Block", count: int) -> None:
+        """Take over the first tokens of another block that begins alike."""
+        self.k[:, :, :count] = source.k[:, :, :count]
+        self.v[:, :, :count] = source.v[:, :, :count]
+        self.filled = count
+
+
+class Prefixes:
+    """Blocks by the tokens they begin with; unused ones stay until their memory is wanted."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[str, tuple[int, ...]], Block] = OrderedDict()
+        self._index: dict[tuple[str, int], Block] = {}
+
+    @property
+    def unused_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values() if block.users == 0)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values() if block.users > 0)
+
+    def __contains__(self, block: tuple[str, tuple[int, ...]]) -> bool:
+        return block in self._blocks
+
+    def whole(self, key: str, ids: tuple[int, ...]) -> Block | None:
+        """A block of exactly these tokens that can be sampled from, now or once it is filled."""
+        block = self._blocks.get((key, ids))
+        if block is None or (block.complete and block.last_hidden is None):
+            return None
+        self._blocks.move_to_end((key, ids))
+        return block
+
+    def longest(self, key: str, ids: tuple[int, ...]) -> tuple[Block, int] | None:
+        """A block that begins as `ids` does, and for how many tokens; never for all of them."""
+        best: Block | None = None
+        for mark in _marks(ids):
+            block = self._index.get((key, mark))
+            if block is None:
+                break
+            best = block
+        if best is None:
+            return None
+        limit = min(best.filled, len(ids) - 1)
+        same = next((i for i in range(limit) if best.ids[i] != ids[i]), limit)
+        return (best, same) if same >= CHUNK else None
+
+    def add(self, block: Block) -> None:
+        """Hold a block; one of the same tokens makes way."""
+        if (old := self._blocks.get((block.key, block.ids))) is not None:
+            self.drop(old)
+        self._blocks[block.key, block.ids] = block
+
+    def index(self, block: Block) -> None:
+        """Let later prompts start from this block, which is filled now."""
+        for mark in _marks(block.ids):
+            self._index[block.key, mark] = block
+
+    def drop(self, block: Block) -> None:
+        del self._blocks[block.key, block.ids]
+        for mark in _marks(block.ids):
+            if self._index.get((block.key, mark)) is block:
+                del self._index[block.key, mark]
+
+    def evict(self, wanted_bytes: int) -> int:
+        """Drop unused blocks, oldest first, until so much is free; says how much was freed."""
+        freed = 0
+        for block in list(self._blocks.values()):
+            if freed >= wanted_bytes:
+                break
+            if block.users == 0:
+                self.drop(block)
+                freed += block.nbytes
+        return freed
+
+    def forget(self, key: str) -> None:
+        """Drop the unused blocks of one adapter."""
+        for block in list(self._blocks.values()):
+            if block.key == key and block.users == 0:
+                self.drop(block)
+
+
+def _marks(ids: Sequence[int]) -> Iterator[int]:
+    """A hash of the first 16, 32, ... tokens."""
+    mark = 0
+    for end in range(CHUNK, len(ids) + 1, CHUNK):
+        mark = hash((mark, tuple(ids[end - CHUNK : end])))
+        yield mark
+
+
+def lane_capacity(tokens: int) -> int:
+    """Rows of one lane are this long: the power of two that holds so many tokens."""
+    return max(SMALLEST_LANE, 1 << (tokens - 1).bit_length())
+
+
+class Row(Protocol):
+    """What a lane asks of the samples in it."""
+
+    @property
+    def own(self) -> int:
+        """Own tokens that have keys and values."""
+        ...
+
+    @property
+    def block(self) -> Block: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+class Lane(Generic[R]):
+    """Own keys and values of the running samples of one adapter that are about equally long.
+
+    Rows lie side by side without holes, so one attention call serves them all; lengths differ by
+    a factor of two at most, so at most half of what it reads is padding.
+    """
+
+    def __init__(self, capacity: int, config: DecoderConfig, like: Tensor) -> None:
+        self.capacity = capacity
+        self.rows: list[R] = []
+        self._config = config
+        self.k = self._zeros(0, like)
+        self.v = self._zeros(0, like)
+
+    def _zeros(self, rows: int, like: Tensor) -> Tensor:
+        # Not empty: what a row has not written yet is masked, but 0 x NaN would still be NaN.
+        config = self._config
+        shape = (config.layers, rows, config.kv_heads, self.capacity, config.head_dim)
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def _grown(self, full: Tensor) -> Tensor:
+        rows = full.shape[1]
+        larger = self._zeros(max(8, 2 * rows), full)
+        larger[:, :rows] = full
+        return larger
+
+    def add(self, row: R) -> int:
+        """Make room for one more row and say which it is."""
+        slot = len(self.rows)
+        if slot == self.k.shape[1]:
+            self.k, self.v = self._grown(self.k), self._grown(self.v)
+        self.rows.append(row)
+        return slot
+
+    def move_in(self, row: R, source: "Lane[R]", slot: int) -> None:
+        """Take over a row that outgrew a smaller lane."""
+        ours = self.add(row)
+        self.k[:, ours, :, : row.own] = source.k[:, slot, :, : row.own]
+        self.v[:, ours, :, : row.own] = source.v[:, slot, :, : row.own]
+
+    def remove(self, slot: int) -> None:
+        """Drop a row; the last one takes its place."""
+        last = len(self.rows) - 1
+        if slot != last:
+            moved = self.rows[last]
+            self.rows[slot] = moved
+            self.k[:, slot, :, : moved.own] = self.k[:, last, :, : moved.own]
+            self.v[:, slot, :, : moved.own] = self.v[:, last, :, : moved.own]
+        self.rows.pop()

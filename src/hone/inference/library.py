@@ -1,0 +1,231 @@
+"""Add turns, and read answers, with the library `renderers`, for the families it knows.
+
+In:   checked Messages and tools; sampled ids
+Out:  token ids; completions read back by the library's parser
+Used: template.py, for models whose chat is not the ChatML of chatml.py
+
+Whole conversations are written by the model's own template where it has one: the library encodes
+some pieces apart that the template writes together (0.1.12, Qwen3: an answer that begins with a
+line break gets other ids).
+
+The import takes a second and pulls in httpx, so it happens when a model needs it and not before.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from hone.errors import TemplateError
+from hone.inference.base import FinishReason
+from hone.inference.jinja import Jinja
+from hone.inference.messages import Message, ToolCall, parse_object
+from hone.inference.reply import CallDelta, ContentDelta, Event, ReasoningDelta, Reply, call_id
+
+_DATE_FIELDS: dict[str, str] = {
+    "date_string": "%d %b %Y",  # Llama 3
+    "conversation_start_date": "%Y-%m-%d",  # gpt-oss
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One of the library's renderers, with what hone knows of it."""
+
+    renderer: Any
+    own: Jinja
+    name: str
+    strips_reasoning: bool
+    """Whether a new user message makes it cut the reasoning out of earlier turns."""
+    ignored: tuple[str, ...]
+    """Template arguments that mean nothing to it."""
+    prints_date: bool
+    keeping: Any = None
+    """The same renderer, told to keep all reasoning: for histories that have none."""
+
+    bridges = True
+    takes_tools = True
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self.renderer.get_stop_token_ids())
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        return self.stop_ids
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        generation_prompt: bool,
+    ) -> list[int]:
+        if self.own.exists:
+            return self.own.render(messages, tools, generation_prompt=generation_prompt)
+        if not generation_prompt:
+            raise TemplateError(
+                f"generation_prompt: {self.name!r} has no template of its own and can only be asked "
+                "for an answer; leave generation_prompt on"
+            )
+        return self.library_ids(messages, tools)
+
+    def library_ids(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        """The prompt as the library writes it."""
+        plain = [message.plain() for message in messages]
+        try:
+            return self.renderer.render_ids(
+                plain, tools=list(tools) or None, add_generation_prompt=True
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise TemplateError(
+                f"messages: the renderer {self.name!r} refuses them: {error}; "
+                "check the order of roles, or use a model whose template allows it"
+            ) from error
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        added: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        """The next prompt, or None where the library cannot leave the earlier ids as they are."""
+        before = [*prompt_ids, *completion_ids]
+        renderer = self.renderer
+        if self.keeping is not None:
+            said = self.own.tokenizer.decode(before, skip_special_tokens=False)
+            renderer = self.renderer if "<think>" in said else self.keeping
+        rendered = renderer.bridge_to_next_turn(
+            list(prompt_ids),
+            list(completion_ids),
+            [message.plain() for message in added],
+            tools=list(tools) or None,
+        )
+        if rendered is None or list(rendered.token_ids[: len(before)]) != before:
+            return None
+        return list(rendered.token_ids)
+
+
+def known_renderer(name: str) -> str | None:
+    """What the library calls its renderer for this hub name, or None."""
+    if "/" not in name or name.startswith(("/", ".", "~")):
+        return None  # a path; the library knows hub names only
+    from renderers.base import MODEL_RENDERER_MAP
+
+    return MODEL_RENDERER_MAP.get(name)
+
+
+def typed(own: Jinja, renderer_name: str, kwargs: Mapping[str, Any], today: date) -> Library | None:
+    """The library's own renderer for a family; None if the tokenizer lacks the tokens it needs."""
+    from renderers.base import create_renderer, merge_chat_template_kwargs
+    from renderers.configs import config_from_name
+
+    config: Any = config_from_name(renderer_name)
+    assert config is not None, renderer_name
+    fields = type(config).template_field_names()
+    dates = {key: today.strftime(form) for key, form in _DATE_FIELDS.items() if key in fields}
+    used = {key: value for key, value in kwargs.items() if key in fields}
+    try:
+        config = merge_chat_template_kwargs(config, {**dates, **used})
+    except ValueError as error:
+        raise TemplateError(
+            f"chat_template_kwargs: {error}; correct or leave out the key"
+        ) from error
+    try:
+        renderer: Any = create_renderer(own.tokenizer, config)
+    except AssertionError:  # how the library says that a special token is missing
+        return None
+    retention = getattr(renderer, "effective_thinking_retention", "all")
+    keeping = None
+    if renderer_name == "qwen3" and retention != "all":
+        settings = {**config.model_dump(), "thinking_retention": "all"}
+        keeping = create_renderer(own.tokenizer, type(config).model_validate(settings))
+    return Library(
+        renderer=renderer,
+        own=own,
+        name=f"renderers/{renderer_name}",
+        strips_reasoning=retention != "all",
+        ignored=tuple(key for key in kwargs if key not in fields),
+        prints_date=bool(dates) or own.prints_date,
+        keeping=keeping,
+    )
+
+
+class WholeParser:
+    """Reads a completion when it is over: the library's parsers do not work on parts."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        prompt_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]],
+        stop: Sequence[str],
+        seed: str,
+    ) -> None:
+        self._library = library
+        self._prompt_ids = list(prompt_ids)
+        self._tools = list(tools)
+        self._stop = tuple(stop)
+        self._seed = seed
+        self._ids: list[int] = []
+        self._read = Reply(content="")
+
+    def feed(self, ids: Sequence[int]) -> list[Event]:
+        self._ids.extend(ids)
+        return []
+
+    def close(self) -> list[Event]:
+        renderer = self._library.renderer
+        try:
+            parsed = renderer.parse_response(
+                self._ids, tools=self._tools or None, prompt_ids=self._prompt_ids
+            )
+        except RecursionError:  # JSON nested without end, which the library does not guard against
+            text = self._library.own.tokenizer.decode(self._ids, skip_special_tokens=True)
+            self._read = Reply(content=text, malformed=("JSON nested too deeply",))
+            return [ContentDelta(text)]
+        content, malformed = parsed.content, []
+        calls: list[ToolCall] = []
+        for attempt in parsed.tool_calls:
+            try:
+                calls.append(self._tool_call(attempt, len(calls)))
+            except ValueError as error:
+                content += attempt.raw
+                if self._tools:
+                    malformed.append(f"tool call {attempt.raw[:80]!r}: {error}")
+        cut = min((at for at in map(content.find, self._stop) if at >= 0), default=len(content))
+        self._read = Reply(
+            content=content[:cut],
+            reasoning=parsed.reasoning_content,
+            tool_calls=tuple(calls),
+            malformed=tuple(malformed),
+        )
+        reasoned = [ReasoningDelta(self._read.reasoning)] if self._read.reasoning else []
+        said = [ContentDelta(self._read.content)] if self._read.content else []
+        return [*reasoned, *said, *(CallDelta(i, call) for i, call in enumerate(calls))]
+
+    def _tool_call(self, attempt: Any, index: int) -> ToolCall:
+        if attempt.status != "ok" or not self._tools or not attempt.name:
+            raise ValueError(str(attempt.status))
+        text = attempt.arguments
+        if not isinstance(text, str):
+            text = json.dumps({} if text is None else text, ensure_ascii=False)
+        parse_object(text)
+        return ToolCall(
+            attempt.name, text, attempt.id or call_id(self._seed, index, attempt.name, text)
+        )
+
+    def reply(self, finish: FinishReason = "stop") -> Reply:
+        called = finish == "stop" and bool(self._read.tool_calls)
+        return Reply(
+            content=self._read.content,
+            reasoning=self._read.reasoning,
+            tool_calls=self._read.tool_calls,
+            malformed=self._read.malformed,
+            finish="tool_calls" if called else finish,
+        )

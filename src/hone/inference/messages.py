@@ -1,0 +1,271 @@
+"""Turn the messages an OpenAI client sends into checked values that can be rendered and compared.
+
+In:   `messages` and `tools` of a chat request, as JSON gave them
+Out:  Messages (text, tool calls with their arguments parsed), or a TemplateError naming the field
+Used: template.py before it renders, bridge.py to tell whether a request continues a recorded call
+
+Two messages are the same when they mean the same to the model: ids of tool calls, the spelling of
+argument JSON and parts against plain text do not count. Agents rebuild messages from objects of
+their own framework, and a comparison of bytes would find no turn that continues.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, cast
+
+from hone.errors import TemplateError
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One function call of an assistant message."""
+
+    name: str
+    arguments: str
+    """JSON of an object, spelt as it was sent or returned."""
+    id: str = ""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(self.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn, as text."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def meaning(self) -> str:
+        """Equal for messages that mean the same; says nothing of the reasoning."""
+        calls = [[call.name, _number_free(call.values)] for call in self.tool_calls]
+        return json.dumps([self.role, self.content, calls], sort_keys=True)
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates expect it: arguments are objects, not JSON text."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.values},
+                }
+                for call in self.tool_calls
+            ]
+        optional = {
+            "reasoning_content": self.reasoning,
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+        }
+        message.update({key: value for key, value in optional.items() if value is not None})
+        return message
+
+
+Tools = Sequence[Mapping[str, Any]]
+
+_MAX_DEPTH = 100
+"""Of argument JSON: what is nested deeper would overrun the stack of whoever reads it next."""
+
+
+def check_messages(messages: object) -> list[Message]:
+    """The request's messages; raises TemplateError for what no template could express."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        _refuse("messages", f"expected a list of at least one message, got {_brief(messages)}")
+    return [_message(entry, f"messages[{i}]") for i, entry in enumerate(messages)]
+
+
+def check_tools(tools: object) -> list[dict[str, Any]]:
+    """The request's tools; an empty list when there are none."""
+    if tools is None:
+        return []
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        _refuse("tools", f"expected a list of tools, got {_brief(tools)}")
+    checked: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            _refuse(
+                f"tools[{i}]",
+                f"expected {{'type': 'function', 'function': {{'name': ...}}}}, got {_brief(tool)}",
+            )
+        checked.append(dict(tool))
+    return checked
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object in `text`; ValueError says why it is none that could be sent on."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for parent in level for item in _checked_items(parent)]
+        if not level:
+            return value
+    raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}")
+
+
+def _message(entry: object, where: str) -> Message:
+    if not isinstance(entry, Mapping):
+        _refuse(where, f"expected an object with role and content, got {_brief(entry)}")
+    role = _ROLES.get(str(entry.get("role")))
+    if role is None:
+        _refuse(
+            f"{where}.role",
+            f"no template knows the role {entry.get('role')!r}; use one of {', '.join(_ROLES)}"
+            + (" ('tool' answers a call)" if entry.get("role") == "function" else ""),
+        )
+    if entry.get("function_call") is not None:
+        _refuse(f"{where}.function_call", "the old form of a call; send tool_calls instead")
+    calls = _tool_calls(entry.get("tool_calls"), f"{where}.tool_calls")
+    if calls and role != "assistant":
+        _refuse(f"{where}.tool_calls", f"only the assistant makes calls, and the role is {role!r}")
+    return Message(
+        role=role,
+        content=_content(entry.get("content"), role, f"{where}.content"),
+        tool_calls=calls,
+        reasoning=_reasoning(entry, where) if role == "assistant" else None,
+        tool_call_id=_optional_text(entry, "tool_call_id", where),
+        name=_optional_text(entry, "name", where),
+    )
+
+
+def _content(content: object, role: Role, where: str) -> str:
+    if isinstance(content, str):
+        return _sound(content, where)
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, Sequence) or isinstance(content, (str, bytes)):
+        _refuse(where, f"expected text or a list of parts, got {_brief(content)}")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
+        if kind not in ("text", "refusal") or not isinstance(text, str):
+            _refuse(
+                f"{where}[{i}]",
+                f"expected a part of type 'text', got {kind or _brief(part)!r}; this model reads "
+                "text only, so describe or leave out images, audio and files",
+            )
+        texts.append(_sound(text, f"{where}[{i}].text"))
+    # One line per part, as vLLM joins them: an agent that moves between the two sees one prompt.
+    return "\n".join(texts)
+
+
+def _reasoning(entry: Mapping[str, Any], where: str) -> str | None:
+    for key in ("reasoning_content", "reasoning"):
+        text = _optional_text(entry, key, where)
+        if text:
+            return text
+    return None
+
+
+def _tool_calls(calls: object, where: str) -> tuple[ToolCall, ...]:
+    if calls is None:
+        return ()
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        _refuse(where, f"expected a list of calls, got {_brief(calls)}")
+    checked: list[ToolCall] = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            _refuse(
+                f"{where}[{i}].function",
+                f"expected an object with name and arguments, got {_brief(function)}",
+            )
+        arguments = _arguments(function.get("arguments"), f"{where}[{i}].function.arguments")
+        checked.append(ToolCall(function["name"], arguments, str(call.get("id") or "")))
+    return tuple(checked)
+
+
+def _arguments(arguments: object, where: str) -> str:
+    if isinstance(arguments, Mapping):
+        return json.dumps(arguments, ensure_ascii=False)
+    # A function without parameters: several clients send nothing at all for it.
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return "{}"
+    if not isinstance(arguments, str):
+        _refuse(where, f"expected the JSON text of an object, got {_brief(arguments)}")
+    try:
+        parse_object(arguments)
+    except ValueError as error:
+        _refuse(where, f"{error} in {_brief(arguments)}; send the JSON text of an object")
+    return arguments
+
+
+def _optional_text(entry: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = entry.get(key)
+    if value is not None and not isinstance(value, str):
+        _refuse(f"{where}.{key}", f"expected text, got {_brief(value)}")
+    return value if value is None else _sound(value, f"{where}.{key}")
+
+
+def _sound(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        _refuse(
+            where, f"half of a surrogate pair at character {error.start}; send whole characters"
+        )
+    return text
+
+
+def _number_free(value: object) -> object:
+    """A JSON value in which 1 and 1.0 are one: JavaScript and some frameworks write either."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _number_free(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_number_free(item) for item in value]
+    return value
+
+
+def _checked_items(value: object) -> list[object]:
+    """What a JSON value contains; refuses numbers and text that cannot be written as JSON again."""
+    if isinstance(value, dict):
+        for key in value:
+            key.encode()
+        return list(value.values())
+    if isinstance(value, list):
+        return value
+    if isinstance(value, str):
+        value.encode()  # a lone surrogate: no tokenizer and no HTTP body can carry it
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number too large for JSON")
+    return []
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse(where: str, what: str) -> NoReturn:
+    raise TemplateError(f"{where}: {what}")

@@ -1,0 +1,67 @@
+"""Turn rewards into advantages: how much better than its peers a call was.
+
+In:   one row of values per trajectory, as the chosen credit assigns them
+Out:  advantages in the same shape, or None where nothing was better than anything
+Used: learner/samples.py, once per group (once per job with `baseline: batch`)
+
+Equality is judged with a relative tolerance: rewards that differ in the seventh digit come from
+rounding, and dividing by their standard deviation would turn that rounding into full-sized
+advantages.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Literal
+
+Credit = Literal["outcome", "per_call", "return_to_go"]
+
+FLAT = 1e-6
+"""Values within this fraction of the largest magnitude count as equal."""
+
+EPS = 1e-6
+"""Added to the standard deviation; ART's value."""
+
+
+def call_values(
+    reward: float, shaped_rewards: Sequence[float] | None, credit: Credit
+) -> list[float]:
+    """What a trajectory is compared by: its reward, or one value per trained call."""
+    if credit == "outcome":
+        return [reward]
+    assert shaped_rewards is not None, f"{credit} without shaped_rewards passed samples.py"
+    if credit == "per_call":
+        return list(shaped_rewards)
+    return [sum(shaped_rewards[i:]) for i in range(len(shaped_rewards))]
+
+
+def advantages(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]] | None:
+    """Values minus their column's mean, over its population standard deviation if `scale`.
+
+    Column i holds the i-th call of every trajectory that got so far. None: every column is flat.
+    """
+    columns = max((len(row) for row in values), default=0)
+    result = [[0.0] * len(row) for row in values]
+    flat = True
+    for c in range(columns):
+        rows = [i for i, row in enumerate(values) if len(row) > c]
+        column = [values[i][c] for i in rows]
+        if is_flat(column):
+            continue
+        flat = False
+        mean = sum(x / len(column) for x in column)
+        spread = _deviation(column, mean) + EPS if scale else 1.0
+        for i, x in zip(rows, column, strict=True):
+            result[i][c] = (x - mean) / spread
+    return None if flat else result
+
+
+def _deviation(column: Sequence[float], mean: float) -> float:
+    """Population standard deviation; scaled first, so that no square overflows."""
+    largest = max(abs(x - mean) for x in column)
+    return largest * sqrt(sum(((x - mean) / largest) ** 2 for x in column) / len(column))
+
+
+def is_flat(values: Sequence[float]) -> bool:
+    """Whether all values are equal but for rounding."""
+    low, high = min(values), max(values)
+    return high - low <= FLAT * max(abs(low), abs(high))

@@ -1,0 +1,279 @@
+"""A job in, a better adapter out: the loop that owns gradients.
+
+In:   TrajectoryGroups and a TrainConfig
+Out:  the adapter moved in place, and a StepResult
+Used: learner/worker.py in a process of its own; tests directly
+
+A job happens whole or not at all: whatever ends it early (a non-finite loss, a cancellation,
+an error) leaves adapter and optimizer as they were when it began. A half-trained adapter under
+an old step number could not be told from the real one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from hone.errors import Cancelled, NonFinite
+from hone.learner.forward import row_logprobs, twin
+from hone.learner.loss import RowLabels, penalised, row_loss, weights
+from hone.learner.metrics import Clock, Totals
+from hone.learner.optim import AdamW
+from hone.learner.probe import Movement, ProbeCalls
+from hone.learner.samples import Sample, Samples, make_samples
+from hone.learner.trie import Batch, pack
+from hone.models.decoder import Decoder
+from hone.models.lora import Lora
+from hone.trajectory import TrajectoryGroup
+from hone.types import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a job stands; sent before every micro-batch (one row)."""
+
+    phase: str
+    step: int
+    steps: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a job did."""
+
+    steps: int
+    """Optimizer steps taken."""
+    reason: str
+    """Why none was taken; empty otherwise."""
+    metrics: dict[str, float]
+    dropped: dict[str, int]
+    """Completion tokens without a label, by reason."""
+    movement: Movement
+    """What the publisher compares the engine with."""
+    sha256: str
+    """Of the adapter as it is now."""
+
+
+OnProgress = Callable[[Progress], None]
+ShouldStop = Callable[[], bool]
+
+
+class Learner:
+    """One rank: a frozen decoder, an adapter, its optimizer."""
+
+    def __init__(self, decoder: Decoder, lora: Lora, *, base_model: str) -> None:
+        self.decoder = decoder
+        self.base_model = base_model
+        self.lora = lora.trainable_()
+        self.optimizer = AdamW(self.lora.parameters())
+
+    def train(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        config: TrainConfig,
+        *,
+        on_progress: OnProgress | None = None,
+        should_stop: ShouldStop | None = None,
+        probe_tokens: int = 32,
+    ) -> StepResult:
+        """Learn from the groups; `should_stop` is asked before every row."""
+        shape = self.decoder.config
+        clock = Clock()
+        with clock.phase("pack"):
+            samples = make_samples(
+                groups, config, vocab=shape.vocab, max_positions=shape.max_positions
+            )
+            batches = [pack(s, row_tokens=config.row_tokens) for s in _deal(samples, config)]
+        job = _Job(self, batches, config, clock, on_progress, should_stop)
+        probe = ProbeCalls.choose(samples.samples if probe_tokens else ())
+        with self._whole_or_not_at_all():
+            with clock.phase("probe"):
+                before = probe.logprobs(self.decoder, self.lora)
+            job.run()
+            with clock.phase("probe"):
+                after = probe.logprobs(self.decoder, self.lora)
+        metrics = job.totals.metrics(config) | _counts(samples, batches) | clock.metrics()
+        busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)
+        metrics["learn/tokens_per_s"] = metrics["learn/logical_tokens"] / busy
+        return StepResult(
+            steps=len(batches),
+            reason="" if batches else _why_nothing(samples, len(groups)),
+            metrics=metrics,
+            dropped=dict(samples.dropped),
+            movement=probe.movement(before, after, limit=probe_tokens),
+            sha256=self.lora.sha256,
+        )
+
+    def save(self, directory: Path) -> None:
+        """Adapter in PEFT's format and optimizer state; equal learners write equal bytes."""
+        self.lora.save(directory, base_model=self.base_model)
+        self.optimizer.save(directory)
+
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        """Go on from a checkpoint."""
+        lora = Lora.load(directory, self.decoder.config, device=self.decoder.device).trainable_()
+        state = AdamW(lora.parameters())
+        if optimizer:
+            state.load(directory)
+        self.lora, self.optimizer = lora, state
+
+    @contextmanager
+    def _whole_or_not_at_all(self) -> Iterator[None]:
+        start = self.optimizer.snapshot()
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                self.optimizer.restore(start)
+
+
+class _Job:
+    """One call of train: passes over rows, in order."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        batches: list[Batch],
+        config: TrainConfig,
+        clock: Clock,
+        on_progress: OnProgress | None,
+        should_stop: ShouldStop | None,
+    ) -> None:
+        self.learner = learner
+        self.batches = batches
+        self.config = config
+        self.clock = clock
+        self.totals = Totals()
+        self._on_progress = on_progress
+        self._should_stop = should_stop
+
+    def run(self) -> None:
+        config, batches = self.config, self.batches
+        # With one optimizer step the policy at the start is the one being differentiated; only
+        # the penalty's mean over the step needs its values before the first row is trained.
+        ahead = len(batches) > 1 or config.kl_penalty_coef > 0
+        asked = config.beta > 0 or config.kl_penalty_coef > 0
+        old: list[Tensor | None] = [None] * len(batches)
+        reference: list[Tensor | None] = [None] * len(batches)
+        if ahead:
+            old = [self._price(i, "old", twin(self.learner.lora)) for i in range(len(batches))]
+        if asked:
+            reference = [self._price(i, "reference", None) for i in range(len(batches))]
+        for i in range(len(batches)):
+            self._step(i, old[i], reference[i])
+
+    def _step(self, index: int, old: Tensor | None, reference: Tensor | None) -> None:
+        batch, config = self.batches[index], self.config
+        decoder, lora, optimizer = (
+            self.learner.decoder,
+            self.learner.lora,
+            self.learner.optimizer,
+        )
+        weight, advantage = weights(batch.labels, config), batch.labels.advantage
+        if config.kl_penalty_coef > 0:
+            assert old is not None and reference is not None, "run() prices both for the penalty"
+            advantage = penalised(advantage, old, reference, config.kl_penalty_coef)
+        optimizer.zero_grad()
+        norm = torch.zeros(())
+        loss_of_step = 0.0
+        for r, row in enumerate(batch.rows):
+            self._tell("train", index, r)
+            where = f"optimizer step {index}, micro-batch {r}"
+            with self.clock.phase("forward"):
+                new, entropy = row_logprobs(decoder, row, batch.labels, lora)
+                cpu = new.cpu()
+                picked = RowLabels(
+                    old=cpu.detach().double() if old is None else old[row.label],
+                    sampler=batch.labels.sampler_logprob[row.label],
+                    exact=batch.labels.exact[row.label],
+                    advantage=advantage[row.label],
+                    weight=weight[row.label],
+                    reference=None if reference is None else reference[row.label],
+                )
+                loss, sums = row_loss(cpu, picked, config)
+                value = _finite(float(loss.detach()), "the loss", where)
+            with self.clock.phase("backward"):
+                loss.backward()
+                norm = get_total_norm(optimizer.grads)
+                _finite(float(norm), "the gradient's norm", where)
+            loss_of_step += value
+            self.totals.add(sums | {"entropy": entropy.double().sum()})
+        with self.clock.phase("optimizer"):
+            leaves = [leaf for _, leaf in optimizer.parameters]
+            clip_grads_with_norm_(leaves, config.max_grad_norm, norm)
+            optimizer.step(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
+        self.totals.close_step(batch.labels, loss=loss_of_step, grad_norm=float(norm))
+
+    def _price(self, index: int, phase: str, lora: Lora | None) -> Tensor:
+        """Log-probabilities of all labels of a step, without gradients, [M] float64."""
+        batch = self.batches[index]
+        values = torch.empty(len(batch.labels), dtype=torch.float64)
+        for r, row in enumerate(batch.rows):
+            self._tell(phase, index, r)
+            with self.clock.phase(phase):
+                priced, _ = row_logprobs(self.learner.decoder, row, batch.labels, lora)
+                values[row.label] = priced.detach().double().cpu()
+        return values
+
+    def _tell(self, phase: str, step: int, row: int) -> None:
+        if self._should_stop is not None and self._should_stop():
+            raise Cancelled(
+                f"optimizer step {step}, micro-batch {row} ({phase}): the job was asked to stop; "
+                "adapter and optimizer are as they were before it."
+            )
+        if self._on_progress is not None:
+            rows = len(self.batches[step].rows)
+            self._on_progress(Progress(phase, step, len(self.batches), row, rows))
+
+
+def _deal(samples: Samples, config: TrainConfig) -> list[list[Sample]]:
+    """Samples of each optimizer step: so many groups in order, counting only those with samples."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples.samples:
+        groups.setdefault(sample.group, []).append(sample)
+    each, size = list(groups.values()), config.groups_per_optimizer_step
+    return [[s for g in each[i : i + size] for s in g] for i in range(0, len(each), size)]
+
+
+def _finite(value: float, what: str, where: str) -> float:
+    if value - value != 0:
+        raise NonFinite(
+            f"{where}: {what} is {value!r}; adapter and optimizer are as they were before the job. "
+            "Lower learning_rate, or look for extreme rewards or logprobs in this job."
+        )
+    return value
+
+
+def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
+    counts = {
+        "learn/optimizer_steps": len(batches),
+        "learn/micro_batches": sum(len(batch.rows) for batch in batches),
+        "learn/groups": samples.groups,
+        "learn/flat_groups": samples.flat_groups,
+        "learn/rollouts": len(samples.samples),
+        "learn/long_rollouts": samples.long_rollouts,
+        "learn/logical_tokens": sum(batch.logical_tokens for batch in batches),
+        "learn/computed_tokens": sum(batch.computed_tokens for batch in batches),
+    }
+    answered_by = [call.step for sample in samples.samples for call in sample.calls]
+    if answered_by:  # staleness is the job's base step minus the oldest
+        counts |= {"learn/oldest_call_step": min(answered_by)}
+        counts |= {"learn/newest_call_step": max(answered_by)}
+    dropped = {f"learn/labels_dropped/{why}": n for why, n in samples.dropped.items()}
+    return {name: float(n) for name, n in (counts | dropped).items()}
+
+
+def _why_nothing(samples: Samples, groups: int) -> str:
+    reasons = ", ".join(f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()))
+    return (
+        f"no gradient step: {samples.flat_groups} of {groups} groups have equal rewards and "
+        f"{samples.long_rollouts} rollouts are too long; no label is left ({reasons or 'no calls'})"
+    )

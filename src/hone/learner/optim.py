@@ -1,0 +1,96 @@
+"""AdamW over an adapter's leaves, with a state that survives the process.
+
+In:   named leaves with gradients
+Out:  moved leaves; optimizer.safetensors
+Used: learner/learner.py
+
+A run that resumes without its moments takes steps of the wrong size for as long as they take to
+build up again, and nobody sees it. So the state is saved with every checkpoint, by parameter
+name, without pickle, and a resumed run continues bit for bit.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hone.errors import ConfigError
+
+FILE = "optimizer.safetensors"
+
+BETAS = (0.9, 0.99)
+EPS = 1e-8
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+class AdamW:
+    """torch's AdamW, with its state made at once, so that saved and fresh ones look alike."""
+
+    def __init__(self, parameters: list[tuple[str, Tensor]]) -> None:
+        self.parameters = parameters
+        leaves = [tensor for _, tensor in parameters]
+        # The fused CPU kernel makes one pass over each tensor; like the others it is deterministic.
+        self._adam = torch.optim.AdamW(leaves, lr=0.0, betas=BETAS, eps=EPS, fused=True)
+        for leaf in leaves:
+            self._adam.state[leaf] = {
+                "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
+                "exp_avg": torch.zeros_like(leaf, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(leaf, requires_grad=False),
+            }
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [leaf.grad for _, leaf in self.parameters if leaf.grad is not None]
+
+    def step(self, *, learning_rate: float, weight_decay: float) -> None:
+        for settings in self._adam.param_groups:
+            settings["lr"], settings["weight_decay"] = learning_rate, weight_decay
+        self._adam.step()
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the state, live, as `parameter/part`."""
+        return {
+            f"{name}/{part}": self._adam.state[leaf][part]
+            for name, leaf in self.parameters
+            for part in STATE
+        }
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the leaves and of the state."""
+        leaves = {name: leaf.detach() for name, leaf in self.parameters}
+        return {name: tensor.clone() for name, tensor in (leaves | self.state()).items()}
+
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """Put leaves and state back to what they were."""
+        with torch.no_grad():
+            for name, tensor in (dict(self.parameters) | self.state()).items():
+                tensor.copy_(snapshot[name])
+        self.zero_grad()
+
+    def save(self, directory: Path) -> None:
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state().items()}
+        save_file(tensors, directory / FILE, metadata={"format": "hone-adamw-1"})
+
+    def load(self, directory: Path) -> None:
+        path = directory / FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"{path}: no optimizer state beside the adapter. Load it with optimizer=False to "
+                "begin with fresh moments, knowing that this is no exact continuation."
+            )
+        found, ours = load_file(path), self.state()
+        if wrong := sorted(
+            name
+            for name in found.keys() | ours.keys()
+            if name not in found or name not in ours or found[name].shape != ours[name].shape
+        ):
+            raise ConfigError(
+                f"{path}: {len(wrong)} tensors do not fit this adapter, the first being "
+                f"{wrong[0]!r}. It belongs to another model or rank."
+            )
+        for name, tensor in ours.items():
+            tensor.copy_(found[name])

@@ -1,0 +1,193 @@
+"""Turn scored trajectory groups into token-level training samples.
+
+In:   TrajectoryGroups, as the client sent them
+Out:  Samples; a group whose rewards are all equal yields none
+Used: learner/learner.py, once per job
+
+Token ids are copied from the recorded calls, never encoded again from text. A turn encoded
+twice can differ by one merge at its border, and its logprobs would then describe other tokens.
+What cannot be trained on is counted by reason; what would be wrong to train on is refused.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.errors import SampleRefused
+from hone.learner.advantage import advantages, call_values
+from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.types import Call, TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledCall:
+    """One call with at least one token to learn from."""
+
+    ids: NDArray[np.int64]  # [P + C], prompt then completion
+    prompt: int
+    """P, the length of the prompt."""
+    places: NDArray[np.int64]  # [M] ascending, labelled places of the completion
+    logprobs: NDArray[np.float64] | None  # [C], the sampler's
+    exact: bool
+    temperature: float
+    advantage: float
+    step: int = 0
+    """The policy version that answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory as tokens, logprobs and advantages. `group` and `trajectory` say which."""
+
+    group: int
+    trajectory: int
+    calls: tuple[LabelledCall, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What a job is trained on, and what was left out of it."""
+
+    samples: tuple[Sample, ...]
+    dropped: Counter[str]
+    """Completion tokens without a label, by reason."""
+    groups: int
+    """Groups that gave at least one sample."""
+    flat_groups: int
+    long_rollouts: int
+
+
+def make_samples(
+    groups: Sequence[TrajectoryGroup], config: TrainConfig, *, vocab: int, max_positions: int
+) -> Samples:
+    """Samples of every group that can teach something."""
+    dropped: Counter[str] = Counter()
+    limit = min(config.max_seq_length, max_positions)
+    kept: list[list[tuple[int, Trajectory]]] = []
+    long_rollouts = 0
+    for g, group in enumerate(groups):
+        rest = []
+        for t, trajectory in enumerate(group.trajectories):
+            _check(trajectory, config, vocab=vocab, where=f"group {g}, trajectory {t}")
+            if (
+                max((_length(call) for call in trajectory.calls if _trained(call)), default=0)
+                > limit
+            ):
+                long_rollouts += 1
+                dropped["too_long"] += _completion_tokens(trajectory)
+            else:
+                rest.append((t, trajectory))
+        kept.append(rest)
+    samples: list[Sample] = []
+    flat_groups = 0
+    for g, (rest, rows) in enumerate(zip(kept, _compare(kept, config), strict=True)):
+        if rows is None:
+            flat_groups += bool(rest)
+            dropped["flat_group"] += sum(_completion_tokens(trajectory) for _, trajectory in rest)
+            continue
+        for (t, trajectory), row in zip(rest, rows, strict=True):
+            calls = _labelled(trajectory, row, config, dropped)
+            if calls:
+                samples.append(Sample(g, t, calls))
+    return Samples(
+        samples=tuple(samples),
+        dropped=+dropped,
+        groups=len({sample.group for sample in samples}),
+        flat_groups=flat_groups,
+        long_rollouts=long_rollouts,
+    )
+
+
+def _compare(
+    kept: list[list[tuple[int, Trajectory]]], config: TrainConfig
+) -> list[list[list[float]] | None]:
+    """Per group the advantages of its trajectories; None where it teaches nothing."""
+    values = [
+        [call_values(t.reward, t.shaped_rewards, config.credit) for _, t in rest] for rest in kept
+    ]
+    if config.baseline == "group":
+        return [advantages(rows, scale=config.scale_rewards) for rows in values]
+    together = advantages([row for rows in values for row in rows], scale=config.scale_rewards)
+    if together is None:
+        return [None] * len(kept)
+    rest = iter(together)
+    return [[next(rest) for _ in rows] for rows in values]
+
+
+def _labelled(
+    trajectory: Trajectory, row: list[float], config: TrainConfig, dropped: Counter[str]
+) -> tuple[LabelledCall, ...]:
+    """The calls that carry labels. Advantages count trained calls, whether labelled or not."""
+    calls: list[LabelledCall] = []
+    index = 0
+    for call in trajectory.calls:
+        if not call.trained:
+            dropped["not_trained"] += len(call.completion_ids)
+            continue
+        advantage = row[0] if config.credit == "outcome" else row[index]
+        index += 1
+        if call.temperature == 0:
+            dropped["temperature_0"] += len(call.completion_ids)
+            continue
+        forced = set(call.forced)
+        dropped["forced"] += len(forced)
+        places = [i for i in range(len(call.completion_ids)) if i not in forced]
+        if places:
+            calls.append(
+                LabelledCall(
+                    ids=np.array(call.prompt_ids + call.completion_ids, dtype=np.int64),
+                    prompt=len(call.prompt_ids),
+                    places=np.array(places, dtype=np.int64),
+                    logprobs=None if call.logprobs is None else np.array(call.logprobs),
+                    exact=call.exact,
+                    temperature=call.temperature,
+                    advantage=advantage,
+                    step=call.step,
+                )
+            )
+    return tuple(calls)
+
+
+def _check(trajectory: Trajectory, config: TrainConfig, *, vocab: int, where: str) -> None:
+    """Refuse what would train on something else than was sampled."""
+    if config.credit != "outcome" and trajectory.shaped_rewards is None:
+        raise SampleRefused(
+            f"{where}: credit is {config.credit!r} and shaped_rewards is missing. Send one value "
+            "per trained call, or set credit: outcome."
+        )
+    shaped = trajectory.shaped_rewards or []
+    if not all(isfinite(value) for value in shaped):
+        raise SampleRefused(f"{where}: shaped_rewards {shaped!r} are not all finite numbers.")
+    for c, call in enumerate(trajectory.calls):
+        # Other models' calls keep their own vocabulary; they are never computed here.
+        if not call.trained:
+            continue
+        ids = call.prompt_ids + call.completion_ids
+        if min(ids) < 0 or max(ids) >= vocab:
+            bad = next(i for i in ids if not 0 <= i < vocab)
+            raise SampleRefused(
+                f"{where}, call {c}: token id {bad} is outside the vocabulary of {vocab}. The "
+                "call was sampled from another model; train the model that answered it."
+            )
+        for place, value in enumerate(call.logprobs or ()):
+            if not isfinite(value):
+                raise SampleRefused(
+                    f"{where}, call {c}: the logprob of completion token {place} is {value!r}. "
+                    "Send finite logprobs, or none for this call."
+                )
+
+
+def _trained(call: Call) -> bool:
+    return call.trained and call.temperature > 0
+
+
+def _length(call: Call) -> int:
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+def _completion_tokens(trajectory: Trajectory) -> int:
+    return sum(len(call.completion_ids) for call in trajectory.calls if _trained(call))

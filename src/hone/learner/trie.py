@@ -1,0 +1,299 @@
+"""Lay samples out as one trie over token ids, and cut it into rows that fit a token budget.
+
+In:   Samples of one optimizer step
+Out:  a Batch: PackedRows (what is computed) and Labels (what is learned from it)
+Used: learner/learner.py, once per optimizer step
+
+A node is shared by every call whose ids agree up to it, so a shared prompt is computed once. What
+is trained stands beside the trie, as labels that belong to calls: two calls that sampled the same
+token keep two labels on one edge, and a completion quoted in a later prompt is only context there.
+Nodes below which nothing is labelled are left out; the last token of a call is one of them.
+
+Layout is a function of the set of paths alone (they are sorted), not of the order they came in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.learner.samples import LabelledCall, Sample
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """The M tokens an optimizer step learns from, in the order of the samples' calls."""
+
+    target: Tensor  # [M] int64, the sampled id
+    call: Tensor  # [M] int64, index over the labelled calls of the step
+    rollout: Tensor  # [M] int64, index over the samples of the step
+    sampler_logprob: Tensor  # [M] float64, NaN where unknown
+    exact: Tensor  # [M] bool, sampler_logprob is known and of the unmasked distribution
+    temperature: Tensor  # [M] float64
+    advantage: Tensor  # [M] float64
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a row without branches; depths are positions in the path it belongs to."""
+
+    start: int
+    stop: int
+    depth: int
+    ancestors: tuple[tuple[int, int], ...]
+    """Row ranges (start, stop) of the path above, from the root down; neighbours are merged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """L nodes in depth-first order, every one below all of its ancestors; m of the labels."""
+
+    token_ids: Tensor  # [L] int64
+    positions: Tensor  # [L] int64, depth in the trie
+    leave: Tensor  # [L] int64, where the node's subtree ends: k sees into q iff k <= q < leave[k]
+    segments: tuple[Segment, ...]
+    query_node: Tensor  # [Q] int64, row index; one query per distinct (parent, temperature)
+    query_temperature: Tensor  # [Q] float64
+    label: Tensor  # [m] int64, index into the step's Labels, ascending by query
+    label_query: Tensor  # [m] int64, ascending
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One optimizer step: every label is in exactly one row."""
+
+    rows: tuple[PackedRow, ...]
+    labels: Labels
+    logical_tokens: int
+    """Tokens of all labelled calls, as an unshared computation would count them."""
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(len(row) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trie:
+    token_ids: Ints  # [N], depth-first
+    depth: Ints  # [N]
+    starts: Ints  # [S], first node of each segment
+    stops: Ints  # [S]
+    parents: Ints  # [S], index of the segment above; -1 at a root
+
+
+def pack(samples: Sequence[Sample], *, row_tokens: int) -> Batch:
+    """All calls of the samples as rows of at most `row_tokens`, or the longest path if longer."""
+    calls = [call for sample in samples for call in sample.calls]
+    # A path ends at the last label's parent; nothing below it would be read.
+    paths = [call.ids[: call.prompt + call.places[-1]] for call in calls]
+    trie, nodes = _build(paths)
+    parent = np.concatenate([n[c.prompt + c.places - 1] for n, c in zip(nodes, calls, strict=True)])
+    budget = max(row_tokens, int(trie.depth.max()) + 1)
+    labels = _labels(samples)
+    return Batch(
+        rows=_rows(trie, _bins(trie, budget), parent, labels.temperature.numpy()),
+        labels=labels,
+        logical_tokens=sum(len(call.ids) for call in calls),
+    )
+
+
+def _labels(samples: Sequence[Sample]) -> Labels:
+    calls = [(r, call) for r, sample in enumerate(samples) for call in sample.calls]
+    counts = np.array([len(call.places) for _, call in calls])
+    known = np.array([call.logprobs is not None for _, call in calls])
+    exact = known & np.array([call.exact for _, call in calls])
+
+    def spread(values: Sequence[float] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values), counts))
+
+    def logprobs(call: LabelledCall) -> NDArray[np.float64]:
+        if call.logprobs is None:
+            return np.full(len(call.places), np.nan)
+        return call.logprobs[call.places]
+
+    return Labels(
+        target=torch.from_numpy(np.concatenate([c.ids[c.prompt + c.places] for _, c in calls])),
+        call=spread(range(len(calls))),
+        rollout=spread([r for r, _ in calls]),
+        sampler_logprob=torch.from_numpy(np.concatenate([logprobs(c) for _, c in calls])),
+        exact=spread(exact),
+        temperature=spread([float(c.temperature) for _, c in calls]),
+        advantage=spread([float(c.advantage) for _, c in calls]),
+    )
+
+
+def _build(paths: Sequence[Ints]) -> tuple[_Trie, list[Ints]]:
+    """The trie, and for each path its nodes in order."""
+    # Big-endian bytes compare as the ids do; in sorted order a path adds only what lies beyond
+    # its common prefix with the one before it, and the walk is depth-first by itself.
+    order = sorted(range(len(paths)), key=lambda i: paths[i].astype(">u4").tobytes())
+    nodes: list[Ints] = [paths[0]] * len(paths)
+    tokens: list[Ints] = []
+    depths: list[Ints] = []
+    parent_of_run: list[tuple[int, int]] = []
+    previous, above, count = paths[0][:0], paths[0][:0], 0
+    for i in order:
+        path = paths[i]
+        shared = _common_prefix(previous, path)
+        fresh = len(path) - shared
+        above = np.concatenate((above[:shared], np.arange(count, count + fresh)))
+        if fresh:
+            parent_of_run.append((count, above[shared - 1] if shared else -1))
+            tokens.append(path[shared:])
+            depths.append(np.arange(shared, len(path)))
+        nodes[i], previous, count = above, path, count + fresh
+    parents = np.arange(-1, count - 1)
+    runs = np.array(parent_of_run, dtype=np.int64)
+    parents[runs[:, 0]] = runs[:, 1]
+    children = np.bincount(parents[parents >= 0], minlength=count)
+    begins = (parents != np.arange(-1, count - 1)) | (parents < 0) | (children[parents] > 1)
+    starts = np.flatnonzero(begins)
+    segment_of = np.cumsum(begins) - 1
+    above_start = parents[starts]
+    trie = _Trie(
+        token_ids=np.concatenate(tokens),
+        depth=np.concatenate(depths),
+        starts=starts,
+        stops=np.append(starts[1:], count),
+        parents=np.where(above_start < 0, -1, segment_of[above_start]),
+    )
+    return trie, nodes
+
+
+def _common_prefix(a: Ints, b: Ints) -> int:
+    size = min(len(a), len(b))
+    differs = np.flatnonzero(a[:size] != b[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+@dataclass(slots=True)
+class _Bin:
+    """A row being filled: the path down to `tip`, and whole subtrees below points of that path."""
+
+    tip: int
+    used: int
+    subtrees: list[int]
+
+
+def _bins(trie: _Trie, budget: int) -> list[Ints]:
+    """Segments of each row, ascending, ancestors included.
+
+    A subtree that fits stays whole. One that does not is cut below its first segment: children
+    that are too large come first, in rows of their own; the others are then put, first fit, into
+    any row made below that segment, since all of those repeat the same prefix.
+    """
+    lengths = trie.stops - trie.starts
+    depth = trie.depth[trie.starts].tolist()
+    parents = trie.parents.tolist()
+    sizes, ends = lengths.tolist(), list(range(1, len(lengths) + 1))
+    children: list[list[int]] = [[] for _ in parents]
+    cut: dict[int, list[_Bin]] = {}
+    roots: list[int] = []
+
+    def fill(tip: int, used: int, below: list[int]) -> list[_Bin]:
+        bins = [b for s in below for b in cut.pop(s, ())]
+        for s in below:
+            if depth[s] + sizes[s] > budget:
+                continue
+            target = next((b for b in bins if b.used + sizes[s] <= budget), None)
+            if target is None:
+                target = _Bin(tip, used, [])
+                bins.append(target)
+            target.subtrees.append(s)
+            target.used += sizes[s]
+        return bins
+
+    for s in reversed(range(len(parents))):  # children stand behind their parents
+        children[s].reverse()
+        if depth[s] + sizes[s] > budget:
+            cut[s] = fill(s, depth[s] + int(lengths[s]), children[s])
+        if (p := parents[s]) >= 0:
+            sizes[p] += sizes[s]
+            ends[p] = max(ends[p], ends[s])
+            children[p].append(s)
+        else:
+            roots.append(s)
+    rows = []
+    for b in fill(-1, 0, roots[::-1]):
+        segments = {i for s in b.subtrees for i in range(s, ends[s])}
+        while b.tip >= 0:
+            segments.add(b.tip)
+            b.tip = parents[b.tip]
+        rows.append(np.array(sorted(segments), dtype=np.int64))
+    return rows
+
+
+def _rows(
+    trie: _Trie, bins: list[Ints], parent: Ints, temperature: NDArray[np.float64]
+) -> tuple[PackedRow, ...]:
+    """Lay out each row and give every label to the first row that computes its parent."""
+    order = np.argsort(parent, kind="stable")
+    ordered = parent[order]
+    first = np.searchsorted(ordered, trie.starts)
+    last = np.searchsorted(ordered, trie.stops)
+    labelled: set[int] = set()
+    rows = []
+    for segments in bins:
+        fresh = [s for s in segments.tolist() if s not in labelled]
+        labelled.update(fresh)
+        label = np.concatenate([order[first[s] : last[s]] for s in fresh])
+        rows.append(_row(trie, segments, label, parent[label], temperature[label]))
+    return tuple(rows)
+
+
+def _row(
+    trie: _Trie, chosen: Ints, label: Ints, parent: Ints, temperature: NDArray[np.float64]
+) -> PackedRow:
+    lengths = (trie.stops - trie.starts)[chosen]
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    # Row index minus trie index is one number per segment.
+    shift = starts - trie.starts[chosen]
+    nodes = np.arange(int(stops[-1])) - np.repeat(shift, lengths)
+    row_of = {s: i for i, s in enumerate(chosen.tolist())}
+    segments: list[Segment] = []
+    leave = stops.copy()
+    above = [row_of.get(p, -1) for p in trie.parents[chosen].tolist()]
+    for i, p in enumerate(above):
+        ranges: tuple[tuple[int, int], ...] = ()
+        if p >= 0:
+            up = segments[p]
+            ranges = _joined(up.ancestors, (up.start, up.stop))
+        depth = int(trie.depth[trie.starts[chosen[i]]])
+        segments.append(Segment(int(starts[i]), int(stops[i]), depth, ranges))
+    for i in reversed(range(len(above))):
+        if above[i] >= 0:
+            leave[above[i]] = max(leave[above[i]], leave[i])
+    node = parent + shift[np.searchsorted(trie.starts[chosen], parent, side="right") - 1]
+    by_query = np.lexsort((label, temperature, node))
+    node, temperature, label = node[by_query], temperature[by_query], label[by_query]
+    opens = np.append(True, (np.diff(node) != 0) | (np.diff(temperature) != 0))
+    return PackedRow(
+        token_ids=torch.from_numpy(trie.token_ids[nodes]),
+        positions=torch.from_numpy(trie.depth[nodes]),
+        leave=torch.from_numpy(np.repeat(leave, lengths)),
+        segments=tuple(segments),
+        query_node=torch.from_numpy(node[opens]),
+        query_temperature=torch.from_numpy(temperature[opens]),
+        label=torch.from_numpy(label),
+        label_query=torch.from_numpy(np.cumsum(opens) - 1),
+    )
+
+
+def _joined(
+    ranges: tuple[tuple[int, int], ...], end: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
+    if ranges and ranges[-1][1] == end[0]:
+        return (*ranges[:-1], (ranges[-1][0], end[1]))
+    return (*ranges, end)

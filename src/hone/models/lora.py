@@ -1,0 +1,206 @@
+"""LoRA adapters: their tensors in memory, PEFT's files on disk, and the hash that names them.
+
+In:   a DecoderConfig, or a directory PEFT wrote
+Out:  Lora, which the decoder adds to its frozen layers
+Used: the engine (read-only, factors fused) and the learner (leaves with gradients)
+
+An adapter is identified by the hash of its tensors' bytes. Names and step numbers have been
+reused, and servers were seen answering with last week's weights under today's name.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hone.errors import ConfigError
+from hone.models.architecture import DecoderConfig
+
+Factors = tuple[Tensor, tuple[Tensor, ...]]
+"""A of all parts of a projection [parts * rank, inputs], and B of each part [outputs, rank]."""
+
+
+class Lora:
+    """One adapter over all linear layers of a decoder, in float32."""
+
+    def __init__(
+        self, config: DecoderConfig, factors: dict[str, Factors], *, rank: int, alpha: float
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.alpha = alpha
+        self._factors = factors
+        self._fused: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @classmethod
+    def init(
+        cls,
+        config: DecoderConfig,
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> "Lora":
+        """A as PEFT draws it (uniform within 1 / sqrt(inputs)), B zero: the base model itself."""
+        generator = torch.Generator().manual_seed(seed)
+        factors: dict[str, Factors] = {}
+        for layer in range(config.layers):
+            for key, parts in config.projections.items():
+                inputs = parts[0][2]
+                bound = 1 / math.sqrt(inputs)
+                a = torch.empty(len(parts) * rank, inputs).uniform_(
+                    -bound, bound, generator=generator
+                )
+                b = tuple(torch.zeros(outputs, rank, device=device) for _, outputs, _ in parts)
+                factors[f"{layer}.{key}"] = (a.to(device), b)
+        return cls(config, factors, rank=rank, alpha=alpha)
+
+    @classmethod
+    def load(
+        cls, directory: Path, config: DecoderConfig, *, device: str | torch.device = "cpu"
+    ) -> "Lora":
+        """From PEFT's files; what this decoder would silently leave out is refused."""
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        _check(settings, where=directory / "adapter_config.json")
+        rank = settings["r"]
+        tensors = load_file(directory / "adapter_model.safetensors", device=str(device))
+        lora = cls.init(config, rank=rank, alpha=settings["lora_alpha"], device=device)
+        for name, tensor in lora.named():
+            tensor.copy_(_matching(tensors.pop(name, None), tensor, name, directory))
+        if tensors:
+            raise ConfigError(
+                f"{directory}: the adapter has tensors this model has no place for, the first "
+                f"being {min(tensors)!r}. It belongs to another model."
+            )
+        return lora
+
+    def save(self, directory: Path, *, base_model: str) -> None:
+        """Write PEFT's two files; equal adapters give equal bytes."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.named()}
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        modules = [path for parts in self.config.projections.values() for path, _, _ in parts]
+        settings = {
+            "base_model_name_or_path": base_model,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "modules_to_save": None,
+            "peft_type": "LORA",
+            "r": self.rank,
+            "target_modules": sorted(path.rpartition(".")[2] for path in modules),
+            "task_type": "CAUSAL_LM",
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        (directory / "adapter_config.json").write_text(text)
+
+    def factors(self, key: str) -> Factors:
+        return self._factors[key]
+
+    def fused(self, key: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [parts * rank, inputs] and block-diagonal B [parts * rank, outputs], for sampling.
+
+        Kept for an adapter that is only served; one in training changes under any copy of it.
+        """
+        if key in self._fused:
+            return self._fused[key]
+        a, b = self._factors[key]
+        blocks = torch.block_diag(*(part.detach().t() for part in b))
+        fused = a.detach().to(dtype), blocks.to(dtype)
+        if not a.requires_grad:
+            self._fused[key] = fused
+        return fused
+
+    def fuse(self, dtype: torch.dtype) -> "Lora":
+        """Prepare every layer for sampling now rather than at the first request."""
+        for key in self._factors:
+            self.fused(key, dtype)
+        return self
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor under PEFT's name for it, in one fixed order; those of A are views."""
+        for layer in range(self.config.layers):
+            for key, parts in self.config.projections.items():
+                a, b = self._factors[f"{layer}.{key}"]
+                for i, (path, _, _) in enumerate(parts):
+                    stem = f"base_model.model.model.layers.{layer}.{path}"
+                    yield f"{stem}.lora_A.weight", a[i * self.rank : (i + 1) * self.rank]
+                    yield f"{stem}.lora_B.weight", b[i]
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """The leaves an optimizer moves, under names of our own, in one fixed order."""
+        leaves = []
+        for key, (a, b) in self._factors.items():
+            leaves.append((f"{key}.a", a))
+            leaves += [(f"{key}.b{i}", part) for i, part in enumerate(b)]
+        return leaves
+
+    def trainable_(self) -> "Lora":
+        """Turn the tensors into leaves with gradients, and forget copies made for serving."""
+        self._fused.clear()
+        for _, tensor in self.parameters():
+            tensor.requires_grad_(True)
+        return self
+
+    @property
+    def sha256(self) -> str:
+        """Of the tensors, by PEFT name, shape and bytes."""
+        return tensors_sha256(dict(self.named()))
+
+    @property
+    def served_sha256(self) -> str:
+        """The hash, after checking that the fused copies really are these tensors."""
+        for key, (a, b) in self._fused.items():
+            ours, theirs = self._factors[key]
+            block = torch.block_diag(*(part.detach().t() for part in theirs))
+            if not (
+                torch.equal(a, ours.detach().to(a.dtype)) and torch.equal(b, block.to(b.dtype))
+            ):
+                return f"corrupt:{key}"
+        return self.sha256
+
+
+def tensors_sha256(tensors: dict[str, Tensor]) -> str:
+    """One hash over named tensors, whatever their order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _matching(found: Tensor | None, ours: Tensor, name: str, directory: Path) -> Tensor:
+    if found is None:
+        raise ConfigError(
+            f"{directory}: the adapter has no tensor {name!r}. hone serves and trains adapters "
+            "over all linear layers; this one covers fewer, or belongs to another model."
+        )
+    if found.shape != ours.shape:
+        raise ConfigError(
+            f"{directory}: {name!r} has shape {tuple(found.shape)}, this model needs "
+            f"{tuple(ours.shape)}. The adapter belongs to another model."
+        )
+    return found
+
+
+def _check(settings: dict[str, object], *, where: Path) -> None:
+    for key in ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern"):
+        if settings.get(key):
+            raise ConfigError(f"{where}: {key} is {settings[key]!r}; hone runs plain LoRA only.")
+    if settings.get("bias", "none") != "none":
+        raise ConfigError(f"{where}: bias is {settings['bias']!r}; hone runs adapters without.")

@@ -1,0 +1,326 @@
+"""What every engine must do, as one suite: subclass EngineConformance and say how to start yours.
+
+In:   a `Served` engine over a tiny model, with two adapters published
+Out:  failures that name the promise broken
+Used: tests/inference/test_embedded.py; any engine to come
+
+The reference is a plain forward pass of transformers (with PEFT for adapters), computed here and
+not by hone: an engine that agrees only with itself would pass anything.
+"""
+
+import asyncio
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hone.errors import ConfigError, EngineError, HoneError
+from hone.inference.base import AdapterRef, Completion, Engine, Sampling, complete
+
+PROMPT = [5, 17, 301, 44, 9, 120, 77, 3, 250, 66, 41, 12, 90, 33, 208, 7, 19, 480, 2, 111]
+"""Twenty tokens: more than one chunk of the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine and what it was told to serve."""
+
+    engine: Engine
+    model: Path
+    adapters: dict[AdapterRef, Path]
+
+    @property
+    def first(self) -> AdapterRef:
+        return next(iter(self.adapters))
+
+    @property
+    def second(self) -> AdapterRef:
+        return list(self.adapters)[1]
+
+    def reference(self, ids: list[int], adapter: AdapterRef | None) -> torch.Tensor:
+        """Log-probabilities [len(ids), vocab] of the token after each place."""
+        model = _plain_model(self.model, None if adapter is None else self.adapters[adapter])
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+    def expected(
+        self,
+        prompt: list[int],
+        done: Completion,
+        adapter: AdapterRef | None,
+        temperature: float = 1,
+    ) -> list[float]:
+        """What the plain forward pass says of a completion's tokens."""
+        rows = self.reference(prompt + done.ids, adapter)[len(prompt) - 1 : -1]
+        rows = (rows / temperature).log_softmax(-1)
+        return rows.gather(1, torch.tensor(done.ids)[:, None])[:, 0].tolist()
+
+
+@functools.lru_cache(maxsize=4)
+def _plain_model(directory: Path, adapter: Path | None) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model if adapter is None else PeftModel.from_pretrained(model, adapter)
+
+
+def assert_agree(ours: list[float], theirs: list[float]) -> None:
+    gaps = np.abs(np.array(ours) - np.array(theirs))
+    assert gaps.mean() <= 2e-5 and gaps.max() <= 1e-3, (gaps.mean(), gaps.max())
+
+
+class EngineConformance:
+    """The suite. A subclass provides the fixture `served` and may widen `flips`."""
+
+    flips = 0
+    """Completions of 64 that may differ between two batches: draws within 1e-4 of a boundary."""
+
+    @pytest.fixture
+    def served(self) -> Served:
+        raise NotImplementedError("a subclass starts its engine here")
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+    async def test_logprobs_are_those_of_a_plain_forward_pass(self, served, temperature):
+        sampling = Sampling(n=3, max_tokens=24, temperature=temperature, seed=1)
+        for adapter in (None, served.first):
+            for done in await complete(served.engine, PROMPT, sampling, adapter):
+                assert len(done.ids) == len(done.logprobs) == 24
+                assert_agree(done.logprobs, served.expected(PROMPT, done, adapter, temperature))
+
+    async def test_greedy_takes_the_most_likely_token(self, served):
+        (done,) = await complete(
+            served.engine, PROMPT, Sampling(max_tokens=12, temperature=0), served.first
+        )
+        rows = served.reference(PROMPT + done.ids, served.first)[len(PROMPT) - 1 : -1]
+        assert done.ids == rows.argmax(-1).tolist()
+        assert_agree(done.logprobs, rows.max(-1).values.tolist())
+
+    async def test_draws_follow_the_distribution(self, served):
+        many = Sampling(n=64, max_tokens=1, temperature=0.7)
+        seen: Counter[int] = Counter()
+        for seed in range(40):
+            request = Sampling(**{**_fields(many), "seed": seed})
+            seen.update(done.ids[0] for done in await complete(served.engine, PROMPT, request))
+        total = sum(seen.values())
+        p = (served.reference(PROMPT, None)[-1] / 0.7).softmax(-1)
+        # Pearson's statistic over tokens expected at least 8 times, the rest pooled; for k cells
+        # its mean is k - 1 and its deviation sqrt(2 (k - 1)): five deviations never happen.
+        cells = [i for i in range(len(p)) if p[i] * total >= 8]
+        observed = [seen[i] for i in cells] + [total - sum(seen[i] for i in cells)]
+        wanted = [float(p[i]) * total for i in cells]
+        wanted.append(total - sum(wanted))
+        statistic = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True) if w > 0)
+        k = len(cells)
+        assert k > 5 and statistic < k + 5 * (2 * k) ** 0.5, (statistic, k)
+
+    async def test_same_seed_and_same_batch_give_equal_tokens(self, served):
+        sampling = Sampling(n=4, max_tokens=20, seed=7)
+        once = await complete(served.engine, PROMPT, sampling, served.first)
+        again = await complete(served.engine, PROMPT, sampling, served.first)
+        assert [d.ids for d in once] == [d.ids for d in again]
+        assert len({tuple(d.ids) for d in once}) == 4, "the samples of one request must differ"
+
+    async def test_another_batch_gives_the_same_tokens(self, served):
+        wants = [(PROMPT[: 8 + i % 9], Sampling(max_tokens=20, seed=i)) for i in range(64)]
+        alone = [(await complete(served.engine, p, s, served.first))[0] for p, s in wants]
+        crowd = await asyncio.gather(
+            *(complete(served.engine, p, s, served.first) for p, s in wants)
+        )
+        flips = 0
+        for one, (other,) in zip(alone, crowd, strict=True):
+            flips += one.ids != other.ids
+            same = next((i for i in range(20) if one.ids[i] != other.ids[i]), 20)
+            np.testing.assert_allclose(one.logprobs[:same], other.logprobs[:same], atol=1e-3)
+        assert flips <= self.flips
+
+    async def test_stop_ids_end_the_answer_and_carry_their_logprob(self, served):
+        (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
+        end = free.ids[5]
+        stop = Sampling(max_tokens=16, seed=3, stop_ids=(end,))
+        (done,) = await complete(served.engine, PROMPT, stop)
+        first = free.ids.index(end)
+        assert done.ids == free.ids[: first + 1]
+        assert (done.finish, done.stop) == ("stop", end)
+        assert_agree(done.logprobs, served.expected(PROMPT, done, None))
+
+    async def test_stop_strings_end_the_answer_across_tokens(self, served):
+        (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
+        # The tiny model's text is "<id>" per token, so this string spans two of them.
+        text = f"{free.ids[5]}><{free.ids[6]}"
+        (done,) = await complete(
+            served.engine, PROMPT, Sampling(max_tokens=16, seed=3, stop=("nowhere", text))
+        )
+        assert done.ids == free.ids[:7] and (done.finish, done.stop) == ("stop", text)
+
+    async def test_length_ends_the_answer(self, served):
+        (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=3, seed=0))
+        assert (len(done.ids), done.finish) == (3, "length")
+
+    async def test_deltas_arrive_as_they_are_drawn(self, served):
+        sampling = Sampling(n=2, max_tokens=6, seed=5)
+        deltas = [d async for d in served.engine.generate(PROMPT, sampling)]
+        assert len(deltas) >= 12
+        assert [d.finish for d in deltas].count("length") == 2
+        (one, two) = await complete(served.engine, PROMPT, sampling)
+        streamed = [[t.id for d in deltas if d.sample == i for t in d.tokens] for i in (0, 1)]
+        assert streamed == [one.ids, two.ids]
+
+    @pytest.mark.parametrize(
+        ("way", "kept"),
+        [
+            ({"top_k": 3}, lambda p: set(p.argsort(descending=True)[:3].tolist())),
+            ({"min_p": 0.3}, lambda p: set((p >= 0.3 * p.max()).nonzero()[:, 0].tolist())),
+            ({"top_p": 0.5}, lambda p: _nucleus(p, 0.5)),
+        ],
+    )
+    async def test_narrowed_draws_stay_inside_and_say_both_logprobs(self, served, way, kept):
+        p = served.reference(PROMPT, None)[-1].exp()
+        allowed = kept(p)
+        done = await complete(served.engine, PROMPT, Sampling(n=32, max_tokens=1, seed=0, **way))
+        mass = float(p[list(allowed)].sum())
+        for sample in done:
+            assert sample.ids[0] in allowed
+            plain = float(p[sample.ids[0]].log())
+            assert sample.logprobs[0] == pytest.approx(plain, abs=1e-4)
+            assert sample.masked_logprobs == pytest.approx([plain - np.log(mass)], abs=1e-4)
+        if len(allowed) > 1:
+            assert len({d.ids[0] for d in done}) > 1
+
+    async def test_unnarrowed_draws_have_no_masked_logprob(self, served):
+        (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=2, seed=0))
+        assert done.masked_logprobs is None
+
+    async def test_top_logprobs_are_the_best_of_each_place(self, served):
+        (done,) = await complete(
+            served.engine, PROMPT, Sampling(max_tokens=4, seed=0, top_logprobs=3)
+        )
+        rows = served.reference(PROMPT + done.ids, None)[len(PROMPT) - 1 : -1]
+        for row, top in zip(rows, done.top, strict=True):
+            values, ids = row.topk(3)
+            assert [i for i, _ in top] == ids.tolist()
+            assert [v for _, v in top] == pytest.approx(values.tolist(), abs=1e-4)
+
+    async def test_adapters_of_one_batch_do_not_mix(self, served):
+        refs = [None, served.first, served.second] * 4
+        sampling = Sampling(n=2, max_tokens=16, seed=11)
+        answers = await asyncio.gather(
+            *(complete(served.engine, PROMPT, sampling, ref) for ref in refs)
+        )
+        for ref, samples in zip(refs, answers, strict=True):
+            for done in samples:
+                assert_agree(done.logprobs, served.expected(PROMPT, done, ref))
+
+    async def test_a_new_adapter_changes_the_answer(self, served):
+        greedy = Sampling(max_tokens=24, temperature=0)
+        answers = [
+            (await complete(served.engine, PROMPT, greedy, ref))[0].ids
+            for ref in (None, served.first, served.second)
+        ]
+        assert len({tuple(a) for a in answers}) == 3
+
+    async def test_a_request_in_flight_is_answered_by_one_step(self, served, tmp_path):
+        sampling = Sampling(max_tokens=60, seed=2)
+        other, where = served.second, served.adapters[served.second]
+        done, newer = Completion(), []
+        async for delta in served.engine.generate(PROMPT, sampling, served.first):
+            done.add(delta)
+            if len(done.ids) == 5:
+                await served.engine.publish(other, where)
+                newer = await complete(served.engine, PROMPT, Sampling(max_tokens=5), other)
+        assert_agree(done.logprobs, served.expected(PROMPT, done, served.first))
+        assert_agree(newer[0].logprobs, served.expected(PROMPT, newer[0], other))
+
+    async def test_a_continued_conversation_is_read_exactly(self, served):
+        prompt = list(PROMPT)
+        for turn in range(4):
+            sampling = Sampling(n=2, max_tokens=18, seed=turn)
+            samples = await complete(served.engine, prompt, sampling, served.first)
+            for done in samples:
+                assert_agree(done.logprobs, served.expected(prompt, done, served.first))
+            prompt = prompt + samples[turn % 2].ids + [4, 200 + turn, 6]
+
+    async def test_probe_reads_back_what_is_served(self, served):
+        sequence = [*PROMPT, 8, 9, 10]
+        for ref in (served.first, served.second):
+            probe = await served.engine.probe([sequence, PROMPT], ref)
+            assert probe.sha256 == ref.sha256
+            rows = served.reference(sequence, ref)[:-1]
+            wanted = rows.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist()
+            assert_agree(list(probe.logprobs[0]), wanted)
+            assert len(probe.logprobs[1]) == len(PROMPT) - 1
+
+    async def test_publish_refuses_weights_with_another_hash(self, served):
+        lie = AdapterRef("m", 9, "0" * 64)
+        with pytest.raises(EngineError, match="Nothing was changed"):
+            await served.engine.publish(lie, served.adapters[served.first])
+        with pytest.raises(EngineError, match="is not served"):
+            await complete(served.engine, PROMPT, Sampling(max_tokens=1), lie)
+
+    async def test_unloaded_adapters_are_not_served(self, served):
+        await served.engine.unload(served.second)
+        with pytest.raises(EngineError, match="is not served"):
+            await complete(served.engine, PROMPT, Sampling(max_tokens=1), served.second)
+        await complete(served.engine, PROMPT, Sampling(max_tokens=1), served.first)
+
+    async def test_a_client_that_leaves_frees_its_place(self, served):
+        stream = served.engine.generate(PROMPT, Sampling(n=4, max_tokens=400), served.first)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=4))
+        assert len(done.ids) == 4
+        stats = served.engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    async def test_requests_wait_while_the_engine_sleeps(self, served):
+        await served.engine.sleep()
+        waiting = asyncio.ensure_future(complete(served.engine, PROMPT, Sampling(max_tokens=3)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await served.engine.wake()
+        (done,) = await asyncio.wait_for(waiting, 30)
+        assert len(done.ids) == 3
+
+    async def test_closing_ends_what_runs_with_an_error(self, served):
+        running = asyncio.ensure_future(complete(served.engine, PROMPT, Sampling(max_tokens=450)))
+        await asyncio.sleep(0.05)
+        await served.engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await running
+        with pytest.raises(EngineError, match="closed"):
+            await complete(served.engine, PROMPT, Sampling(max_tokens=1))
+
+    @pytest.mark.parametrize(
+        ("prompt", "way", "says"),
+        [
+            ([], {}, "prompt_ids is empty"),
+            ([1, 600], {}, "600, outside the vocabulary"),
+            ([1] * 512, {}, "the model reads 512"),
+            ([1], {"n": 0}, "n is 0"),
+            ([1], {"temperature": -1}, "temperature is -1"),
+            ([1], {"top_p": 0}, "top_p is 0"),
+            ([1], {"stop": ("",)}, "empty string"),
+        ],
+    )
+    async def test_bad_requests_say_what_is_wrong(self, served, prompt, way, says):
+        with pytest.raises(HoneError, match=says):
+            await complete(served.engine, prompt, Sampling(**way))
+        assert issubclass(ConfigError, HoneError)
+
+
+def _fields(sampling: Sampling) -> dict[str, object]:
+    return {name: getattr(sampling, name) for name in Sampling.__slots__}
+
+
+def _nucleus(p: torch.Tensor, mass: float) -> set[int]:
+    kept, total = set(), 0.0
+    for i in p.argsort(descending=True).tolist():
+        kept.add(i)
+        total += float(p[i])
+        if total >= mass:
+            return kept
+    return kept

@@ -1,0 +1,65 @@
+"""Tests that need what this machine does not have are skipped, each with the reason.
+
+A marker names the need (pyproject.toml lists them); everything else always runs.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+def _no_cuda() -> str | None:
+    import torch  # here, because most runs have no such test and torch takes seconds to load
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _no_package(name: str) -> str | None:
+    return None if find_spec(name) else f"{name} is not installed"
+
+
+NEEDS = {
+    "gpu": _no_cuda,
+    "vllm": lambda: _no_package("vllm"),
+    "browser": lambda: _no_package("playwright"),
+    "trl": lambda: _no_package("trl"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, lacking in NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := lacking()):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama that learns in seconds: vocabulary 512, untied, weights drawn wide (0.2).
+
+    With a real vocabulary or narrow weights its distribution is flat, and no reward is ever seen.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(directory)
+    return directory

@@ -1,0 +1,204 @@
+"""The embedded engine: the conformance suite, and what only this engine promises."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conformance.engine import PROMPT, EngineConformance, Served, assert_agree
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from hone.errors import EngineError, RequestTooLarge
+from hone.inference.base import AdapterRef, Completion, Sampling, complete
+from hone.inference.embedded import EmbeddedEngine
+from hone.models.decoder import Decoder
+from hone.models.lora import Lora
+
+
+def spell(ids: list[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+def write_adapter(directory: Path, decoder: Decoder, *, step: int) -> AdapterRef:
+    """A random adapter, large enough to change every answer."""
+    lora = Lora.init(decoder.config, rank=4, seed=step)
+    generator = torch.Generator().manual_seed(step)
+    for name, tensor in lora.named():
+        if "lora_B" in name:
+            tensor.normal_(0, 0.3, generator=generator)
+    lora.save(directory, base_model="tiny")
+    return AdapterRef("m", step, lora.sha256)
+
+
+async def serve(
+    tiny: Path,
+    tmp_path: Path,
+    *,
+    device: str = "cpu",
+    decode: Callable[[list[int]], str] = spell,
+    **settings: int,
+) -> Served:
+    decoder = Decoder.load(tiny, device=device)
+    engine = EmbeddedEngine(decoder, decode=decode, **settings)
+    adapters = {}
+    for step in (1, 2):
+        ref = write_adapter(tmp_path / str(step), decoder, step=step)
+        adapters[ref] = tmp_path / str(step)
+        await engine.publish(ref, adapters[ref])
+    return Served(engine, tiny, adapters)
+
+
+class TestEmbedded(EngineConformance):
+    @pytest.fixture
+    async def served(self, tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:
+        served = await serve(tiny_llama_dir, tmp_path)
+        yield served
+        await served.engine.close()
+
+
+class TestTightEmbedded(TestEmbedded):
+    """The same with a prompt read in pieces of 7 tokens and hardly any key-value memory."""
+
+    @pytest.fixture
+    async def served(self, tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:
+        # 512 bytes a token: room for one request of 64 short samples, or a few small ones.
+        served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=7, kv_budget_bytes=512 * 2200)
+        yield served
+        await served.engine.close()
+
+
+@pytest.mark.gpu
+class TestEmbeddedOnCuda(EngineConformance):
+    @pytest.fixture
+    async def served(self, tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:
+        served = await serve(tiny_llama_dir, tmp_path, device="cuda")
+        yield served
+        await served.engine.close()
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fill memory that nobody has written yet with NaN, as it may be by chance in real use."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+async def served(tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:
+    served = await serve(tiny_llama_dir, tmp_path)
+    yield served
+    await served.engine.close()
+
+
+async def test_the_samples_of_a_prompt_share_one_prefill(served):
+    await complete(served.engine, PROMPT, Sampling(n=8, max_tokens=4), served.first)
+    assert served.engine.stats().prefilled_tokens == len(PROMPT)
+
+
+async def test_requests_with_the_same_prompt_share_one_prefill(served):
+    one = Sampling(max_tokens=4)
+    await asyncio.gather(*(complete(served.engine, PROMPT, one) for _ in range(8)))
+    stats = served.engine.stats()
+    assert stats.prefilled_tokens == len(PROMPT) and stats.prompt_tokens == 8 * len(PROMPT)
+
+
+async def test_a_next_turn_reads_only_what_is_new(served):
+    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=30, seed=0), served.first)
+    before = served.engine.stats().prefilled_tokens
+    await complete(served.engine, [*PROMPT, *done.ids, 4, 5], Sampling(max_tokens=2), served.first)
+    # The last sampled token was never fed, so it is read now, with the two that follow it.
+    assert served.engine.stats().prefilled_tokens - before == 3
+
+
+async def test_a_prefix_is_not_shared_between_adapters(served):
+    await complete(served.engine, PROMPT, Sampling(max_tokens=2), served.first)
+    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=9), served.second)
+    assert served.engine.stats().prefilled_tokens == 2 * len(PROMPT)
+    assert_agree(done.logprobs, served.expected(PROMPT, done, served.second))
+
+
+async def test_a_request_for_a_kept_sequence_itself_is_answered(served):
+    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=20, seed=0))
+    kept = [*PROMPT, *done.ids[:-1]]
+    (more,) = await complete(served.engine, kept, Sampling(max_tokens=3, seed=1))
+    assert_agree(more.logprobs, served.expected(kept, more, None))
+
+
+async def test_requests_beyond_the_budget_wait_and_are_all_answered(tiny_llama_dir, tmp_path):
+    served = await serve(tiny_llama_dir, tmp_path, kv_budget_bytes=512 * 600)
+    wants = [Sampling(n=4, max_tokens=32, seed=i) for i in range(12)]  # each reserves 128 + 20
+    answers = asyncio.gather(*(complete(served.engine, PROMPT[i:], s) for i, s in enumerate(wants)))
+    most = 0
+    while not answers.done():
+        stats = served.engine.stats()
+        most = max(most, stats.kv_reserved_bytes)
+        assert stats.kv_reserved_bytes + stats.kv_cached_bytes <= stats.kv_budget_bytes
+        await asyncio.sleep(0.001)
+    assert all(len(d.ids) == 32 for samples in await answers for d in samples)
+    assert 512 * 256 <= most <= 512 * 600
+    assert served.engine.stats().kv_reserved_bytes == 0
+    await served.engine.close()
+
+
+async def test_what_can_never_fit_is_refused_with_the_numbers(tiny_llama_dir, tmp_path):
+    served = await serve(tiny_llama_dir, tmp_path, kv_budget_bytes=512 * 100)
+    with pytest.raises(RequestTooLarge, match=r"max_tokens=400.*the engine has"):
+        await complete(served.engine, PROMPT, Sampling(max_tokens=400))
+    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=5))
+    assert len(done.ids) == 5
+    await served.engine.close()
+
+
+async def test_samples_grow_through_the_lanes_exactly(served):
+    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=300, seed=4), served.first)
+    assert len(done.ids) == 300
+    assert_agree(done.logprobs, served.expected(PROMPT, done, served.first))
+
+
+async def test_memory_that_was_never_written_is_never_read(served, poisoned):
+    early = served.engine.generate(PROMPT, Sampling(max_tokens=20, seed=1), served.first)
+    first, late = Completion(), []
+    async for delta in early:
+        first.add(delta)
+        if len(first.ids) == 9:
+            sampling = Sampling(max_tokens=5, seed=2)
+            request = complete(served.engine, PROMPT, sampling, served.first)
+            late.append(asyncio.ensure_future(request))
+        await asyncio.sleep(0.002)
+    (second,) = await late[0]
+    assert_agree(first.logprobs, served.expected(PROMPT, first, served.first))
+    assert_agree(second.logprobs, served.expected(PROMPT, second, served.first))
+
+
+async def test_the_answer_ends_with_the_context(served):
+    (done,) = await complete(served.engine, [9] * 500, Sampling(max_tokens=100, seed=4))
+    assert (len(done.ids), done.finish) == (12, "length")
+
+
+async def test_a_failing_step_fails_its_requests_and_says_why(tiny_llama_dir, tmp_path):
+    def broken(ids: list[int]) -> str:
+        raise RuntimeError("no text today")
+
+    served = await serve(tiny_llama_dir, tmp_path, decode=broken)
+    with pytest.raises(EngineError, match="no text today"):
+        await complete(served.engine, PROMPT, Sampling(max_tokens=4, stop=("x",)))
+    with pytest.raises(EngineError, match="no text today"):
+        await complete(served.engine, PROMPT, Sampling(max_tokens=4))
+
+
+async def test_open_finds_loads_and_serves_by_name(tiny_llama_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, model)
+    letters = {chr(33 + i): i for i in range(512)}
+    tokenizer = Tokenizer(WordLevel(letters, unk_token="!"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
+    engine = EmbeddedEngine.open("./model", device="cpu", kv_budget_bytes=1 << 20)
+    (done,) = await complete(engine, PROMPT, Sampling(max_tokens=3, seed=0))
+    assert len(done.ids) == 3
+    await engine.close()

@@ -1,0 +1,60 @@
+"""Draws: exact distribution, and no dependence on rounding."""
+
+import math
+
+import pytest
+import torch
+
+from hone.inference.base import Sampling
+from hone.inference.sampler import Drawing, block_size, draw, stream
+
+
+def rows(count: int, **way: float) -> list[Drawing]:
+    return [Drawing(Sampling(seed=0, **way), stream(0, i)) for i in range(count)]  # type: ignore[arg-type]
+
+
+def test_block_size_is_about_the_root():
+    # sqrt(49152) = 221.7 -> 256; sqrt(151936) = 389.8 -> 512; sqrt(512) = 22.6 -> 32
+    assert [block_size(v) for v in (49152, 151936, 512)] == [256, 512, 32]
+
+
+def test_logprobs_are_scaled_by_the_temperature():
+    # Logits ln 1, ln 4 at temperature 2 are ln 1, ln 2: probabilities 1/3 and 2/3.
+    (token,) = draw(torch.tensor([[0.0, math.log(4)]]), rows(1, temperature=2.0))
+    assert token.logprob == pytest.approx(math.log((1 + token.id) / 3), abs=1e-6)
+
+
+def test_narrowing_by_hand():
+    # Probabilities .5 .25 .125 .125; top_k 3 leaves .875; then top_p .7 keeps .5/.875 = .571 and
+    # the next, which crosses .7; so .75 is the mass left.
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    seen = {}
+    for i in range(64):
+        (token,) = draw(logits.clone(), [Drawing(Sampling(top_k=3, top_p=0.7), stream(1, i))])
+        seen[token.id] = token
+    assert set(seen) == {0, 1}
+    assert seen[1].logprob == pytest.approx(math.log(0.25), abs=1e-6)
+    assert seen[1].masked_logprob == pytest.approx(math.log(0.25 / 0.75), abs=1e-6)
+
+
+def test_greedy_is_the_mode_even_where_its_block_is_light():
+    # 64 tokens in blocks of 8: token 5 is the largest, but the block of 8..15 sums to more.
+    logits = torch.full((1, 64), -20.0)
+    logits[0, 5] = 1.0
+    logits[0, 8:16] = 0.9
+    (token,) = draw(logits, rows(1, temperature=0.0))
+    assert token.id == 5
+
+
+def test_rounding_of_logits_does_not_change_draws():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(256, 49152, generator=generator) * 3
+    noisy = logits + torch.randn(logits.shape, generator=generator) * 5e-7
+    one = [t.id for t in draw(logits.clone(), rows(256))]
+    two = [t.id for t in draw(noisy, rows(256))]
+    assert one == two
+
+
+def test_a_stream_depends_on_seed_and_sample_only():
+    assert stream(3, 1).random() == stream(3, 1).random()
+    assert len({stream(3, 1).random(), stream(3, 2).random(), stream(4, 1).random()}) == 3

@@ -1,0 +1,221 @@
+"""ChatTemplate: which renderer is chosen, what is refused, and how completions are read back."""
+
+from datetime import date
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hone.errors import ModelUnsupported, TemplateError
+from hone.inference.template import UNPROVED, ChatTemplate
+
+HI = [{"role": "user", "content": "hi"}]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather"}}]
+NO_TOOLS_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+property_test = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def qwen25(make_tokenizer) -> ChatTemplate:
+    return ChatTemplate.load(make_tokenizer("qwen2.5-instruct"))
+
+
+@pytest.fixture(scope="module")
+def smollm2(make_tokenizer) -> ChatTemplate:
+    return ChatTemplate.load(make_tokenizer("smollm2-instruct"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(make_tokenizer) -> ChatTemplate:
+    return ChatTemplate.load(make_tokenizer("qwen3"), "Qwen/Qwen3-0.6B")
+
+
+# Which renderer
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "chosen"),
+    [
+        ("smollm2-instruct", "smollm2-135m-instruct", "chatml+hermes"),
+        ("smollm2-instruct", "/models/renamed", "chatml+hermes"),
+        ("qwen2.5-instruct", "Qwen/Qwen2.5-3B-Instruct", "chatml"),
+        ("qwen3", "Qwen/Qwen3-0.6B", "renderers/qwen3"),
+        ("qwen3", "someone/a-fine-tune-of-qwen3", "renderers/qwen3"),
+        # Its template is another one than the name promises: the template counts.
+        ("qwen2.5-instruct", "Qwen/Qwen3-0.6B", "chatml"),
+        # The library knows the name; the tokenizer has none of the tokens.
+        ("smollm2-instruct", "Qwen/Qwen3-0.6B", "chatml+hermes"),
+    ],
+)
+def test_the_renderer_is_chosen_by_what_the_template_does(make_tokenizer, family, name, chosen):
+    assert ChatTemplate.load(make_tokenizer(family), name).renderer_name == chosen
+
+
+def test_an_unknown_template_is_rendered_as_it_is(make_tokenizer):
+    tokenizer = make_tokenizer("smollm2-instruct", NO_TOOLS_TEMPLATE)
+    template = ChatTemplate.load(tokenizer)
+    assert template.renderer_name == "jinja"
+    assert not template.renderer.bridges
+    assert tokenizer.decode(template.render(HI).ids) == "[user]hi"
+    with pytest.raises(TemplateError, match=r"^tools: .* would vanish"):
+        template.render(HI, TOOLS)
+
+
+def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer("smollm2-instruct", special=["<|im_end|>"])
+    tokenizer.chat_template = None
+    with pytest.raises(ModelUnsupported, match=r"^base-model: it has no chat template; use"):
+        ChatTemplate.load(tokenizer, "base-model")
+
+
+def test_what_the_template_itself_refuses_is_a_template_error(make_tokenizer):
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
+    template = ChatTemplate.load(make_tokenizer("smollm2-instruct", strict))
+    with pytest.raises(TemplateError, match="the model's chat template refuses them: user first"):
+        template.render([{"role": "system", "content": "s"}])
+
+
+def test_unproved_families_are_named_and_proved_ones_are_not():
+    assert "Llama 3" in UNPROVED
+    assert not {"SmolLM2", "Qwen2.5", "Qwen3"} & set(UNPROVED)
+
+
+@pytest.mark.parametrize("family", ["smollm2-instruct", "qwen2.5-instruct", "qwen3"])
+def test_turns_end_with_the_models_end_token(make_tokenizer, family):
+    tokenizer = make_tokenizer(family)
+    names = tokenizer.convert_ids_to_tokens(list(ChatTemplate.load(tokenizer).stop_ids))
+    assert names == ["<|im_end|>", "<|endoftext|>"]
+
+
+# Qwen3, rendered by the library
+
+words = st.text(st.sampled_from("the wind \n\u00e9\u4f60\U0001f600"), min_size=1, max_size=12)
+
+
+@given(
+    turns=st.lists(st.tuples(words, words, st.none() | words), max_size=3),
+    tools=st.sampled_from([None, TOOLS]),
+    thinking=st.booleans(),
+)
+@property_test
+def test_qwen3_gives_the_ids_of_its_own_template(qwen3, turns, tools, thinking):
+    messages: list[dict[str, Any]] = []
+    for asked, said, reasoned in turns:
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": said})
+        if reasoned:
+            messages[-1]["reasoning_content"] = reasoned
+    messages.append({"role": "user", "content": "so?"})
+    template = qwen3.with_kwargs({"enable_thinking": thinking})
+    assert template.renderer_name == "renderers/qwen3"
+    assert template.render(messages, tools).ids == qwen3.tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+        return_dict=False,
+    )
+
+
+# Arguments, date and fingerprint
+
+
+def test_arguments_are_used_or_named_as_ignored(qwen3, qwen25):
+    variant = qwen3.with_kwargs({"enable_thinking": False, "mood": "gay"})
+    assert variant.ignored_kwargs == ("mood",)
+    assert variant.fingerprint != qwen3.fingerprint
+    assert qwen3.with_kwargs({"mood": "gay"}).fingerprint == qwen3.fingerprint
+    assert qwen3.with_kwargs({"mood": "gay"}) is qwen3.with_kwargs({"mood": "gay"})
+    assert qwen25.with_kwargs({"enable_thinking": False}).ignored_kwargs == ("enable_thinking",)
+    assert qwen25.with_kwargs({"enable_thinking": False}).fingerprint == qwen25.fingerprint
+    assert qwen25.with_kwargs({}) is qwen25
+    with pytest.raises(TemplateError, match=r"^chat_template_kwargs: [^:]*\nenable_thinking"):
+        qwen3.with_kwargs({"enable_thinking": "perhaps"})
+
+
+def test_the_date_a_template_prints_is_frozen_and_fingerprinted(make_tokenizer, smollm2):
+    dated = make_tokenizer(
+        "smollm2-instruct", "{{ strftime_now('%d %b %Y') }}: " + NO_TOOLS_TEMPLATE
+    )
+    new_year, next_day = date(2026, 1, 1), date(2026, 1, 2)
+    first = ChatTemplate.load(dated, today=new_year)
+    assert dated.decode(first.render(HI).ids) == "01 Jan 2026: [user]hi"
+    assert first.fingerprint == ChatTemplate.load(dated, today=new_year).fingerprint
+    assert first.fingerprint != ChatTemplate.load(dated, today=next_day).fingerprint
+    undated = ChatTemplate.load(smollm2.tokenizer, today=next_day)
+    assert undated.fingerprint == smollm2.fingerprint
+
+
+def test_the_fingerprint_names_template_and_vocabulary(make_tokenizer, smollm2, qwen25):
+    same_text = make_tokenizer("qwen2.5-instruct", smollm2.tokenizer.chat_template)
+    other_vocabulary = ChatTemplate.load(same_text)
+    assert other_vocabulary.renderer_name == smollm2.renderer_name
+    prints = {smollm2.fingerprint, qwen25.fingerprint, other_vocabulary.fingerprint}
+    assert len(prints) == 3
+    before = smollm2.fingerprint
+    again = ChatTemplate.load(smollm2.tokenizer)
+    smollm2.tokenizer.backend_tokenizer.enable_truncation(2)  # as a call with max_length leaves it
+    assert again.fingerprint == before
+    smollm2.tokenizer.backend_tokenizer.no_truncation()
+
+
+# What is refused, and how it says so
+
+
+def _call(arguments: object) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], r"messages: expected a list of at least one message, got \[\]"),
+        ("hi", "messages: expected a list"),
+        (["hi"], r"messages\[0\]: expected an object with role and content, got 'hi'"),
+        ([{"role": "robot", "content": ""}], r"messages\[0\].role: .*'robot'; use one of system"),
+        ([{"role": "function", "content": ""}], r"messages\[0\].role: .*'tool' answers a call"),
+        ([*HI, {"role": "user", "content": None}], r"messages\[1\].content: expected text"),
+        ([{"role": "user", "content": IMAGE}], r"messages\[0\].content\[0\]: .*'image_url'; this"),
+        ([{"role": "user", "content": "\ud83d"}], r"messages\[0\].content: half of a surrogate"),
+        ([_call("{bad")], r"messages\[0\].tool_calls\[0\].function.arguments: .*'\{bad'; send"),
+        ([_call("[1]")], r"function.arguments: expected a JSON object, got list"),
+        ([_call('{"a": NaN}')], r"function.arguments: NaN is not JSON"),
+        ([_call(7)], r"function.arguments: expected the JSON text of an object, got 7"),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f"}]}],
+            r"messages\[0\].tool_calls\[0\].function: expected an object with name",
+        ),
+        ([{"role": "assistant", "tool_calls": "f"}], r"messages\[0\].tool_calls: expected a list"),
+        (
+            [{"role": "assistant", "function_call": {"name": "f"}}],
+            r"messages\[0\].function_call: the old form of a call; send tool_calls",
+        ),
+        ([{**_call("{}"), "role": "user", "content": ""}], "only the assistant makes calls"),
+        ([{**_call("{}"), "reasoning": 3}], r"messages\[0\].reasoning: expected text, got 3"),
+    ],
+)
+def test_malformed_messages_are_refused_by_field(qwen25, messages, says):
+    with pytest.raises(TemplateError, match=says):
+        qwen25.render(messages)
+
+
+@pytest.mark.parametrize("tools", ["weather", ["weather"], [{"name": "weather"}]])
+def test_malformed_tools_are_refused(qwen25, tools):
+    with pytest.raises(TemplateError, match=r"^tools(\[0\])?: expected"):
+        qwen25.render(HI, tools)
+
+
+def test_what_clients_spell_differently_renders_alike(qwen25):
+    plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}, _call("{}")]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    other = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}, _call("")]
+    assert qwen25.render(plain).ids == qwen25.render(other).ids
+    assert qwen25.render([_call({"a": 1})]).ids == qwen25.render([_call('{"a":1}')]).ids

@@ -1,0 +1,73 @@
+"""Log-probabilities in chunks against log_softmax over all logits, gradients included."""
+
+import pytest
+import torch
+
+from hone.learner import logprobs
+from hone.learner.logprobs import Queries, label_logprobs
+
+
+@pytest.fixture(params=[1, 3, 100], ids=lambda rows: f"{rows} rows a chunk")
+def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", request.param * 11 * 8)
+
+
+def queries() -> Queries:
+    return Queries(
+        node=torch.tensor([0, 2, 2, 5, 6]),
+        temperature=torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0], dtype=torch.float64),
+        label_query=torch.tensor([0, 0, 1, 3, 3, 3, 4]),  # the third query has no label
+        target=torch.tensor([4, 4, 9, 0, 1, 10, 3]),
+    )
+
+
+@pytest.mark.usefixtures("chunked")
+def test_equals_log_softmax_with_its_gradient():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 6, generator=generator, dtype=torch.float64)
+    head = torch.randn(11, 6, generator=generator, dtype=torch.float64)
+    scale = torch.randn(7, generator=generator, dtype=torch.float64)
+    q = queries()
+    theirs = hidden.clone().requires_grad_()
+    full = (theirs[q.node] @ head.t() / q.temperature[:, None]).log_softmax(-1)
+    expected = full[q.label_query, q.target]
+    (expected * scale).sum().backward()
+    ours = hidden.clone().requires_grad_()
+    actual, entropy = label_logprobs(ours, head, q)
+    (actual * scale).sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=1e-12, atol=1e-12)
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    assert not entropy.requires_grad
+
+
+def test_without_gradients_the_same_values():
+    hidden, head, q = torch.randn(7, 6), torch.randn(11, 6), queries()
+    plain, entropy = label_logprobs(hidden, head, q)
+    wanted, entropy_too = label_logprobs(hidden.clone().requires_grad_(), head, q)
+    assert torch.equal(plain, wanted) and torch.equal(entropy, entropy_too)
+    assert not plain.requires_grad
+
+
+def test_bfloat16_sums_in_float32():
+    hidden, head, q = torch.randn(7, 6).bfloat16(), torch.randn(11, 6).bfloat16(), queries()
+    actual, _ = label_logprobs(hidden, head, q)
+    assert actual.dtype == torch.float32
+    logits = (hidden @ head.t()).float()[q.node] / q.temperature.float()[:, None]
+    expected = logits.log_softmax(-1)[q.label_query, q.target]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.full((1, 1), 1000.0, requires_grad=True)
+    head = torch.tensor([[1.0], [-1.0]])
+    q = Queries(
+        node=torch.tensor([0]), temperature=torch.ones(1, dtype=torch.float64),
+        label_query=torch.tensor([0, 0]), target=torch.tensor([0, 1]),
+    )  # fmt: skip
+    values, entropy = label_logprobs(hidden, head, q)
+    assert values.tolist() == [0.0, -2000.0] and entropy.tolist() == [0.0]
+    values.sum().backward()
+    # d/dh of log p(1) = -1 - 1 = -2, of log p(0) = 1 - 1 = 0
+    assert hidden.grad is not None and hidden.grad.item() == pytest.approx(-2.0)

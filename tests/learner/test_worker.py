@@ -1,0 +1,175 @@
+"""The learner in a process of its own: the same bits, and a clear word when it ends."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.errors import Cancelled, LearnerDied, SampleRefused
+from hone.learner.learner import Learner
+from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
+from hone.models.decoder import Decoder
+from hone.models.lora import Lora
+from hone.trajectory import TrajectoryGroup
+from hone.types import TrainConfig
+
+Started = tuple[LearnerProcess, WorkerInfo]
+
+
+def spec(directory: Path, **changes: Any) -> LearnerSpec:
+    return LearnerSpec(model_dir=directory, base_model="tiny", threads=1, seed=7, **changes)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_llama_dir: Path) -> Iterator[Started]:
+    worker = LearnerProcess.start(spec(tiny_llama_dir))
+    assert worker.info is not None
+    yield worker, worker.info
+    worker.close()
+
+
+@pytest.fixture
+def doomed(tiny_llama_dir: Path) -> Iterator[Started]:
+    """One to be killed."""
+    worker = LearnerProcess.start(spec(tiny_llama_dir))
+    assert worker.info is not None
+    yield worker, worker.info
+    worker.close(deadline_s=2)
+
+
+@pytest.fixture
+def job(make_group: Callable[..., TrajectoryGroup]) -> list[TrajectoryGroup]:
+    return [make_group([1, 2, 3 + g], [[4, 5], [6, 7 + g], [8]], [1.0, 0.0, 0.5]) for g in range(3)]
+
+
+CONFIG = TrainConfig(learning_rate=1e-3, groups_per_optimizer_step=1)
+
+
+def test_the_process_gives_the_bits_of_this_one(
+    shared: Started, job, tiny_llama_dir: Path, tmp_path: Path
+):
+    worker, info = shared
+    assert info.threads == 1 and info.deterministic and info.pid != os.getpid()
+    decoder = Decoder.load(tiny_llama_dir)
+    here = Learner(decoder, Lora.init(decoder.config, seed=7), base_model="tiny")
+    assert info.sha256 == here.lora.sha256
+    worker.save(tmp_path / "start")
+    seen: list[dict[str, Any]] = []
+    result = worker.train(job, CONFIG, on_progress=seen.append)
+    assert result["sha256"] == here.train(job, CONFIG).sha256 != info.sha256
+    assert result["steps"] == 3 and result["movement"]["tokens"]
+    assert [p["phase"] for p in seen] == ["old"] * 3 + ["train"] * 3
+    assert worker.save(tmp_path / "there") == result["sha256"]
+    here.save(tmp_path / "here")
+    for file in (tmp_path / "here").iterdir():
+        assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes(), file.name
+    # back to the start, and the same job again
+    assert worker.load(tmp_path / "start") == info.sha256
+    assert worker.train(job, CONFIG)["sha256"] == result["sha256"]
+
+
+def test_errors_keep_their_kind_and_the_process_lives(shared: Started, job, make_group):
+    worker, _ = shared
+    with pytest.raises(SampleRefused, match="token id 9999 is outside the vocabulary of 512"):
+        worker.train([make_group([1], [[9999], [3]], [1.0, 0.0])], CONFIG)
+    with pytest.raises(SampleRefused, match="logprob of completion token 0 is nan"):
+        worker.train([make_group([1], [[2], [3]], [1.0, 0.0], logprob=float("nan"))], CONFIG)
+    assert worker.train(job, CONFIG)["steps"] == 3
+
+
+def test_cancelling_ends_the_job_and_not_the_process(shared: Started, job, tmp_path: Path):
+    worker, _ = shared
+    worker.save(tmp_path / "before")
+    many = job * 300
+
+    def cancel_once(progress: dict[str, Any]) -> None:
+        if progress["phase"] == "old" and progress["step"] == 3:
+            threading.Thread(target=worker.cancel).start()
+
+    with pytest.raises(Cancelled, match="asked to stop"):
+        worker.train(many, CONFIG, on_progress=cancel_once)
+    worker.save(tmp_path / "after")
+    for file in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert worker.train(job, CONFIG)["steps"] == 3  # an old cancellation does not reach a new job
+    worker.cancel()  # nothing runs: nothing happens
+    assert worker.train(job, CONFIG)["steps"] == 3
+
+
+def test_a_killed_learner_is_reported_with_its_signal(doomed: Started, job):
+    worker, info = doomed
+
+    def kill(_: dict[str, Any]) -> None:
+        os.kill(info.pid, signal.SIGKILL)
+
+    with pytest.raises(LearnerDied, match=r"during 'train': it ended \(signal SIGKILL.*row_tokens"):
+        worker.train(job, CONFIG, on_progress=kill)
+    with pytest.raises(LearnerDied, match="SIGKILL"):  # and so is every later request
+        worker.save(Path("nowhere"))
+
+
+def test_an_unknown_error_ends_the_process_with_its_traceback(doomed: Started, tmp_path: Path):
+    worker, _ = doomed
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        LearnerDied, match=r"(?s)exit code 1.*Traceback.*(FileExists|NotADirectory)"
+    ):
+        worker.save(tmp_path / "file" / "below")
+
+
+def test_a_silent_learner_is_killed_at_its_deadline(doomed: Started, job):
+    worker, info = doomed
+    os.kill(info.pid, signal.SIGSTOP)
+    with pytest.raises(LearnerDied, match=r"said nothing for 0\.5 s and was killed"):
+        worker.train(job, CONFIG, silence_s=0.5)
+
+
+def test_a_learner_that_does_not_end_is_ended(tiny_llama_dir: Path):
+    worker = LearnerProcess.start(spec(tiny_llama_dir))
+    assert worker.info is not None
+    info = worker.info
+    os.kill(info.pid, signal.SIGSTOP)
+    worker.close(deadline_s=0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(info.pid, 0)
+
+
+def test_a_model_that_is_not_there_fails_the_start(tmp_path: Path):
+    with pytest.raises(LearnerDied, match=r"(?s)during 'start'.*exit code 1.*nothing"):
+        LearnerProcess.start(spec(tmp_path / "nothing"))
+
+
+def test_what_libraries_print_does_not_reach_the_messages(
+    tiny_llama_dir: Path, tmp_path: Path, job, monkeypatch: pytest.MonkeyPatch
+):
+    # Loaded by Python itself before any of our code, and printing all the time.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, threading, time\n"
+        "def shout():\n"
+        "    while True:\n"
+        "        os.write(1, b'noise without a newline')\n"
+        "        time.sleep(0.001)\n"
+        "threading.Thread(target=shout, daemon=True).start()\n"
+    )
+    inherited = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), inherited]))
+    worker = LearnerProcess.start(spec(tiny_llama_dir))
+    try:
+        assert worker.train(job, CONFIG)["steps"] == 3
+    finally:
+        worker.close()
+
+
+def test_a_caller_that_leaves_cancels_its_job(shared: Started, job):
+    worker, _ = shared
+
+    def leave(_: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.train(job * 300, CONFIG, on_progress=leave)
+    assert worker.train(job, CONFIG)["steps"] == 3  # and its late messages are not taken for ours

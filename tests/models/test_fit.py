@@ -1,0 +1,141 @@
+"""models/fit.py: bytes by hand, published parameter counts, and the refusal."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hone.errors import ModelTooLarge
+from hone.models.find import ModelFiles, find
+from hone.models.fit import available_memory, cgroup_available, estimate, parameters, require_fit
+from hone.models.known import KNOWN
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def test_every_part_by_hand():
+    got = estimate(CONFIG, dtype_bytes=4, kv_tokens=10, train_row_tokens=5, rank=3)
+    # Head dimension 4. A layer: q 8x8, k and v 4x8 each, o 8x8, three of 16x8: 64+64+64+384 = 576;
+    # two norms of 8: 592. Two layers 1184, embedding 800, last norm 8: 1992 weights.
+    assert got.weights == 4 * 1992
+    # Keys and values: 2 x 2 layers x 4 numbers x 10 tokens.
+    assert got.kv == 4 * 160
+    # Kept per token and layer: 6x8 + 2x(8+8) + 4x16 = 144; 5 tokens, 2 layers; logits twice, fp32.
+    assert got.activations == 4 * 5 * 2 * 144 + 2 * 4 * 100 * 5
+    # LoRA: (8+8) + 2x(4+8) + (8+8) + 3x(16+8) = 128, x rank 3 x 2 layers = 768, 16 bytes each.
+    assert got.adapter == 16 * 768
+    assert got.total == 7968 + 640 + 9760 + 12288
+
+
+def test_serving_keeps_no_activations_and_no_optimizer():
+    serving = estimate(CONFIG, dtype_bytes=2, kv_tokens=10, rank=3)
+    assert serving.adapter == 4 * 768
+    assert serving.activations == 2 * 4 * 100 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("smollm2-135m-instruct", 134_515_008),
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1_711_376_384),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304),
+        ("Qwen/Qwen2.5-3B-Instruct", 3_085_938_688),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+    ],
+)
+def test_the_table_has_the_published_number_of_parameters(name, published):
+    assert parameters(KNOWN[name].decoder) == published
+
+
+def test_activations_are_near_what_was_measured():
+    # Qwen2.5-3B, bf16, one row of 8,192 tokens on an H200: 42 GB with 6.2 GB of weights.
+    config = KNOWN["Qwen/Qwen2.5-3B-Instruct"].config
+    got = estimate(config, dtype_bytes=2, kv_tokens=0, train_row_tokens=8192, rank=8)
+    assert got.total / 1e9 == pytest.approx(42, rel=0.1)
+
+
+def _files(name: str, directory: Path) -> ModelFiles:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(KNOWN[name].config))
+    return ModelFiles(name=name, path=directory, source="directory")
+
+
+def test_too_large_is_refused_with_the_numbers_and_a_model_that_fits(tmp_path):
+    files = _files("Qwen/Qwen2.5-7B-Instruct", tmp_path / "m")
+    with pytest.raises(ModelTooLarge) as caught:
+        require_fit(files, kv_tokens=8192, available=2 * 2**30)
+    first, second = str(caught.value).splitlines()
+    # 7,615,616,512 x 4 bytes = 28.4 GiB; KV 2 x 28 x 512 x 8192 x 4 bytes = 0.875 GiB.
+    assert first.startswith(
+        "Qwen/Qwen2.5-7B-Instruct needs 29.3 GiB on cpu and 2.0 GiB is free: weights 28.4 GiB, "
+        "KV cache of 8,192 tokens 896.0 MiB"
+    )
+    # In 2,048 MiB: Qwen2.5-0.5B 1885 + 192 + 74 = 2151 does not fit, SmolLM2-360M does with
+    # 1380 of weights, 2 x 32 x 320 x 8192 x 4 bytes = 640 of KV and 24 of logits = 2044.
+    assert second == (
+        "The weights alone do not fit. HuggingFaceTB/SmolLM2-360M-Instruct would fit."
+    )
+
+
+def test_weights_that_fit_leave_something_to_lower(tmp_path):
+    files = _files("smollm2-135m-instruct", tmp_path / "m")
+    with pytest.raises(ModelTooLarge, match="Lower the KV cache's tokens or row_tokens"):
+        require_fit(files, kv_tokens=100_000, train_row_tokens=512, rank=8, available=2**30)
+
+
+def test_what_fits_is_estimated_and_returned(tmp_path, make_directory):
+    make_directory(tmp_path / "tiny")
+    files = find(str(tmp_path / "tiny"))
+    needed = require_fit(files, kv_tokens=100, available=2**30)
+    assert 0 < needed.total < 2**30
+    assert require_fit(files, kv_tokens=100) == needed  # and in this machine's own memory
+    with pytest.raises(ModelTooLarge):
+        require_fit(files, kv_tokens=100, available=needed.total - 1)
+    assert require_fit(files, kv_tokens=100, available=needed.total) == needed
+
+
+def _group(folder: Path, limit: str, used: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
+
+
+def test_the_tightest_control_group_counts(tmp_path):
+    (tmp_path / "membership").write_text("0::/outer/inner\n")
+    _group(tmp_path / "outer", "1000", used=400, inactive=100)
+    _group(tmp_path / "outer" / "inner", "max", used=300, inactive=0)
+    # The inner group has no limit; the outer leaves 1000 - 400 + 100.
+    assert cgroup_available(tmp_path, tmp_path / "membership") == 700
+    _group(tmp_path / "outer" / "inner", "350", used=300, inactive=0)
+    assert cgroup_available(tmp_path, tmp_path / "membership") == 50
+
+
+def test_version_1_groups_and_none_at_all(tmp_path):
+    assert cgroup_available(tmp_path, tmp_path / "absent") is None
+    (tmp_path / "membership").write_text("5:cpu:/\n4:memory:/docker/abc\n")
+    folder = tmp_path / "memory"  # inside a container the root is the group itself
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("1000")
+    (folder / "memory.usage_in_bytes").write_text("600")
+    (folder / "memory.stat").write_text("cache 1\ntotal_inactive_file 50\n")
+    assert cgroup_available(tmp_path, tmp_path / "membership") == 450
+
+
+def test_this_machine_has_some_memory():
+    assert available_memory() > 2**20

@@ -1,0 +1,152 @@
+"""cli.py: what is printed where, and with which exit code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hone
+from hone.cli import app
+
+
+@pytest.fixture(autouse=True)
+def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No models here, no network, an empty working directory."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HONE_HOME", str(tmp_path / "hone-home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The hub's client reads its environment when it is imported, which was long ago here.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf-home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"hone {hone.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "-h"], ["models", "pull", "--help"]])
+def test_help_teaches_with_an_example(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "hone models " in result.stdout
+
+
+def test_list_names_known_models_and_what_is_here():
+    result = run("models", "list")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line}
+    assert rows["Qwen/Qwen2.5-0.5B-Instruct"] == [
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "494M",
+        "Apache-2.0",
+        "no",
+    ]
+    assert "smollm2-135m-instruct" in rows
+
+
+def test_show_knows_a_model_that_is_not_here():
+    result = run("models", "show", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert result.exit_code == 0, result.output
+    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert rows["where"] == "not here; run `hone models pull Qwen/Qwen2.5-0.5B-Instruct`"
+    assert rows["parameters"] == "494,032,768"
+    assert rows["layers"] == "24 x 896, 14 heads, 2 kv"
+    assert rows["context"] == "32,768 tokens"
+    # Weights 1884.6 MiB, KV 2 x 24 x 128 x 8192 x 4 bytes = 192 MiB, 64 rows of logits 74.2 MiB.
+    assert rows["serving"].startswith("2.1 GiB in float32, 8,192 tokens of KV cache: ")
+
+
+def test_an_unknown_model_is_three_lines_on_stderr_and_exit_1():
+    result = run("models", "show", "nobody/nothing")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "hone: no model called 'nobody/nothing' was found."
+
+
+def test_a_wrong_command_is_a_usage_error():
+    assert run("models", "shwo").exit_code == 2
+    assert run("models", "pull").exit_code == 2
+
+
+def test_the_command_itself_converts_once_and_says_so(tmp_path, tiny_gguf):
+    def hone_models(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "hone.cli", "models", *arguments],
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    first = hone_models("pull", str(tiny_gguf))
+    assert first.returncode == 0, first.stderr
+    assert Path(first.stdout.strip()).parent == tmp_path / "hone-home" / "models"
+    assert first.stderr == f"converting {tiny_gguf} to safetensors, once\n"
+    second = hone_models("show", str(tiny_gguf))
+    assert second.stderr == ""
+    rows = dict(line.split(maxsplit=1) for line in second.stdout.splitlines())
+    assert rows["where"] == f"{first.stdout.strip()} (gguf)"
+    assert rows["weights"].startswith("from tiny.gguf (tiny.gguf: F32 x 12)")
+    assert rows["licence"] == "mit"
+    assert rows["template"] == "none: it cannot chat unless you give one"
+    failed = hone_models("show", "nobody/nothing")
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    """One layer of hidden size 8, without a chat template."""
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_license("mit")
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["a", "b", "ab", "<end>"])
+    writer.add_token_types([1, 1, 1, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(3)
+    square, wide = np.ones((8, 8), np.float32), np.ones((16, 8), np.float32)
+    norm, words = np.ones(8, np.float32), np.ones((4, 8), np.float32)
+    for name, array in {
+        "token_embd": words,
+        "output": words,
+        "output_norm": norm,
+        "blk.0.attn_norm": norm,
+        "blk.0.ffn_norm": norm,
+        "blk.0.attn_q": square,
+        "blk.0.attn_k": square,
+        "blk.0.attn_v": square,
+        "blk.0.attn_output": square,
+        "blk.0.ffn_gate": wide,
+        "blk.0.ffn_up": wide,
+        "blk.0.ffn_down": wide.T.copy(),
+    }.items():
+        writer.add_tensor(f"{name}.weight", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

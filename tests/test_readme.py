@@ -1,0 +1,92 @@
+"""README.md against the disk: its tree names what is there, and its links lead somewhere."""
+
+import re
+import shutil
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_file_is_in_the_tree():
+    listed = _listed(README)
+    parents = {str(parent) for path in listed for parent in Path(path).parents}
+    closed = listed - parents  # a folder listed without its contents stands for them
+    missing = [
+        path
+        for path in _on_disk(ROOT)
+        if path not in listed
+        and Path(path).name != "__init__.py"
+        and not any(str(parent) in closed for parent in Path(path).parents)
+    ]
+    assert not missing, f"README.md's tree lacks {missing}; give each its one line"
+
+
+def test_everything_in_the_tree_exists():
+    gone = sorted(path for path in _listed(README) if not (ROOT / path).exists())
+    assert not gone, f"README.md's tree names {gone}, which are not there"
+
+
+def test_every_module_of_the_package_has_its_own_line():
+    listed = _listed(README)
+    hidden = [
+        path
+        for path in _on_disk(ROOT)
+        if path.startswith("src/")
+        and path.endswith(".py")
+        and Path(path).name != "__init__.py"
+        and path not in listed
+    ]
+    assert not hidden, f"{hidden} hide behind their folder in README.md's tree"
+
+
+def test_links_and_named_files_exist():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_the_tree_is_read_by_its_indentation():
+    text = "<!-- tree -->\n```\nsrc/p/   why\n  a.py   first\n  b/\n    c.py\nX   last\n```\n<!-- /tree -->"
+    assert _listed(text) == {"src/p", "src/p/a.py", "src/p/b", "src/p/b/c.py", "X"}
+
+
+def _listed(text: str) -> set[str]:
+    """Paths of the tree: two spaces of indentation a level, name first, then its one line."""
+    block = text.split("<!-- tree -->")[1].split("<!-- /tree -->")[0]
+    paths: set[str] = set()
+    above: list[str] = []
+    for line in block.replace("```", "").splitlines():
+        if not line.strip():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0].rstrip("/")
+        above = [*above[:depth], name]
+        paths.add("/".join(above))
+    return paths
+
+
+def _on_disk(folder: Path) -> list[str]:
+    """Every file that git would not ignore; works without git, as in an unpacked archive."""
+    if (folder / ".git").exists() and shutil.which("git"):
+        listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listing, cwd=folder, capture_output=True, text=True, check=True)
+        return [name for name in names.stdout.splitlines() if (folder / name).exists()]
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    ignored = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
+    found: list[str] = []
+    for path in sorted(folder.iterdir()):
+        relative = path.relative_to(ROOT).as_posix()
+        if path.name == ".git" or any(
+            fnmatch(relative if "/" in pattern else path.name, pattern) for pattern in ignored
+        ):
+            continue
+        found += _on_disk(path) if path.is_dir() else [relative]
+    return found
