@@ -1,0 +1,1 @@
+"""What hone is measured beside; one file each, written as their own users would."""

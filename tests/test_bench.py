@@ -1,0 +1,146 @@
+"""The benchmarks' own arithmetic and workloads, on numbers made by hand; nothing is timed here."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bench.peers.packing import packed_step
+from bench.process import Contender, ContenderFailed
+from bench.publish import held
+from bench.report import Goal, cells, markdown_table, merged, read, result, write
+from bench.workloads import RolloutShape, TrainShape, groups, prompts, sequences
+
+from hone.learner.learner import Learner
+from hone.models.decoder import Decoder
+from hone.models.lora import Lora
+from hone.types import TrainConfig
+
+FIELDS = {"name", "value", "unit", "peer", "peer_value", "ratio", "goal", "met", "machine"}
+
+
+def letters(text: str) -> list[int]:
+    """A tokenizer: one token a character."""
+    return [ord(letter) for letter in text]
+
+
+def test_a_speed_is_the_median_over_the_peers_median():
+    # medians 120 and 40: three times as fast, which is what was asked
+    r = result(
+        "rollout/x", [100, 120, 999], "tokens/s",
+        peer="x", peer_runs=[40, 1, 41], goal=("ratio", ">=", 3.0),
+    )  # fmt: skip
+    assert (r.value, r.peer_value, r.ratio, r.goal, r.met) == (120, 40, 3, ">= 3x", True)
+
+
+def test_a_size_is_better_when_it_is_smaller():
+    # 1000 against 3900: 3.9 times smaller, not 4
+    r = result(
+        "memory/total", [1000], "MiB",
+        peer="x", peer_runs=[3900], goal=("ratio", ">=", 4.0), smaller_is_better=True,
+    )  # fmt: skip
+    assert (r.ratio, r.met) == (3.9, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "met"),
+    [
+        (50.0, ("value", "<=", 50.0), True),
+        (50.001, ("value", "<=", 50.0), False),  # judged before it is rounded
+        (7.0, None, None),
+        (7.0, ("ratio", ">=", 2.0), None),  # the peer was not measured: neither met nor missed
+    ],
+)
+def test_met_is_about_what_was_measured(value: float, goal: Goal | None, met: bool | None):
+    assert result("publish/held", [value], "ms", peer="x", goal=goal).met is met
+
+
+def test_the_file_has_the_promised_fields_and_reads_back(tmp_path: Path):
+    made = [result("a/x", [2], "ms"), result("b/y", [3], "s", peer="p", peer_runs=[6])]
+    write(tmp_path / "results.json", made)
+    entries = json.loads((tmp_path / "results.json").read_text())
+    assert [set(entry) for entry in entries] == [FIELDS, FIELDS]
+    assert entries[0]["peer_value"] is None and entries[1]["ratio"] == 0.5
+    assert read(tmp_path / "results.json") == made
+    assert read(tmp_path / "nothing.json") == []
+
+
+def test_a_new_run_replaces_its_own_benchmark_only():
+    old = [result("a/x", [1], "ms"), result("a/z", [1], "ms"), result("b/y", [1], "ms")]
+    kept = merged(old, [result("a/x", [2], "ms")])
+    assert [(r.name, r.value) for r in kept] == [("b/y", 1), ("a/x", 2)]
+
+
+def test_the_table_says_what_is_not_known():
+    r = result("a/x", [1.5], "ms", peer="p", goal=("ratio", ">=", 2.0))
+    assert cells(r) == ("a/x", "1.5 ms", "p", "-", "-", ">= 2x", "-")
+    table = markdown_table([r, r]).splitlines()
+    assert table[2] == table[3] == "| a/x | 1.5 ms | p | - | - | >= 2x | - |"
+    assert table[5:] == [f"Measured on: {r.machine}."]
+
+
+def test_shapes_count_as_the_issue_does():
+    assert RolloutShape().sampled_tokens == 8 * 8 * 32 == 2048
+    assert TrainShape().logical_tokens == 8 * (256 + 32) == 2304
+    assert TrainShape(prompt_tokens=480).logical_tokens == 4096
+
+
+def test_prompts_have_their_length_and_share_no_beginning():
+    first, again, other = (prompts(letters, 8, 300, seed=seed) for seed in (0, 0, 1))
+    assert first == again
+    assert {len(p) for p in first + other} == {300}
+    assert len({p[0] for p in first}) == 8
+    # the same town begins prompt i of every repeat; what follows differs before a cache's 16 tokens
+    assert all(a[:16] != b[:16] for a, b in zip(first, other, strict=True))
+
+
+def test_a_group_shares_its_prompt_and_nothing_else():
+    (group,) = groups(letters, TrainShape(prompt_tokens=40, completion_tokens=20), seed=3)
+    calls = [t.calls[0] for t in group.trajectories]
+    assert len(calls) == 8 and len({tuple(c.prompt_ids) for c in calls}) == 1
+    assert len({c.completion_ids[0] for c in calls}) == 8
+    rows = sequences([group])
+    assert [len(row["ids"]) for row in rows] == [60] * 8
+    # rewards 0 and 1 in turn: mean and deviation 1/2
+    assert [row["advantage"] for row in rows[:2]] == pytest.approx([-1, 1], rel=1e-5)
+
+
+def test_groups_of_one_share_nothing():
+    made = groups(letters, TrainShape(groups=8, group_size=1, prompt_tokens=20), seed=0)
+    assert len({g.trajectories[0].calls[0].prompt_ids[0] for g in made}) == 8
+    assert {g.trajectories[0].reward for g in made} == {0.0, 1.0}
+
+
+def test_held_is_the_longest_gap_during_publish_less_the_usual_one():
+    # gaps 1 1 1 4 1 1, published from 3.5 to 5: the gap 3..7 touches it; 4 - 1 = 3
+    assert held([0, 1, 2, 3, 7, 8, 9], [(3.5, 5)]) == 3
+    # twice: the gaps 3..7 and 8..10 touch; the longer one counts
+    assert held([0, 1, 2, 3, 7, 8, 10, 11], [(3.5, 5), (9, 9.5)]) == 3
+
+
+def test_a_contender_that_ends_is_reported_with_its_last_words():
+    with pytest.raises(ContenderFailed, match=r"(?s)during 'start': it ended.*No module named"):
+        Contender.start("bench.no_such_contender", {}, deadline_s=60)
+
+
+def test_plain_packing_computes_the_same_gradient(tiny_llama_dir: Path):
+    made = groups(
+        lambda text: [i % 500 for i in letters(text)],
+        TrainShape(groups=4, group_size=1, prompt_tokens=12, completion_tokens=5),
+        seed=0,
+    )
+    # a row of 40 tokens holds two sequences of 17; a norm of 1e9 clips nothing
+    config = TrainConfig(baseline="batch", row_tokens=40, max_grad_norm=1e9)
+    decoder = Decoder.load(tiny_llama_dir)
+    gradients: list[list[torch.Tensor]] = []
+    for packed in (False, True):
+        lora = Lora.init(decoder.config)
+        learner = Learner(decoder, lora, base_model="tiny")
+        if packed:
+            assert packed_step(learner, made, config) == 4 * 17
+        else:
+            learner.train(made, config, probe_tokens=0)
+        gradients.append([leaf.grad for _, leaf in lora.parameters() if leaf.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
