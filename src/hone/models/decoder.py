@@ -22,6 +22,7 @@ from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
 from hone.models.layers import Projection, rms_norm, swiglu
 from hone.models.lora import Lora
+from hone.models.machine import prefer_blas
 from hone.models.weights import Tensors, read_tensors
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -82,6 +83,8 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
     ) -> "Decoder":
         """From an HF directory. On a CPU, processes that load the same model share its pages."""
+        if torch.device(device).type == "cpu" and dtype == torch.float32:
+            prefer_blas()
         config = DecoderConfig.read(directory)
         return cls.build(config, read_tensors(directory, config, dtype=dtype, device=device))
 

@@ -1,7 +1,7 @@
 """Which device and number type this machine computes fastest, found by trying.
 
 In:   the machine
-Out:  a device name, a torch dtype
+Out:  a device name, a torch dtype, a switch of torch's set once
 Used: wherever a Decoder is loaded: the engine, the learner's worker, benchmarks
 
 Guessing from a list of processors is wrong on the next one: a CPU without bf16 units runs bf16
@@ -9,6 +9,7 @@ a hundred times slower than fp32, one with them several times faster, and both s
 """
 
 import functools
+import platform
 import warnings
 from time import perf_counter
 
@@ -16,6 +17,20 @@ import torch
 
 WORTH = 1.3
 """bf16 must be so many times faster to be chosen: it costs precision."""
+
+
+def prefer_blas() -> None:
+    """Send float32 matrix products to BLAS on Arm cores without SVE.
+
+    There torch asks Arm's Compute Library, which is 10 to 30% slower than OpenBLAS at 32 to 128
+    rows (Neoverse-N1, torch 2.13). A rule and not a trial: the learner's bits may not depend on
+    how busy the machine was when it started. Holds for the whole process.
+    """
+    arm = platform.machine() in ("aarch64", "arm64")
+    if arm and not torch.backends.cpu.get_cpu_capability().startswith("SVE"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about TF32 on Intel GPUs, at every use of the switch
+            torch.backends.mkldnn.set_flags(False)
 
 
 def fastest_device() -> str:
