@@ -49,7 +49,7 @@ class _Decode:
     own: Tensor  # [n] int64, own tokens before this one
     longest: int
     masks: dict[int | None, Tensor]  # window -> [n, 1, 1, longest] added to own scores
-    prefixes: list[tuple[Block, Tensor, dict[int | None, Tensor | None]]]
+    prefixes: list[tuple[Block, Tensor | slice, dict[int | None, Tensor | None]]]
 
 
 class Batch:
@@ -134,11 +134,11 @@ class Batch:
         mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
         theirs, theirs_lse = torch.empty_like(mine), torch.empty_like(mine_lse)
         for block, slots, masks in decode.prefixes:
-            some = grouped[slots]  # [m, kv, g, dim]
-            flat = some.transpose(0, 1).reshape(1, config.kv_heads, -1, config.head_dim)
+            some = grouped[slots].transpose(0, 1)  # [kv, m, g, dim]
+            flat = some.reshape(1, config.kv_heads, -1, config.head_dim)
             seen, lse = _attention(flat, block.k[None, layer], block.v[None, layer], masks[window])
-            theirs[slots] = seen.view(some.transpose(0, 1).shape).transpose(0, 1)
-            theirs_lse[slots] = lse.view(config.kv_heads, len(slots), -1).transpose(0, 1)
+            theirs[slots] = seen.view(some.shape).transpose(0, 1)
+            theirs_lse[slots] = lse.view(some.shape[:3]).transpose(0, 1)
         share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
         return torch.lerp(mine, theirs, share).flatten(1)
 
@@ -165,7 +165,7 @@ class Batch:
             groups.setdefault(id(row.block), (row.block, []))[1].append(slot)
         prefixes = []
         for block, members in groups.values():
-            slots = torch.tensor(members, device=device)
+            slots = _slots(members, device)
             prefix = {w: self._prefix_mask(block, own[slots], w) for w in self._windows}
             prefixes.append((block, slots, prefix))
         slots = torch.arange(len(lane.rows), device=device)
@@ -178,6 +178,13 @@ class Batch:
         distance = (len(block.ids) + own)[:, None] - torch.arange(len(block.ids), device=own.device)
         heads = self._config.heads // self._config.kv_heads
         return _added(distance >= window).repeat_interleave(heads, 0)[None, None]
+
+
+def _slots(members: list[int], device: torch.device) -> Tensor | slice:
+    """Rows of one prompt; mostly neighbours, and then a slice, which is read without a copy."""
+    if members[-1] - members[0] + 1 == len(members):
+        return slice(members[0], members[-1] + 1)
+    return torch.tensor(members, device=device)
 
 
 def _causal(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | None:
