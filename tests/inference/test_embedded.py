@@ -10,7 +10,7 @@ import torch
 from tests.conformance.engine import PROMPT, EngineConformance, Served, assert_agree
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from hone.errors import EngineError, RequestTooLarge
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
@@ -202,3 +202,28 @@ async def test_open_finds_loads_and_serves_by_name(tiny_llama_dir, tmp_path, mon
     (done,) = await complete(engine, PROMPT, Sampling(max_tokens=3, seed=0))
     assert len(done.ids) == 3
     await engine.close()
+
+
+async def test_windows_hide_the_distant_past_from_samples_too(tmp_path):
+    config = MistralConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=7,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    served = await serve(tmp_path / "model", tmp_path, prefill_tokens=9)
+    prompts = [PROMPT, PROMPT[3:], PROMPT[:5]]
+    answers = await asyncio.gather(
+        *(complete(served.engine, p, Sampling(n=3, max_tokens=25, seed=1)) for p in prompts)
+    )
+    for prompt, samples in zip(prompts, answers, strict=True):
+        for done in samples:
+            assert_agree(done.logprobs, served.expected(prompt, done, None))
+    await served.engine.close()

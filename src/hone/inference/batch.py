@@ -50,6 +50,28 @@ class _Decode:
     longest: int
     masks: dict[int | None, Tensor]  # window -> [n, 1, 1, longest] added to own scores
     prefixes: list[tuple[Block, Tensor | slice, dict[int | None, Tensor | None]]]
+    stack: "_Stack | None"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The prompts of a lane side by side, and which rows belong to which."""
+
+    k: Tensor  # [layers, P, kv_heads, longest, dim]
+    v: Tensor
+    rows: Tensor  # [P, m] int64, slots of each prompt's rows; the first one again where too few
+    place: Tensor  # [n] int64, where each slot stands in `rows`, flattened
+    mask: Tensor | None  # [P, 1, 1, longest] added to scores, where lengths differ
+
+    def attend(self, layer: int, grouped: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
+        prompts, rows = self.rows.shape
+        kv, g, dim = grouped.shape[1:]
+        flat = grouped[self.rows].transpose(1, 2).reshape(prompts, kv, rows * g, dim)
+        seen, lse = _attention(flat, self.k[layer], self.v[layer], self.mask)
+        seen = seen.view(prompts, kv, rows, g, dim).transpose(1, 2).reshape(-1, kv, g, dim)
+        lse = lse.view(prompts, kv, rows, g).transpose(1, 2).reshape(-1, kv, g)
+        return seen[self.place], lse[self.place]
 
 
 class Batch:
@@ -132,6 +154,9 @@ class Batch:
         values[decode.slots, :, decode.own] = v
         keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]
         mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
+        if decode.stack is not None:
+            theirs, theirs_lse = decode.stack.attend(layer, grouped)
+            return _merged(mine, mine_lse, theirs, theirs_lse)
         theirs, theirs_lse = torch.empty_like(mine), torch.empty_like(mine_lse)
         for block, slots, masks in decode.prefixes:
             some = grouped[slots].transpose(0, 1)  # [kv, m, g, dim]
@@ -139,8 +164,7 @@ class Batch:
             seen, lse = _attention(flat, block.k[None, layer], block.v[None, layer], masks[window])
             theirs[slots] = seen.view(some.shape).transpose(0, 1)
             theirs_lse[slots] = lse.view(some.shape[:3]).transpose(0, 1)
-        share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
-        return torch.lerp(mine, theirs, share).flatten(1)
+        return _merged(mine, mine_lse, theirs, theirs_lse)
 
     def _span(self, rows: slice, lora: Lora | None) -> None:
         if lora is None:
@@ -169,7 +193,33 @@ class Batch:
             prefix = {w: self._prefix_mask(block, own[slots], w) for w in self._windows}
             prefixes.append((block, slots, prefix))
         slots = torch.arange(len(lane.rows), device=device)
-        return _Decode(lane, rows, slots, own, longest, masks, prefixes)
+        stack = self._stack(lane, list(groups.values()), device)
+        return _Decode(lane, rows, slots, own, longest, masks, prefixes, stack)
+
+    def _stack(
+        self, lane: Lane[Row], groups: list[tuple[Block, list[int]]], device: torch.device
+    ) -> _Stack | None:
+        most = max(len(members) for _, members in groups)
+        if self._windows != {None} or len(groups) * most > 2 * len(lane.rows):
+            return None
+        stacked = lane.stack([block for block, _ in groups])
+        if stacked is None:
+            return None
+        rows = [members + members[:1] * (most - len(members)) for _, members in groups]
+        place = [0] * len(lane.rows)
+        for i, (_, members) in enumerate(groups):
+            for j, slot in enumerate(members):
+                place[slot] = i * most + j
+        lengths = torch.tensor([len(block.ids) for block, _ in groups], device=device)
+        longest = stacked[0].shape[3]
+        unequal = bool((lengths != longest).any())
+        hidden = torch.arange(longest, device=device) >= lengths[:, None]
+        return _Stack(
+            *stacked,
+            rows=torch.tensor(rows, device=device),
+            place=torch.tensor(place, device=device),
+            mask=_added(hidden)[:, None, None] if unequal else None,
+        )
 
     def _prefix_mask(self, block: Block, own: Tensor, window: int | None) -> Tensor | None:
         """[1, 1, m * g, prompt] where a window hides part of the prompt."""
@@ -178,6 +228,12 @@ class Batch:
         distance = (len(block.ids) + own)[:, None] - torch.arange(len(block.ids), device=own.device)
         heads = self._config.heads // self._config.kv_heads
         return _added(distance >= window).repeat_interleave(heads, 0)[None, None]
+
+
+def _merged(mine: Tensor, mine_lse: Tensor, theirs: Tensor, theirs_lse: Tensor) -> Tensor:
+    """Two parts of one attention, weighed by what each was normalised by; [n, heads * dim]."""
+    share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
+    return torch.lerp(mine, theirs, share).flatten(1)
 
 
 def _slots(members: list[int], device: torch.device) -> Tensor | slice:

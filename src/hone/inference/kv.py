@@ -22,6 +22,8 @@ from hone.models.architecture import DecoderConfig
 CHUNK = 16
 """Prefixes are found at multiples of so many tokens."""
 SMALLEST_LANE = 32
+STACK_BYTES = 64 << 20
+"""Prompts of a lane are laid side by side once more up to this size; see Lane.stack."""
 
 
 class Block:
@@ -176,6 +178,7 @@ class Lane(Generic[R]):
         self.capacity = capacity
         self.rows: list[R] = []
         self._config = config
+        self._stacked: tuple[list[Block], Tensor, Tensor] | None = None
         self.k = self._zeros(0, like)
         self.v = self._zeros(0, like)
 
@@ -185,19 +188,45 @@ class Lane(Generic[R]):
         shape = (config.layers, rows, config.kv_heads, self.capacity, config.head_dim)
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-    def _grown(self, full: Tensor) -> Tensor:
-        rows = full.shape[1]
-        larger = self._zeros(max(8, 2 * rows), full)
-        larger[:, :rows] = full
+    def _grown(self, full: Tensor, rows: int) -> Tensor:
+        larger = self._zeros(rows, full)
+        larger[:, : full.shape[1]] = full
         return larger
 
     def add(self, row: R) -> int:
         """Make room for one more row and say which it is."""
         slot = len(self.rows)
         if slot == self.k.shape[1]:
-            self.k, self.v = self._grown(self.k), self._grown(self.v)
+            self.reserve(max(8, 2 * slot))
         self.rows.append(row)
         return slot
+
+    def stack(self, blocks: list[Block]) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of several prompts [layers, prompts, kv_heads, longest, dim] in one piece.
+
+        One attention call over them replaces one per prompt, which for short prompts is most of
+        their cost. None where it would not pay: one prompt, long ones, or lengths too unequal.
+        """
+        longest = max(len(block.ids) for block in blocks)
+        total = sum(len(block.ids) for block in blocks)
+        size = len(blocks) * longest * self._config.kv_bytes_per_token
+        if len(blocks) == 1 or size > STACK_BYTES or len(blocks) * longest > 2 * total:
+            self._stacked = None
+            return None
+        if self._stacked is None or self._stacked[0] != blocks:
+            config = self._config
+            shape = (config.layers, len(blocks), config.kv_heads, longest, config.head_dim)
+            k, v = self.k.new_zeros(shape), self.v.new_zeros(shape)
+            for i, block in enumerate(blocks):
+                k[:, i, :, : len(block.ids)] = block.k
+                v[:, i, :, : len(block.ids)] = block.v
+            self._stacked = (list(blocks), k, v)
+        return self._stacked[1:]
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows at once."""
+        if rows > self.k.shape[1]:
+            self.k, self.v = self._grown(self.k, rows), self._grown(self.v, rows)
 
     def move_in(self, row: R, source: "Lane[R]", slot: int) -> None:
         """Take over a row that outgrew a smaller lane."""

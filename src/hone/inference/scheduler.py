@@ -77,9 +77,12 @@ class Scheduler:
         return block
 
     def chunks(self) -> list[Chunk]:
-        """The next tokens of prompts not read yet, in the order of admission, up to the step's share."""
+        """The next tokens of prompts not read yet, in the order of admission, up to the step's share.
+
+        Where no sample waits for its next token there is nobody to keep waiting: four shares.
+        """
         blocks = {id(request.block): request for request in reversed(self.running)}
-        chunks, left = [], self._prefill_tokens
+        chunks, left = [], self._prefill_tokens * (1 if self._lanes else 4)
         for request in reversed(blocks.values()):
             block = request.block
             stop = min(len(block.ids), block.filled + left)
@@ -110,9 +113,15 @@ class Scheduler:
                 else:
                     continue
                 lane.remove(slot)
+        entering: dict[str, list[Sample]] = {}
         for sample in fresh:
             if not sample.done:
-                self._lane(sample.request.key, 1).add(sample)
+                entering.setdefault(sample.request.key, []).append(sample)
+        for key, samples in entering.items():
+            lane = self._lane(key, 1)
+            lane.reserve(len(lane.rows) + len(samples))
+            for sample in samples:
+                lane.add(sample)
         self._drop_empty_lanes()
         for request in [r for r in self.running if r.done]:
             self._release(request)
