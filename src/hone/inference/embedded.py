@@ -42,7 +42,7 @@ from hone.models.lora import Lora
 from hone.models.machine import fastest_device, fastest_dtype
 
 PREFILL_TOKENS = 512
-"""Prompt tokens read per step: enough to fill the cores, few enough not to stall the samples."""
+"""Prompt tokens read per step while samples run: fills the cores and does not stall the samples."""
 BASE_SHA256 = "base"
 """Stands for the hash of an adapter where there is none."""
 
