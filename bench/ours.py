@@ -30,9 +30,8 @@ def start(settings: dict[str, Any]) -> Answer:
 def _engine(settings: dict[str, Any]) -> Answer:
     from hone.inference.base import AdapterRef, Sampling, complete
     from hone.inference.embedded import EmbeddedEngine
-    from hone.models.decoder import Decoder
 
-    engine = EmbeddedEngine(Decoder.load(Path(settings["model"])), kv_budget_bytes=2 << 30)
+    engine = EmbeddedEngine.open(settings["model"], kv_budget_bytes=2 << 30)
     adapter = AdapterRef("bench", 1, settings["sha256"])
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.publish(adapter, Path(settings["adapter"])))

@@ -82,12 +82,11 @@ def start(settings: dict[str, Any]) -> Any:
     from hone.inference.base import AdapterRef
     from hone.inference.embedded import EmbeddedEngine
     from hone.learner.worker import LearnerProcess, LearnerSpec
-    from hone.models.decoder import Decoder
 
     torch.set_num_threads(THREADS)
     model, adapter = Path(settings["model"]), Path(settings["adapter"])
     scratch = Path(settings["scratch"])
-    engine = EmbeddedEngine(Decoder.load(model), kv_budget_bytes=2 << 30)
+    engine = EmbeddedEngine.open(str(model), kv_budget_bytes=2 << 30)
     spec = LearnerSpec(model_dir=model, base_model="bench", threads=THREADS)
     learner = LearnerProcess.start(spec)
     served = AdapterRef("bench", 0, settings["sha256"])

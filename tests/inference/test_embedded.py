@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,23 @@ async def test_requests_with_the_same_prompt_share_one_prefill(served):
 
 
 async def test_a_next_turn_reads_only_what_is_new(served):
-    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=30, seed=0), served.first)
+    once = Sampling(max_tokens=30, seed=0)
+    (cut,) = await complete(served.engine, PROMPT, once, served.first)
+    end = next(t for i, t in enumerate(cut.ids) if i >= 20 and t not in cut.ids[:i])
+    (done,) = await complete(served.engine, PROMPT, replace(once, stop_ids=(end,)), served.first)
+    assert done.finish == "stop" and len(done.ids) > 20
     before = served.engine.stats().prefilled_tokens
     await complete(served.engine, [*PROMPT, *done.ids, 4, 5], Sampling(max_tokens=2), served.first)
     # The last sampled token was never fed, so it is read now, with the two that follow it.
     assert served.engine.stats().prefilled_tokens - before == 3
+
+
+async def test_an_answer_cut_at_its_limit_is_not_kept(served):
+    (cut,) = await complete(served.engine, PROMPT, Sampling(max_tokens=30, seed=0), served.first)
+    before = served.engine.stats().prefilled_tokens
+    await complete(served.engine, [*PROMPT, *cut.ids, 4, 5], Sampling(max_tokens=2), served.first)
+    # All of the prompt is still there, as the block it was; 30 + 2 tokens follow it.
+    assert served.engine.stats().prefilled_tokens - before == 30 + 2
 
 
 async def test_a_prefix_is_not_shared_between_adapters(served):

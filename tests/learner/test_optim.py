@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hone.errors import ConfigError
-from hone.learner.optim import AdamW
+from hone.learner.optim import BETAS, EPS, AdamW
 
 
 def leaves(seed: int = 0) -> list[tuple[str, Tensor]]:
@@ -37,6 +37,28 @@ def test_the_first_steps_by_hand():
     # m = 0.9 * 0.2 - 0.1 = 0.08, / (1 - 0.81) = 0.42105; v = 0.99 * 0.04 + 0.01 = 0.0496,
     # / (1 - 0.9801) = 2.49246; 0.42105 / sqrt(2.49246) = 0.26670
     assert leaf.item() == pytest.approx(0.85 - 0.026670, abs=1e-5)
+
+
+def test_it_is_torchs_own_adamw_bit_for_bit():
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(3, 5), (700, 90), (1,)]
+    first = [torch.randn(shape, generator=draw) for shape in shapes]
+    ours = [leaf.clone().requires_grad_() for leaf in first]
+    theirs = [leaf.clone().requires_grad_() for leaf in first]
+    adam = AdamW([(str(i), leaf) for i, leaf in enumerate(ours)])
+    reference = torch.optim.AdamW(
+        theirs, lr=3e-3, betas=BETAS, eps=EPS, weight_decay=0.1, fused=True
+    )
+    for step in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=draw)
+            b.grad = a.grad.clone()
+        if step == 2:
+            ours[0].grad = theirs[0].grad = None  # a leaf nothing reached keeps its own count
+        adam.step(learning_rate=3e-3, weight_decay=0.1)
+        reference.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path):

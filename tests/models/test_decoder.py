@@ -199,6 +199,23 @@ def test_save_load_save_is_byte_equal_and_keeps_the_hash(tiny_llama_dir: Path, t
     assert again.sha256 == lora.sha256 != Lora.init(config, seed=5).sha256
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
+def test_a_packed_decoder_computes_the_same(name: str, tmp_path: Path):
+    # On machines where packing wins nothing it is the same decoder, and this says little.
+    random_model(CONFIGS[name], tmp_path)
+    plain = Decoder.load(tmp_path)
+    packed = plain.pack()
+    lora = Lora.init(plain.config, rank=4)
+    for path, tensor in lora.named():
+        if "lora_B" in path:
+            tensor.normal_(0, 0.2, generator=torch.Generator().manual_seed(9))
+    for ids in (torch.arange(3, 40), torch.tensor([7])):
+        for adapter in (None, lora):
+            ours, theirs = logits(packed, ids, adapter), logits(plain, ids, adapter)
+            torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+
+
 def test_the_served_hash_notices_a_fused_copy_that_went_stale(tiny_llama_dir: Path):
     config = DecoderConfig.read(tiny_llama_dir)
     lora = Lora.init(config, seed=4).fuse(torch.float32)

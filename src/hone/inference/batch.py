@@ -60,18 +60,20 @@ class _Stack:
     k: Tensor  # [layers, P, kv_heads, longest, dim]
     v: Tensor
     rows: Tensor  # [P, m] int64, slots of each prompt's rows; the first one again where too few
-    place: Tensor  # [n] int64, where each slot stands in `rows`, flattened
+    place: Tensor | None  # [n] int64, where each slot stands in `rows`, flattened; None: in order
     mask: Tensor | None  # [P, 1, 1, longest] added to scores, where lengths differ
 
     def attend(self, layer: int, grouped: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
         prompts, rows = self.rows.shape
         kv, g, dim = grouped.shape[1:]
-        flat = grouped[self.rows].transpose(1, 2).reshape(prompts, kv, rows * g, dim)
+        ordered = grouped if self.place is None else grouped[self.rows]
+        some = ordered.view(prompts, rows, kv, g, dim).transpose(1, 2)
+        flat = some.reshape(prompts, kv, rows * g, dim)
         seen, lse = _attention(flat, self.k[layer], self.v[layer], self.mask)
         seen = seen.view(prompts, kv, rows, g, dim).transpose(1, 2).reshape(-1, kv, g, dim)
         lse = lse.view(prompts, kv, rows, g).transpose(1, 2).reshape(-1, kv, g)
-        return seen[self.place], lse[self.place]
+        return (seen, lse) if self.place is None else (seen[self.place], lse[self.place])
 
 
 class Batch:
@@ -210,6 +212,7 @@ class Batch:
         for i, (_, members) in enumerate(groups):
             for j, slot in enumerate(members):
                 place[slot] = i * most + j
+        in_order = place == list(range(len(groups) * most))
         lengths = torch.tensor([len(block.ids) for block, _ in groups], device=device)
         longest = stacked[0].shape[3]
         unequal = bool((lengths != longest).any())
@@ -217,7 +220,7 @@ class Batch:
         return _Stack(
             *stacked,
             rows=torch.tensor(rows, device=device),
-            place=torch.tensor(place, device=device),
+            place=None if in_order else torch.tensor(place, device=device),
             mask=_added(hidden)[:, None, None] if unequal else None,
         )
 

@@ -43,6 +43,10 @@ from hone.models.machine import fastest_device, fastest_dtype
 
 PREFILL_TOKENS = 512
 """Prompt tokens read per step while samples run: fills the cores and does not stall the samples."""
+PACK_SHARE = 4
+"""Weights are copied into a faster layout if they take less than 1 / this of the free memory."""
+GATHER_S, GATHER_AT_MOST_S = 0.003, 0.02
+"""An idle engine waits so long for requests that come together: one pass reads their prompts."""
 BASE_SHA256 = "base"
 """Stands for the hash of an adapter where there is none."""
 
@@ -101,13 +105,18 @@ class EmbeddedEngine:
         Runs on CUDA if there is one, and in the type the machine computes fastest.
         """
         files = find(name)
-        device = device or fastest_device()
-        dtype = dtype or fastest_dtype(device)
-        require_fit(files, dtype_bytes=dtype.itemsize, device=device)
-        decoder = Decoder.load(files.path, device=device, dtype=dtype)
+
+        def load() -> Decoder:
+            where = device or fastest_device()
+            kind = dtype or fastest_dtype(where)
+            require_fit(files, dtype_bytes=kind.itemsize, device=where)
+            decoder = Decoder.load(files.path, device=where, dtype=kind)
+            roomy = decoder.nbytes < available_memory(where) // PACK_SHARE
+            return decoder.pack() if roomy else decoder
+
         tokenizer = load_tokenizer(files)
         return cls(
-            decoder,
+            _apart(load).result(),
             decode=lambda ids: str(tokenizer.decode(ids)),
             kv_budget_bytes=kv_budget_bytes,
         )
@@ -154,12 +163,12 @@ class EmbeddedEngine:
                     self._awake.notify()
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
-        def load() -> Lora:
+        def load() -> tuple[Lora, str]:
             config, device = self._decoder.config, self._decoder.device
-            return Lora.load(directory, config, device=device).fuse(self._decoder.dtype)
+            lora = Lora.load(directory, config, device=device).fuse(self._decoder.dtype)
+            return lora, lora.sha256
 
-        lora = await asyncio.to_thread(load)
-        found = await asyncio.to_thread(lambda: lora.served_sha256)
+        lora, found = await asyncio.wrap_future(_apart(load))
         if found != adapter.sha256:
             raise EngineError(
                 f"publish of step {adapter.step} of {adapter.model!r}: {directory} holds an adapter "
@@ -182,9 +191,9 @@ class EmbeddedEngine:
         self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
     ) -> Probe:
         lora = None if adapter is None else self._adapter(adapter)
-        sha256 = (
-            BASE_SHA256 if lora is None else await asyncio.to_thread(lambda: lora.served_sha256)
-        )
+        sha256 = BASE_SHA256
+        if lora is not None:
+            sha256 = await asyncio.wrap_future(_apart(lambda: lora.served_sha256))
         scored = [await self._errand(lambda ids=ids: self._score(ids, lora)) for ids in sequences]
         return Probe(sha256=sha256, logprobs=tuple(scored))
 
@@ -253,6 +262,10 @@ class EmbeddedEngine:
                 while self._rested:
                     self._rested.pop().set_result(None)
                 self._awake.wait()
+            if not self._schedule.running:
+                started = perf_counter()
+                while self._awake.wait(GATHER_S) and perf_counter() - started < GATHER_AT_MOST_S:
+                    pass
             return not self._closed
 
     def _admissible(self) -> bool:
@@ -351,6 +364,24 @@ class EmbeddedEngine:
         if self._closed:
             why = "" if self._failure is None else f" after it failed: {self._failure!r}"
             raise EngineError(f"the engine is closed{why}")
+
+
+def _apart(call: Callable[[], T]) -> Future[T]:
+    """Run something on a thread that ends with it.
+
+    OpenMP keeps a pool for every thread that computed once, and where pools outnumber the cores
+    it stops waiting actively: the engine's own steps would be 7% slower from then on.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001  whoever waits for the future gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hone-apart", daemon=True).start()
+    return future
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, deltas: list[tuple[Request, Delta]]) -> None:

@@ -91,7 +91,11 @@ class Sample:
         self.drawing = Drawing(request.sampling, stream(seed, index))
         self.ids: list[int] = []
         self.own = 0
-        self.done = False
+        self.finish: FinishReason | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None
 
     @property
     def block(self) -> Block:
@@ -104,9 +108,8 @@ class Sample:
     def take(self, token: SampledToken, decode: Callable[[list[int]], str] | None) -> Delta:
         """Append what was drawn and decide whether the answer ends here."""
         self.ids.append(token.id)
-        finish, stop = self._finish(token.id, decode)
-        self.done = finish is not None
-        return Delta(self.index, (token,), finish, stop)
+        self.finish, stop = self._finish(token.id, decode)
+        return Delta(self.index, (token,), self.finish, stop)
 
     def _finish(
         self, token: int, decode: Callable[[list[int]], str] | None

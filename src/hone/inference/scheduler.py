@@ -150,8 +150,13 @@ class Scheduler:
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.rows}
 
     def _keep(self, lane: Lane[Sample], slot: int) -> None:
-        """Turn a finished sample into a block, so that the next turn need not read it again."""
+        """Turn an answer into a block, so that the next turn need not read it again.
+
+        One that was cut at its limit is seldom continued, and copying it is not free.
+        """
         row = lane.rows[slot]
+        if row.finish != "stop":
+            return
         ids = row.ids[: row.own]
         size = (len(row.block.ids) + row.own) * self.token_bytes
         fits = self.reserved_bytes + self.prefixes.unused_bytes + size <= self.budget

@@ -165,9 +165,10 @@ class ChatTemplate:
     def renderer_name(self) -> str:
         return self.renderer.name
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn, the template's own first."""
+        # Asked for with every call, and a renderer may look through its whole vocabulary for them.
         return self.renderer.stop_ids
 
     @property

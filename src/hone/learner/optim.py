@@ -25,37 +25,52 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 class AdamW:
-    """torch's AdamW, with its state made at once, so that saved and fresh ones look alike."""
+    """torch's fused AdamW kernel, with a state made at once, so that saved and fresh look alike.
+
+    The kernel and not the class torch.optim.AdamW: making the first one of those imports torch's
+    compiler, which takes five seconds, half of a learner's start. A test holds both to one result.
+    """
 
     def __init__(self, parameters: list[tuple[str, Tensor]]) -> None:
         self.parameters = parameters
-        leaves = [tensor for _, tensor in parameters]
-        # The fused CPU kernel makes one pass over each tensor; like the others it is deterministic.
-        self._adam = torch.optim.AdamW(leaves, lr=0.0, betas=BETAS, eps=EPS, fused=True)
-        for leaf in leaves:
-            self._adam.state[leaf] = {
-                "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
-                "exp_avg": torch.zeros_like(leaf, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(leaf, requires_grad=False),
-            }
+        self._state = {name: _fresh(leaf) for name, leaf in parameters}
 
     @property
     def grads(self) -> list[Tensor]:
         return [leaf.grad for _, leaf in self.parameters if leaf.grad is not None]
 
+    @torch.no_grad()
     def step(self, *, learning_rate: float, weight_decay: float) -> None:
-        for settings in self._adam.param_groups:
-            settings["lr"], settings["weight_decay"] = learning_rate, weight_decay
-        self._adam.step()
+        moved = [(leaf, self._state[n]) for n, leaf in self.parameters if leaf.grad is not None]
+        if not moved:
+            return
+        steps = [state["step"] for _, state in moved]
+        torch.ops.aten._foreach_add_(steps, 1)
+        torch.ops.aten._fused_adamw_(
+            [leaf for leaf, _ in moved],
+            self.grads,
+            [state["exp_avg"] for _, state in moved],
+            [state["exp_avg_sq"] for _, state in moved],
+            [],
+            steps,
+            lr=learning_rate,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=weight_decay,
+            eps=EPS,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def zero_grad(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        for _, leaf in self.parameters:
+            leaf.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state, live, as `parameter/part`."""
         return {
-            f"{name}/{part}": self._adam.state[leaf][part]
-            for name, leaf in self.parameters
+            f"{name}/{part}": self._state[name][part]
+            for name, _ in self.parameters
             for part in STATE
         }
 
@@ -72,8 +87,12 @@ class AdamW:
         self.zero_grad()
 
     def save(self, directory: Path) -> None:
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.state().items()}
-        save_file(tensors, directory / FILE, metadata={"format": "hone-adamw-1"})
+        _write(self.state(), directory)
+
+    @staticmethod
+    def save_fresh(parameters: list[tuple[str, Tensor]], directory: Path) -> None:
+        """What a new optimizer would save."""
+        AdamW(parameters).save(directory)
 
     def load(self, directory: Path) -> None:
         path = directory / FILE
@@ -94,3 +113,16 @@ class AdamW:
             )
         for name, tensor in ours.items():
             tensor.copy_(found[name])
+
+
+def _fresh(leaf: Tensor) -> dict[str, Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
+        "exp_avg": torch.zeros_like(leaf, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(leaf, requires_grad=False),
+    }
+
+
+def _write(state: dict[str, Tensor], directory: Path) -> None:
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    save_file(tensors, directory / FILE, metadata={"format": "hone-adamw-1"})

@@ -10,7 +10,7 @@ to `attend`, so there is no batch axis, no padding and no mask in here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
 from hone.models.layers import Projection, rms_norm, swiglu
 from hone.models.lora import Lora
-from hone.models.machine import prefer_blas
+from hone.models.machine import packs, prefer_blas
 from hone.models.weights import Tensors, read_tensors
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -63,6 +63,7 @@ class Decoder:
         self.head = head
         self.norm = norm
         self.layers = tuple(layers)
+        self._packed_head: Tensor | None = None
         self._inv_freq, self._rotary_scale = _frequencies(config, embedding.device)
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -73,6 +74,12 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrices, the bulk of the weights."""
+        matrices = [p.weight for x in self.layers for p in (x.qkv, x.out, x.gate_up, x.down)]
+        return sum(m.nbytes for m in matrices) + self.head.nbytes
 
     @classmethod
     def load(
@@ -136,14 +143,39 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             y = rms_norm(x, layer.input_norm, self.config.norm_eps)
             q, k, v = self._qkv(index, layer, y, cos, sin, adapters)
-            x = x + layer.out(attend(index, q, k, v), adapters)
+            x = layer.out.added(x, attend(index, q, k, v), adapters)
             y = rms_norm(x, layer.post_norm, self.config.norm_eps)
-            x = x + layer.down(swiglu(layer.gate_up(y, adapters)), adapters)
+            x = layer.down.added(x, swiglu(layer.gate_up(y, adapters)), adapters)
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, [N, vocab]."""
-        return F.linear(hidden, self.head)
+        if self._packed_head is None:
+            return F.linear(hidden, self.head)
+        return torch.ops.mkldnn._linear_pointwise(hidden, self._packed_head, None, "none", [], "")
+
+    def pack(self) -> "Decoder":
+        """A decoder for sampling, with a copy of every matrix as this machine multiplies it fastest.
+
+        Ten percent on Arm without SVE, for as much memory as the weights take; elsewhere itself.
+        """
+        if not packs(self.device, self.dtype):
+            return self
+        layers = [
+            replace(
+                layer,
+                qkv=layer.qkv.pack(),
+                out=layer.out.pack(),
+                gate_up=layer.gate_up.pack(),
+                down=layer.down.pack(),
+            )
+            for layer in self.layers
+        ]
+        packed = Decoder(
+            self.config, embedding=self.embedding, head=self.head, norm=self.norm, layers=layers
+        )
+        packed._packed_head = torch.ops.mkldnn._reorder_linear_weight(self.head, None)
+        return packed
 
     def _qkv(
         self,

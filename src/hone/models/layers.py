@@ -10,7 +10,7 @@ what it reads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ class Projection:
     """Linear layers that read the same input, as one frozen matrix; adapters are added unmerged."""
 
     key: str
-    weight: Tensor  # [outputs, inputs]
+    weight: Tensor  # [inputs, outputs]
     bias: Tensor | None  # [outputs]
     sizes: tuple[int, ...]
+    packed: Tensor | None = None
+    """The same matrix as oneDNN reads it fastest; for sampling, where the memory allows it."""
 
     def __call__(self, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
         if adapters and torch.is_grad_enabled():
@@ -36,15 +38,40 @@ class Projection:
             lora = adapters[0][2]
             a, b = lora.factors(self.key)
             return _LoraLinear.apply(x, self.weight, self.bias, lora.scale, a, *b)
-        y = F.linear(x, self.weight, self.bias)
+        if self.packed is None:
+            y = _linear(x, self.weight, self.bias)
+        else:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        self._adapt_(y, x, adapters)
+        return y
+
+    def added(self, x: Tensor, y: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
+        """x + this projection of y; into x itself where no gradient is wanted."""
+        if torch.is_grad_enabled():
+            return x + self(y, adapters)
+        if self.packed is not None or self.bias is not None:
+            return x.add_(self(y, adapters))
+        x.addmm_(y, self.weight)
+        self._adapt_(x, y, adapters)
+        return x
+
+    def pack(self) -> "Projection":
+        """With a copy laid out for sampling."""
+        rows = self.weight.t().contiguous()
+        return replace(self, packed=torch.ops.mkldnn._reorder_linear_weight(rows, None))
+
+    def _adapt_(self, y: Tensor, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> None:
         for start, stop, lora in adapters:
             a, b = lora.fused(self.key, y.dtype)
-            y[start:stop].addmm_(F.linear(x[start:stop], a), b, alpha=lora.scale)
-        return y
+            y[start:stop].addmm_(x[start:stop] @ a, b, alpha=lora.scale)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
 class _LoraLinear(torch.autograd.Function):
-    """x W' + bias + scale (x A') B', where B is one block per part of the fused W."""
+    """x W + bias + scale (x A') B', where B is one block per part of the fused W."""
 
     @staticmethod
     def forward(
@@ -58,7 +85,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         a, b = a.to(x.dtype), tuple(part.to(x.dtype) for part in b)
         rank = b[0].shape[1]
-        y = F.linear(x, weight, bias)
+        y = _linear(x, weight, bias)
         z = F.linear(x, a)
         column = 0
         for i, part in enumerate(b):
@@ -81,7 +108,7 @@ class _LoraLinear(torch.autograd.Function):
             torch.mul(g @ part, ctx.scale, out=grad_z[:, rows])
             grad_b.append((g.t() @ z[:, rows]).mul_(ctx.scale))
             column += len(part)
-        grad_x = torch.addmm(grad @ weight, grad_z, a) if ctx.needs_input_grad[0] else None
+        grad_x = torch.addmm(grad @ weight.t(), grad_z, a) if ctx.needs_input_grad[0] else None
         return (grad_x, None, None, None, grad_z.t() @ x, *grad_b)
 
 

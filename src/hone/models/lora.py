@@ -11,9 +11,10 @@ reused, and servers were seen answering with last week's weights under today's n
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -73,16 +74,25 @@ class Lora:
         settings = json.loads((directory / "adapter_config.json").read_text())
         _check(settings, where=directory / "adapter_config.json")
         rank = settings["r"]
-        tensors = load_file(directory / "adapter_model.safetensors", device=str(device))
-        lora = cls.init(config, rank=rank, alpha=settings["lora_alpha"], device=device)
-        for name, tensor in lora.named():
-            tensor.copy_(_matching(tensors.pop(name, None), tensor, name, directory))
+        tensors = _read(directory / "adapter_model.safetensors", device)
+
+        def take(name: str, *shape: int) -> Tensor:
+            found = _matching(tensors.pop(name, None), shape, name, directory)
+            return found.to(torch.float32)
+
+        factors: dict[str, Factors] = {}
+        for layer in range(config.layers):
+            for key, parts in config.projections.items():
+                stems = [(_stem(layer, path), outs, ins) for path, outs, ins in parts]
+                a = [take(f"{stem}.lora_A.weight", rank, ins) for stem, _, ins in stems]
+                b = [take(f"{stem}.lora_B.weight", outs, rank) for stem, outs, _ in stems]
+                factors[f"{layer}.{key}"] = (torch.cat(a), tuple(b))
         if tensors:
             raise ConfigError(
                 f"{directory}: the adapter has tensors this model has no place for, the first "
                 f"being {min(tensors)!r}. It belongs to another model."
             )
-        return lora
+        return cls(config, factors, rank=rank, alpha=settings["lora_alpha"])
 
     def save(self, directory: Path, *, base_model: str) -> None:
         """Write PEFT's two files; equal adapters give equal bytes."""
@@ -112,15 +122,14 @@ class Lora:
         return self._factors[key]
 
     def fused(self, key: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [parts * rank, inputs] and block-diagonal B [parts * rank, outputs], for sampling.
+        """A [inputs, parts * rank] and block-diagonal B [parts * rank, outputs], for sampling.
 
         Kept for an adapter that is only served; one in training changes under any copy of it.
         """
         if key in self._fused:
             return self._fused[key]
         a, b = self._factors[key]
-        blocks = torch.block_diag(*(part.detach().t() for part in b))
-        fused = a.detach().to(dtype), blocks.to(dtype)
+        fused = a.detach().t().contiguous().to(dtype), _block_diagonal(b).to(dtype)
         if not a.requires_grad:
             self._fused[key] = fused
         return fused
@@ -137,7 +146,7 @@ class Lora:
             for key, parts in self.config.projections.items():
                 a, b = self._factors[f"{layer}.{key}"]
                 for i, (path, _, _) in enumerate(parts):
-                    stem = f"base_model.model.model.layers.{layer}.{path}"
+                    stem = _stem(layer, path)
                     yield f"{stem}.lora_A.weight", a[i * self.rank : (i + 1) * self.rank]
                     yield f"{stem}.lora_B.weight", b[i]
 
@@ -166,12 +175,21 @@ class Lora:
         """The hash, after checking that the fused copies really are these tensors."""
         for key, (a, b) in self._fused.items():
             ours, theirs = self._factors[key]
-            block = torch.block_diag(*(part.detach().t() for part in theirs))
-            if not (
-                torch.equal(a, ours.detach().to(a.dtype)) and torch.equal(b, block.to(b.dtype))
-            ):
+            same_a = torch.equal(a, ours.detach().t().to(a.dtype))
+            if not (same_a and torch.equal(b, _block_diagonal(theirs).to(b.dtype))):
                 return f"corrupt:{key}"
         return self.sha256
+
+
+def _block_diagonal(b: Sequence[Tensor]) -> Tensor:
+    """B of every part, transposed, along the diagonal of one matrix [parts * rank, outputs]."""
+    blocks = b[0].new_zeros(sum(part.shape[1] for part in b), sum(len(part) for part in b))
+    row = column = 0
+    for part in b:
+        outputs, rank = part.shape
+        blocks[row : row + rank, column : column + outputs] = part.detach().t()
+        row, column = row + rank, column + outputs
+    return blocks
 
 
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
@@ -180,20 +198,45 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.numpy().data)
     return digest.hexdigest()
 
 
-def _matching(found: Tensor | None, ours: Tensor, name: str, directory: Path) -> Tensor:
+def _stem(layer: int, path: str) -> str:
+    """What PEFT calls a linear layer."""
+    return f"base_model.model.model.layers.{layer}.{path}"
+
+
+def _read(file: Path, device: str | torch.device) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; of float32 on a CPU as views of one buffer.
+
+    The library makes hundreds of tensors one by one with the interpreter's lock held, which
+    requests that are being sampled meanwhile feel.
+    """
+    data = np.fromfile(file, dtype=np.uint8)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    plain = all(entry["dtype"] == "F32" for entry in header.values())
+    if torch.device(device).type != "cpu" or not plain:
+        return load_file(file, device=str(device))
+    values = torch.from_numpy(data[start:]).view(torch.float32)
+    spans = {name: [at // 4 for at in entry["data_offsets"]] for name, entry in header.items()}
+    return {
+        name: values[begin:end].view(header[name]["shape"]) for name, (begin, end) in spans.items()
+    }
+
+
+def _matching(found: Tensor | None, shape: tuple[int, ...], name: str, directory: Path) -> Tensor:
     if found is None:
         raise ConfigError(
             f"{directory}: the adapter has no tensor {name!r}. hone serves and trains adapters "
             "over all linear layers; this one covers fewer, or belongs to another model."
         )
-    if found.shape != ours.shape:
+    if found.shape != shape:
         raise ConfigError(
             f"{directory}: {name!r} has shape {tuple(found.shape)}, this model needs "
-            f"{tuple(ours.shape)}. The adapter belongs to another model."
+            f"{shape}. The adapter belongs to another model."
         )
     return found
 

@@ -26,11 +26,20 @@ def prefer_blas() -> None:
     rows (Neoverse-N1, torch 2.13). A rule and not a trial: the learner's bits may not depend on
     how busy the machine was when it started. Holds for the whole process.
     """
-    arm = platform.machine() in ("aarch64", "arm64")
-    if arm and not torch.backends.cpu.get_cpu_capability().startswith("SVE"):
+    if _plain_arm():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about TF32 on Intel GPUs, at every use of the switch
             torch.backends.mkldnn.set_flags(False)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices laid out beforehand are multiplied faster than BLAS lays them out itself."""
+    return device.type == "cpu" and dtype == torch.float32 and _plain_arm()
+
+
+def _plain_arm() -> bool:
+    arm = platform.machine() in ("aarch64", "arm64")
+    return arm and not torch.backends.cpu.get_cpu_capability().startswith("SVE")
 
 
 def fastest_device() -> str:
