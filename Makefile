@@ -17,13 +17,16 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean
+.PHONY: help demo test check bench docs install clean chaos fuzz test-art
 
 help:  ## Say what there is to make
 	@echo "make demo     train a real small model on this machine and show its reward rise"
 	@echo "make test     the whole test-suite, or all of it that this machine can run"
 	@echo "make check    ruff, pyright, import contracts, generated docs up to date"
 	@echo "make bench    benchmarks beside the peers: a table, and bench/results.json"
+	@echo "make chaos    kill a training server at 100 points and compare what it left"
+	@echo "make fuzz     10,000 odd requests at a server, none of which may bring it down"
+	@echo "make test-art the real clients of OpenPipe ART and NeMo Agent Toolkit against hone serve"
 	@echo "make docs     write docs/reference anew from the code"
 	@echo "make clean    remove $(VENV) and what the other verbs left"
 	@echo
@@ -45,6 +48,15 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench $(ARGS)
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.server.chaos $(ARGS)
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.server.fuzz $(ARGS)
+
+test-art: $(INSTALLED)
+	$(BIN)/python -m tests.art.run $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/build.py

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import memory, publish, rollout, train
+from bench import memory, publish, rollout, serve, train
 from bench.process import ROOT, ContenderFailed
 from bench.report import Result, markdown_table, merged, read, terminal_table, write
 from bench.setting import Setting, prepared
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "train": train.run,
     "publish": publish.run,
     "memory": memory.run,
+    "serve": serve.run,
 }
 RESULTS = ROOT / "bench" / "results.json"
 QUICK_RESULTS = ROOT / "bench" / "results-quick.json"

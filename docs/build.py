@@ -1,7 +1,8 @@
-"""Write docs/reference from the code: configuration keys and commands, one source for each.
+"""Write docs/reference from the code: configuration keys, commands, HTTP routes.
 
-In:   hone.types.TrainConfig with its attribute docstrings; the command line's own help
-Out:  docs/reference/config.md and docs/reference/cli.md
+In:   TrainConfig and the server's Settings with their attribute docstrings; the command line's own
+      help; the routes of the server's two apps
+Out:  docs/reference/config.md, cli.md and http.md
 Used: `make docs` writes them; `make check` runs it with --check and fails where they are stale
 
 Every key must say where its default comes from (ORIGIN below): a new key without an origin, or an
@@ -10,12 +11,15 @@ origin without a key, stops the build. So the one table of defaults can never be
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
 from pydantic_core import PydanticUndefined
 
 from hone.cli import app
+from hone.server.app import State, create_apps
+from hone.server.settings import Settings
 from hone.types import Strict, TrainConfig
 
 STANDARD = {"help", "install_completion", "show_completion"}
@@ -74,6 +78,38 @@ def cli_reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def http_reference() -> str:
+    """Every route of the server, by the part it belongs to, and the limits a client can meet."""
+    lines = ["# HTTP", "", GENERATED, ""]
+    with TemporaryDirectory() as root:
+        state = State.open(Settings(root=Path(root)))
+        try:
+            control, inference = create_apps(state)
+        finally:
+            state.store.close()
+    alone = {(path, method) for path, method, _ in _routes(inference)}
+    lines += ["Routes marked * are on the inference port too. `GET /openapi.json` has every field."]
+    lines += ["", "| method | path | what it does |", "|---|---|---|"]
+    for path, method, said in _routes(control):
+        mark = " *" if (path, method) in alone else ""
+        lines.append(f"| {method} | `{path}`{mark} | {said} |")
+    lines += ["", "## Settings", "", _doc(Settings), "", "| setting | default | |", "|---|---|---|"]
+    for key, field in Settings.model_fields.items():
+        lines.append(
+            f"| `{key}` | `{field.default}` | {' '.join((field.description or '').split())} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _routes(app: Any) -> list[tuple[str, str, str]]:
+    """Path, method and first line of what it says of itself, sorted."""
+    return sorted(
+        (path, method.upper(), route.get("description", "").partition("\n")[0])
+        for path, methods in app.openapi()["paths"].items()
+        for method, route in methods.items()
+    )
+
+
 # typer brings a click of its own, so commands and parameters are known by shape, not by class.
 def _walk(path: str, command: Any) -> list[tuple[str, Any]]:
     found = [(path, command)]
@@ -121,7 +157,11 @@ def _doc(model: type[Strict]) -> str:
 
 def main(check: bool) -> None:
     """Write the pages, or say which are stale."""
-    pages = {"config.md": config_reference(), "cli.md": cli_reference()}
+    pages = {
+        "config.md": config_reference(),
+        "cli.md": cli_reference(),
+        "http.md": http_reference(),
+    }
     REFERENCE.mkdir(exist_ok=True)
     stale = []
     for name, text in pages.items():

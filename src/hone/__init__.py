@@ -1,8 +1,95 @@
-"""hone: reinforcement-train the agent you already run, where it runs."""
+"""hone: reinforcement-train the agent you already run, where it runs.
 
-from hone.trajectory import Trajectory, TrajectoryGroup
-from hone.types import Call, TrainConfig
+Names load when they are first used: `import hone` alone takes milliseconds, loads no library and
+patches nothing.
+"""
 
-__all__ = ["Call", "TrainConfig", "Trajectory", "TrajectoryGroup", "__version__"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone import errors as errors
+    from hone.backends.base import Backend, TrainResult
+    from hone.backends.local import LocalBackend
+    from hone.backends.remote import RemoteBackend
+    from hone.capture.scope import Rollout, rollout
+    from hone.gather import (
+        gather_trajectories,
+        gather_trajectory_groups,
+        trajectory_group_batches,
+    )
+    from hone.model import Model, TrainableModel
+    from hone.retries import retry
+    from hone.trajectory import (
+        History,
+        Messages,
+        MessagesAndChoices,
+        Tools,
+        Trajectory,
+        TrajectoryGroup,
+    )
+    from hone.types import Call, TrainConfig
+
+__all__ = [
+    "Backend",
+    "Call",
+    "History",
+    "LocalBackend",
+    "Messages",
+    "MessagesAndChoices",
+    "Model",
+    "RemoteBackend",
+    "Rollout",
+    "Tools",
+    "TrainConfig",
+    "TrainResult",
+    "TrainableModel",
+    "Trajectory",
+    "TrajectoryGroup",
+    "__version__",
+    "gather_trajectories",
+    "gather_trajectory_groups",
+    "retry",
+    "rollout",
+    "trajectory_group_batches",
+]
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Backend": "backends.base",
+    "Call": "types",
+    "History": "trajectory",
+    "LocalBackend": "backends.local",
+    "Messages": "trajectory",
+    "MessagesAndChoices": "trajectory",
+    "Model": "model",
+    "RemoteBackend": "backends.remote",
+    "Rollout": "capture.scope",
+    "Tools": "trajectory",
+    "TrainConfig": "types",
+    "TrainResult": "backends.base",
+    "TrainableModel": "model",
+    "Trajectory": "trajectory",
+    "TrajectoryGroup": "trajectory",
+    "gather_trajectories": "gather",
+    "gather_trajectory_groups": "gather",
+    "retry": "retries",
+    "rollout": "capture.scope",
+    "trajectory_group_batches": "gather",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":  # for `except hone.errors.TrainingFailed`
+        return import_module("hone.errors")
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"hone has no {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"hone.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

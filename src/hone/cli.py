@@ -10,6 +10,7 @@ what and what to do. Any other exception is a bug of ours and keeps its tracebac
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,13 +20,17 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import hone
-from hone.errors import HoneError
+from hone.errors import ConfigError, HoneError, NotInThisVersion
 from hone.models import gguf
 
-_SERVER_PACKAGES = {"filelock", "gguf", "huggingface_hub", "numpy", "psutil", "safetensors"} | {
+_SERVER_PACKAGES = {"fastapi", "filelock", "gguf", "huggingface_hub", "numpy", "psutil"} | {
+    "prometheus_client",
+    "safetensors",
+    "starlette",
     "tokenizers",
     "torch",
     "transformers",
+    "uvicorn",
 }
 
 
@@ -57,6 +62,12 @@ app = typer.Typer(
 )
 models = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(models, name="models")
+art = typer.Typer(rich_markup_mode="rich")
+app.add_typer(art, name="art")
+
+Host = Annotated[str, typer.Option(help="Any but a loopback address needs a key.")]
+Port = Annotated[int, typer.Option(help="Training and OpenAI API; 0 takes a free port.")]
+Root = Annotated[Path, typer.Option(help="Where state, checkpoints and logs are kept.")]
 
 Name = Annotated[
     str,
@@ -164,6 +175,114 @@ def show_model(name: Name) -> None:
     for label, value in rows:
         table.add_row(label, value)
     _print(table)
+
+
+@app.command("serve")
+def serve_command(
+    host: Host = "127.0.0.1",
+    port: Port = 7623,
+    inference_port: Annotated[
+        int, typer.Option(help="The OpenAI API alone; 0 takes a free port, -1 opens none.")
+    ] = 8000,
+    root: Root = Path(".hone"),
+    engine: Annotated[str, typer.Option(help="auto or embedded.")] = "auto",
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="HONE_API_KEY", help="What clients must send as a bearer token."),
+    ] = None,
+    trust_network: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CIDR", help="Networks that reach the training API without a key."),
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_json: Annotated[bool, typer.Option(help="Log lines as JSON objects.")] = False,
+) -> None:
+    """Serve models over the OpenAI API, and train them.
+
+    Models load when they are first asked for. Everything is kept under --root; started again,
+    the server goes on with the jobs it had. Ctrl-C stops it.
+
+    Examples:
+
+        hone serve
+
+        hone serve --host 0.0.0.0 --trust-network 10.0.0.0/8
+    """
+    if engine == "vllm":
+        raise NotInThisVersion("--engine vllm: not in this version of hone. Use auto or embedded.")
+    _serve(
+        host=host,
+        port=port,
+        inference_port=None if inference_port < 0 else inference_port,
+        root=root,
+        engine=engine,
+        api_key=api_key,
+        trust_network=trust_network or [],
+        log_level=log_level,
+        log_json=log_json,
+    )
+
+
+@art.callback(invoke_without_command=True)
+def art_command(ctx: typer.Context, host: Host = "127.0.0.1", port: Port = 7999) -> None:
+    """Start the server by ART's command; the same as `hone serve`.
+
+    Examples:
+
+        hone art run --host 127.0.0.1 --port 7999
+    """
+    if ctx.invoked_subcommand is None:
+        _serve(host=host, port=port)
+
+
+@art.command("run")
+def art_run(host: Host = "127.0.0.1", port: Port = 7999) -> None:
+    """Start the server by ART's command, on ART's port.
+
+    Example:
+
+        hone art run --port 7623
+    """
+    _serve(host=host, port=port)
+
+
+def _serve(**options: Any) -> None:
+    from pydantic import ValidationError
+
+    from hone.server.run import serve
+    from hone.server.settings import Settings
+
+    try:
+        settings = Settings(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"{option} {first['input']!r}: {first['msg']}") from None
+    serve(settings, echo=typer.echo)
+
+
+@app.command("export")
+def export_command(
+    model: Annotated[str, typer.Argument(metavar="NAME[@N|@best]", show_default=False)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add the adapter into the weights: a model of its own.")
+    ] = False,
+    root: Root = Path(".hone"),
+) -> None:
+    """Write a trained step where other programs can load it; prints the directory.
+
+    A PEFT adapter, or with --merge a whole model, with its tokenizer and chat template.
+
+    Examples:
+
+        hone export agent ./agent-adapter
+
+        hone export agent@best ./agent-model --merge
+    """
+    from hone.server.export import export
+
+    typer.echo(str(export(root, model, directory, merge=merge)))
 
 
 def _print(table: Table) -> None:

@@ -4,7 +4,14 @@
     |-- ConfigError (ValueError)          the author of the YAML or of the call must act
     |   |-- ModelNotFound                 no weights under that name; says where it looked
     |   |-- ModelUnsupported              weights found, but of a kind hone cannot run
-    |   `-- ModelTooLarge                 weights found, but they cannot fit in memory
+    |   |-- ModelTooLarge                 weights found, but they cannot fit in memory
+    |   |-- NotFound                      no model, job, checkpoint or rollout of that name
+    |   |   `-- UnknownModel              a request for a model that is not served
+    |   |-- Conflict                      the name or the state is taken; says by what
+    |   |-- Unprocessable                 a request whose fields are wrong; names each of them
+    |   |-- BadRequest                    a request that cannot be answered as it was sent
+    |   |-- NotInThisVersion              known, but not built yet
+    |   `-- Unauthorized                  no key, or not the right one
     |-- RolloutError (RuntimeError)       the agent or its world must act
     |   |-- RequestTooLarge               a request that could never fit the engine
     |   `-- TemplateError                 messages that the chat template cannot express
@@ -12,12 +19,21 @@
     |   |-- NonFinite                     a loss or a gradient is NaN or infinite
     |   |-- SampleRefused                 a trajectory that cannot be trained on as sent
     |   |-- Cancelled                     the job was asked to stop
-    |   `-- LearnerDied                   the learner's process ended under the job
+    |   |-- LearnerDied                   the learner's process ended under the job
+    |   |-- NotProved                     the engine does not serve what was trained
+    |   `-- TrainingFailed                what a client raises for a job that failed on its server
     `-- ServerError (RuntimeError)        the operator must act
-        `-- EngineError                   the engine cannot do what was asked of it
+        |-- EngineError                   the engine cannot do what was asked of it
+        |-- Unavailable                   not now: full, loading or closing; try again
+        |   `-- Busy                      too many requests at once
+        `-- StateError                    the state on disk cannot be used as it is
 
 A message says where (key, job, file), what (got and expected), and what to do.
 """
+
+from collections.abc import Sequence
+
+from hone.types import FieldError
 
 
 class HoneError(Exception):
@@ -38,6 +54,50 @@ class ModelUnsupported(ConfigError):
 
 class ModelTooLarge(ConfigError):
     """Weights that cannot fit in memory."""
+
+
+class NotFound(ConfigError):
+    """Nothing of that name."""
+
+
+class UnknownModel(NotFound):
+    """A request for a model that is not served; says which are."""
+
+    param = "model"
+    code = "model_not_found"
+
+
+class Conflict(ConfigError):
+    """The name, or the state it is in, does not allow it."""
+
+
+class Unprocessable(ConfigError):
+    """A request whose fields are wrong, all of them named at once."""
+
+    def __init__(self, fields: Sequence[FieldError]) -> None:
+        self.fields = tuple(fields)
+        lines = (f"{'.'.join(map(str, f.path))}: {f.message}" for f in self.fields)
+        super().__init__("\n".join(lines))
+
+
+class BadRequest(ConfigError):
+    """A request that cannot be answered as it was sent; `param` names the key at fault."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class NotInThisVersion(ConfigError):
+    """Known, but not built yet; never accepted and ignored."""
+
+
+class Unauthorized(ConfigError):
+    """No key, or not the right one."""
 
 
 class RolloutError(HoneError, RuntimeError):
@@ -72,9 +132,36 @@ class LearnerDied(TrainingError):
     """The learner's process ended while it had a job."""
 
 
+class NotProved(TrainingError):
+    """The engine does not serve what was trained."""
+
+
+class TrainingFailed(TrainingError):
+    """A job failed on its server; says which, why, and where its log is."""
+
+
 class ServerError(HoneError, RuntimeError):
     """The installation or the machine must be mended by its operator."""
 
 
 class EngineError(ServerError):
     """The engine cannot do what was asked of it."""
+
+
+class Unavailable(ServerError):
+    """Not now: full, loading or closing."""
+
+
+class Busy(Unavailable):
+    """Too many requests at once."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(retry_after_s)}
+
+
+class StateError(ServerError):
+    """The state on disk cannot be used as it is."""

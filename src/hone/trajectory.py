@@ -1,43 +1,217 @@
 """Trajectory and TrajectoryGroup: one conversation with a reward, and those compared with it.
 
-In:   recorded calls and the reward the user's code gave
+In:   what the user's code sampled, as recorded calls, a rollout's id, or OpenAI messages and
+      choices; and the reward it gave
 Out:  what a training job is made of
-Used: by the SDK and the harness to build jobs, by learner/samples.py to read them
+Used: by the SDK and the harness to build jobs, by the server to resolve them into calls, by
+      learner/samples.py to read those
 
-This module knows nothing of tensors, so that it loads on a laptop without torch.
+A trajectory says what was sampled in one of three ways. `calls` carry the tokens themselves;
+`rollout` refers to the calls the server recorded; `messages_and_choices` holds OpenAI messages,
+of which the choices with log-probabilities are trained. The server turns the last two into the
+first, by what it recorded, and refuses to guess. This module knows nothing of tensors, so that
+it loads on a laptop without torch.
 """
 
-from typing import Self
+import time
+import traceback
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PrivateAttr,
+    field_serializer,
+    model_validator,
+)
 
-from hone.types import Call, Strict
+from hone.types import Call, Failure, Strict
+
+Messages = list[dict[str, Any]]
+"""Messages of the OpenAI API."""
+MessagesAndChoices = list[Any]
+"""Messages as dicts; choices as the OpenAI client returned them, or as dicts of the same keys."""
+Tools = list[dict[str, Any]]
+"""Tools of the OpenAI API."""
 
 
-class Trajectory(Strict):
-    """One rollout's calls, in order, and what it was worth."""
+class History(BaseModel):
+    """One conversation: what was said, and which answers were sampled."""
 
-    calls: list[Call]
-    reward: float = Field(allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    messages_and_choices: MessagesAndChoices = []
+    tools: Tools | None = None
+
+    @field_serializer("messages_and_choices")
+    def _plain(self, items: MessagesAndChoices) -> list[Any]:
+        return [_as_dict(item) for item in items]
+
+    def messages(self) -> Messages:
+        """The conversation as plain OpenAI messages."""
+        return [_message(item) for item in self._plain(self.messages_and_choices)]
+
+
+class Trajectory(History):
+    """One rollout and what it was worth."""
+
+    calls: list[Call] = []
+    """What was sampled, to the token."""
+    rollout: str = ""
+    """Id of the rollout whose recorded calls these are."""
+    additional_histories: list[History] = []
+    """Further conversations of the same rollout, worth the same."""
+    reward: float = Field(default=0.0, allow_inf_nan=False)
     shaped_rewards: list[float] | None = None
     """One value per trained call, for `credit: per_call` or `return_to_go`."""
-    rollout: str = ""
-    """The rollout's id, as the server recorded it."""
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float | int | bool] = {}
+    metadata: dict[str, float | int | str | bool | None] = {}
+    logs: list[str] = []
+    _started: float = PrivateAttr(default_factory=time.monotonic)
 
     @model_validator(mode="after")
     def _a_value_per_trained_call(self) -> Self:
         trained = sum(call.trained for call in self.calls)
-        if self.shaped_rewards is not None and len(self.shaped_rewards) != trained:
+        if self.calls and self.shaped_rewards is not None and len(self.shaped_rewards) != trained:
             raise ValueError(
                 f"shaped_rewards has {len(self.shaped_rewards)} values for {trained} trained calls"
             )
         return self
 
+    def log(self, message: str) -> None:
+        self.logs.append(message)
 
-class TrajectoryGroup(Strict):
-    """Trajectories of the same input, compared with each other."""
+    def finish(self) -> Self:
+        """Note how long it took, in `metrics["duration"]`."""
+        self.metrics["duration"] = time.monotonic() - self._started
+        return self
 
-    trajectories: list[Trajectory] = Field(min_length=1)
+    @asynccontextmanager
+    async def track_duration(self, name: str) -> AsyncIterator[None]:
+        """Add the seconds spent inside to `metrics["NAME_duration"]`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"{name}_duration"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - started
+
+    def for_logging(self) -> dict[str, Any]:
+        """What a reader of logs wants: no tokens; each message says whether it is trained."""
+        items = self._plain(self.messages_and_choices)
+        said = [_message(item) | {"trainable": bool(item.get("logprobs"))} for item in items]
+        kept = {"metrics", "metadata", "tools", "logs"}
+        rollout = {"rollout": self.rollout} if self.rollout else {}
+        return {"reward": self.reward, **rollout, **self.model_dump(include=kept), "messages": said}
+
+    def __str__(self) -> str:
+        fields = {"reward": self.reward, "metrics": self.metrics, "metadata": self.metadata}
+        return f"Trajectory({', '.join(f'{key}={value!r}' for key, value in fields.items())})"
+
+
+class TrajectoryGroup(BaseModel):
+    """Trajectories of the same input, compared with each other.
+
+    May be made of coroutines: awaiting the group runs them. A rollout that raised becomes an
+    entry of `exceptions` and never a reward.
+    """
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    trajectories: list[Trajectory] = []
     example: str = ""
     """Id of the input they share."""
+    exceptions: list[Failure] = []
+    """Rollouts that failed."""
+    metrics: dict[str, float | int | bool] = {}
+    metadata: dict[str, float | int | str | bool | None] = {}
+    logs: list[str] = []
+    _pending: list[Any] = PrivateAttr(default_factory=list)
+
+    def __init__(self, trajectories: Iterable[Any] = (), **fields: Any) -> None:
+        """`trajectories`: Trajectory, an exception that stands for one, or an awaitable of one."""
+        failed, pending, kept = [], [], trajectories
+        if isinstance(trajectories, Iterable) and not isinstance(trajectories, str | bytes | dict):
+            kept = []
+            for item in trajectories:
+                if isinstance(item, BaseException):
+                    failed.append(failure_of(item))
+                else:
+                    (pending if hasattr(item, "__await__") else kept).append(item)
+        if failed:
+            fields["exceptions"] = [*fields.get("exceptions", ()), *failed]
+        super().__init__(trajectories=kept, **fields)
+        self._pending = pending
+
+    def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]  # of trajectories, not of fields
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __await__(self) -> Generator[Any, None, "TrajectoryGroup"]:
+        from hone.gather import finish_group
+
+        return finish_group(self).__await__()
+
+    @property
+    def unfinished(self) -> int:
+        """How many of its rollouts have not been run."""
+        return len(self._pending)
+
+    def take_unfinished(self) -> list[Any]:
+        """Hand over the rollouts that have not been run, to be run by the caller."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def log(self, message: str) -> None:
+        self.logs.append(message)
+
+
+class JobRequest(Strict):
+    """A training job as a client asks for it."""
+
+    model: str
+    """NAME or PROJECT/NAME of a registered model."""
+    groups: list[TrajectoryGroup]
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keys of TrainConfig; what is left out comes from the model's defaults, then from hone's."""
+    idempotency_key: str | None = Field(default=None, min_length=1, max_length=200)
+    """The same key and the same request give the same job, however often it is sent."""
+    seed: int = Field(default=0, ge=0)
+    plot_tensors: bool = False
+    """Draw what was trained, beside the checkpoint."""
+    advance_when_flat: bool = False
+    """Publish the next step even where nothing could be learned, with the same adapter."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An exception as data."""
+    return Failure(
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _as_dict(item: Any) -> Any:
+    """An object of the OpenAI client as a dict, the fields it does not know (token_ids) included."""
+    if not hasattr(item, "model_dump"):
+        return item
+    # The client builds its objects unchecked, and would warn of every field a server fills freely.
+    return item.model_dump(mode="json", warnings=False)
+
+
+def _message(item: Any) -> dict[str, Any]:
+    """A message, or the message of a choice, in the form a client would send it."""
+    said = dict(item["message"]) if "message" in item else dict(item)
+    plain = {"role": said["role"], "content": said.get("content") or ""}
+    kept = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+    more = {key: said[key] for key in kept if said.get(key)}
+    if "tool_calls" in more:
+        more["tool_calls"] = [_as_dict(call) for call in more["tool_calls"]]
+    return plain | more

@@ -1,4 +1,4 @@
-"""What crosses the wire: a recorded Call, and how a job is to be trained.
+"""What crosses the wire: calls, models, jobs, checkpoints, and how a job is to be trained.
 
 In:   what the engine sampled; what the user asked for
 Out:  checked, frozen values
@@ -9,9 +9,16 @@ A Call carries the ids the engine was fed and returned. They are never encoded a
 describe tokens nobody sampled.
 """
 
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+"""Of a model, a project, a run. Each becomes a directory, so none can climb out of one."""
+RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
+"""`RUN:REST` belongs to the open run RUN; without a colon, to none."""
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class Strict(BaseModel):
@@ -101,3 +108,166 @@ class TrainConfig(Strict):
         if self.epsilon_high is not None:
             return self.epsilon_high
         return 4.0 if self.loss == "cispo" else self.epsilon
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """Which model: its project and its name."""
+
+    project: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.project}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """One wrong field of a request: its path, and what is wrong with it."""
+
+    path: tuple[str | int, ...]
+    message: str
+
+
+class Failure(Strict):
+    """Why something ended badly, for those who were not there."""
+
+    type: str
+    message: str
+    traceback: str = ""
+
+
+class ModelSpec(Strict):
+    """A model to be trained: a name of its own over a base model."""
+
+    name: Name
+    project: Name = "default"
+    base_model: str = Field(min_length=1, max_length=512)
+    """A name of `hone models list`, a hub name or a directory on the server."""
+    rank: int = Field(default=8, gt=0, le=512)
+    """Of the LoRA adapter."""
+    alpha: float = Field(default=16.0, gt=0)
+    seed: int = Field(default=0, ge=0)
+    """Of the adapter's first weights."""
+    token_ids_as_text: bool = False
+    """Log-probabilities name tokens `token_id:N`, as ART's clients expect."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Arguments of the chat template for every call of this model."""
+    defaults: dict[str, JsonValue] = {}
+    """Keys of TrainConfig that jobs of this model use unless they say otherwise."""
+    not_applicable: list[str] = []
+    """Keys that were sent and mean nothing here; reported back by name."""
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.project, self.name)
+
+
+class ModelInfo(Strict):
+    """A registered model as the server sees it."""
+
+    project: str
+    name: str
+    base_model: str
+    step: int
+    """The newest published step; 0 is the base model."""
+    best_step: int | None
+    """The step with the best logged `val/reward`, if one was logged."""
+    rank: int
+    alpha: float
+    seed: int
+    inference_base_url: str
+    """Where OpenAI clients reach it."""
+    inference_name: str
+    """The model name to ask for there."""
+    not_applicable: list[str]
+    created_at: float
+
+
+class JobInfo(Strict):
+    """A training job: where it stands, and what came of it."""
+
+    id: str
+    model: str
+    """PROJECT/NAME."""
+    base_model: str
+    state: JobState
+    created_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    attempts: int = 0
+    base_step: int | None = None
+    """The step it goes on from, pinned when it starts."""
+    base_sha256: str | None = None
+    step: int | None = None
+    """The step it published."""
+    config: "TrainConfig"
+    """What is really used."""
+    seed: int = 0
+    plot_tensors: bool = False
+    advance_when_flat: bool = False
+    cancel_requested: bool = False
+    counts: dict[str, int] = {}
+    """How the trajectories were resolved, and what was dropped, by reason."""
+    metrics: dict[str, float] = {}
+    reason: str | None = None
+    """Why there was no gradient step, if there was none."""
+    failure: Failure | None = None
+
+
+class JobEvent(Strict):
+    """Something that happened to a job; ids ascend within a job."""
+
+    id: int
+    job: str
+    type: str
+    at: float
+    data: dict[str, Any]
+
+
+class CheckpointInfo(Strict):
+    """What one step left on disk."""
+
+    step: int
+    sha256: str
+    job: str | None
+    created_at: float
+    metrics: dict[str, float]
+
+
+class RunSpec(Strict):
+    """An open run: its rollouts' calls are kept until it is closed."""
+
+    id: Name
+    model: str | None = None
+    """NAME or PROJECT/NAME: what the base model's name means inside this run."""
+    seed: int = Field(default=0, ge=0)
+
+
+class RecordedCall(Strict):
+    """A call as the server recorded it, with the messages it stood for."""
+
+    id: str
+    rollout: str
+    """Empty for a call outside any rollout."""
+    index: int
+    """Its place among the rollout's requests."""
+    choice: int = 0
+    model: str
+    """PROJECT/NAME, or the base model's name."""
+    base_model: str
+    adapter_sha256: str | None
+    fingerprint: str
+    """Of weights, tokenizer, template and its arguments."""
+    created_at: float
+    messages: list[dict[str, Any]] | None
+    """None for /v1/completions."""
+    tools: list[dict[str, Any]] | None = None
+    reply: dict[str, Any]
+    finish: str
+    outcome: str = "first"
+    """first, bridged, re-rendered or branched."""
+    reasons: list[str] = []
+    abandoned: bool = False
+    """The client left before the last byte; never labelled."""
+    call: Call

@@ -354,3 +354,18 @@ def test_a_tiny_model_learns(decoder: Decoder):
         curve.append(mean)
         learner.train([group], config, probe_tokens=0)
     assert curve[0] < 0.6 and sum(curve[-3:]) / 3 > 0.9, curve
+
+
+@pytest.mark.parametrize("groups_per_step", [3, 1])
+def test_logprobs_of_labels_are_those_before_the_job(
+    learner: Learner, groups: list[TrajectoryGroup], groups_per_step: int
+):
+    config = TrainConfig(
+        learning_rate=0.1, groups_per_optimizer_step=groups_per_step, row_tokens=20
+    )
+    expected = logprobs(learner, groups, config)
+    assert learner.train(groups, TrainConfig(learning_rate=0.0)).logprobs is None
+    told = learner.train(groups, config, label_logprobs=True).logprobs
+    assert told == pytest.approx(expected.tolist(), abs=1e-5)
+    moved = logprobs(learner, groups, config) - expected
+    assert moved.abs().max() > 0.01

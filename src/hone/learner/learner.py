@@ -58,6 +58,8 @@ class StepResult:
     """What the publisher compares the engine with."""
     sha256: str
     """Of the adapter as it is now."""
+    logprobs: tuple[float, ...] | None = None
+    """Of every label under the weights the job began with, in the samples' order; if asked for."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -81,6 +83,7 @@ class Learner:
         on_progress: OnProgress | None = None,
         should_stop: ShouldStop | None = None,
         probe_tokens: int = 32,
+        label_logprobs: bool = False,
     ) -> StepResult:
         """Learn from the groups; `should_stop` is asked before every row."""
         shape = self.decoder.config
@@ -89,8 +92,8 @@ class Learner:
             samples = make_samples(
                 groups, config, vocab=shape.vocab, max_positions=shape.max_positions
             )
-            batches = [pack(s, row_tokens=config.row_tokens) for s in _deal(samples, config)]
-        job = _Job(self, batches, config, clock, on_progress, should_stop)
+            batches = [pack(s, row_tokens=config.row_tokens) for s in deal(samples, config)]
+        job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
         probe = ProbeCalls.choose(samples.samples if probe_tokens else ())
         with self._whole_or_not_at_all():
             with clock.phase("probe"):
@@ -108,6 +111,7 @@ class Learner:
             dropped=dict(samples.dropped),
             movement=probe.movement(before, after, limit=probe_tokens),
             sha256=self.lora.sha256,
+            logprobs=tuple(torch.cat(job.priced).tolist()) if job.priced else None,
         )
 
     def save(self, directory: Path) -> None:
@@ -146,12 +150,17 @@ class _Job:
         clock: Clock,
         on_progress: OnProgress | None,
         should_stop: ShouldStop | None,
+        *,
+        keep: bool,
     ) -> None:
         self.learner = learner
         self.batches = batches
         self.config = config
         self.clock = clock
         self.totals = Totals()
+        self.keep = keep
+        self.priced: list[Tensor] = []
+        """Per optimizer step, of every label under the weights at the start; if they are kept."""
         self._on_progress = on_progress
         self._should_stop = should_stop
 
@@ -181,6 +190,8 @@ class _Job:
         if config.kl_penalty_coef > 0:
             assert old is not None and reference is not None, "run() prices both for the penalty"
             advantage = penalised(advantage, old, reference, config.kl_penalty_coef)
+        if self.keep:
+            self.priced.append(torch.empty(len(batch.labels), dtype=torch.float64))
         optimizer.zero_grad()
         norm = torch.zeros(())
         loss_of_step = 0.0
@@ -198,6 +209,8 @@ class _Job:
                     weight=weight[row.label],
                     reference=None if reference is None else reference[row.label],
                 )
+                if self.keep:
+                    self.priced[index][row.label] = picked.old
                 loss, sums = row_loss(cpu, picked, config)
                 value = _finite(float(loss.detach()), "the loss", where)
             with self.clock.phase("backward"):
@@ -234,7 +247,7 @@ class _Job:
             self._on_progress(Progress(phase, step, len(self.batches), row, rows))
 
 
-def _deal(samples: Samples, config: TrainConfig) -> list[list[Sample]]:
+def deal(samples: Samples, config: TrainConfig) -> list[list[Sample]]:
     """Samples of each optimizer step: so many groups in order, counting only those with samples."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples.samples:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -86,8 +86,14 @@ class LearnerProcess:
             reader.start()
 
     @classmethod
-    def start(cls, spec: LearnerSpec, *, deadline_s: float = 300.0) -> "LearnerProcess":
-        """Start the child and wait until the model is loaded."""
+    def start(
+        cls,
+        spec: LearnerSpec,
+        *,
+        deadline_s: float = 300.0,
+        env: Mapping[str, str] | None = None,
+    ) -> "LearnerProcess":
+        """Start the child and wait until the model is loaded; `env` is added to its environment."""
         process = subprocess.Popen(
             [sys.executable, "-m", "hone.learner.worker"],
             stdin=subprocess.PIPE,
@@ -97,7 +103,7 @@ class LearnerProcess:
             encoding="utf-8",
             errors="replace",
             # Read by cuBLAS when it first runs; without it deterministic algorithms are refused.
-            env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(env or {})},
         )
         worker = cls(process)
         try:
@@ -116,12 +122,14 @@ class LearnerProcess:
         on_progress: Callable[[dict[str, Any]], None] | None = None,
         silence_s: float = 600.0,
         probe_tokens: int = 32,
+        label_logprobs: bool = False,
     ) -> dict[str, Any]:
         """A StepResult as a mapping. A child silent for `silence_s` is taken for dead and killed."""
         body = {
             "groups": [group.model_dump() for group in groups],
             "config": config.model_dump(),
             "probe_tokens": probe_tokens,
+            "label_logprobs": label_logprobs,
         }
         return self._ask("train", body, silence_s, on_progress)
 
@@ -144,13 +152,11 @@ class LearnerProcess:
         if self._process.stdin and not self._process.stdin.closed:
             with suppress(BrokenPipeError):  # it is gone already
                 self._process.stdin.close()
-        for end in (lambda: None, self._process.terminate, self._process.kill):
-            end()
-            try:
-                self._process.wait(deadline_s)
-                break
-            except subprocess.TimeoutExpired:
-                deadline_s = 2.0
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         for reader in self._readers:
             reader.join()
         for pipe in (self._process.stdout, self._process.stderr):
@@ -264,7 +270,10 @@ def main() -> None:
     # Libraries print to stdout; give them stderr, and keep the real one for messages.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act on
+    # Ctrl-C, and a stop that systemd sends to every process of a service, are the parent's to act
+    # on: it gives the running job back and then closes stdin.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     inbox = _Inbox(sys.stdin)
 
     def send(event: str, job: int, **body: Any) -> None:
@@ -305,6 +314,7 @@ def _answer(
         on_progress=lambda progress: send("progress", job, progress=asdict(progress)),
         should_stop=lambda: inbox.should_stop(job),
         probe_tokens=request["probe_tokens"],
+        label_logprobs=request["label_logprobs"],
     )
     return asdict(result)
 

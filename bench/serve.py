@@ -1,0 +1,223 @@
+"""The server: what it adds to a call, and what training and serving cost each other.
+
+In:   Setting
+Out:  Results in milliseconds, tokens/s and seconds
+Used: bench/__main__.py, which runs `start` in a process of its own
+
+Three measurements, over real HTTP on loopback, client and server in one process. Overhead: the
+time of a chat call of 16 tokens whose engine answers at once, one at a time and 16 at a time.
+Serving: tokens/s of 8 conversations while nothing else runs, and while a job trains. Training:
+seconds of that job alone, and beside those conversations.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from bench.process import THREADS, Contender, serve
+from bench.report import Result, result
+from bench.setting import Setting
+from bench.workloads import TrainShape, groups
+
+DEADLINE_S = 900.0
+CALLS = 200
+TALKS = 8
+"""Conversations at once while the job trains."""
+
+
+def run(setting: Setting) -> Iterator[Result]:
+    shape = TrainShape(prompt_tokens=48, completion_tokens=8) if setting.quick else TrainShape()
+    settings = {"model": str(setting.model), "scratch": str(setting.scratch / "serve")}
+    rounds: list[dict[str, Any]] = []
+    with Contender.start("bench.serve", settings, name="hone serve") as ours:
+        for number in range(-1, setting.repeats):  # the first round warms up and is forgotten
+            overhead = ours.measure(
+                "overhead", calls=20 if setting.quick else CALLS, deadline_s=DEADLINE_S
+            )
+            together = ours.measure(
+                "together",
+                groups=[g.model_dump() for g in groups(setting.encode, shape, seed=number)],
+                jobs=1 if setting.quick else 4,
+                deadline_s=DEADLINE_S,
+            )
+            shown = {k: round(v, 2) for k, v in (overhead | together).items()}
+            setting.say(f"serve: round {number}: {shown}")
+            if number >= 0:
+                rounds.append(overhead | together)
+
+    def all_of(key: str) -> list[float]:
+        return [r[key] for r in rounds]
+
+    for key in ("p50", "p99", "p50_of_16", "p99_of_16"):
+        yield result(f"serve/overhead_{key}", all_of(key), "ms")
+    yield result(
+        "serve/while_training",
+        all_of("busy_tokens_per_s"),
+        "tokens/s",
+        peer="hone serve, not training",
+        peer_runs=all_of("calm_tokens_per_s"),
+    )
+    yield result(
+        "serve/training",
+        all_of("busy_job_s"),
+        "s",
+        peer="the same job, nothing served",
+        peer_runs=all_of("calm_job_s"),
+        smaller_is_better=True,
+    )
+
+
+# ---- the process that is measured --------------------------------------------------------------
+
+
+def start(settings: dict[str, Any]) -> Any:
+    server = _Server(Path(settings["scratch"]), settings["model"])
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "overhead":
+            return server.ask(server.overhead(request["calls"]))
+        return server.ask(server.together(request["groups"], request["jobs"]))
+
+    return answer
+
+
+class _Server:
+    """Two servers on one event loop in a thread: one whose engine answers at once, one real."""
+
+    def __init__(self, scratch: Path, model: str) -> None:
+        self._model = model
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._instant = self.ask(self._up(scratch / "instant", instant=True))
+        self._real = self.ask(self._up(scratch / "real", instant=False))
+        self.ask(self._register())
+
+    def ask(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+
+    async def _up(self, root: Path, *, instant: bool) -> tuple[Any, str]:
+        import uvicorn
+        from tests.fakes import ScriptedEngine
+
+        from hone.models.find import find, load_tokenizer
+        from hone.server.app import State, create_apps
+        from hone.server.settings import Settings
+
+        opener = None
+        if instant:
+            tokenizer = load_tokenizer(find(self._model))
+            answer = "one two three four five six seven eight nine ten eleven twelve ..."
+            opener = lambda _: ScriptedEngine([answer], tokenizer=tokenizer)  # noqa: E731
+        state = State.open(
+            Settings(root=root, learner_threads=THREADS, max_queued_jobs=1000), open_engine=opener
+        )
+        config = uvicorn.Config(
+            create_apps(state)[0], port=0, log_config=None, access_log=False, lifespan="off"
+        )
+        server = uvicorn.Server(config)
+        self._running = getattr(self, "_running", [])
+        running = state.running()
+        await running.__aenter__()
+        self._running += [running, asyncio.create_task(server.serve())]
+        while not server.started:
+            await asyncio.sleep(0.01)
+        return state, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def overhead(self, calls: int) -> dict[str, float]:
+        import httpx2
+
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": "Count, and say nothing else."}],
+            "logprobs": True,
+        }
+        url = self._instant[1] + "/v1/chat/completions"
+        async with httpx2.AsyncClient(timeout=60) as client:
+
+            async def one() -> float:
+                began = time.perf_counter()
+                (await client.post(url, json=body)).raise_for_status()
+                return (time.perf_counter() - began) * 1e3
+
+            alone = [await one() for _ in range(calls)][calls // 10 :]
+            crowd: list[float] = []
+            for _ in range(calls // 16 + 1):
+                crowd += await asyncio.gather(*(one() for _ in range(16)))
+        return {
+            "p50": median(alone),
+            "p99": quantiles(alone, n=100)[98],
+            "p50_of_16": median(crowd),
+            "p99_of_16": quantiles(crowd, n=100)[98],
+        }
+
+    async def _register(self) -> None:
+        from hone.types import ModelSpec
+
+        state, _ = self._real
+        record = state.models.register(ModelSpec(name="bench", base_model=self._model))
+        await state.service.prepare(record)
+
+    async def together(self, made: list[dict[str, Any]], jobs: int) -> dict[str, float]:
+        calm_s = await self._train(made, jobs)
+        calm = asyncio.create_task(self._talk())
+        await asyncio.sleep(8)
+        calm.cancel()
+        calm_rate = await calm
+        busy = asyncio.create_task(self._talk())
+        busy_s = await self._train(made, jobs)
+        busy.cancel()
+        return {
+            "calm_job_s": calm_s,
+            "busy_job_s": busy_s,
+            "calm_tokens_per_s": calm_rate,
+            "busy_tokens_per_s": await busy,
+        }
+
+    async def _train(self, made: list[dict[str, Any]], jobs: int) -> float:
+        """Seconds of the jobs, one after the other, from the first to the last published step."""
+        from hone.server.training import submit
+        from hone.trajectory import JobRequest
+
+        state, _ = self._real
+        request = JobRequest.model_validate({"model": "bench", "groups": made})
+        began = time.perf_counter()
+        for _ in range(jobs):
+            job = await submit(state, request)
+            after = 0
+            while (job := state.jobs.get(job.id)).state in ("queued", "running"):
+                await state.jobs.wait_event(job.id, after, DEADLINE_S)
+                after = max((e.id for e in state.jobs.events(job.id, after)), default=after)
+            assert job.state == "done", job
+        return time.perf_counter() - began
+
+    async def _talk(self) -> float:
+        """Answer until cancelled; tokens/s meanwhile."""
+        from hone.inference.base import Sampling
+
+        state, _ = self._real
+        base = await state.serving.base(self._model)
+        tokens = 0
+
+        async def one(seed: int) -> None:
+            nonlocal tokens
+            prompt = list(range(1000 + seed, 1064 + seed))
+            async for delta in base.engine.generate(prompt, Sampling(max_tokens=4096, seed=seed)):
+                tokens += len(delta.tokens)
+
+        began = time.perf_counter()
+        talks = [asyncio.create_task(one(i)) for i in range(TALKS)]
+        try:
+            await asyncio.gather(*talks)
+        except asyncio.CancelledError:
+            for talk in talks:
+                talk.cancel()
+            await asyncio.gather(*talks, return_exceptions=True)
+        return tokens / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,83 @@
+"""Backend: where a model is served and trained. Protocols and values only.
+
+In:   models, and groups of trajectories to train them on
+Out:  where to reach the model; the step a job published
+Used: model.py calls it; remote.py and local.py are it; tests/conformance/backend.py holds any
+      other one to the same behaviour
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from hone.trajectory import TrajectoryGroup
+from hone.types import CheckpointInfo, ModelInfo, TrainConfig
+
+if TYPE_CHECKING:
+    from hone.model import TrainableModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What came of a job."""
+
+    step: int
+    """The step that is served now."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    job: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    """How the trajectories were found, and which were dropped, by reason."""
+    reason: str | None = None
+    """Why nothing could be learned, if nothing was."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Where training happens."""
+
+    async def register(self, model: "TrainableModel[Any]") -> ModelInfo:
+        """Make the model known; the same model again changes nothing."""
+        ...
+
+    async def prepare(self, model: "TrainableModel[Any]") -> tuple[str, str]:
+        """Load what serving needs; base URL and key for an OpenAI client."""
+        ...
+
+    async def step(self, model: "TrainableModel[Any]") -> int:
+        """The newest published step."""
+        ...
+
+    async def train(
+        self,
+        model: "TrainableModel[Any]",
+        trajectory_groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        verbose: bool = False,
+        **keys: Any,
+    ) -> TrainResult:
+        """Train on the groups and wait until the new step is served.
+
+        `keys` are keys of TrainConfig and go before those of `config`.
+        """
+        ...
+
+    async def checkpoints(self, model: "TrainableModel[Any]") -> list[CheckpointInfo]:
+        """The steps that are kept, oldest first."""
+        ...
+
+    async def delete_checkpoints(
+        self, model: "TrainableModel[Any]", best_checkpoint_metric: str = "val/reward"
+    ) -> list[int]:
+        """Delete all steps but the newest and the best by a logged metric; which were deleted."""
+        ...
+
+    async def log(
+        self, model: "TrainableModel[Any]", metrics: Mapping[str, float], *, split: str, step: int
+    ) -> None:
+        """Write metrics of a step into the model's history, as SPLIT/METRIC."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what this process holds; the server's state stays."""
+        ...

@@ -1,0 +1,193 @@
+"""A hone server that belongs to this process.
+
+In:   a directory for the server's state
+Out:  a RemoteBackend for a server that was started at first use, and ends with this process
+Used: the user's training loop on one machine
+
+The server is a child process, because it loads torch and the user's program need not. It writes
+one line into a pipe when it answers, so nobody polls; it ends when its stdin closes, which also
+happens when this process is killed. Its output goes to a file that every error names.
+"""
+
+import asyncio
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from hone.backends.remote import RemoteBackend
+from hone.errors import HoneError, ServerError
+
+START_S = 120.0
+"""Until the server answers; it loads no model for that, but a cold disk can be slow."""
+STOP_S = 30.0
+"""Until it has put a running job back into its queue."""
+SAID_LINES = 15
+
+
+class LocalBackend(RemoteBackend):
+    """A hone server started by this process, on free ports of this machine."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = ".hone",
+        *,
+        api_key: str | None = None,
+        log_level: str = "info",
+    ) -> None:
+        """Starts nothing yet; the first use does, or entering it as a context manager.
+
+        Args:
+            path: where the server keeps its state (`hone serve --root`); started again on the same
+                path, it goes on with the jobs it had.
+            api_key: one that clients must send, if others on this machine are not to be trusted;
+                by default $HONE_API_KEY.
+            log_level: debug, info, warning or error.
+        """
+        super().__init__("http://127.0.0.1:0", api_key)
+        self.root = Path(path).absolute()
+        self.log_level = log_level
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._closed = False
+        self._said_before = 0
+
+    @property
+    def log_place(self) -> str:
+        return str(self.root / "logs" / "server.log")
+
+    @property
+    def output(self) -> Path:
+        """What the server's process printed, for the case that it never came to have a log."""
+        return self.root / "logs" / "server.out"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def connect(self) -> None:
+        """Start the server unless it runs."""
+        if self._server is None:
+            # A thread, because it waits on a pipe; its lock lets one of many callers start it.
+            await asyncio.to_thread(self.start)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def lost(self) -> HoneError | None:
+        server = self._server
+        if server is None or server.poll() is None:
+            return None
+        return ServerError(
+            f"the server of LocalBackend({str(self.root)!r}) ended with exit status "
+            f"{server.returncode}. Its log: {self.log_place}\n{self._said()}"
+        )
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        with self._lock:
+            if self._server is not None:
+                return
+            if self._closed:
+                raise ServerError(f"LocalBackend({str(self.root)!r}) is closed; make another one")
+            ready = self._launch()
+            told = _first_line(ready, START_S)
+            if not told:
+                raise self._failed_to_start(ended=told is not None)
+            where: dict[str, Any] = json.loads(told)
+            self.base_url = f"http://127.0.0.1:{where['port']}"
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the server and wait for it; a running job goes back to its queue on disk."""
+        with self._lock:
+            server, self._server, self._closed = self._server, None, True
+            if server is None:
+                return
+            atexit.unregister(self.stop)
+            if os.getpid() == self._owner:  # not in a fork of it
+                server.terminate()
+                _end(server, STOP_S)
+
+    def _launch(self) -> int:
+        """Start the process; the end of the pipe on which it says that it is ready."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        ready, tell = os.pipe()
+        command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(self.root)]
+        command += ["--port", "0", "--inference-port", "-1", "--log-level", self.log_level]
+        owned = {"HONE_OWNED": "1", "HONE_READY_FD": str(tell)}
+        key = {"HONE_API_KEY": self.api_key} if self.api_key else {}
+        self._owner = os.getpid()
+        try:
+            with self.output.open("ab") as out:
+                self._said_before = out.tell()
+                self._server = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(tell,),
+                    env={**os.environ, **owned, **key},
+                    # Ctrl-C is for the program; it then closes the server, which must not be
+                    # half-way down already.
+                    start_new_session=True,
+                )
+        except OSError:
+            os.close(ready)
+            raise
+        finally:
+            os.close(tell)
+        return ready
+
+    def _failed_to_start(self, *, ended: bool) -> ServerError:
+        server, self._server = self._server, None
+        assert server is not None
+        status = _end(server, 5.0 if ended else 0.0)
+        what = f"ended ({status})" if ended else f"did not answer within {START_S:g} s"
+        return ServerError(
+            f"the server of LocalBackend({str(self.root)!r}) {what}. It said, in {self.output}:\n"
+            f"{self._said()}"
+        )
+
+    def _said(self) -> str:
+        """The last lines this process printed."""
+        try:
+            said = self.output.read_bytes()[self._said_before :]
+        except OSError:
+            return ""
+        return "\n".join(said.decode(errors="replace").splitlines()[-SAID_LINES:])
+
+
+def _end(server: subprocess.Popen[bytes], within_s: float) -> int:
+    """Its exit status; killed if it takes longer."""
+    assert server.stdin is not None
+    server.stdin.close()  # the sign it watches for
+    try:
+        return server.wait(within_s)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()
+
+
+def _first_line(descriptor: int, within_s: float) -> str | None:
+    """The line a child writes into its pipe; empty when it ends first, None when it is late."""
+    deadline, said = time.monotonic() + within_s, b""
+    with os.fdopen(descriptor, "rb", buffering=0) as pipe:
+        while not said.endswith(b"\n"):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                return None
+            more = pipe.read(4096)
+            if not more:
+                return ""
+            said += more
+    return said.decode()

@@ -1,0 +1,1 @@
+"""See every model call the agent makes."""

@@ -1,0 +1,164 @@
+"""hone.rollout: a scope in which every model call is recorded under one rollout's id.
+
+In:   `async with hone.rollout() as r:` or `with`, around the agent
+Out:  calls that carry the id; `r.trajectory(reward=...)` refers to what the server recorded
+Used: the user's rollouts; the harness around each run of a workflow
+
+The open scope lives in a ContextVar: rollouts that run at once in one event loop each see their
+own, and code outside sees none. Libraries are patched only while at least one scope is open in
+the process, and calls made outside a scope pass through them unchanged.
+"""
+
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import replace
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from hone.capture.base import Scope, Tap
+from hone.errors import ConfigError
+from hone.trajectory import Trajectory
+
+_ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+_FUNCTION = re.compile(r"[!-~]{1,200}")
+
+_current: ContextVar[Scope | None] = ContextVar("hone_scope", default=None)
+
+
+def current() -> Scope | None:
+    """The scope this code runs in."""
+    return _current.get()
+
+
+class Rollout:
+    """One rollout, open between enter and exit."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self._token: Token[Scope | None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.scope.rollout
+
+    def trajectory(self, reward: float = 0.0, **fields: Any) -> Trajectory:
+        """What was sampled in this rollout, as the server recorded it, and what it was worth."""
+        return Trajectory(rollout=self.id, reward=reward, **fields)
+
+    def __enter__(self) -> Self:
+        if self._token is not None:
+            raise ConfigError(
+                f"rollout {self.id!r} is open already. Tasks started inside it belong to it without "
+                "opening it again; for another rollout call hone.rollout()."
+            )
+        _taps.open()
+        self._token = _current.set(self.scope)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        token, self._token = self._token, None
+        assert token is not None, f"rollout {self.id!r} was closed without being open"
+        try:
+            _current.reset(token)
+        except ValueError:
+            # Closed from another context (a fixture, an async generator that was collected): the
+            # variable was never set there, and the one that set it has ended.
+            pass
+        finally:
+            _taps.close()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        self.__exit__(*error)
+
+
+def rollout(
+    id: str | None = None,
+    *,
+    function: str = "",
+    base_url: str | None = None,
+    backend: Any = None,
+) -> Rollout:
+    """A scope in which any httpx or httpx2 client's calls to an OpenAI API are recorded together.
+
+    Args:
+        id: of the rollout; one is drawn if there is none. `RUN:REST` belongs to the open run RUN.
+        function: path of the function whose calls these are.
+        base_url: mark only calls to this host (on any port), so that no other one sees the id.
+        backend: the same, for the host of the backend's server.
+    """
+    id = f"rollout-{secrets.token_hex(10)}" if id is None else id
+    if not _ROLLOUT.fullmatch(id):
+        raise ConfigError(
+            f"hone.rollout(id={id!r}): an id is 1 to 200 letters, digits and . _ ~ : -, and begins "
+            "with a letter or a digit"
+        )
+    address = base_url if backend is None else backend.base_url
+    host = None if address is None else host_of(urlsplit(address).hostname or "")
+    return Rollout(Scope(id, _checked(function), host))
+
+
+@contextmanager
+def within(function: str) -> Iterator[None]:
+    """Calls made inside come from this function; functions called by it extend the path."""
+    scope = _current.get()
+    if scope is None:
+        yield
+        return
+    path = f"{scope.function}.{function}" if scope.function else function
+    token = _current.set(replace(scope, function=_checked(path)))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def host_of(name: str) -> str:
+    """The name of a host; all names of this machine are one."""
+    return "localhost" if name in _LOCAL else name
+
+
+def _checked(function: str) -> str:
+    if function and not _FUNCTION.fullmatch(function):
+        raise ConfigError(
+            f"function path {function!r}: it travels in a header, so it is at most 200 characters "
+            "of ASCII without spaces"
+        )
+    return function
+
+
+class _Taps:
+    """Attaches the taps while at least one scope is open, in whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._attached: list[Tap] = []
+
+    def open(self) -> None:
+        with self._lock:
+            if not self._open:
+                from hone.capture.wire import HttpxTap  # here: `import hone` stays without httpx
+
+                self._attached = [HttpxTap()]
+                for tap in self._attached:
+                    tap.attach()
+            self._open += 1
+
+    def close(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                for tap in reversed(self._attached):
+                    tap.detach()
+                self._attached = []
+
+
+_taps = _Taps()

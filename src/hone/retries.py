@@ -1,0 +1,79 @@
+"""Call a function again when it raises: `@hone.retry()` on a rollout or on a tool.
+
+In:   a function, plain or async
+Out:  one that gives up after `max_attempts` calls, with the last failure
+Used: the user's code
+
+The file is not called retry.py: importing it would put the module in place of `hone.retry`.
+"""
+
+import asyncio
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from hone.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger("hone")
+
+
+def retry(
+    max_attempts: int = 3,
+    delay: float = 0.25,
+    backoff_factor: float = 2.0,
+    exceptions: tuple[type[Exception], ...] = (Exception,),
+    on_retry: Callable[[Exception, int], None] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Try a function again, plain or async, when it raises.
+
+    Args:
+        max_attempts: calls in all; the last failure is raised.
+        delay: seconds before the second call.
+        backoff_factor: each later wait is so many times longer.
+        exceptions: what is worth another try.
+        on_retry: called with the failure and the number of the call that failed, from 1.
+    """
+    if max_attempts < 1:
+        raise ConfigError(f"retry: max_attempts is {max_attempts}; it must be at least 1")
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = getattr(function, "__qualname__", repr(function))
+
+        def wait_after(error: Exception, attempt: int) -> float:
+            if attempt == max_attempts:
+                raise error
+            pause = delay * backoff_factor ** (attempt - 1)
+            log.warning(
+                "%s failed (%s: %s), call %d of %d; again in %.2g s",
+                *(name, type(error).__name__, error, attempt, max_attempts, pause),
+            )
+            if on_retry is not None:
+                on_retry(error, attempt)
+            return pause
+
+        @functools.wraps(function)
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            for attempt in range(1, max_attempts + 1):
+                try:
+                    return await cast("Awaitable[Any]", function(*args, **kwargs))
+                except exceptions as error:
+                    await asyncio.sleep(wait_after(error, attempt))
+
+        @functools.wraps(function)
+        def at_once(*args: Any, **kwargs: Any) -> Any:
+            for attempt in range(1, max_attempts + 1):
+                try:
+                    return function(*args, **kwargs)
+                except exceptions as error:
+                    time.sleep(wait_after(error, attempt))
+
+        chosen = later if inspect.iscoroutinefunction(function) else at_once
+        return cast("Callable[P, R]", chosen)
+
+    return decorate

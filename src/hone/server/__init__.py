@@ -1,0 +1,1 @@
+"""Serve, train, remember: HTTP in front of engine and learner."""

@@ -1,0 +1,314 @@
+"""The parts of a server, wired: state, routes, and what every request passes through.
+
+In:   Settings
+Out:  State (everything a server holds) and two ASGI apps over it: control, and OpenAI alone
+Used: run.py for `hone serve`; tests in their own process
+
+Every request passes one gate, in this order: its size, its key, its route, its log line. Errors
+leave in one JSON shape; a stack trace goes to the log and never into a response.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+import hone
+from hone import errors
+from hone.errors import HoneError
+from hone.inference.base import Engine
+from hone.server import art, auth, calls, chat, jobs, models, training
+from hone.server.calls import CallStore
+from hone.server.checkpoints import Checkpoints
+from hone.server.jobs import JobStore
+from hone.server.models import ModelStore
+from hone.server.service import TrainingService
+from hone.server.serving import Serving
+from hone.server.settings import Settings
+from hone.server.store import Store
+from hone.server.telemetry import Metrics, log, say
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+PRUNE_S = 600.0
+"""Recorded calls are pruned so often."""
+
+_STATUS = (
+    (errors.NotFound, 404),
+    (errors.ModelNotFound, 404),
+    (errors.Unauthorized, 401),
+    (errors.Conflict, 409),
+    (errors.Unprocessable, 422),
+    (errors.NotInThisVersion, 501),
+    (errors.ConfigError, 400),
+    (errors.RolloutError, 400),
+    (errors.SampleRefused, 422),
+    (errors.Unavailable, 503),
+    (HoneError, 500),
+)
+
+
+@dataclass(slots=True)
+class State:
+    """Everything one server holds."""
+
+    settings: Settings
+    store: Store
+    models: ModelStore
+    jobs: JobStore
+    calls: CallStore
+    checkpoints: Checkpoints
+    serving: Serving
+    service: TrainingService
+    metrics: Metrics
+    started_at: float = field(default_factory=time.time)
+
+    @classmethod
+    def open(
+        cls,
+        settings: Settings,
+        *,
+        open_engine: Callable[[str], Engine] | None = None,
+        start_learner: Callable[..., Any] | None = None,
+    ) -> "State":
+        """Open or make the state under `settings.root`; loads no model."""
+        settings.root.mkdir(parents=True, exist_ok=True)
+        metrics = Metrics()
+        schemas = (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA)
+        store = Store(settings.root / "state.sqlite", schemas=schemas)
+        known, queue, recorded = ModelStore(store), JobStore(store), CallStore(store)
+        checkpoints = Checkpoints(settings.root)
+        serving = Serving(known, checkpoints, settings, open_engine)
+        service = TrainingService(
+            jobs=queue,
+            models=known,
+            checkpoints=checkpoints,
+            serving=serving,
+            calls=recorded,
+            settings=settings,
+            metrics=metrics,
+            **({} if start_learner is None else {"start_learner": start_learner}),
+        )
+        return cls(
+            settings=settings,
+            store=store,
+            models=known,
+            jobs=queue,
+            calls=recorded,
+            checkpoints=checkpoints,
+            serving=serving,
+            service=service,
+            metrics=metrics,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take jobs and prune calls until the block ends; then close everything in reverse."""
+        try:
+            await self.service.start()
+            pruning = asyncio.create_task(self._prune())
+            try:
+                yield
+            finally:
+                pruning.cancel()
+                with suppress(asyncio.CancelledError):
+                    await pruning
+        finally:
+            await self.service.close()
+            await self.serving.close()
+            self.store.close()
+
+    async def _prune(self) -> None:
+        settings = self.settings
+        while True:
+            gone = await asyncio.to_thread(
+                self.calls.prune,
+                max_age_s=settings.keep_calls_s,
+                max_bytes=settings.keep_calls_bytes,
+            )
+            if gone:
+                say("calls pruned", calls=gone)
+            await asyncio.sleep(PRUNE_S)
+
+
+def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
+    """The control plane, which has every route, and the OpenAI API alone."""
+    control = _app(state, "hone", (chat.routes, training.routes, art.routes), control=True)
+    inference = _app(state, "hone: OpenAI API", (chat.routes,), control=False)
+    return control, inference
+
+
+def _app(
+    state: State, title: str, parts: tuple[Callable[[State], APIRouter], ...], *, control: bool
+) -> FastAPI:
+    app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
+    for routes in parts:
+        app.include_router(routes(state))
+    app.include_router(_own_routes(state, control=control))
+    app.add_exception_handler(HoneError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_middleware(_Gate, state=state, control=control)
+    return app
+
+
+def _own_routes(state: State, *, control: bool) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    @router.get("/healthcheck")
+    async def health() -> dict[str, Any]:
+        """Whether it lives, and what it does."""
+        status = {"status": "ok", "version": hone.__version__}
+        return {**status, "uptime_s": time.time() - state.started_at, **state.service.status()}
+
+    if control:
+
+        @router.get("/metrics", response_class=Response)
+        async def metrics() -> Response:
+            """Counters, for Prometheus."""
+            return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+# ---- errors -----------------------------------------------------------------------------------
+
+
+def status_of(error: HoneError) -> int:
+    """The HTTP status of an error."""
+    own = getattr(error, "status", None)
+    return own or next(status for kind, status in _STATUS if isinstance(error, kind))
+
+
+def error_body(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> Any:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _answer(error: HoneError) -> JSONResponse:
+    fields = error.fields if isinstance(error, errors.Unprocessable) else ()
+    param = getattr(error, "param", None)
+    if fields:
+        param = ".".join(map(str, fields[0].path))
+    body = error_body(
+        str(error), type(error).__name__, param=param, code=getattr(error, "code", None)
+    )
+    if fields:
+        body["detail"] = [
+            {"loc": ["body", *f.path], "msg": f.message, "type": "value_error"} for f in fields
+        ]
+    else:
+        body["detail"] = str(error)
+    return JSONResponse(body, status_of(error), headers=getattr(error, "headers", None))
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HoneError), error
+    answer = _answer(error)
+    if answer.status_code == 500:
+        log.error("a request failed", exc_info=error, extra={"fields": {"path": request.url.path}})
+    return answer
+
+
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    """A body that does not parse. `input` is left out: it may be megabytes, or a secret."""
+    assert isinstance(error, RequestValidationError), error
+    detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+    first = detail[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    message = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail[:20])
+    body = error_body(message, "invalid_request_error", param=".".join(where) or None)
+    return JSONResponse(body | {"detail": detail}, 422)
+
+
+async def _http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException), error
+    body = error_body(str(error.detail), "invalid_request_error")
+    return JSONResponse(body | {"detail": error.detail}, error.status_code, headers=error.headers)
+
+
+# ---- the gate ---------------------------------------------------------------------------------
+
+
+class _Gate:
+    """What every request passes: size, key, log line. Plain ASGI, so that streams stay streams."""
+
+    def __init__(self, app: Any, *, state: State, control: bool) -> None:
+        self.app = app
+        self.state = state
+        self.control = control
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, sending)
+        except HoneError as error:
+            if status:
+                raise
+            await _answer(error)(scope, receive, sending)
+        except Exception as error:  # whatever it is: JSON for the client, the trace for the log
+            log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
+            if status:
+                raise
+            text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
+            await JSONResponse(error_body(text, "server_error"), 500)(scope, receive, sending)
+        finally:
+            self._note(scope, status, time.perf_counter() - started)
+
+    async def _pass(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        settings = self.state.settings
+        client = scope["client"][0] if scope.get("client") else None
+        auth.check(settings, scope["path"], headers, client, control=self.control)
+        limit, read = settings.max_body_bytes, 0
+        length = headers.get("content-length", "")
+        # The one kind of exception that FastAPI lets through while it reads a body.
+        refusal = HTTPException(413, f"the body is larger than {limit} bytes; send less at once")
+        if length.isdigit() and int(length) > limit:
+            await (await _http(Request(scope), refusal))(scope, receive, send)
+            return
+
+        async def receiving() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > limit:
+                raise refusal
+            return message
+
+        await self.app(scope, receiving, send)
+
+    def _note(self, scope: Message, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unknown")
+        metrics = self.state.metrics
+        metrics.requests.labels(route, status).inc()
+        metrics.request_s.labels(route).observe(seconds)
+        level = logging.WARNING if status >= 500 else logging.INFO
+        fields = {"method": scope["method"], "path": scope["path"], "status": status}
+        say("request", level=level, **fields, ms=round(seconds * 1e3, 2))

@@ -1,0 +1,156 @@
+"""Trajectories that ART's clients log: files to look at, and means to plot.
+
+In:   trajectory groups as they came over ART's wire
+Out:  MODEL/trajectories/SPLIT/STEP.jsonl, one group a line; means for history.jsonl
+Used: art.py
+
+A line holds the group as it was sent, log-probabilities, exceptions and unknown keys included:
+what a log leaves out is what one will look for in it.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hone.errors import Unprocessable
+from hone.trajectory import History, Trajectory, TrajectoryGroup
+from hone.types import Failure, FieldError
+
+Number = bool | int | float
+
+
+class ArtHistory(BaseModel):
+    """One conversation; a choice is an item with a `message` in it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages_and_choices: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """As hone's History has it."""
+        tools = [
+            tool if "type" in tool else {"type": "function", "function": tool}
+            for tool in self.tools or ()
+        ]
+        return {"messages_and_choices": self.messages_and_choices, "tools": tools or None}
+
+
+class ArtTrajectory(ArtHistory):
+    """One conversation with a reward."""
+
+    additional_histories: list[ArtHistory] = []
+    reward: float = Field(default=0.0, allow_inf_nan=False)
+    metrics: dict[str, Number | None] = {}
+    metadata: dict[str, bool | int | float | str | None] = {}
+    logs: list[str] = []
+
+    def to_hone(self) -> Trajectory:
+        """What a job is made of."""
+        return Trajectory(
+            **self.fields(),
+            additional_histories=[History(**h.fields()) for h in self.additional_histories],
+            reward=self.reward,
+            metrics={k: v for k, v in self.metrics.items() if v is not None},
+            metadata=dict(self.metadata),
+            logs=self.logs,
+        )
+
+
+class ArtFailure(BaseModel):
+    """A rollout that raised."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class ArtGroup(BaseModel):
+    """Trajectories of one input."""
+
+    model_config = ConfigDict(extra="allow")
+
+    trajectories: list[ArtTrajectory] = []
+    exceptions: list[ArtFailure] = []
+    metrics: dict[str, Number | None] = {}
+    metadata: dict[str, bool | int | float | str | None] = {}
+    logs: list[str] = []
+
+    def to_hone(self) -> TrajectoryGroup:
+        """What a job is made of."""
+        return TrajectoryGroup(
+            [trajectory.to_hone() for trajectory in self.trajectories],
+            exceptions=[
+                Failure(type=e.type, message=e.message, traceback=e.traceback)
+                for e in self.exceptions
+            ],
+            metrics={k: v for k, v in self.metrics.items() if v is not None},
+            metadata=dict(self.metadata),
+            logs=self.logs,
+        )
+
+
+def write(model_dir: Path, split: str, step: int, groups: Sequence[ArtGroup]) -> Path:
+    """Append the groups to the file of this step; what was logged before stays."""
+    try:
+        lines = "".join(json.dumps(group.model_dump(exclude_unset=True)) + "\n" for group in groups)
+    except (RecursionError, ValueError):
+        message = "nested too deeply to be read"
+        raise Unprocessable([FieldError(("trajectory_groups",), message)]) from None
+    path = model_dir / "trajectories" / split / f"{step:04d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as out:
+        if out.tell():  # a crash may have left half a line
+            out.seek(-1, os.SEEK_END)
+            lines = lines if out.read(1) == b"\n" else "\n" + lines
+        out.write(lines.encode())
+    return path
+
+
+def means(groups: Sequence[ArtGroup]) -> dict[str, float]:
+    """What the groups were like on average; what nothing can be said about is left out."""
+    custom: dict[str, list[float]] = defaultdict(list)
+    own: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        own["reward"] += rewards
+        own["exception_rate"] += [0.0] * len(rewards) + [1.0] * len(group.exceptions)
+        if len(rewards) > 1:
+            own["reward_std_dev"].append(_deviation(rewards))
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                custom[name].append(_number(value))
+        for name, value in group.metrics.items():
+            custom[f"group_{name}"].append(_number(value))
+    averages = {name: _mean(values) for name, values in (custom | own).items()}
+    return {name: value for name, value in averages.items() if math.isfinite(value)}
+
+
+def _number(value: Number | None) -> float:
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:  # an integer that no float can hold
+        return math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN of no values, and where the sum is beyond all floats."""
+    known = [value for value in values if not math.isnan(value)]
+    try:
+        return math.fsum(known) / len(known) if known else math.nan
+    except (OverflowError, ValueError):  # too large, or infinities of both signs
+        return math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Of the population."""
+    centre = _mean(values)
+    return math.sqrt(_mean([min(abs(value - centre), 1e150) ** 2 for value in values]))

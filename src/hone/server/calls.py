@@ -1,0 +1,271 @@
+"""Every answered call, to the token, by rollout and by the ids it sampled.
+
+In:   RecordedCalls as the chat routes answer them; runs as they open and close
+Out:  the same values, bit for bit, until they are pruned
+Used: chat routes (write), resolve.py (read), app.py (prune)
+
+A conversation of t turns would be stored t times over; so a call is stored as its parent and what
+it adds: how many leading ids of the parent's prompt and completion it repeats and the ids that
+follow, and likewise its messages. Pruning a parent first makes its children whole, so that no call
+ever depends on one that is gone. Ids are int32; log-probabilities are float32 where that loses
+nothing, else float64: a client's copy of them, sent back as JSON, must be found equal.
+"""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, date, datetime
+
+from hone.errors import Conflict, NotFound
+from hone.server.rows import Row, assemble, chain, digest, insert, ints, marks, parts
+from hone.server.store import Store
+from hone.types import RecordedCall, RunSpec
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    id TEXT PRIMARY KEY, spec TEXT NOT NULL, opened_at REAL NOT NULL, closed_at REAL
+);
+CREATE TABLE IF NOT EXISTS calls (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    rollout TEXT NOT NULL,
+    run TEXT,
+    place INTEGER NOT NULL,
+    choice INTEGER NOT NULL,
+    base_model TEXT NOT NULL,
+    digest BLOB NOT NULL,
+    created_at REAL NOT NULL,
+    size INTEGER NOT NULL,
+    parent INTEGER,
+    ids_kept INTEGER NOT NULL,
+    turns_kept INTEGER NOT NULL,
+    ids BLOB NOT NULL,
+    completion BLOB NOT NULL,
+    logprobs BLOB,
+    body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS calls_by_rollout ON calls (rollout, place, choice);
+CREATE INDEX IF NOT EXISTS calls_by_digest ON calls (digest);
+CREATE INDEX IF NOT EXISTS calls_by_parent ON calls (parent) WHERE parent IS NOT NULL;
+CREATE INDEX IF NOT EXISTS calls_by_age ON calls (created_at, size);
+CREATE TABLE IF NOT EXISTS call_refs (
+    job TEXT NOT NULL, call TEXT NOT NULL, PRIMARY KEY (job, call)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS call_refs_by_call ON call_refs (call);
+"""
+
+_FREE = """
+    NOT EXISTS (SELECT 1 FROM runs WHERE runs.id = calls.run AND runs.closed_at IS NULL)
+    AND NOT EXISTS (SELECT 1 FROM call_refs WHERE call_refs.call = calls.id)
+"""
+"""Of no open run, and no job refers to it."""
+_PRUNED_AT_ONCE = 200
+"""Calls deleted in one transaction: requests that want to record wait for it."""
+
+
+class CallStore:
+    """Recorded calls and runs. Blocking: call from a thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        rows = store.query("SELECT id, spec, opened_at FROM runs WHERE closed_at IS NULL")
+        self._open = {
+            row["id"]: (RunSpec.model_validate_json(row["spec"]), row["opened_at"]) for row in rows
+        }
+        """Asked for with every request of a rollout, so kept in memory."""
+
+    # ---- runs -------------------------------------------------------------------------------
+
+    def open_run(self, spec: RunSpec) -> None:
+        """Keep this run's calls until it is closed. Opening again goes on; another spec is refused."""
+        with self._lock, self._store.transaction() as db:
+            found = db.execute("SELECT spec, opened_at FROM runs WHERE id = ?", (spec.id,))
+            text, opened_at = found.fetchone() or (None, time.time())
+            known = None if text is None else RunSpec.model_validate_json(text)
+            if known is not None and known != spec:
+                raise Conflict(
+                    f"run {spec.id!r} exists with model {known.model!r} and seed {known.seed}, not "
+                    f"{spec.model!r} and {spec.seed}; choose another id, or open it as it was"
+                )
+            db.execute(
+                "INSERT INTO runs (id, spec, opened_at) VALUES (?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET closed_at = NULL",
+                (spec.id, spec.model_dump_json(), opened_at),
+            )
+            self._open[spec.id] = spec, opened_at
+
+    def close_run(self, run: str) -> None:
+        """From now on its calls may be pruned. Closing again changes nothing."""
+        with self._lock, self._store.transaction() as db:
+            found = db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone()
+            if found is None:
+                raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
+            db.execute(
+                "UPDATE runs SET closed_at = ? WHERE id = ? AND closed_at IS NULL",
+                (time.time(), run),
+            )
+            self._open.pop(run, None)
+
+    def run(self, run: str) -> tuple[RunSpec, bool, int]:
+        """A run, whether it is open, and how many calls of it are kept."""
+        rows = self._store.query("SELECT spec, closed_at FROM runs WHERE id = ?", (run,))
+        if not rows:
+            raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
+        (count,) = self._store.query("SELECT count(*) AS n FROM calls WHERE run = ?", (run,))
+        spec = RunSpec.model_validate_json(rows[0]["spec"])
+        return spec, rows[0]["closed_at"] is None, count["n"]
+
+    def run_of(self, rollout: str | None) -> RunSpec | None:
+        """The open run a rollout belongs to; None where it belongs to none."""
+        name, colon, _ = (rollout or "").partition(":")
+        if not colon:
+            return None
+        found = self._open.get(name)
+        if found is None:
+            raise Conflict(
+                f"rollout {rollout!r} belongs to run {name!r}, which is not open; "
+                f'POST /v1/runs {{"id": "{name}"}} opens it'
+            )
+        return found[0]
+
+    def opened_on(self, run: RunSpec) -> date | None:
+        """The day an open run was first opened: what its templates print for today."""
+        found = self._open.get(run.id)
+        return None if found is None else datetime.fromtimestamp(found[1], UTC).date()
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    def add(self, call: RecordedCall, *, parent: RecordedCall | None = None) -> None:
+        self.add_many([call], parent=parent)
+
+    def add_many(
+        self, calls: Sequence[RecordedCall], *, parent: RecordedCall | None = None
+    ) -> None:
+        """Record the choices of one request, all or none. `parent` is a call they continue."""
+        if not calls:
+            return
+        first = calls[0]
+        made = [Row(first, parent), *(Row(call, first) for call in calls[1:])]
+        with self._store.transaction() as db:
+            for row in made:
+                found = None
+                if row.parent is not None:
+                    found = db.execute("SELECT seq FROM calls WHERE id = ?", (row.parent.id,))
+                    found = found.fetchone()
+                    if found is None:  # pruned since
+                        row = Row(row.call, None)
+                insert(db, row.values(found and found[0]))
+
+    def rollout(self, rollout: str) -> list[RecordedCall]:
+        """A rollout's calls in the order of their requests; empty if there are none."""
+        seqs = self._store.query(
+            "SELECT seq FROM calls WHERE rollout = ? ORDER BY place, choice, seq", (rollout,)
+        )
+        return self._whole([row["seq"] for row in seqs])
+
+    def requests(self, rollout: str) -> int:
+        """How many requests of a rollout are recorded: the index of its next one."""
+        (row,) = self._store.query(
+            "SELECT coalesce(max(place) + 1, 0) AS n FROM calls WHERE rollout = ?", (rollout,)
+        )
+        return row["n"]
+
+    def get(self, call_ids: Iterable[str]) -> list[RecordedCall]:
+        """Calls by id, in the order asked for; NotFound names those that are not there."""
+        wanted = list(call_ids)
+        seqs: dict[str, int] = {}
+        for part in parts(wanted):
+            rows = self._store.query(
+                f"SELECT id, seq FROM calls WHERE id IN ({marks(part)})", tuple(part)
+            )
+            seqs.update((row["id"], row["seq"]) for row in rows)
+        missing = [call for call in wanted if call not in seqs]
+        if missing:
+            raise NotFound(f"no call is recorded as {missing[0]!r} ({len(missing)} not found)")
+        return self._whole([seqs[call] for call in wanted])
+
+    def match(
+        self, base_model: str, completion_ids: Sequence[int], *, limit: int = 200
+    ) -> list[RecordedCall]:
+        """Calls of a base model that sampled exactly these ids, newest first."""
+        rows = self._store.query(
+            "SELECT seq, completion FROM calls WHERE digest = ? AND base_model = ? "
+            "ORDER BY seq DESC LIMIT ?",
+            (digest(wanted := ints(completion_ids)), base_model, limit),
+        )
+        return self._whole([row["seq"] for row in rows if row["completion"] == wanted])
+
+    # ---- keeping and pruning ----------------------------------------------------------------
+
+    def refer(self, job_id: str, call_ids: Iterable[str]) -> None:
+        """Keep these calls as long as the job is not over."""
+        with self._store.transaction() as db:
+            db.executemany(
+                "INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)",
+                [(job_id, call) for call in call_ids],
+            )
+
+    def release(self, job_id: str) -> None:
+        with self._store.transaction() as db:
+            db.execute("DELETE FROM call_refs WHERE job = ?", (job_id,))
+
+    def prune(self, *, max_age_s: float, max_bytes: int) -> int:
+        """Delete what is too old, then the oldest beyond the size; never what is still needed."""
+        before = time.time() - max_age_s
+        pruned = 0
+        while gone := self._prune_some(before=before)[0]:
+            pruned += gone
+        (row,) = self._store.query("SELECT coalesce(sum(size), 0) AS n FROM calls")
+        excess = row["n"] - max_bytes
+        while excess > 0:
+            gone, freed = self._prune_some(excess=excess)
+            if not gone:
+                break
+            pruned += gone
+            excess -= freed
+        return pruned
+
+    def _prune_some(
+        self, *, before: float = float("inf"), excess: float = float("inf")
+    ) -> tuple[int, int]:
+        """Delete a few of the oldest calls; how many, and how many bytes they took."""
+        with self._store.transaction() as db:
+            rows = db.execute(
+                f"SELECT seq, size FROM calls WHERE created_at < ? AND {_FREE} "
+                "ORDER BY created_at LIMIT ?",
+                (before, _PRUNED_AT_ONCE),
+            ).fetchall()
+            doomed: list[int] = []
+            freed = 0
+            for seq, size in rows:
+                if freed >= excess:
+                    break
+                doomed.append(seq)
+                freed += size
+            if doomed:
+                self._make_children_whole(db, doomed)
+                db.execute(f"DELETE FROM calls WHERE seq IN ({marks(doomed)})", doomed)
+        return len(doomed), freed
+
+    def _make_children_whole(self, db: sqlite3.Connection, doomed: list[int]) -> None:
+        within = marks(doomed)
+        children = db.execute(
+            f"SELECT seq FROM calls WHERE parent IN ({within}) AND seq NOT IN ({within})",
+            (*doomed, *doomed),
+        ).fetchall()
+        for (seq,) in children:
+            (call,) = assemble(chain(db.execute, [seq]), [seq])
+            row = Row(call, None)
+            db.execute(
+                "UPDATE calls SET parent = NULL, ids_kept = 0, turns_kept = 0, ids = ?, body = ?, "
+                "size = ? WHERE seq = ?",
+                (row.ids, row.body, row.size, seq),
+            )
+
+    def _whole(self, seqs: Sequence[int]) -> list[RecordedCall]:
+        rows: dict[int, sqlite3.Row] = {}
+        for part in parts(seqs):
+            rows |= chain(self._store.query, part)
+        return assemble(rows, seqs)

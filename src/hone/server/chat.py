@@ -1,0 +1,186 @@
+"""The OpenAI API: /v1/chat/completions, /v1/completions, /v1/models, and rollouts.
+
+In:   requests of any OpenAI client
+Out:  answers with token ids, log-probabilities and the step that gave them; every call recorded
+Used: app.py mounts it on the control port and, alone, on the inference port
+
+A request belongs to a rollout by the header X-Hone-Rollout or by the address /rollout/ID/v1. The
+path of one request: parse -> admit -> resolve the name -> make the prompt -> sample -> record ->
+answer. Its client leaving at any point of it ends it there.
+"""
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from hone.errors import BadRequest, HoneError, UnknownModel
+from hone.server import rollouts
+from hone.server.answers import streamed, whole
+from hone.server.exchange import Where
+from hone.server.openai import ChatRequest, CompletionRequest, read_json, written
+from hone.server.prepare import Preparation
+from hone.server.serving import ServedName
+from hone.server.stream import EventStream, WhileConnected
+from hone.server.telemetry import log
+
+if TYPE_CHECKING:
+    from hone.server.app import State
+
+_ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
+_MAX_FUNCTION = 512
+
+
+def routes(state: "State") -> APIRouter:
+    """The OpenAI API, also under /rollout/ID, and what is known of rollouts and runs."""
+    api = OpenAI(state)
+    router = APIRouter(tags=["openai"])
+    for prefix in ("", "/rollout/{rollout_id}"):
+        # The second address of the same thing is no news for /openapi.json.
+        shown: dict[str, Any] = {"include_in_schema": prefix == ""}
+        for path, answer, kind in (
+            ("/v1/chat/completions", api.chat, ChatRequest),
+            ("/v1/completions", api.complete, CompletionRequest),
+        ):
+            schema = {"schema": kind.model_json_schema()}
+            body = {"required": True, "content": {"application/json": schema}}
+            router.add_api_route(
+                prefix + path,
+                answer,
+                methods=["POST"],
+                openapi_extra={"requestBody": body},
+                **shown,
+            )
+        router.add_api_route(f"{prefix}/v1/models", api.models, **shown)
+        router.add_api_route(f"{prefix}/v1/models/{{name:path}}", api.model, **shown)
+    router.include_router(rollouts.routes(state))
+    return router
+
+
+class OpenAI:
+    """The routes, over one server's state."""
+
+    def __init__(self, state: "State") -> None:
+        self._state = state
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._respond(request, ChatRequest)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a text, or token ids, without a chat template."""
+        return await self._respond(request, CompletionRequest)
+
+    async def models(self) -> dict[str, Any]:
+        """Every name that can be asked for."""
+        served = await asyncio.to_thread(self._state.serving.served)
+        return {"object": "list", "data": [_listed(name) for name in served]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One name that can be asked for."""
+        served = await asyncio.to_thread(self._state.serving.served)
+        found = next((entry for entry in served if entry.id == name), None)
+        if found is None:
+            names = ", ".join(entry.id for entry in served) or "nothing yet"
+            raise UnknownModel(f"no model called {name[:200]!r} is served. Served: {names}.")
+        return _listed(found)
+
+    async def _respond(
+        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Response:
+        where = _where(request)
+        asked = kind.parse(read_json(await request.body()), max_n=self._state.settings.max_n)
+
+        async def answer(scope: AsgiScope, receive: Receive, send: Send) -> None:
+            out = EventStream(send)
+            try:
+                said = await self._answer(asked, where, out)
+            except Exception as error:
+                if not out.begun:
+                    raise
+                await out.say(self._excuse(error, request.url.path))
+                await out.end()
+                return
+            if said is not None:
+                await Response(written(said), media_type="application/json")(scope, receive, send)
+
+        return WhileConnected(answer)
+
+    async def _answer(
+        self, asked: ChatRequest | CompletionRequest, where: Where, out: EventStream
+    ) -> dict[str, Any] | None:
+        """The answer, or None where it was streamed."""
+        state, serving = self._state, self._state.serving
+        with (
+            serving.admitted(),
+            state.metrics.running.track_inprogress(),
+            serving.talks.within(where.rollout) as scope,
+        ):
+            await serving.ready()
+            run = state.calls.run_of(where.rollout)
+            policy = await serving.resolve(asked.model, rollout=where.rollout or None, run=run)
+            async with serving.using(policy):
+                known = Preparation(
+                    policy=policy,
+                    where=where,
+                    scope=scope,
+                    run=run,
+                    settings=state.settings,
+                    calls=state.calls,
+                    metrics=state.metrics,
+                )
+                chat = isinstance(asked, ChatRequest)
+                exchange, form = await (known.chat(asked) if chat else known.complete(asked))
+                if not asked.stream:
+                    return await whole(exchange, form)
+                await streamed(exchange, form, out, include_usage=asked.include_usage)
+                return None
+
+    def _excuse(self, error: Exception, path: str) -> dict[str, Any]:
+        """An error after the first byte, as an event."""
+        log.error("a stream failed", exc_info=error, extra={"fields": {"path": path}})
+        known = isinstance(error, HoneError)
+        file = self._state.settings.log_file
+        message = str(error) if known else f"this server has a defect; its trace is in {file}"
+        kind = type(error).__name__ if known else "server_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def _where(request: Request) -> Where:
+    """The rollout and function a request names, checked."""
+    header, address = request.headers.get("x-hone-rollout"), request.path_params.get("rollout_id")
+    if header and address and header != address:
+        raise BadRequest(
+            f"the address names rollout {address!r} and X-Hone-Rollout {header!r}; send one",
+            param="X-Hone-Rollout",
+        )
+    rollout = header or address or ""
+    if rollout and not _ROLLOUT.fullmatch(rollout):
+        raise BadRequest(
+            f"rollout {rollout[:200]!r}: use letters, digits and '._~:-', at most 200, and begin "
+            "with a letter or a digit",
+            param="X-Hone-Rollout",
+        )
+    function = request.headers.get("x-hone-function", "")
+    if len(function) > _MAX_FUNCTION:
+        raise BadRequest(
+            f"X-Hone-Function has {len(function)} characters; at most {_MAX_FUNCTION}",
+            param="X-Hone-Function",
+        )
+    return Where(rollout, function)
+
+
+def _listed(served: ServedName) -> dict[str, Any]:
+    return {
+        "id": served.id,
+        "object": "model",
+        "created": int(served.created_at),
+        "owned_by": "hone",
+        "root": served.root,
+        "step": served.step,
+    }

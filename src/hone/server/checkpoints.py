@@ -1,0 +1,336 @@
+"""What each step left on disk: adapter, optimizer, manifest.
+
+In:   a function that writes the files of one step
+Out:  ROOT/PROJECT/models/NAME/checkpoints/0000, 0001, ...; history.jsonl beside them
+Used: service.py writes and promotes; serving.py, training.py, export.py and art.py read
+
+A directory under its number is whole and proved. It is written under another name, synced with a
+manifest that holds every file's SHA-256, and renamed; a trained step first becomes NNNN.unproved,
+which nobody serves, and gets its number once the engine has answered with it. So a crash at any
+moment, and a publish that failed, both leave the step before as the newest.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hone.errors import ConfigError, NotFound
+from hone.server.failpoints import failpoint
+from hone.server.telemetry import say
+from hone.types import ModelKey
+
+FAILPOINTS = (
+    "checkpoint/before-fill",
+    "checkpoint/before-fsync",
+    "checkpoint/after-fsync",
+    "checkpoint/before-rename",
+    "checkpoint/after-rename",
+    "checkpoint/before-promote",
+    "checkpoint/after-promote",
+)
+MANIFEST = "manifest.json"
+HISTORY = "history.jsonl"
+UNPROVED = ".unproved"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_STEP = re.compile(r"[0-9]{4,}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One step on disk."""
+
+    key: ModelKey
+    step: int
+    path: Path
+    sha256: str
+    """Of the adapter's tensors; it names the adapter in an engine."""
+    manifest: dict[str, Any]
+
+    @property
+    def proved(self) -> bool:
+        return not self.path.name.endswith(UNPROVED)
+
+
+# Named here because `list` is a method below.
+Steps = list[int]
+Found = list[Checkpoint]
+Lines = list[dict[str, Any]]
+
+
+class Checkpoints:
+    """The steps of every model under one root. Blocking; one writer per model at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._verified: dict[Path, object] = {}
+        self._sorting = threading.RLock()
+        """Held while steps are set aside, so that no two threads move the same one."""
+
+    def model_dir(self, key: ModelKey) -> Path:
+        for part in (key.project, key.name):
+            if not _NAME.fullmatch(part):
+                raise ConfigError(
+                    f"{part!r} is not a name: use letters, digits, '.', '_' and '-', and begin "
+                    "with a letter or a digit"
+                )
+        return self.root / key.project / "models" / key.name
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def write(
+        self,
+        key: ModelKey,
+        step: int,
+        fill: Callable[[Path], str],
+        *,
+        proved: bool = True,
+        **manifest: Any,
+    ) -> Checkpoint:
+        """Make a step of what `fill` puts into a directory; it returns the adapter's hash."""
+        target = self._directory(key, step, "" if proved else UNPROVED)
+        self._make_room(target.parent)
+        if not proved and target.exists():  # of a job that was cancelled since
+            shutil.rmtree(target)
+        partial = target.with_name(f".{target.name}.partial")
+        partial.mkdir()
+        failpoint("checkpoint/before-fill")
+        try:
+            sha256 = fill(partial)
+            said = {
+                "format": 1,
+                "model": str(key),
+                "step": step,
+                "sha256": sha256,
+                "created_at": time.time(),
+                **manifest,
+                "files": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
+            }
+            (partial / MANIFEST).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            failpoint("checkpoint/before-fsync")
+            for file in (*partial.iterdir(), partial):
+                _sync(file)
+            failpoint("checkpoint/after-fsync")
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        failpoint("checkpoint/before-rename")
+        _rename(partial, target)
+        failpoint("checkpoint/after-rename")
+        return Checkpoint(key, step, target, sha256, said)
+
+    def promote(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Give a step that was proved its number: from now on it is the newest."""
+        if checkpoint.proved:
+            return checkpoint
+        target = checkpoint.path.with_name(f"{checkpoint.step:04d}")
+        failpoint("checkpoint/before-promote")
+        _rename(checkpoint.path, target)
+        failpoint("checkpoint/after-promote")
+        return Checkpoint(
+            checkpoint.key, checkpoint.step, target, checkpoint.sha256, checkpoint.manifest
+        )
+
+    def reject(self, checkpoint: Checkpoint) -> Path:
+        """Set aside a step that could not be proved; it is kept for whoever looks into it."""
+        return self._set_aside(checkpoint.path, f"{checkpoint.step:04d}.rejected")
+
+    def delete(self, key: ModelKey, steps: Iterable[int]) -> Steps:
+        """Remove steps, but never the newest good one; what was removed."""
+        with self._sorting:
+            newest = self.newest(key)
+            kept = {newest.step} if newest else set()
+            gone = sorted({c.step for c in self.list(key)} & set(steps) - kept)
+            for step in gone:
+                # First out of the way, so that a crash in between leaves no half of it.
+                path = self._set_aside(self._directory(key, step), f".{step:04d}.deleted")
+                shutil.rmtree(path, ignore_errors=True)
+            return gone
+
+    def keep(
+        self,
+        key: ModelKey,
+        *,
+        last: int | None = None,
+        best: str | None = None,
+        steps: Iterable[int] = (),
+        smoothing: float = 1.0,
+    ) -> Steps:
+        """Remove all but the last so many, the best by a metric, and `steps`; what was removed."""
+        have = [checkpoint.step for checkpoint in self.list(key)]
+        kept = {*steps, *(have[-last:] if last else ())}
+        if best is not None and (top := self.best(key, best, smoothing)) is not None:
+            kept.add(top)
+        return self.delete(key, set(have) - kept)
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def list(self, key: ModelKey) -> Found:
+        """All whole steps, ascending; their files are not read."""
+        found = (self._read(key, step, self._directory(key, step)) for step in self._steps(key))
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def newest(self, key: ModelKey) -> Checkpoint | None:
+        """The newest step whose files are as they were written; others are set aside."""
+        with self._sorting:
+            for step in reversed(self._steps(key)):
+                path = self._directory(key, step)
+                checkpoint = self._read(key, step, path)
+                wrong = "manifest.json cannot be read" if checkpoint is None else self._wrong(path)
+                if wrong is None:
+                    return checkpoint
+                aside = self._set_aside(path, f"{step:04d}.corrupt")
+                say(
+                    "a checkpoint is corrupted; the one before is used",
+                    level=logging.WARNING,
+                    model=str(key),
+                    step=step,
+                    wrong=wrong,
+                    kept_as=aside,
+                )
+        return None
+
+    def get(self, key: ModelKey, step: int) -> Checkpoint:
+        """One step, its files verified."""
+        path = self._directory(key, step)
+        checkpoint = self._read(key, step, path)
+        if checkpoint is not None and self._wrong(path) is None:
+            return checkpoint
+        steps = ", ".join(str(c.step) for c in self.list(key) if c.step != step) or "none"
+        what = f"is corrupted ({self._wrong(path)})" if checkpoint else "does not exist"
+        raise NotFound(f"step {step} of model {str(key)!r} {what}. Steps: {steps}.")
+
+    def of_job(self, key: ModelKey, job_id: str) -> Checkpoint | None:
+        """The step a job wrote, proved or not."""
+        parent = self.model_dir(key) / "checkpoints"
+        for path in parent.glob(f"[0-9]*{UNPROVED}"):
+            checkpoint = self._read(key, int(path.name.removesuffix(UNPROVED)), path)
+            if checkpoint and checkpoint.manifest.get("job") == job_id and not self._wrong(path):
+                return checkpoint
+        proved = (c for c in reversed(self.list(key)) if c.manifest.get("job") == job_id)
+        return next(proved, None)
+
+    # ---- history ----------------------------------------------------------------------------
+
+    def log(self, key: ModelKey, step: int, metrics: dict[str, float], split: str) -> None:
+        """Append a line of metrics to history.jsonl, each named SPLIT/METRIC."""
+        named = {f"{split}/{name}": value for name, value in metrics.items()}
+        line = {**named, "step": step, "recorded_at": datetime.now(UTC).isoformat()}
+        path = self.model_dir(key) / HISTORY
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as out:
+            if out.tell():  # a crash may have left half a line
+                out.seek(-1, os.SEEK_END)
+                out.write(b"" if out.read(1) == b"\n" else b"\n")
+            out.write(json.dumps(line).encode() + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+
+    def history(self, key: ModelKey) -> Lines:
+        """Every line that was logged, oldest first."""
+        path = self.model_dir(key) / HISTORY
+        lines = []
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue  # half a line, of a crash
+        return lines
+
+    def best(self, key: ModelKey, metric: str = "val/reward", smoothing: float = 1.0) -> int | None:
+        """The retained step with the highest mean of a metric, smoothed over steps; None if none.
+
+        1 does not smooth; less weighs earlier steps in, as polars' ewm_mean does.
+        """
+        values: dict[int, list[float]] = {}
+        for line in self.history(key):
+            if isinstance(line.get(metric), int | float) and math.isfinite(line[metric]):
+                values.setdefault(line["step"], []).append(line[metric])
+        total = weight = 0.0
+        smoothed = {}
+        for step in sorted(values):
+            total = sum(values[step]) / len(values[step]) + (1 - smoothing) * total
+            weight = 1 + (1 - smoothing) * weight
+            smoothed[step] = total / weight
+        have = {checkpoint.step for checkpoint in self.list(key)}
+        return max(smoothed.keys() & have, key=lambda step: (smoothed[step], step), default=None)
+
+    # ---- one directory ----------------------------------------------------------------------
+
+    def _directory(self, key: ModelKey, step: int, suffix: str = "") -> Path:
+        return self.model_dir(key) / "checkpoints" / f"{step:04d}{suffix}"
+
+    def _steps(self, key: ModelKey) -> Steps:
+        parent = self.model_dir(key) / "checkpoints"
+        return sorted(int(p.name) for p in parent.glob("[0-9]*") if _STEP.fullmatch(p.name))
+
+    def _make_room(self, parent: Path) -> None:
+        """Make the directory of a model's steps, and remove what crashes left half-done in it."""
+        if not parent.exists():
+            parent.mkdir(parents=True)
+            for made in parent.parents[: len(parent.relative_to(self.root).parts)]:
+                _sync(made)
+        for left in parent.glob(".*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _read(self, key: ModelKey, step: int, path: Path) -> Checkpoint | None:
+        try:
+            said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            if said["step"] != step or any("/" in name for name in said["files"]):
+                return None
+            return Checkpoint(key, step, path, said["sha256"], said)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _wrong(self, path: Path) -> str | None:
+        """What keeps the files from being those that were written; looked at once, until touched."""
+        try:
+            text = (path / MANIFEST).read_text(encoding="utf-8")
+            files: dict[str, str] = json.loads(text)["files"]
+            stats = [(path / name).stat() for name in files]
+            seen = (text, [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats])
+            if self._verified.get(path) == seen:
+                return None
+            for name, sha256 in files.items():
+                if _sha256(path / name) != sha256:
+                    return f"{name} is not what was written"
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).name} is missing"
+        self._verified[path] = seen
+        return None
+
+    def _set_aside(self, path: Path, name: str) -> Path:
+        target = path.with_name(name)
+        if target.exists():
+            shutil.rmtree(target)
+        _rename(path, target)
+        return target
+
+
+def _rename(path: Path, target: Path) -> None:
+    path.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

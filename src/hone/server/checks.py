@@ -1,0 +1,129 @@
+"""What types alone do not say of a request for a model or a job.
+
+In:   ModelSpec, JobRequest
+Out:  the TrainConfig a job is trained with, the hash of a request; Unprocessable with each wrong field
+Used: training.py, before anything is written
+
+JSON can spell what nothing else can hold: half a surrogate pair, an infinite number, an integer of
+a thousand digits. It is refused here, so that state once written can always be read.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from math import isfinite
+from typing import Any
+
+from pydantic import ValidationError
+
+from hone.errors import Unprocessable
+from hone.trajectory import JobRequest
+from hone.types import FieldError, ModelSpec, TrainConfig
+
+MAX_SEED = 2**63
+_HALF = "half of a surrogate pair; send whole characters"
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Refuse a model that could not be written down, found or trained."""
+    wrong: list[FieldError] = []
+    longest = max(
+        len(part.encode(errors="replace")) for part in re.split(r"[/\\]", spec.base_model)
+    )
+    if not spec.base_model.isprintable() or longest > 255:
+        message = f"{spec.base_model[:60]!r} cannot be the name of a model or of a directory"
+        wrong.append(FieldError(("base_model",), message))
+    wrong += _wrong_seed(spec.seed)
+    wrong += unwritable(spec.alpha, ("alpha",))
+    wrong += unwritable(spec.chat_template_kwargs, ("chat_template_kwargs",))
+    wrong += unwritable(spec.not_applicable, ("not_applicable",))
+    if wrong:
+        raise Unprocessable(wrong)
+    train_config({}, spec.defaults, "defaults")
+
+
+def check_request(request: JobRequest, config: TrainConfig) -> None:
+    """Refuse a job in which nothing can be compared with anything."""
+    wrong = _wrong_seed(request.seed)
+    alone = all(len(group) + len(group.exceptions) <= 1 for group in request.groups)
+    # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
+    if alone and request.groups and config.baseline == "group" and not request.advance_when_flat:
+        wrong.append(
+            FieldError(
+                ("groups",),
+                "every group has one trajectory, and there is nothing in its group to compare it "
+                "with. Sample every input several times (num_generations), or set config "
+                "`baseline: batch`, which compares with the mean of the job.",
+            )
+        )
+    if wrong:
+        raise Unprocessable(wrong)
+
+
+def train_config(defaults: Mapping[str, Any], asked: Mapping[str, Any], field: str) -> TrainConfig:
+    """What a job is trained with: what it asks for, else the model's defaults, else hone's."""
+    known = TrainConfig.model_fields
+    wrong = unwritable(asked, (field,))
+    for key in asked:
+        if key not in known:
+            close = get_close_matches(key, known, n=1, cutoff=0.5)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            message = f"no such key.{guess} Known: {', '.join(known)}."
+            wrong.append(FieldError((field, key), message))
+    if wrong:
+        raise Unprocessable(wrong)
+    try:
+        config = TrainConfig.model_validate({**defaults, **asked})
+    except ValidationError as error:
+        fields = [FieldError((field, *e["loc"]), e["msg"]) for e in error.errors()]
+        raise Unprocessable(fields) from None
+    # Text is read as a number too, and "inf" is one.
+    if wrong := unwritable(config.model_dump(), (field,)):
+        raise Unprocessable(wrong)
+    return config
+
+
+def digest(request: JobRequest) -> str:
+    """SHA-256 of everything a job is made of, but for its key."""
+    try:
+        plain = request.model_dump(exclude={"idempotency_key"})
+        text = json.dumps(plain, sort_keys=True, ensure_ascii=False, default=repr)
+        if request.idempotency_key is not None:
+            request.idempotency_key.encode()
+        return hashlib.sha256(text.encode()).hexdigest()
+    except UnicodeEncodeError:
+        message = f"in its text: {_HALF}"
+    except (RecursionError, ValueError):
+        message = "nested too deeply to be read"
+    raise Unprocessable([FieldError(("groups",), message)])
+
+
+def unwritable(value: Any, path: tuple[str | int, ...]) -> list[FieldError]:
+    """The values inside a JSON document that no JSON document can hold."""
+    if isinstance(value, Mapping):
+        bad = [FieldError(path, f"{key!r}: {_HALF}") for key in value if not _is_text(key)]
+        inside = (unwritable(v, (*path, k)) for k, v in value.items() if _is_text(k))
+        return [*bad, *(error for errors in inside for error in errors)]
+    if isinstance(value, list):
+        return [error for i, v in enumerate(value) for error in unwritable(v, (*path, i))]
+    if isinstance(value, float) and not isfinite(value):
+        return [FieldError(path, f"expected a finite number, got {value!r}")]
+    if isinstance(value, str) and not _is_text(value):
+        return [FieldError(path, _HALF)]
+    return []
+
+
+def _wrong_seed(seed: int) -> list[FieldError]:
+    if seed < MAX_SEED:
+        return []
+    return [FieldError(("seed",), f"expected less than {MAX_SEED}")]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

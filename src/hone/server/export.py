@@ -1,0 +1,142 @@
+"""Write a trained step where other programs can load it.
+
+In:   a server's root, NAME[@N|@latest|@best], an empty or new directory
+Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat template with either
+Used: `hone export`
+
+The template written is the one hone rendered with: the base model's, under the arguments the
+model was registered with. The directory appears whole, or not at all.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hone.errors import Conflict, NotFound
+from hone.models.find import ModelFiles, find
+from hone.server import models
+from hone.server.checkpoints import MANIFEST, Checkpoint, Checkpoints
+from hone.server.models import ModelRecord, ModelStore
+from hone.server.store import Store
+
+_AT = re.compile(r"(?P<name>[^@]+)(@(?P<at>latest|best|[0-9]+))?")
+_TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
+
+
+def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Path:
+    """The directory, with the step of that name in it."""
+    record, checkpoint = _look_up(root, name)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Conflict(f"{directory} exists and is not empty; name a new directory")
+    files = find(record.spec.base_model)
+    partial = directory.absolute().with_name(f".{directory.absolute().name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if merge:
+            _write_merged(checkpoint, files, partial)
+        else:
+            _write_adapter(checkpoint, files, partial)
+        _write_tokenizer(files, record.spec.chat_template_kwargs, partial)
+        shutil.copyfile(checkpoint.path / MANIFEST, partial / MANIFEST)
+        if directory.exists():
+            directory.rmdir()
+        partial.rename(directory.absolute())
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return directory
+
+
+def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
+    state = root / "state.sqlite"
+    if not state.is_file():
+        raise NotFound(f"--root {root}: no server has kept its state there; name the right root")
+    asked = _AT.fullmatch(name)
+    if asked is None:
+        raise NotFound(f"{name!r}: expected NAME, NAME@N, NAME@latest or NAME@best")
+    store = Store(state, (models.SCHEMA,))
+    try:
+        record = ModelStore(store).find(asked["name"])
+    finally:
+        store.close()
+    checkpoints = Checkpoints(root)
+    step = asked["at"]
+    if step == "best":
+        step = checkpoints.best(record.key)
+        if step is None:
+            raise NotFound(f"{name!r}: no val/reward was logged for any step that is kept")
+    if step in (None, "latest"):
+        newest = checkpoints.newest(record.key)
+        if newest is None:
+            raise NotFound(f"{name!r}: the model has no step yet; train it first")
+        return record, newest
+    return record, checkpoints.get(record.key, int(step))
+
+
+def _write_adapter(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
+    shutil.copyfile(
+        checkpoint.path / "adapter_model.safetensors", directory / "adapter_model.safetensors"
+    )
+    settings = _json(checkpoint.path / "adapter_config.json")
+    if files.source not in ("cache", "hub"):
+        # A name of ours means nothing to PEFT, which takes a name on the hub or a path.
+        settings["base_model_name_or_path"] = str(files.path)
+    _write_json(directory / "adapter_config.json", settings)
+
+
+def _write_merged(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
+    if checkpoint.manifest["weights_sha256"] != files.weights_sha256:
+        raise Conflict(
+            f"step {checkpoint.step} of {str(checkpoint.key)!r} was trained over other weights than "
+            f"those in {files.path} now, and merging would give nonsense. Put the old weights back, "
+            "or export the adapter without --merge."
+        )
+    # Here, because they take seconds to load.
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(files.path, dtype="auto")
+    adapted: Any = PeftModel.from_pretrained(base, str(checkpoint.path))
+    adapted.merge_and_unload().save_pretrained(directory)
+
+
+def _write_tokenizer(files: ModelFiles, kwargs: Mapping[str, Any], directory: Path) -> None:
+    for name in _TOKENIZER:
+        if (files.path / name).is_file():
+            shutil.copyfile(files.path / name, directory / name)
+    if (files.path / "tokenizer_config.json").is_file():
+        settings = _json(files.path / "tokenizer_config.json")
+        settings.pop("chat_template", None)  # it stands in a file of its own
+        _write_json(directory / "tokenizer_config.json", settings)
+    if files.template is not None:
+        preset = "".join(_preset(key, value) for key, value in kwargs.items() if key.isidentifier())
+        template = preset + files.template
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _preset(key: str, value: Any) -> str:
+    """Jinja that gives a template's argument the value hone used, unless the caller names one."""
+    return f"{{%- if {key} is not defined %}}{{%- set {key} = {_literal(value)} %}}{{%- endif -%}}"
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it: the same, but for null."""
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(k)}: {_literal(v)}' for k, v in value.items())}}}"
+    return json.dumps(value)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

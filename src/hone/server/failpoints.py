@@ -1,0 +1,24 @@
+"""Named places at which a test can kill the server, to prove that nothing accepted is lost.
+
+In:   HONE_FAILPOINT=NAME or NAME:K (the K-th time it is reached, from 1)
+Out:  the process ends there as by `kill -9`
+Used: wherever a state change has a before and an after; tests/server/test_crash.py arms them
+
+Without the variable a failpoint is one comparison with None.
+"""
+
+import os
+import signal
+
+_armed, _, _count = os.environ.get("HONE_FAILPOINT", "").partition(":")
+_left = int(_count or 1)
+
+
+def failpoint(name: str) -> None:
+    """Die here, if this place is armed."""
+    global _left
+    if name != _armed:
+        return
+    _left -= 1
+    if _left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)

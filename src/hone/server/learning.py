@@ -1,0 +1,204 @@
+"""What a job does with its learner: start it, put it at a step, train, save the next step.
+
+In:   a job, its groups, the checkpoint it goes on from
+Out:  the learner's StepResult, as a mapping; the checkpoint of the next step
+Used: service.py, in threads: everything here blocks
+
+A learner is kept between jobs and put back to a checkpoint with its optimizer's state before each,
+so that what a job gives does not depend on the jobs before it.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import hone
+from hone.errors import StateError
+from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.server.checkpoints import Checkpoint, Checkpoints
+from hone.server.language import Language
+from hone.server.settings import Settings
+from hone.trajectory import TrajectoryGroup
+from hone.types import JobInfo, ModelKey, ModelSpec
+
+PROGRESS_S = 0.1
+"""Progress is told at most so often; the last of each phase always."""
+PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""Threads of the learner that wait must not spin: they would take the engine's cores."""
+
+Tell = Callable[[dict[str, Any]], object]
+
+
+def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) -> Checkpoint:
+    """Step 0: a fresh adapter, which changes nothing yet, and an optimizer without moments."""
+
+    def fill(directory: Path) -> str:
+        # Here, because torch takes seconds to load and `hone serve` is up without it.
+        from hone.learner.optim import AdamW
+        from hone.models.architecture import DecoderConfig
+        from hone.models.lora import Lora
+
+        config = DecoderConfig.read(language.files.path)
+        lora = Lora.init(config, rank=spec.rank, alpha=spec.alpha, seed=spec.seed)
+        lora.save(directory, base_model=spec.base_model)
+        AdamW.save_fresh(lora.parameters(), directory)
+        return lora.sha256
+
+    return checkpoints.write(
+        spec.key,
+        0,
+        fill,
+        job=None,
+        base_model=language.name,
+        weights_sha256=language.weights_sha256,
+        fingerprint=language.fingerprint,
+        metrics={},
+        hone=hone.__version__,
+    )
+
+
+def start(
+    launch: Callable[..., LearnerProcess], language: Language, settings: Settings
+) -> LearnerProcess:
+    """A learner over a base model."""
+    device, dtype = _machine(settings.device)
+    spec = LearnerSpec(
+        model_dir=language.files.path,
+        base_model=language.name,
+        threads=settings.learner_threads or os.cpu_count() or 1,
+        device=device,
+        dtype=dtype,
+    )
+    return launch(spec, env=PATIENT)
+
+
+def learn(
+    learner: LearnerProcess,
+    job: JobInfo,
+    groups: Sequence[TrajectoryGroup],
+    base: Checkpoint,
+    *,
+    tell: Tell,
+    stop_if_asked: Callable[[], None],
+) -> dict[str, Any]:
+    """Train the job from its base; `stop_if_asked` raises before any micro-batch to end it."""
+    stop_if_asked()
+    found = learner.load(base.path)
+    if found != base.sha256:
+        raise StateError(
+            f"{base.path}: the learner read an adapter with hash {found[:16]}, the manifest says "
+            f"{base.sha256[:16]}. Delete this checkpoint; the one before it is used then."
+        )
+    progress = Progress(tell)
+
+    def on_progress(at: dict[str, Any]) -> None:
+        stop_if_asked()
+        progress.tell(at)
+
+    result = learner.train(
+        groups, job.config, on_progress=on_progress, label_logprobs=job.plot_tensors
+    )
+    progress.close()
+    stop_if_asked()
+    # Metrics go through JSON, which has no NaN; what is not a number is left out.
+    metrics = {name: value for name, value in result["metrics"].items() if math.isfinite(value)}
+    if "learn/oldest_call_step" in metrics:
+        metrics["learn/staleness"] = base.step - metrics["learn/oldest_call_step"]
+    return {**result, "metrics": metrics}
+
+
+def save(
+    checkpoints: Checkpoints,
+    learner: LearnerProcess,
+    job: JobInfo,
+    groups: Sequence[TrajectoryGroup],
+    result: dict[str, Any],
+    language: Language,
+    key: ModelKey,
+) -> Checkpoint:
+    """The step the learner stands at, with all that is needed to prove it and to go on from it."""
+    assert job.base_step is not None and learner.info is not None, (job, learner.info)
+
+    def fill(directory: Path) -> str:
+        sha256 = learner.save(directory)
+        assert sha256 == result["sha256"], (sha256, result["sha256"])
+        if job.plot_tensors:
+            _draw(job, groups, result, language, directory)
+        return sha256
+
+    return checkpoints.write(
+        key,
+        job.base_step + 1,
+        fill,
+        proved=False,
+        job=job.id,
+        base_model=language.name,
+        base_step=job.base_step,
+        base_sha256=job.base_sha256,
+        weights_sha256=language.weights_sha256,
+        fingerprint=language.fingerprint,
+        config=job.config.model_dump(),
+        seed=job.seed,
+        metrics=result["metrics"],
+        reason=result["reason"],
+        movement=result["movement"],
+        learner=learner.info.model_dump(),
+        hone=hone.__version__,
+    )
+
+
+def _draw(
+    job: JobInfo,
+    groups: Sequence[TrajectoryGroup],
+    result: dict[str, Any],
+    language: Language,
+    directory: Path,
+) -> None:
+    from hone.server.picture import PICTURE, draw  # numpy, for the jobs that want it
+
+    draw(
+        groups,
+        job.config,
+        directory / PICTURE,
+        vocab=language.files.config["vocab_size"],
+        max_positions=language.max_positions,
+        learner_logprobs=result["logprobs"],
+    )
+
+
+class Progress:
+    """Tells now and then where a job stands."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._held: dict[str, Any] | None = None
+        self._next = 0.0
+
+    def tell(self, at: dict[str, Any]) -> None:
+        if self._held is not None and self._held["phase"] != at["phase"]:
+            self.close()
+        self._held = at
+        if time.monotonic() >= self._next:
+            self.close()
+            self._next = time.monotonic() + PROGRESS_S
+
+    def close(self) -> None:
+        """Tell what was held back."""
+        if self._held is not None:
+            self._tell(self._held)
+            self._held = None
+
+
+def _machine(device: str | None) -> tuple[str, Literal["float32", "bfloat16"]]:
+    """Where the learner runs. On a CPU always in float32: its bits may not depend on a trial."""
+    import torch  # here, as in save_first
+
+    from hone.models.machine import fastest_device, fastest_dtype
+
+    device = device or fastest_device()
+    if device.startswith("cuda") and fastest_dtype(device) == torch.bfloat16:
+        return device, "bfloat16"
+    return device, "float32"

@@ -1,0 +1,130 @@
+"""Which models are registered: names of their own over base models.
+
+In:   ModelSpecs, from POST /v1/training/models and ART's register
+Out:  ModelRecords, by key or by the name a client used
+Used: training.py, art.py, serving.py, service.py
+
+A key never changes what it stands on: base model, rank, alpha and seed are those of its first
+registration, because its checkpoints have that shape. How it is called and trained by default
+may be registered anew at any time.
+"""
+
+import difflib
+import time
+from dataclasses import dataclass
+
+from hone.errors import Conflict, NotFound
+from hone.server.store import Store
+from hone.types import ModelKey, ModelSpec
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS models (
+    project TEXT NOT NULL,
+    name TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    PRIMARY KEY (project, name)
+) WITHOUT ROWID;
+"""
+
+FIXED = ("base_model", "rank", "alpha", "seed")
+"""What a key keeps for ever."""
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A registered model."""
+
+    key: ModelKey
+    spec: ModelSpec
+    created_at: float
+
+
+Records = list[ModelRecord]  # named here because `list` is a method below
+
+
+class ModelStore:
+    """Registered models, in the order of their keys."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def register(self, spec: ModelSpec) -> ModelRecord:
+        """Idempotent; what may not change and does is a Conflict that names both."""
+        with self._store.transaction(durable=True) as db:
+            known = self.list()
+            before = next((record for record in known if record.key == spec.key), None)
+            if before is None:
+                _check_name(spec, known)
+            else:
+                _check_same(before.spec, spec)
+            created_at = time.time() if before is None else before.created_at
+            db.execute(
+                "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, ?)",
+                (spec.project, spec.name, spec.base_model, spec.model_dump_json(), created_at),
+            )
+        return ModelRecord(spec.key, spec, created_at)
+
+    def get(self, key: ModelKey) -> ModelRecord:
+        return self.find(str(key))
+
+    def find(self, name: str) -> ModelRecord:
+        """By NAME or PROJECT/NAME; a NAME that several projects have is a Conflict."""
+        known = self.list()
+        matches = [r for r in known if name in (r.key.name, str(r.key))]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            candidates = " or ".join(repr(str(record.key)) for record in matches)
+            raise Conflict(f"model {name!r} exists in several projects; say {candidates}")
+        raise NotFound(_unknown(name, known))
+
+    def list(self) -> Records:
+        rows = self._store.query("SELECT * FROM models ORDER BY project, name")
+        return [
+            ModelRecord(
+                ModelKey(row["project"], row["name"]),
+                ModelSpec.model_validate_json(row["spec"]),
+                row["created_at"],
+            )
+            for row in rows
+        ]
+
+    def on_base(self, base_model: str) -> Records:
+        return [record for record in self.list() if record.spec.base_model == base_model]
+
+
+def _check_same(before: ModelSpec, now: ModelSpec) -> None:
+    for field in FIXED:
+        old, new = getattr(before, field), getattr(now, field)
+        if old != new:
+            raise Conflict(
+                f"model {str(now.key)!r} is registered with {field} {old!r} and cannot become one "
+                f"with {new!r}: its checkpoints have that shape. Register it under another name."
+            )
+
+
+def _check_name(spec: ModelSpec, known: Records) -> None:
+    """A name means one thing: a registered model or a base model, never both."""
+    bases = {spec.base_model, *(record.spec.base_model for record in known)}
+    for taken in (spec.name, str(spec.key)):
+        if taken in bases:
+            raise Conflict(
+                f"model {str(spec.key)!r}: {taken!r} is the name of a base model in use, and a "
+                "request for it would not say which is meant. Choose another name."
+            )
+    for record in known:
+        if spec.base_model in (record.key.name, str(record.key)):
+            raise Conflict(
+                f"model {str(spec.key)!r}: its base_model {spec.base_model!r} is the name of a "
+                "registered model. Name the base model of that one, or weights of another name."
+            )
+
+
+def _unknown(name: str, known: Records) -> str:
+    names = [str(record.key) for record in known]
+    close = difflib.get_close_matches(name, [*names, *(r.key.name for r in known)], n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    registered = ", ".join(names) or "none yet"
+    return f"no model called {name!r} is registered.{guess} Registered: {registered}."

@@ -1,0 +1,161 @@
+"""A request and the policy that answers it, made into an Exchange.
+
+In:   ChatRequest or CompletionRequest; its Policy, rollout and run
+Out:  the Exchange to run, and the Form of its answer
+Used: chat.py, once per request
+
+What cannot be answered is refused here, before a token is sampled: prompts and answers that do not
+fit, tools the template has no word for, calls that cannot be forced. Only a request that passed
+takes a place in its rollout, so that the seeds of those after it do not depend on it.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from hone.errors import BadRequest
+from hone.inference.base import Sampling
+from hone.inference.reply import StreamParser
+from hone.inference.template import ChatTemplate
+from hone.server.answers import ChatForm, Form, TextForm
+from hone.server.calls import CallStore
+from hone.server.exchange import Exchange, Where
+from hone.server.offer import Offer, offer
+from hone.server.openai import ChatRequest, CompletionRequest, LogprobWriter
+from hone.server.serving import Policy
+from hone.server.settings import Settings
+from hone.server.talks import Scope, Turn, request_seed
+from hone.server.telemetry import Metrics
+from hone.types import RunSpec
+
+Prepared = tuple[Exchange, Form]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is known of a request besides its body."""
+
+    policy: Policy
+    where: Where
+    scope: Scope
+    run: RunSpec | None
+    settings: Settings
+    calls: CallStore
+    metrics: Metrics
+
+    async def chat(self, asked: ChatRequest) -> Prepared:
+        template, offered, turn, forced = await asyncio.to_thread(self._turn, asked)
+        room = self._room(len(turn.ids), asked.limit, len(forced), "messages")
+        place = self.scope.next_index()
+        sent = asked.chat_template_kwargs or {}
+        ignored = [key for key in template.ignored_kwargs if key in sent]
+        exchange = Exchange(
+            **self._common(place),
+            turn=turn,
+            sampling=self._sampling(asked, room, place, template, offered.stop),
+            parsers=lambda call: template.parser(
+                prompt_ids=turn.ids, tools=offered.tools, stop=asked.stops, seed=call
+            ),
+            fingerprint=self.policy.base.fingerprint_of(template),
+            messages=asked.messages,
+            tools=offered.tools,
+            forced=forced,
+            not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
+        )
+        wanted = asked.logprobs or self._spec("token_ids_as_text", False)
+        return exchange, ChatForm(self._writer(asked) if wanted else None)
+
+    async def complete(self, asked: CompletionRequest) -> Prepared:
+        base, prompt = self.policy.base, asked.text_or_ids
+        ids = await asyncio.to_thread(self._encoded, prompt)
+        room = self._room(len(ids), asked.limit, 0, "prompt")
+        place = self.scope.next_index()
+        exchange = Exchange(
+            **self._common(place),
+            turn=Turn(ids, "first", (), None),
+            sampling=self._sampling(asked, room, place, base.template, ()),
+            parsers=lambda call: StreamParser(
+                base.decoder(), stop_ids=base.template.stop_ids, stop=asked.stops, seed=call
+            ),
+            fingerprint=base.fingerprint,
+            messages=None,
+            tools=[],
+            forced=[],
+            not_applicable=[],
+        )
+        return exchange, TextForm(self._writer(asked) if asked.logprobs is not None else None)
+
+    def _turn(self, asked: ChatRequest) -> tuple[ChatTemplate, Offer, Turn, list[int]]:
+        """The prompt. Blocking."""
+        sent = asked.chat_template_kwargs or {}
+        day = None if self.run is None else self.calls.opened_on(self.run)
+        template = self.policy.base.spoken({**self._spec("chat_template_kwargs", {}), **sent}, day)
+        offered = offer(template, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        turn = self.scope.turn(
+            self.calls, self.policy.base, template, asked.messages, offered.tools
+        )
+        return template, offered, turn, offered.forced_ids(template, turn.ids)
+
+    def _encoded(self, prompt: str | list[int]) -> list[int]:
+        self.scope.recall(self.calls)
+        tokenizer = self.policy.base.template.tokenizer
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _common(self, place: int) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "scope": self.scope,
+            "where": self.where,
+            "place": place,
+            "calls": self.calls,
+            "metrics": self.metrics,
+        }
+
+    def _spec(self, field: str, default: Any) -> Any:
+        """A field of the registered model; the default for a base model."""
+        record = self.policy.record
+        return default if record is None else getattr(record.spec, field)
+
+    def _writer(self, asked: ChatRequest | CompletionRequest) -> LogprobWriter:
+        as_ids = asked.return_tokens_as_token_ids or self._spec("token_ids_as_text", False)
+        return LogprobWriter(self.policy.base, as_ids=bool(as_ids))
+
+    def _room(self, prompt: int, asked: int | None, forced: int, param: str) -> int:
+        """Tokens that may be sampled; BadRequest where prompt and answer cannot fit."""
+        positions, settings = self.policy.base.max_positions, self.settings
+        limit = min(positions, settings.max_seq_length)
+        answer = max(asked or 1, forced + 1)
+        if prompt + answer > limit:
+            whose = "the model" if limit == positions else "this server (max_seq_length)"
+            raise BadRequest(
+                f"{param}: {prompt} tokens, and {answer} of answer, are more than the {limit} of "
+                f"{whose}; shorten the prompt or lower max_tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+        most = min(settings.max_tokens, limit - prompt) if asked is None else answer
+        return max(most - forced, 1)
+
+    def _sampling(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        room: int,
+        place: int,
+        template: ChatTemplate,
+        stop: tuple[str, ...],
+    ) -> Sampling:
+        seed = asked.seed
+        if self.where.rollout:
+            seed = request_seed(self.run.seed if self.run else 0, self.where.rollout, place)
+        return Sampling(
+            n=asked.n or 1,
+            max_tokens=room,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=max(asked.top_k or 0, 0),
+            min_p=asked.min_p or 0.0,
+            seed=seed,
+            stop=(*asked.stops, *stop),
+            stop_ids=template.stop_ids,
+            top_logprobs=asked.alternatives,
+        )

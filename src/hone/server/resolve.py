@@ -1,0 +1,294 @@
+"""Turn trajectory groups as they were sent into groups whose trajectories carry Calls only.
+
+In:   TrajectoryGroups: by tokens, by reference to recorded rollouts, or as messages and choices
+Out:  Resolved: the same groups as Calls, what became of everything in them, or Unprocessable
+Used: training.py, before a job is accepted; it also serves ART's clients
+
+Everything that can be wrong with a job is found here, at the border, and all of it at once: each
+wrong field is named by its path. What cannot be trained on, without being wrong, is left out and
+counted by reason. Nothing is guessed: a call that this server did not record is only taken where
+its tokens, its text and its log-probabilities agree.
+
+What is counted: calls by how they were found (`by_tokens`, `by_rollout`, `matched`, `rerendered`);
+`dropped/abandoned`, `dropped/other_model` and `dropped/no_logprobs` are calls that became context;
+`dropped/no_calls` and `dropped/too_long` are trajectories, `dropped/empty_group` groups, and
+`exceptions` rollouts that failed. `other_template` are calls of a rollout whose chat template had
+other arguments than the model's own; they are trained like any other.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, get_args
+
+from hone.errors import Unprocessable
+from hone.models.architecture import DecoderConfig
+from hone.server.calls import CallStore
+from hone.server.choices import Choices, same_weights
+from hone.server.models import ModelRecord
+from hone.server.sampled import Path, Refused, wrong_logprob
+from hone.server.serving import Serving
+from hone.trajectory import History, Trajectory, TrajectoryGroup
+from hone.types import Call, FieldError, RecordedCall, RolloutId, TrainConfig
+
+MAX_ERRORS = 50
+"""Wrong fields named in one answer."""
+MAX_STEP = 2**31
+
+FORMS = ("calls", "rollout", "messages_and_choices", "additional_histories")
+
+_ROLLOUT = re.compile(get_args(RolloutId)[1].pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a job is made of."""
+
+    groups: list[TrajectoryGroup]
+    """Every trajectory carries calls, and at least one of them is trained."""
+    counts: dict[str, int]
+    calls: list[str]
+    """Ids of the recorded calls among them."""
+
+
+async def resolve(
+    groups: Sequence[TrajectoryGroup],
+    *,
+    record: ModelRecord,
+    serving: Serving,
+    calls: CallStore,
+    config: TrainConfig,
+) -> Resolved:
+    """The groups as calls. Raises Unprocessable with every wrong field."""
+    language = await serving.template(record.spec.base_model)
+
+    def run() -> Resolved:
+        template = language.spoken(record.spec.chat_template_kwargs)
+        fingerprint = language.fingerprint_of(template)
+        config_file = language.files.path / "config.json"
+        shape = DecoderConfig.parse(language.files.config, where=str(config_file))
+        step, _ = serving.newest(record)
+        choices = Choices(
+            template,
+            calls,
+            model=str(record.key),
+            base_model=record.spec.base_model,
+            fingerprint=fingerprint,
+            vocab=shape.vocab,
+            step=step,
+        )
+        limit = min(config.max_seq_length, shape.max_positions)
+        resolver = _Resolver(record, fingerprint, calls, choices, config, shape.vocab, limit)
+        return resolver.run(groups)
+
+    # Blocking from here on: the store, the disk, rendering.
+    return await asyncio.to_thread(run)
+
+
+class _Resolver:
+    """One job being resolved."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        fingerprint: str,
+        calls: CallStore,
+        choices: Choices,
+        config: TrainConfig,
+        vocab: int,
+        limit: int,
+    ) -> None:
+        self._record = record
+        self._fingerprint = fingerprint
+        self._calls = calls
+        self._choices = choices
+        self._config = config
+        self._vocab = vocab
+        self._limit = limit
+        self._counts: Counter[str] = Counter()
+        self._errors: list[FieldError] = []
+        self._used: list[str] = []
+        self._rollouts: dict[str, Path] = {}
+
+    def run(self, groups: Sequence[TrajectoryGroup]) -> Resolved:
+        kept = [self._group(group, ("groups", g)) for g, group in enumerate(groups)]
+        left = [group for group in kept if group.trajectories]
+        self._counts["dropped/empty_group"] = len(kept) - len(left)
+        self._counts["dropped/no_logprobs"] = self._choices.without_logprobs
+        counts = dict(sorted((+self._counts).items()))
+        if not self._errors and not left:
+            self._errors.append(FieldError(("groups",), self._nothing(counts)))
+        if self._errors:
+            raise Unprocessable(self._errors[:MAX_ERRORS])
+        return Resolved(left, counts, self._used)
+
+    def _group(self, group: TrajectoryGroup, path: Path) -> TrajectoryGroup:
+        self._counts["exceptions"] += len(group.exceptions)
+        trajectories = []
+        for t, trajectory in enumerate(group.trajectories):
+            try:
+                found = self._trajectory(trajectory, (*path, "trajectories", t))
+            except Refused as refused:
+                self._errors.append(refused.field)
+                continue
+            if found is not None:
+                trajectories.append(found)
+        return TrajectoryGroup(
+            trajectories,
+            example=group.example,
+            metrics=_finite(group.metrics),
+            metadata=_finite(group.metadata),
+        )
+
+    def _trajectory(self, trajectory: Trajectory, path: Path) -> Trajectory | None:
+        """As calls; None where nothing of it can be trained."""
+        forms = [name for name in FORMS if getattr(trajectory, name)]
+        if {"messages_and_choices", "additional_histories"} <= set(forms):
+            forms.remove("additional_histories")
+        if len(forms) > 1:
+            raise Refused(
+                path,
+                f"{' and '.join(forms)} each say what was sampled; send one of them and leave the "
+                "others out",
+            )
+        calls: list[Call] = []
+        if forms == ["calls"]:
+            calls = self._by_tokens(trajectory, path)
+        elif forms == ["rollout"]:
+            calls = self._by_rollout(trajectory.rollout, (*path, "rollout"))
+        elif forms:
+            calls = self._by_messages(trajectory, path)
+        if not any(call.trained and call.completion_ids for call in calls):
+            self._counts["dropped/no_calls"] += 1
+            return None
+        self._check_shaped(trajectory, sum(call.trained for call in calls), path)
+        longest = max(len(c.prompt_ids) + len(c.completion_ids) for c in calls if c.trained)
+        # Counted here and left out by the learner, whose rule it is.
+        self._counts["dropped/too_long"] += longest > self._limit
+        return Trajectory(
+            calls=calls,
+            reward=trajectory.reward,
+            shaped_rewards=trajectory.shaped_rewards,
+            metrics=_finite(trajectory.metrics),
+            metadata=_finite(trajectory.metadata),
+        )
+
+    # ---- three ways to say what was sampled -----------------------------------------------------
+
+    def _by_tokens(self, trajectory: Trajectory, path: Path) -> list[Call]:
+        for c, call in enumerate(trajectory.calls):
+            self._check_call(call, (*path, "calls", c))
+        self._counts["by_tokens"] += len(trajectory.calls)
+        return trajectory.calls
+
+    def _by_rollout(self, rollout: str, path: Path) -> list[Call]:
+        if not _ROLLOUT.fullmatch(rollout):
+            raise Refused(path, f"{rollout!r} is no rollout id; send the id the agent ran under")
+        if rollout in self._rollouts:
+            first = ".".join(map(str, self._rollouts[rollout]))
+            raise Refused(path, f"rollout {rollout!r} is at {first} too; train it once")
+        self._rollouts[rollout] = path
+        recorded = self._calls.rollout(rollout)
+        if not recorded:
+            raise Refused(
+                path,
+                f"nothing is recorded of rollout {rollout!r}: its agent called no model of this "
+                "server under that id, or its calls were pruned; open a run to keep them "
+                "(POST /v1/runs)",
+            )
+        calls = [call for one in recorded if (call := self._recorded(one, path))]
+        self._used += [one.id for one in recorded]
+        self._counts["by_rollout"] += sum(call.trained for call in calls)
+        return calls
+
+    def _recorded(self, one: RecordedCall, path: Path) -> Call | None:
+        """One call of a rollout; other models' are context, and abandoned ones nothing at all."""
+        if one.abandoned:
+            self._counts["dropped/abandoned"] += 1
+            return None
+        if one.model != str(self._record.key):
+            self._counts["dropped/other_model"] += 1
+            return one.call.model_copy(update={"trained": False})
+        if not same_weights(one.fingerprint, self._fingerprint):
+            raise Refused(
+                path,
+                f"call {one.id!r} was answered by other weights than those that "
+                f"{one.base_model!r} names now, and its ids may mean something else. Run the "
+                "rollout again.",
+            )
+        self._counts["other_template"] += one.fingerprint != self._fingerprint
+        return one.call
+
+    def _by_messages(self, trajectory: Trajectory, path: Path) -> list[Call]:
+        histories: list[tuple[History, Path]] = [(trajectory, path)]
+        histories += [
+            (history, (*path, "additional_histories", h))
+            for h, history in enumerate(trajectory.additional_histories)
+        ]
+        taken = [one for history, where in histories for one in self._choices.read(history, where)]
+        self._counts.update(one.how for one in taken)
+        self._used += [one.recorded for one in taken if one.recorded is not None]
+        return [one.call for one in taken]
+
+    # ---- what would be wrong to train on ---------------------------------------------------------
+
+    def _check_call(self, call: Call, path: Path) -> None:
+        if not isfinite(call.temperature):
+            raise Refused((*path, "temperature"), "expected a finite number")
+        if call.step > MAX_STEP:
+            raise Refused((*path, "step"), f"expected a step, got {call.step}")
+        if not call.trained:
+            return  # another model's calls keep their own vocabulary; they are never computed
+        for field in ("prompt_ids", "completion_ids"):
+            ids = getattr(call, field)
+            if ids and not (min(ids) >= 0 and max(ids) < self._vocab):
+                bad = next(i for i, token in enumerate(ids) if not 0 <= token < self._vocab)
+                raise Refused(
+                    (*path, field, bad),
+                    f"token id {ids[bad]} is outside the vocabulary of {self._vocab} of "
+                    f"{self._record.spec.base_model!r}; train the model that answered the call",
+                )
+        for place, value in enumerate(call.logprobs or ()):
+            if why := wrong_logprob(value):
+                raise Refused((*path, "logprobs", place), why)
+
+    def _check_shaped(self, trajectory: Trajectory, trained: int, path: Path) -> None:
+        shaped, path = trajectory.shaped_rewards, (*path, "shaped_rewards")
+        if shaped is None:
+            if self._config.credit != "outcome":
+                raise Refused(
+                    path,
+                    f"credit is {self._config.credit!r}, which needs one value for each of the "
+                    f"{trained} trained calls; send them, or set credit: outcome",
+                )
+            return
+        bad = next((i for i, value in enumerate(shaped) if not isfinite(value)), None)
+        if bad is not None:
+            raise Refused((*path, bad), f"expected a finite number, got {shaped[bad]!r}")
+        if len(shaped) != trained:
+            raise Refused(
+                path,
+                f"{len(shaped)} values for {trained} trained calls; send one for each, in the "
+                "order of the calls",
+            )
+
+    def _nothing(self, counts: Mapping[str, int]) -> str:
+        found = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "there are no groups"
+        hint = (
+            "Sample with logprobs from this server and send the choices as the client returned "
+            "them, or refer to the rollouts by their ids."
+        )
+        if counts.get("dropped/other_model"):
+            hint = (
+                f"The rollouts called other models than {str(self._record.key)!r}; let the agent "
+                f"ask for {self._record.key.name!r}, or open a run with that model (POST /v1/runs)."
+            )
+        return f"No valid assistant messages with logprobs ({found}). {hint}"
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without NaN and infinities, which JSON cannot carry on."""
+    return {k: v for k, v in values.items() if not isinstance(v, float) or isfinite(v)}

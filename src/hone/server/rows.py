@@ -1,0 +1,176 @@
+"""A recorded call as a row of SQLite, and back.
+
+In:   a RecordedCall, and the call it continues
+Out:  a Row holding what the call adds to that one; whole calls out of rows
+Used: calls.py
+
+Ids are int32; log-probabilities are float32 where that loses nothing, else float64. Both are in
+the order of this machine's bytes: a state directory does not move between kinds of processors.
+"""
+
+import hashlib
+import json
+import sqlite3
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hone.types import Call, RecordedCall
+
+COLUMNS = (
+    "id, rollout, run, place, choice, base_model, digest, created_at, size, parent, ids_kept, "
+    "turns_kept, ids, completion, logprobs, body"
+)
+_ROW_BYTES = 200
+"""What a row takes beside its blobs, roughly."""
+
+
+class Row:
+    """A call, as what it adds to its parent."""
+
+    def __init__(self, call: RecordedCall, parent: RecordedCall | None) -> None:
+        self.call = call
+        self.ids_kept = self.turns_kept = 0
+        if parent is not None:
+            before = [*parent.call.prompt_ids, *parent.call.completion_ids]
+            self.ids_kept = _agreeing(before, call.call.prompt_ids)
+            said = [*(parent.messages or ()), parent.reply]
+            self.turns_kept = _agreeing(said, call.messages or ())
+        self.parent = parent if self.ids_kept or self.turns_kept else None
+        same_tools = self.parent is not None and self.parent.tools == call.tools
+        self.ids = ints(call.call.prompt_ids[self.ids_kept :])
+        self.completion = ints(call.call.completion_ids)
+        self.logprobs = None if call.call.logprobs is None else _floats(call.call.logprobs)
+        self.body = _pack(
+            {
+                "turns": None if call.messages is None else call.messages[self.turns_kept :],
+                "tools": "parent's" if same_tools else call.tools,
+                **call.model_dump(include=_OF_BODY),
+                "call": call.call.model_dump(include=_OF_CALL),
+            }
+        )
+        blobs = (self.ids, self.completion, self.logprobs or b"", self.body)
+        self.size = _ROW_BYTES + sum(map(len, blobs))
+
+    def values(self, parent: int | None) -> tuple[Any, ...]:
+        call = self.call
+        name, colon, _ = call.rollout.partition(":")
+        return (
+            *(call.id, call.rollout, name if colon else None, call.index, call.choice),
+            *(call.base_model, digest(self.completion), call.created_at, self.size, parent),
+            *(self.ids_kept, self.turns_kept, self.ids, self.completion, self.logprobs, self.body),
+        )
+
+
+_OF_BODY = {
+    *("model", "adapter_sha256", "fingerprint", "reply", "finish"),
+    *("outcome", "reasons", "abandoned"),
+}
+_OF_CALL = {"exact", "forced", "temperature", "step", "function", "trained"}
+
+
+def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:
+    db.execute(f"INSERT INTO calls ({COLUMNS}) VALUES ({marks(values)})", values)
+
+
+def chain(query: Any, seqs: Sequence[int]) -> dict[int, sqlite3.Row]:
+    """The rows asked for and all their ancestors."""
+    rows = query(
+        f"""
+        WITH RECURSIVE chain (seq) AS (
+            SELECT seq FROM calls WHERE seq IN ({marks(seqs)})
+            UNION
+            SELECT calls.parent FROM calls JOIN chain USING (seq) WHERE calls.parent IS NOT NULL
+        )
+        SELECT seq, {COLUMNS} FROM calls WHERE seq IN (SELECT seq FROM chain)
+        """,
+        tuple(seqs),
+    )
+    return {row[0]: row for row in rows}
+
+
+def assemble(rows: dict[int, sqlite3.Row], seqs: Sequence[int]) -> list[RecordedCall]:
+    """Whole calls out of rows. A parent is always older than its child, so it is made first."""
+    whole: dict[int, RecordedCall] = {}
+    for seq in sorted(rows):
+        _, *values = rows[seq]
+        row: dict[str, Any] = dict(zip(COLUMNS.split(", "), values, strict=True))
+        parent = None if row["parent"] is None else whole[row["parent"]]
+        whole[seq] = _call(row, parent)
+    return [whole[seq] for seq in seqs]
+
+
+def _call(row: dict[str, Any], parent: RecordedCall | None) -> RecordedCall:
+    body = _unpack(row["body"])
+    ids, turns, tools = _read_ints(row["ids"]), body.pop("turns"), body.pop("tools")
+    if parent is not None:
+        before = [*parent.call.prompt_ids, *parent.call.completion_ids]
+        ids = before[: row["ids_kept"]] + ids
+        said = [*(parent.messages or ()), parent.reply]
+        turns = None if turns is None else said[: row["turns_kept"]] + turns
+        tools = parent.tools if tools == "parent's" else tools
+    completion = _read_ints(row["completion"])
+    logprobs = None
+    if row["logprobs"] is not None:
+        logprobs = _read_floats(row["logprobs"], len(completion))
+    call = Call(prompt_ids=ids, completion_ids=completion, logprobs=logprobs, **body.pop("call"))
+    return RecordedCall(
+        id=row["id"],
+        rollout=row["rollout"],
+        index=row["place"],
+        choice=row["choice"],
+        base_model=row["base_model"],
+        created_at=row["created_at"],
+        messages=turns,
+        tools=tools,
+        call=call,
+        **body,
+    )
+
+
+def _agreeing(before: Sequence[Any], after: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    size = min(len(before), len(after))
+    if list(before[:size]) == list(after[:size]):
+        return size
+    return next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+
+
+def ints(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def _read_ints(blob: bytes) -> list[int]:
+    return array("i", blob).tolist()
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    short = array("f", values)
+    return (short if short.tolist() == list(values) else array("d", values)).tobytes()
+
+
+def _read_floats(blob: bytes, count: int) -> list[float]:
+    return array("f" if len(blob) == 4 * count else "d", blob).tolist()
+
+
+def digest(ids: bytes) -> bytes:
+    return hashlib.sha256(ids).digest()[:16]
+
+
+def _pack(value: dict[str, Any]) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"z" + zlib.compress(text, 1) if len(text) > 512 else b"j" + text
+
+
+def _unpack(blob: bytes) -> dict[str, Any]:
+    return json.loads(zlib.decompress(blob[1:]) if blob[:1] == b"z" else blob[1:])
+
+
+def marks(values: Iterable[Any]) -> str:
+    return ", ".join("?" for _ in values)
+
+
+def parts(values: Sequence[Any], size: int = 500) -> list[Sequence[Any]]:
+    """Pieces short enough for one statement's parameters."""
+    return [values[i : i + size] for i in range(0, len(values), size)]

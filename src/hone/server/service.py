@@ -1,0 +1,385 @@
+"""THE SERVER LOOP: take job, learn, save, publish, prove, mark done.
+
+In:   queued jobs
+Out:  proved checkpoints, served; jobs that ended, each with what came of it
+Used: app.py starts and closes it; training.py and art.py prepare models, wake it, cancel jobs
+
+One job at a time per base model; jobs of different base models run side by side. A job's result
+is a function of its checkpoint, groups and configuration: the learner, which is kept between
+jobs, loads the pinned checkpoint with its optimizer's state before each. So a job that a crash
+interrupted gives the same adapter, bit for bit, when it is run again. What was saved before the
+crash is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hone.errors import Cancelled, Conflict, LearnerDied, NotProved
+from hone.inference.base import AdapterRef
+from hone.learner.worker import LearnerProcess
+from hone.server import learning
+from hone.server.calls import CallStore
+from hone.server.checkpoints import Checkpoint, Checkpoints
+from hone.server.failpoints import failpoint
+from hone.server.jobs import FINAL, JobStore, Pin
+from hone.server.language import Language
+from hone.server.models import ModelRecord, ModelStore
+from hone.server.proof import prove
+from hone.server.serving import Base, Serving
+from hone.server.settings import Settings
+from hone.server.telemetry import Metrics, log, say
+from hone.types import Failure, JobInfo, ModelKey
+
+FAILPOINTS = (
+    "job/before-learn",
+    "job/after-learn",
+    "job/after-save",
+    "job/before-publish",
+    "job/after-publish",
+    "job/after-prove",
+    "job/after-promote",
+    "job/before-done",
+    "job/after-done",
+)
+
+CLOSE_S = 20.0
+"""A job has so long to end, or to go back to the queue, when the server stops."""
+StartLearner = Callable[..., LearnerProcess]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The loop of one base model."""
+
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+    learner: LearnerProcess | None = None
+    job: str | None = None
+    """The one that is running."""
+
+
+class TrainingService:
+    """Turns queued jobs into served steps."""
+
+    def __init__(
+        self,
+        *,
+        jobs: JobStore,
+        models: ModelStore,
+        checkpoints: Checkpoints,
+        serving: Serving,
+        calls: CallStore,
+        settings: Settings,
+        metrics: Metrics | None = None,
+        start_learner: StartLearner = LearnerProcess.start,
+    ) -> None:
+        self._jobs = jobs
+        self._models = models
+        self._checkpoints = checkpoints
+        self._serving = serving
+        self._calls = calls
+        self._settings = settings
+        self._metrics = metrics or Metrics()
+        self._start_learner = start_learner
+        self._lanes: dict[str, _Lane] = {}
+        self._cancelled: set[str] = set()
+        self._beginning = threading.Lock()
+        self._closing = False
+
+    # ---- what callers see -------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take up what was running when the server last went down, then work."""
+        recovered = await asyncio.to_thread(self._jobs.recover, self._has_checkpoint)
+        for job in recovered.failed:
+            await asyncio.to_thread(self._clear_away, job)
+            say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
+        for job in recovered.queued:
+            say("job goes on", job=job.id, attempts=job.attempts)
+        self.wake()
+
+    def wake(self) -> None:
+        """A job was added: see to it that somebody takes it."""
+        waiting = self._jobs.waiting()
+        self._metrics.queued.set(sum(waiting.values()))
+        for base_model in () if self._closing else waiting:
+            lane = self._lanes.setdefault(base_model, _Lane())
+            if lane.task is None or lane.task.done():
+                lane.task = asyncio.create_task(self._work(base_model, lane))
+                lane.task.add_done_callback(_say_if_died)
+            lane.woken.set()
+
+    async def prepare(self, record: ModelRecord) -> Checkpoint:
+        """Load the engine, write step 0 if there is no step yet, serve the newest."""
+        newest = await self._newest(record)
+        await self._serving.resolve(str(record.key))
+        return newest
+
+    async def cancel(self, job_id: str) -> JobInfo:
+        """A running job stops within one micro-batch; the step before stays served."""
+        job = await asyncio.to_thread(self._jobs.request_cancel, job_id)
+        if job.state == "running":
+            self._cancelled.add(job_id)
+        elif job.state == "cancelled":
+            await asyncio.to_thread(self._calls.release, job_id)
+        return job
+
+    async def close(self) -> None:
+        """Stop: a running job goes back to the queue, and the attempt is not counted."""
+        self._closing = True
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        for lane in self._lanes.values():
+            lane.woken.set()
+            if lane.learner is not None:
+                await asyncio.to_thread(lane.learner.close)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
+            for task in late:  # its job stays running, and is recovered at the next start
+                task.cancel()
+
+    def status(self) -> dict[str, Any]:
+        """What it does now."""
+        running = [lane.job for lane in self._lanes.values() if lane.job is not None]
+        return {
+            "state": "training" if running else "idle",
+            "jobs": running,
+            "queued": sum(self._jobs.waiting().values()),
+        }
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    async def _work(self, base_model: str, lane: _Lane) -> None:
+        """One job after the other, until the server stops."""
+        jobs, checkpoints, serving = self._jobs, self._checkpoints, self._serving
+        while not self._closing:
+            lane.woken.clear()
+            job = await asyncio.to_thread(jobs.oldest, base_model)
+            if job is None:
+                await lane.woken.wait()
+                continue
+            lane.job = job.id
+            try:
+                # Take: from the newest step, or from what an earlier attempt saved. Loading comes
+                # after it: what exhausts memory then counts as an attempt.
+                record = await asyncio.to_thread(self._models.find, job.model)
+                newest = await self._newest(record)
+                checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
+                pin = Pin(newest.step, newest.sha256) if checkpoint is None else None
+                job = await asyncio.to_thread(jobs.take, job.id, pin)
+                say("job started", job=job.id, model=job.model, base_step=job.base_step)
+                await self.prepare(record)
+                base = await serving.base(base_model)
+
+                if checkpoint is None:
+                    # Learn.
+                    learner = await self._learner(lane, base)
+                    failpoint("job/before-learn")
+                    async with self._serving_held(learner) as held:
+                        result = await asyncio.to_thread(self._learn, learner, job, newest)
+                    result["metrics"] |= held
+                    failpoint("job/after-learn")
+                    if not result["steps"] and not job.advance_when_flat:
+                        await self._finish(job, None, result)
+                        continue
+
+                    # Save: a step that nobody serves yet.
+                    save = (self._save, learner, job, base, record.key, result)
+                    checkpoint = await asyncio.to_thread(*save)
+                    failpoint("job/after-save")
+
+                if not checkpoint.proved:
+                    # Publish: beside the step that is served.
+                    before = None if newest.step == 0 else await serving.publish(record, newest)
+                    failpoint("job/before-publish")
+                    after = await serving.publish(record, checkpoint)
+                    failpoint("job/after-publish")
+                    await self._tell_published(job, base, checkpoint)
+
+                    # Prove: the engine answers with what was learned.
+                    await self._prove(job, base, checkpoint, before, after)
+                    failpoint("job/after-prove")
+
+                    # From here on it is the newest step, on disk and in the engine.
+                    checkpoint = await asyncio.to_thread(checkpoints.promote, checkpoint)
+                    serving.promote(record, after, checkpoint.step)
+                    failpoint("job/after-promote")
+
+                # Mark done.
+                await self._finish(job, checkpoint, checkpoint.manifest)
+            except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
+                await self._end_badly(lane, job, error)
+            finally:
+                lane.job = None
+                self._cancelled.discard(job.id)
+
+    # ---- its parts, in the order of their use -----------------------------------------------
+
+    async def _newest(self, record: ModelRecord) -> Checkpoint:
+        """The newest step; step 0 is drawn from the model's seed where there is none."""
+        language = await self._serving.template(record.spec.base_model)
+        newest = await asyncio.to_thread(self._newest_or_first, record, language)
+        if newest.manifest["weights_sha256"] != language.weights_sha256:
+            raise Conflict(
+                f"step {newest.step} of model {str(record.key)!r} was trained over other weights "
+                f"than those that {language.name!r} names now ({language.files.path}). Put the old "
+                "weights back, or register a model of another name over the new ones."
+            )
+        return newest
+
+    def _newest_or_first(self, record: ModelRecord, language: Language) -> Checkpoint:
+        with self._beginning:
+            newest = self._checkpoints.newest(record.key)
+            return newest or learning.save_first(self._checkpoints, record.spec, language)
+
+    async def _learner(self, lane: _Lane, base: Base) -> LearnerProcess:
+        """The base model's learner, started if there is none."""
+        if lane.learner is None:
+            start = (learning.start, self._start_learner, base, self._settings)
+            lane.learner = await asyncio.to_thread(*start)
+            if self._closing:  # which did not see it
+                await asyncio.to_thread(lane.learner.close)
+        return lane.learner
+
+    @asynccontextmanager
+    async def _serving_held(self, learner: LearnerProcess) -> AsyncIterator[dict[str, float]]:
+        """Requests wait meanwhile, where that is asked for or engine and learner share one GPU.
+
+        Gives a mapping that holds afterwards how long they did.
+        """
+        held: dict[str, float] = {}
+        choice = self._settings.serving_during_training
+        shared = learner.info is not None and learner.info.device.startswith("cuda")
+        if choice == "continue" or (choice is None and not shared):
+            yield held
+            return
+        started = time.monotonic()
+        await self._serving.pause()
+        try:
+            yield held
+        finally:
+            await self._serving.resume()
+            held["serve/held_s"] = time.monotonic() - started
+
+    def _learn(self, learner: LearnerProcess, job: JobInfo, base: Checkpoint) -> dict[str, Any]:
+        result = learning.learn(
+            learner,
+            job,
+            self._jobs.groups(job.id),
+            base,
+            tell=lambda at: self._jobs.emit(job.id, "progress", at),
+            stop_if_asked=lambda: self._stop_if_asked(job),
+        )
+        learned = {"metrics": result["metrics"], "reason": result["reason"]}
+        self._jobs.emit(job.id, "learned", learned)
+        return result
+
+    def _stop_if_asked(self, job: JobInfo) -> None:
+        if job.cancel_requested or job.id in self._cancelled or self._closing:
+            raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
+
+    def _save(
+        self, learner: LearnerProcess, job: JobInfo, base: Base, key: ModelKey, result: Any
+    ) -> Checkpoint:
+        groups = self._jobs.groups(job.id)
+        checkpoint = learning.save(self._checkpoints, learner, job, groups, result, base, key)
+        saved = {"step": checkpoint.step, "sha256": checkpoint.sha256}
+        self._jobs.emit(job.id, "saved", saved)
+        return checkpoint
+
+    async def _tell_published(self, job: JobInfo, base: Base, checkpoint: Checkpoint) -> None:
+        held_s = base.engine.stats().held_s
+        self._metrics.held_s.set(held_s)
+        data = {"step": checkpoint.step, "held_s": held_s}
+        await asyncio.to_thread(self._jobs.emit, job.id, "published", data)
+
+    async def _prove(
+        self,
+        job: JobInfo,
+        base: Base,
+        checkpoint: Checkpoint,
+        before: AdapterRef | None,
+        after: AdapterRef,
+    ) -> None:
+        movement = checkpoint.manifest["movement"]
+        sequences = movement["sequences"]
+        old = await base.engine.probe(sequences, before)
+        new = await base.engine.probe(sequences, after)
+        try:
+            proof = prove(movement, old, new, checkpoint.sha256)
+        except NotProved:
+            self._metrics.publishes.labels("not proved").inc()
+            raise
+        self._metrics.publishes.labels(proof.verdict).inc()
+        await asyncio.to_thread(self._jobs.emit, job.id, "proved", asdict(proof))
+
+    async def _finish(
+        self, job: JobInfo, checkpoint: Checkpoint | None, said: Mapping[str, Any]
+    ) -> None:
+        """Done; without a checkpoint where there was nothing to learn and the step stays."""
+        await asyncio.to_thread(self._calls.release, job.id)
+        failpoint("job/before-done")
+        job = await asyncio.to_thread(
+            self._jobs.move,
+            job.id,
+            "done",
+            step=None if checkpoint is None else checkpoint.step,
+            metrics=said["metrics"],
+            reason=said["reason"] or None,
+        )
+        failpoint("job/after-done")
+        if checkpoint is not None:
+            self._metrics.step.labels(job.model).set(checkpoint.step)
+        self._count(job)
+
+    async def _end_badly(self, lane: _Lane, job: JobInfo, error: Exception) -> None:
+        """Whatever went wrong: the step before stays, and the job says why."""
+        if isinstance(error, LearnerDied) and lane.learner is not None:
+            await asyncio.to_thread(lane.learner.close, deadline_s=0)
+            lane.learner = None
+        job = await asyncio.to_thread(self._jobs.get, job.id)
+        if job.state in FINAL:  # cancelled while it was being taken
+            return
+        if self._closing:  # the learner was taken away; what was saved is found at the next start
+            if job.state == "running":
+                back = {"attempts": job.attempts - 1}
+                await asyncio.to_thread(self._jobs.move, job.id, "queued", **back)
+            return
+        await asyncio.to_thread(self._clear_away, job)
+        if isinstance(error, Cancelled):
+            self._count(await asyncio.to_thread(self._jobs.move, job.id, "cancelled"))
+            return
+        # The trace goes to the log and not into the job, which any client may read.
+        log.error("a job failed", exc_info=error, extra={"fields": {"job": job.id}})
+        failure = Failure(type=type(error).__name__, message=str(error))
+        self._count(await asyncio.to_thread(self._jobs.move, job.id, "failed", failure=failure))
+
+    def _count(self, job: JobInfo) -> None:
+        self._metrics.jobs.labels(job.state).inc()
+        self._metrics.queued.set(sum(self._jobs.waiting().values()))
+        took_s = (job.ended_at or 0.0) - (job.started_at or job.created_at)
+        self._metrics.job_s.observe(took_s)
+        say(f"job {job.state}", job=job.id, step=job.step, took_s=took_s)
+
+    # ---- after a crash ----------------------------------------------------------------------
+
+    def _has_checkpoint(self, job: JobInfo) -> bool:
+        key = self._models.find(job.model).key
+        return self._checkpoints.of_job(key, job.id) is not None
+
+    def _clear_away(self, job: JobInfo) -> None:
+        """See to it that what a failed job saved is never served, and let its calls go."""
+        saved = self._checkpoints.of_job(self._models.find(job.model).key, job.id)
+        if saved is not None and not saved.proved:
+            self._checkpoints.reject(saved)
+        self._calls.release(job.id)
+
+
+def _say_if_died(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the server loop ended; the next job starts it again", exc_info=error)

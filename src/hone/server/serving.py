@@ -1,0 +1,376 @@
+"""Which weights answer to which name, and the engines that hold them.
+
+In:   registered models, checkpoints, the names clients ask for
+Out:  Policies: a base model's engine, and the adapter of one step in it
+Used: chat routes (resolve), service.py (publish, promote, pause), resolve.py (template)
+
+Nothing is loaded before it is asked for, and nothing twice. A step becomes what NAME means when it
+is promoted, never when it is merely loaded: between the two the engine must prove that it serves
+it. Adapters in use, the newest ones, and those still to be proved are never unloaded.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hone.errors import Busy, ModelNotFound, NotFound, Unavailable, UnknownModel
+from hone.inference.base import AdapterRef, Engine
+from hone.models.find import find
+from hone.server.checkpoints import Checkpoint, Checkpoints
+from hone.server.language import Language
+from hone.server.models import ModelRecord, ModelStore
+from hone.server.settings import Settings
+from hone.server.talks import Talks
+from hone.server.telemetry import say
+from hone.types import ModelKey, RunSpec
+
+T = TypeVar("T")
+
+_AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
+
+
+@dataclass(frozen=True, eq=False)
+class Base(Language):
+    """A base model that is loaded."""
+
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What answers a request."""
+
+    base: Base
+    record: ModelRecord | None
+    """None for the base model itself."""
+    step: int
+    adapter: AdapterRef | None
+    """None for the base weights."""
+    asked: str
+    """The name the client used."""
+
+    @property
+    def model(self) -> str:
+        """PROJECT/NAME, or the base model's name."""
+        return self.base.name if self.record is None else str(self.record.key)
+
+
+@dataclass(frozen=True)
+class ServedName:
+    """A name clients may ask for."""
+
+    id: str
+    root: str
+    """Its base model."""
+    step: int
+    created_at: float
+
+
+class _Seats:
+    """The adapters one engine holds, least recently used first."""
+
+    def __init__(self) -> None:
+        self.loaded: OrderedDict[str, AdapterRef] = OrderedDict()
+        self.users: Counter[str] = Counter()
+        self.changing = asyncio.Lock()
+        """Held while an adapter is loaded or unloaded, so that no unload overtakes a load."""
+
+
+class Serving:
+    """Engines and templates by base model, and the newest step of every model."""
+
+    def __init__(
+        self,
+        models: ModelStore,
+        checkpoints: Checkpoints,
+        settings: Settings,
+        open_engine: Callable[[str], Engine] | None = None,
+    ) -> None:
+        """`open_engine` loads a base model by name; it runs in a thread."""
+        self._models = models
+        self._checkpoints = checkpoints
+        self._settings = settings
+        self._open_engine = open_engine or (lambda name: _open_embedded(name, settings))
+        self._languages: dict[str, asyncio.Task[Language]] = {}
+        self._bases: dict[str, asyncio.Task[Base]] = {}
+        self._first: dict[ModelKey, asyncio.Task[None]] = {}
+        self._newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
+        self._seats: dict[str, _Seats] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._answering = 0
+        self.talks = Talks()
+        """The conversations going on, so that the next turn continues the last one's ids."""
+
+    # ---- base models ------------------------------------------------------------------------
+
+    async def template(self, base_model: str) -> Language:
+        """How a base model is talked to; its weights are not loaded."""
+        load = lambda: asyncio.to_thread(Language.load, base_model, self._settings.root)  # noqa: E731
+        return await _once(self._languages, base_model, load)
+
+    async def base(self, base_model: str) -> Base:
+        """A base model with its engine. All who ask share one load; a failed one may be retried."""
+        return await _once(self._bases, base_model, lambda: self._load_base(base_model))
+
+    async def _load_base(self, base_model: str) -> Base:
+        language = await self.template(base_model)
+        say("loading", base_model=base_model)
+        engine = await asyncio.to_thread(self._open_engine, base_model)
+        say("loaded", base_model=base_model)
+        fields = {name: getattr(language, name) for name in Language.__dataclass_fields__}
+        return Base(**fields, engine=engine)
+
+    # ---- names ------------------------------------------------------------------------------
+
+    async def resolve(
+        self, name: str, *, rollout: str | None = None, run: RunSpec | None = None
+    ) -> Policy:
+        """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
+
+        Inside a run, the name of its model's base means that model's newest step.
+        """
+        found = _AT.fullmatch(name)
+        stem, at = (found["stem"], found["at"]) if found else (name, None)
+        record = await asyncio.to_thread(self._registered, stem)
+        if record is not None:
+            return await self._of_record(record, at, asked=name)
+        if at in (None, "latest") and rollout and run is not None and run.model is not None:
+            record = await asyncio.to_thread(self._models.find, run.model)
+            if record.spec.base_model == stem:
+                if (run.id, stem) not in self._said:
+                    self._said.add((run.id, stem))
+                    say(
+                        "inside the run, the base model's name means the run's newest step",
+                        run=run.id,
+                        base_model=stem,
+                        model=str(record.key),
+                    )
+                return await self._of_record(record, None, asked=name)
+        if at not in (None, "latest", "0"):
+            raise await asyncio.to_thread(self._unknown, name)
+        await self._check_base(stem, name)
+        return Policy(await self.base(stem), None, 0, None, name)
+
+    def _registered(self, name: str) -> ModelRecord | None:
+        try:
+            return self._models.find(name)
+        except NotFound:
+            return None
+
+    async def _of_record(self, record: ModelRecord, at: str | None, *, asked: str) -> Policy:
+        base = await self.base(record.spec.base_model)
+        if at in (None, "latest"):
+            step, adapter = await self._current(record)
+            return Policy(base, record, step, adapter, asked)
+        step = await self._best(record) if at == "best" else int(at or 0)
+        if step == 0:
+            return Policy(base, record, 0, None, asked)
+        newest, adapter = self._newest.get(record.key, (0, None))
+        if step != newest:
+            checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, step)
+            adapter = await self.publish(record, checkpoint)
+        return Policy(base, record, step, adapter, asked)
+
+    async def _best(self, record: ModelRecord) -> int:
+        step = await asyncio.to_thread(self._checkpoints.best, record.key)
+        if step is None:
+            raise UnknownModel(
+                f"{str(record.key)!r} has no best step: no val/reward was logged for a retained step"
+            )
+        return step
+
+    async def _current(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
+        """The newest step; when it is first asked for, the newest good checkpoint is loaded."""
+        if record.key not in self._newest:
+            await _once(self._first, record.key, lambda: self._take_up(record))
+        return self._newest[record.key]
+
+    async def _take_up(self, record: ModelRecord) -> None:
+        checkpoint = await asyncio.to_thread(self._checkpoints.newest, record.key)
+        step, adapter = 0, None
+        if checkpoint is not None and checkpoint.step > 0:
+            step, adapter = checkpoint.step, await self.publish(record, checkpoint)
+        if record.key not in self._newest:  # a job may have published meanwhile
+            self.promote(record, adapter, step)
+
+    async def _check_base(self, stem: str, asked: str) -> None:
+        """Refuse a name that is neither in use nor on this machine: requests download nothing."""
+        if stem in self._bases or await asyncio.to_thread(self._models.on_base, stem):
+            return
+        try:
+            await asyncio.to_thread(find, stem, download=False)
+        except (ModelNotFound, OSError, ValueError):  # a name no path can have is not found either
+            raise await asyncio.to_thread(self._unknown, asked) from None
+
+    def _unknown(self, name: str) -> UnknownModel:
+        names = ", ".join(served.id for served in self.served()) or "nothing yet"
+        return UnknownModel(
+            f"no model called {name[:200]!r} is served, and no weights of that name are on this "
+            f"machine. Served: {names}. POST /v1/training/models registers one."
+        )
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    async def publish(self, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
+        """Load a step into its engine. It becomes what NAME means only by `promote`."""
+        base = await self.base(record.spec.base_model)
+        adapter = AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
+        seats = self._seats.setdefault(base.name, _Seats())
+        async with seats.changing:
+            if adapter.sha256 not in seats.loaded:
+                await base.engine.publish(adapter, checkpoint.path)
+            seats.loaded[adapter.sha256] = adapter
+            seats.loaded.move_to_end(adapter.sha256)
+            await self._make_room(base, seats, keep=adapter.sha256)
+        return adapter
+
+    async def _make_room(self, base: Base, seats: _Seats, *, keep: str) -> None:
+        needed = {ref.sha256 for _, ref in self._newest.values() if ref is not None} | {keep}
+        newest = {str(key): step for key, (step, _) in self._newest.items()}
+        for sha256, adapter in list(seats.loaded.items()):
+            if len(seats.loaded) <= self._settings.max_adapters:
+                return
+            unproved = adapter.step > newest.get(adapter.model, -1)
+            if sha256 not in needed and not seats.users[sha256] and not unproved:
+                del seats.loaded[sha256]
+                await base.engine.unload(adapter)
+
+    def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
+        """From now on NAME means this step."""
+        self._newest[record.key] = (step, adapter)
+
+    def newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
+        """The step NAME means. Reads the disk if nobody has asked for the model yet."""
+        if record.key in self._newest:
+            return self._newest[record.key]
+        checkpoint = self._checkpoints.newest(record.key)
+        if checkpoint is None or checkpoint.step == 0:
+            return 0, None
+        return checkpoint.step, AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
+
+    @contextlib.asynccontextmanager
+    async def using(self, policy: Policy) -> AsyncIterator[None]:
+        """Keep a policy's adapter loaded while the block runs."""
+        adapter = policy.adapter
+        if adapter is None:
+            yield
+            return
+        assert policy.record is not None, policy
+        seats = self._seats.setdefault(policy.base.name, _Seats())
+        while adapter.sha256 not in seats.loaded:  # unloaded since it was resolved
+            checkpoint = await asyncio.to_thread(
+                self._checkpoints.get, policy.record.key, policy.step
+            )
+            await self.publish(policy.record, checkpoint)
+        seats.loaded.move_to_end(adapter.sha256)
+        seats.users[adapter.sha256] += 1
+        try:
+            yield
+        finally:
+            seats.users[adapter.sha256] -= 1
+
+    def served(self) -> list[ServedName]:
+        """Every name that can be asked for. Blocking: reads the disk."""
+        records = self._models.list()
+        uses = Counter(record.key.name for record in records)
+        names: list[ServedName] = []
+        for record in records:
+            name = record.key.name if uses[record.key.name] == 1 else str(record.key)
+            root, created = record.spec.base_model, record.created_at
+            newest, _ = self.newest(record)
+            steps = {c.step: c.manifest["created_at"] for c in self._checkpoints.list(record.key)}
+            at: list[tuple[str, int]] = [("", newest), ("@latest", newest)]
+            best = self._checkpoints.best(record.key)
+            at += [("@best", best)] if best is not None else []
+            at += [(f"@{step}", step) for step in sorted({0, newest, *steps})]
+            names += [
+                ServedName(name + suffix, root, step, steps.get(step, created))
+                for suffix, step in at
+            ]
+        bases = {record.spec.base_model: record.created_at for record in reversed(records)}
+        loaded = (name for name, task in list(self._bases.items()) if task.done())
+        for base in (*bases, *(name for name in loaded if name not in bases)):
+            names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
+        return names
+
+    # ---- holding ----------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Let what runs end, hold what comes, and free the engines' key-value memory."""
+        self._open.clear()
+        await asyncio.gather(*(base.engine.sleep() for base in self._loaded()))
+
+    async def resume(self) -> None:
+        await asyncio.gather(*(base.engine.wake() for base in self._loaded()))
+        self._open.set()
+
+    async def ready(self) -> None:
+        """Wait until serving is not paused, but not for ever."""
+        if self._open.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._open.wait(), self._settings.hold_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"serving has been paused for training for {self._settings.hold_s:g} s; try again "
+                "later, or start the server with serving_during_training: continue"
+            ) from None
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place among the requests answered at once, or Busy."""
+        if self._answering >= self._settings.max_concurrent:
+            raise Busy(
+                f"{self._answering} requests are being answered, the most this server takes at "
+                "once (max_concurrent); try again in a second"
+            )
+        self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+
+    async def close(self) -> None:
+        """Close every engine; loads under way are let go."""
+        for task in (*self._languages.values(), *self._bases.values(), *self._first.values()):
+            task.cancel()
+        await asyncio.gather(*(base.engine.close() for base in self._loaded()))
+        self._bases.clear()
+
+    def _loaded(self) -> list[Base]:
+        tasks = [t for t in self._bases.values() if t.done() and not t.cancelled()]
+        return [task.result() for task in tasks if task.exception() is None]
+
+
+async def _once(
+    under_way: dict[Any, asyncio.Task[T]], key: Hashable, make: Callable[[], Awaitable[T]]
+) -> T:
+    """What `make` returns, made once for all who ask; forgotten if it failed."""
+
+    def forget(task: asyncio.Task[T]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            under_way.pop(key, None)
+
+    task = under_way.get(key)
+    if task is None:
+        task = under_way[key] = asyncio.create_task(_awaited(make))
+        task.add_done_callback(forget)
+    # Shielded: one client that leaves must not take the load from the others.
+    return await asyncio.shield(task)
+
+
+async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
+    return await make()
+
+
+def _open_embedded(name: str, settings: Settings) -> Engine:
+    # Here, because torch takes seconds to load and `hone serve` is up without it.
+    from hone.inference.embedded import EmbeddedEngine
+
+    return EmbeddedEngine.open(name, device=settings.device)

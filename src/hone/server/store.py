@@ -1,0 +1,118 @@
+"""One SQLite file: what the server must remember.
+
+In:   SQL, from any thread
+Out:  rows; transactions that happen whole or not at all
+Used: models.py, jobs.py and calls.py, each with a schema of its own; app.py opens it
+
+One connection writes, under a lock, so nobody ever meets "database is locked"; readers have
+connections of their own and see the last commit. A durable transaction is on the disk when it
+returns (jobs); any other survives a `kill -9`, but not a loss of power (calls).
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hone.errors import StateError
+from hone.server.failpoints import failpoint
+
+FAILPOINTS = ("store/before-commit", "store/after-commit")
+"""Around every durable commit."""
+
+VERSION = 1
+"""Raised with every change that the `CREATE ... IF NOT EXISTS` of the schemas does not cover."""
+MIGRATIONS: dict[int, str] = {}
+"""SQL that brings a file of version N to N + 1."""
+
+
+class Store:
+    """Thread-safe and blocking: call it from `asyncio.to_thread`."""
+
+    def __init__(self, path: Path, schemas: Sequence[str] = ()) -> None:
+        """Open or make the file, and bring it to this version."""
+        self.path = path
+        self._writing = threading.RLock()  # one inside another is an error then, not a deadlock
+        self._resting: list[sqlite3.Connection] = []
+        self._closed = False
+        try:
+            self._writer = self._connect()
+            self._migrate(schemas)
+        except sqlite3.DatabaseError as error:
+            raise StateError(
+                f"{path}: not a state file of hone ({error}). Restore it from a backup, or move it "
+                "away to begin anew; checkpoints are kept beside it and are not touched."
+            ) from error
+
+    @contextmanager
+    def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """Everything inside is committed at the end, or nothing if it raises."""
+        with self._writing:
+            self._check_open()
+            # May not be changed inside a transaction; FULL syncs the log at every commit.
+            self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                if durable:
+                    failpoint("store/before-commit")
+                self._writer.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.OperationalError):  # SQLite may have rolled back itself
+                    self._writer.execute("ROLLBACK")
+                raise
+            if durable:
+                failpoint("store/after-commit")
+
+    def query(self, sql: str, args: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Rows of the last committed state."""
+        self._check_open()
+        try:
+            reader = self._resting.pop()
+        except IndexError:
+            reader = self._connect()
+        try:
+            return reader.execute(sql, args).fetchall()
+        finally:
+            self._resting.append(reader)
+            if self._closed:
+                self._close_readers()
+
+    def close(self) -> None:
+        with self._writing:
+            if not self._closed:
+                self._closed = True
+                self._close_readers()
+                self._writer.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        return connection
+
+    def _close_readers(self) -> None:
+        while self._resting:
+            self._resting.pop().close()
+
+    def _migrate(self, schemas: Sequence[str]) -> None:
+        with closing(self._writer.execute("PRAGMA user_version")) as cursor:
+            found = cursor.fetchone()[0]
+        if found > VERSION:
+            self._writer.close()
+            raise StateError(
+                f"{self.path}: written by a newer hone (schema {found}, this one knows {VERSION}). "
+                "Upgrade hone, or start with another --root."
+            )
+        steps = [MIGRATIONS[version] for version in range(found, VERSION) if version > 0]
+        script = "\n".join(
+            ("BEGIN IMMEDIATE;", *steps, *schemas, f"PRAGMA user_version = {VERSION};", "COMMIT;")
+        )
+        self._writer.executescript(script)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(f"{self.path}: the store is closed")

@@ -1,0 +1,105 @@
+"""What the server says about itself: counters for Prometheus, and one log line per event.
+
+In:   requests, jobs and publishes as they happen
+Out:  GET /metrics; ROOT/logs/server.log and stderr
+Used: app.py makes one Metrics per server; every part that has something to count holds it
+
+The registry belongs to one server and not to the process, so that two servers in one test do
+not add up.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from hone.server.settings import Settings
+
+log = logging.getLogger("hone.server")
+"""Fields go in `extra={"fields": {...}}`; see `say`."""
+
+
+class Metrics:
+    """Every counter of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of = self.registry
+        self.requests = Counter("hone_requests", "HTTP requests", ["route", "status"], registry=of)
+        self.request_s = Histogram(
+            "hone_request_seconds", "Time of a request", ["route"], registry=of
+        )
+        self.running = Gauge("hone_requests_running", "OpenAI requests being answered", registry=of)
+        self.calls = Counter("hone_calls", "Recorded calls", ["model", "finish"], registry=of)
+        self.abandoned = Counter(
+            "hone_calls_abandoned", "Calls whose client left early", registry=of
+        )
+        self.turns = Counter(
+            "hone_turns", "Prompts by how they were made", ["outcome", "why"], registry=of
+        )
+        self.prompt_tokens = Counter("hone_prompt_tokens", "Tokens fed", ["model"], registry=of)
+        self.sampled_tokens = Counter(
+            "hone_sampled_tokens", "Tokens sampled", ["model"], registry=of
+        )
+        self.jobs = Counter("hone_jobs", "Jobs that ended", ["state"], registry=of)
+        self.job_s = Histogram("hone_job_seconds", "Time of a job", registry=of)
+        self.queued = Gauge("hone_jobs_queued", "Jobs waiting", registry=of)
+        self.step = Gauge("hone_model_step", "Newest published step", ["model"], registry=of)
+        self.held_s = Gauge(
+            "hone_publish_held_seconds", "How long the last publish held", registry=of
+        )
+        self.publishes = Counter("hone_publishes", "Publishes by verdict", ["verdict"], registry=of)
+
+
+def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """One log line: what happened, then key=value."""
+    log.log(level, what, extra={"fields": fields})
+
+
+class _Line(logging.Formatter):
+    """`time level what key=value ...`, or the same as one JSON object."""
+
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        stamp += f".{int(record.msecs):03d}Z"
+        fields = getattr(record, "fields", {})
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._as_json:
+            line = {"at": stamp, "level": record.levelname.lower(), "what": record.getMessage()}
+            return json.dumps(line | fields | ({"traceback": trace} if trace else {}), default=str)
+        parts = [stamp, record.levelname.lower(), record.getMessage()]
+        parts += [f"{key}={_spelt(value)}" for key, value in fields.items()]
+        return " ".join(parts) + (f"\n{trace}" if trace else "")
+
+
+def start_logging(settings: Settings) -> None:
+    """Write to the server's log file, and to stderr what is at least a warning."""
+    settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+    stop_logging()
+    log.setLevel(settings.log_level.upper())
+    log.propagate = False
+    file = logging.FileHandler(settings.log_file, encoding="utf-8")
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setLevel(logging.WARNING if settings.log_level == "info" else settings.log_level.upper())
+    for output in (file, screen):
+        output.setFormatter(_Line(settings.log_json))
+        log.addHandler(output)
+
+
+def stop_logging() -> None:
+    """Close what `start_logging` opened."""
+    for output in list(log.handlers):
+        log.removeHandler(output)
+        output.close()
+
+
+def _spelt(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return json.dumps(text) if not text or any(c in text for c in ' "\n=') else text

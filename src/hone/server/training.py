@@ -1,0 +1,341 @@
+"""The training API: models, jobs and what became of them, checkpoints.
+
+In:   HTTP requests under /v1/training
+Out:  ModelInfo, JobInfo, CheckpointInfo, events, tokens; jobs in the queue
+Used: app.py mounts `routes`; art.py submits its jobs by the same `submit`
+
+Everything is checked before a job is accepted: what is refused is refused now, with the path of
+the field, and what is accepted survives whatever happens to the server.
+"""
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from hone.errors import Busy, Conflict, NotFound, Unprocessable
+from hone.server import events
+from hone.server.checkpoints import Checkpoint
+from hone.server.checks import check_request, check_spec, digest, train_config
+from hone.server.jobs import FINAL
+from hone.server.models import ModelRecord
+from hone.server.resolve import resolve
+from hone.server.settings import Settings
+from hone.server.telemetry import say
+from hone.server.tokens import TokenPage, page, read_logprobs
+from hone.trajectory import JobRequest
+from hone.types import (
+    CheckpointInfo,
+    FieldError,
+    JobInfo,
+    JobState,
+    ModelInfo,
+    ModelKey,
+    ModelSpec,
+    Name,
+    Strict,
+)
+
+if TYPE_CHECKING:
+    from hone.server.app import State
+
+MAX_PAGE = 5000
+"""Tokens of one page."""
+
+Step = Annotated[int, Field(ge=0, lt=2**31)]
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]+)?")
+
+
+class MetricsRequest(Strict):
+    """Metrics of one step, measured by the client."""
+
+    split: Name = "val"
+    step: Step | None = None
+    """None: the newest."""
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
+    """By `val/reward` the best step is chosen."""
+
+
+def routes(state: "State") -> APIRouter:
+    """Every route of the training API."""
+    router = APIRouter(prefix="/v1/training", tags=["training"])
+    _model_routes(state, router)
+    _job_routes(state, router)
+    _checkpoint_routes(state, router)
+    return router
+
+
+# ---- models -----------------------------------------------------------------------------------
+
+
+def _model_routes(state: "State", router: APIRouter) -> None:
+    @router.post("/models", status_code=201, responses={200: {"model": ModelInfo}})
+    async def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
+        """Register a model over a base model; 200 if it was registered before. Loads nothing."""
+        check_spec(spec)
+        before = await asyncio.to_thread(state.models.list)
+        record = await asyncio.to_thread(state.models.register, spec)
+        if any(known.key == record.key for known in before):
+            response.status_code = 200
+        else:
+            say("model registered", model=str(record.key), base_model=spec.base_model)
+        return await _info(state, record, request)
+
+    @router.get("/models")
+    async def models(request: Request) -> list[ModelInfo]:
+        """Every registered model."""
+        records = await asyncio.to_thread(state.models.list)
+        return [await _info(state, record, request) for record in records]
+
+    @router.get("/models/{project}/{name}")
+    async def model(project: Name, name: Name, request: Request) -> ModelInfo:
+        """One model, and its newest and best step."""
+        return await _info(state, await _record(state, project, name), request)
+
+    @router.post("/models/{project}/{name}/prepare")
+    async def prepare(project: Name, name: Name, request: Request) -> ModelInfo:
+        """Load its engine, write step 0 if there is no step yet, and serve the newest."""
+        record = await _record(state, project, name)
+        await state.service.prepare(record)
+        return await _info(state, record, request)
+
+    @router.post("/models/{project}/{name}/metrics")
+    async def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:
+        """Note what a client measured of a step; `val/reward` decides which one is the best."""
+        record = await _record(state, project, name)
+        step = body.step
+        if step is None:
+            step, _ = await asyncio.to_thread(state.serving.newest, record)
+        await asyncio.to_thread(state.checkpoints.log, record.key, step, body.metrics, body.split)
+        return {"step": step}
+
+
+async def _record(state: "State", project: str, name: str) -> ModelRecord:
+    return await asyncio.to_thread(state.models.get, ModelKey(project, name))
+
+
+async def _info(state: "State", record: ModelRecord, request: Request) -> ModelInfo:
+    url = inference_url(state.settings, request.headers.get("host", ""), request.url.scheme)
+
+    def read() -> ModelInfo:
+        same_name = [r for r in state.models.list() if r.key.name == record.key.name]
+        spec = record.spec
+        return ModelInfo(
+            project=spec.project,
+            name=spec.name,
+            base_model=spec.base_model,
+            step=state.serving.newest(record)[0],
+            best_step=state.checkpoints.best(record.key),
+            rank=spec.rank,
+            alpha=spec.alpha,
+            seed=spec.seed,
+            inference_base_url=url,
+            inference_name=spec.name if len(same_name) == 1 else str(record.key),
+            not_applicable=spec.not_applicable,
+            created_at=record.created_at,
+        )
+
+    return await asyncio.to_thread(read)
+
+
+def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
+    """The OpenAI API's address, by the name under which the caller reached this server."""
+    found = _HOST.fullmatch(host)
+    name = found[1] if found else settings.host
+    if name in ("0.0.0.0", "[::]", "::"):  # where one listens, not where one calls
+        name = "127.0.0.1"
+    return f"{scheme}://{name}:{settings.inference_port or settings.port}/v1"
+
+
+# ---- jobs -------------------------------------------------------------------------------------
+
+
+def _job_routes(state: "State", router: APIRouter) -> None:
+    @router.post("/jobs", status_code=202)
+    async def post_job(request: JobRequest) -> JobInfo:
+        """Queue a training job; it is on disk when this is answered."""
+        return await submit(state, request)
+
+    @router.get("/jobs")
+    async def jobs(
+        model: Annotated[str | None, Query(max_length=300)] = None,
+        job_state: Annotated[JobState | None, Query(alias="state")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> list[JobInfo]:
+        """Jobs, the newest first; of one model (NAME or PROJECT/NAME), in one state."""
+        key = None if model is None else (await asyncio.to_thread(state.models.find, model)).key
+        return await asyncio.to_thread(state.jobs.list, model=key, state=job_state, limit=limit)
+
+    @router.get("/jobs/{job_id}")
+    async def job(job_id: str) -> JobInfo:
+        """Where a job stands, and what came of it."""
+        return await asyncio.to_thread(state.jobs.get, job_id)
+
+    @router.get("/jobs/{job_id}/events", response_class=StreamingResponse)
+    async def job_events(
+        job_id: str,
+        after: Annotated[int | None, Query(ge=0)] = None,
+        last_event_id: Annotated[str | None, Header()] = None,
+    ) -> StreamingResponse:
+        """What happens to a job, as server-sent events until it ends; goes on after an event id."""
+        start = events.start_after(last_event_id, after)
+        await asyncio.to_thread(state.jobs.get, job_id)  # not found is said before the stream opens
+        stream = events.stream(state.jobs, job_id, start)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=events.HEADERS)
+
+    @router.get("/jobs/{job_id}/samples")
+    async def samples(
+        job_id: str,
+        offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
+    ) -> TokenPage:
+        """What a job is trained on, token by token."""
+        return await _page(state, job_id, offset, limit)
+
+    @router.post("/jobs/{job_id}/cancel")
+    async def cancel(job_id: str) -> JobInfo:
+        """Cancel a queued job, or stop a running one within a micro-batch."""
+        return await state.service.cancel(job_id)
+
+
+async def submit(state: "State", request: JobRequest) -> JobInfo:
+    """An accepted job, or the one this idempotency key and request made before."""
+    record = await asyncio.to_thread(state.models.find, request.model)
+    sha256 = await asyncio.to_thread(digest, request)
+    repeated = await asyncio.to_thread(
+        state.jobs.repeated, record.key, request.idempotency_key, sha256
+    )
+    if repeated is not None:
+        return repeated
+    config = train_config(record.spec.defaults, request.config, "config")
+    check_request(request, config)
+    waiting = sum((await asyncio.to_thread(state.jobs.waiting)).values())
+    if waiting >= state.settings.max_queued_jobs:
+        raise Busy(
+            f"{waiting} jobs are queued, as many as this server keeps (max_queued_jobs); wait for "
+            "one to end, or cancel one",
+            retry_after_s=10,
+        )
+    resolved = await resolve(
+        request.groups, record=record, serving=state.serving, calls=state.calls, config=config
+    )
+    job = await asyncio.to_thread(
+        state.jobs.add,
+        model=record,
+        groups=resolved.groups,
+        config=config,
+        counts=resolved.counts,
+        request_sha256=sha256,
+        seed=request.seed,
+        plot_tensors=request.plot_tensors,
+        advance_when_flat=request.advance_when_flat,
+        idempotency_key=request.idempotency_key,
+        calls=resolved.calls,
+    )
+    state.service.wake()
+    await asyncio.to_thread(_refer, state, job.id, resolved.calls)
+    say("job accepted", job=job.id, model=job.model, groups=len(resolved.groups), **resolved.counts)
+    return job
+
+
+def _refer(state: "State", job_id: str, calls: list[str]) -> None:
+    """Keep the calls a job was made of until it ends, which may be before this line."""
+    state.calls.refer(job_id, calls)
+    if state.jobs.get(job_id).state in FINAL:
+        state.calls.release(job_id)
+
+
+async def _page(state: "State", job_id: str, offset: int, limit: int) -> TokenPage:
+    job = await asyncio.to_thread(state.jobs.get, job_id)
+    language = await state.serving.template(job.base_model)
+
+    def read() -> TokenPage:
+        return page(
+            job_id,
+            state.jobs.groups(job_id),
+            job.config,
+            vocab=language.files.config["vocab_size"],
+            max_positions=language.max_positions,
+            text=lambda token: language.piece(token).decode(errors="replace"),
+            learner_logprobs=_kept_logprobs(state, job),
+            offset=offset,
+            limit=limit,
+        )
+
+    return await asyncio.to_thread(read)
+
+
+def _kept_logprobs(state: "State", job: JobInfo) -> list[float] | None:
+    from hone.server.picture import LOGPROBS  # numpy, which the server is up without
+
+    if not job.plot_tensors or job.step is None:
+        return None
+    project, _, name = job.model.partition("/")
+    try:
+        checkpoint = state.checkpoints.get(ModelKey(project, name), job.step)
+    except NotFound:  # deleted since
+        return None
+    return read_logprobs(checkpoint.path / LOGPROBS)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def _checkpoint_routes(state: "State", router: APIRouter) -> None:
+    at = "/models/{project}/{name}/checkpoints"
+
+    @router.get(at)
+    async def checkpoints(project: Name, name: Name) -> list[CheckpointInfo]:
+        """The retained steps of a model, ascending."""
+        record = await _record(state, project, name)
+        found = await asyncio.to_thread(state.checkpoints.list, record.key)
+        return [_checkpoint(one) for one in found]
+
+    @router.delete(at)
+    async def keep(
+        project: Name,
+        name: Name,
+        keep_last: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
+        keep_best: Annotated[str | None, Query(min_length=1, max_length=500)] = None,
+        keep: Annotated[list[Step] | None, Query(max_length=1000)] = None,
+    ) -> list[int]:
+        """Delete all steps but those named and the newest; which were deleted."""
+        record = await _record(state, project, name)
+        if keep_last is None and keep_best is None and keep is None:
+            message = (
+                "say which steps to keep: keep_last=N, keep_best=val/reward or keep=STEP (several)"
+            )
+            raise Unprocessable([FieldError(("keep_last",), message)])
+        return await asyncio.to_thread(
+            state.checkpoints.keep, record.key, last=keep_last, best=keep_best, steps=keep or ()
+        )
+
+    @router.delete(at + "/{step}")
+    async def delete(
+        project: Name, name: Name, step: Annotated[int, Path(ge=0, lt=2**31)]
+    ) -> list[int]:
+        """Delete one step; never the newest."""
+        record = await _record(state, project, name)
+        gone = await asyncio.to_thread(state.checkpoints.delete, record.key, [step])
+        if not gone:
+            await asyncio.to_thread(state.checkpoints.get, record.key, step)
+            raise Conflict(
+                f"step {step} of {str(record.key)!r} is the newest and is kept: it is what is "
+                "served, and what the next job goes on from"
+            )
+        return gone
+
+
+def _checkpoint(one: Checkpoint) -> CheckpointInfo:
+    said = one.manifest
+    return CheckpointInfo(
+        step=one.step,
+        sha256=one.sha256,
+        job=said.get("job"),
+        created_at=said["created_at"],
+        metrics=said.get("metrics") or {},
+    )

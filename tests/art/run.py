@@ -1,0 +1,244 @@
+"""Drive ART's real clients, each in an environment of its own, against a real server.
+
+In:   nothing; makes .venv-art-0.5.4 and .venv-nat-1.6.0 once, and a tiny model
+Out:  a line for everything proved; exit 1 with what was seen instead at the first that is not
+Used: `make test-art`, which runs `python -m tests.art.run` from the root of the repository
+
+The clients are unmodified: what they send and how they read the answers is theirs. `openai<3` is
+the one thing held back, and not for hone's sake: openpipe-art 0.5.4 hands the OpenAI client a
+timeout of httpx, and from version 3 on that client is built on httpx2 and fails with a TypeError.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+CLIENT_S = 280.0
+"""A client's whole script."""
+START_S = 30.0
+NAT_PORT = 8000
+"""NAT's adapter looks for the OpenAI API on this port and on no other."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A script, and what must be installed beside it."""
+
+    script: str
+    directory: Path
+    requirements: tuple[str, ...]
+
+
+ART = Client("client_art.py", ROOT / ".venv-art-0.5.4", ("openpipe-art==0.5.4", "openai<3"))
+NAT = Client(
+    "client_nat.py", ROOT / ".venv-nat-1.6.0", ("nvidia-nat-openpipe-art==1.6.0", "openai<3")
+)
+
+
+class NotShown(Exception):
+    """A proof failed."""
+
+
+def main() -> int:
+    """Every proof, in order."""
+    with tempfile.TemporaryDirectory(prefix="hone-art-") as scratch:
+        base = Path(scratch) / "tiny"
+        write_model(base)
+        try:
+            for client in (ART, NAT):
+                install(client)
+            with server(Path(scratch) / "root") as ready:
+                prove_art(ready, base)
+                prove_nat(ready, base)
+        except NotShown as error:
+            say(f"FAILED  {error}")
+            return 1
+    return 0
+
+
+# ---- what is proved ---------------------------------------------------------------------------
+
+
+def prove_art(ready: dict[str, Any], base: Path) -> None:
+    """openpipe-art 0.5.4: a whole training loop."""
+    address = f"http://127.0.0.1:{ready['port']}"
+    saw = drive(ART, address, str(base), scratch=base.parent)
+    served = [f"http://127.0.0.1:{NAT_PORT}/v1", "default", "agent"]
+    show("registers and knows its step without loading a model", saw["register_s"] < 5, saw)
+    show("its step is 0 before any training", saw["first_step"] == 0, saw)
+    show("is told where to sample", saw["inference"] == served, saw)
+    show("tokens are named by id", _ids(saw["before"]), saw["before"])
+    show("two training calls make two steps", [saw["step_1"], saw["step_2"]] == [1, 2], saw)
+    show(*_moved(saw["before"], saw["after"]), saw)
+    show("the untrained model is still served as NAME@0", saw["untrained"] == saw["before"], saw)
+    show("flat groups advance the step", saw["step_flat"] == 3, saw)
+    show("and leave the adapter as it was", saw["flat"] == saw["after"], saw)
+    show("a tampered trajectory is refused with a status", saw["refused"] == 422, saw)
+    show("the server outlives close()", saw["step_after_close"] == 3, saw)
+    _prove_files(Path(ready["root"]) / "proof" / "models" / "agent")
+
+
+def _prove_files(directory: Path) -> None:
+    kept = sorted(path.name for path in (directory / "checkpoints").glob("[0-9]*"))
+    # val/reward was logged at steps 0 and 1, the same mean for both: the later one is the best.
+    show("the newest and the best checkpoint are kept", kept == ["0001", "0003"], kept)
+    history = [json.loads(line) for line in (directory / "history.jsonl").open()]
+    rewards = {line["step"]: line["val/reward"] for line in history if "val/reward" in line}
+    show("val/reward is in the history", rewards == {0: 0.5, 1: 0.5}, history)
+    losses = [line["step"] for line in history if "train/loss" in line]
+    show("and so are the losses, at the steps they made", losses == [1, 2], history)
+    logged = (directory / "trajectories" / "val" / "0000.jsonl").read_text().splitlines()
+    choice = json.loads(logged[0])["trajectories"][0]["messages_and_choices"][1]
+    whole = len(logged) == 2 and choice["logprobs"]["content"][0]["token"].startswith("token_id:")
+    show("logged trajectories keep their log-probabilities", whole, logged)
+
+
+def prove_nat(ready: dict[str, Any], base: Path) -> None:
+    """NAT 1.6.0's ARTTrainerAdapter: initialize, submit, wait."""
+    saw = drive(NAT, str(ready["port"]), str(base), scratch=base.parent)
+    statuses = [status for status, _ in saw["jobs"]]
+    show("NAT's adapter sees two jobs completed", statuses == ["completed"] * 2, saw)
+    show("and the step rise from 0 to 2", [saw["first_step"], saw["step"]] == [0, 2], saw)
+    show(*_moved(saw["before"], saw["after"]), saw)
+    address = f"http://127.0.0.1:{ready['port']}/v1/training/jobs"
+    jobs = httpx.get(address, params={"model": "proof/nat-run"}).json()
+    jobs = jobs if isinstance(jobs, list) else jobs["data"]
+    used = {(job["config"]["learning_rate"], job["config"]["beta"]) for job in jobs}
+    show("its user's learning rate was used, not its constant", used == {(1e-3, 0.01)}, jobs)
+    counts = [job["counts"] for job in jobs]
+    show("every choice was found among the recorded calls", _all_matched(counts), counts)
+
+
+def _ids(answer: dict[str, Any]) -> bool:
+    return all(token.startswith("token_id:") for token in answer["tokens"])
+
+
+def _moved(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, bool]:
+    """Whether a greedy answer changed, or how far the log-probability of its first token went."""
+    if before["tokens"][0] != after["tokens"][0]:
+        return "the served answer is another one", True
+    moved = abs(before["logprobs"][0] - after["logprobs"][0])
+    return f"the served log-probabilities moved, by {moved:.3g}", moved > 1e-3
+
+
+def _all_matched(counts: list[dict[str, int]]) -> bool:
+    return bool(counts) and all(count == {"matched": 8} for count in counts)
+
+
+def show(what: str, shown: bool, saw: object) -> None:
+    """Say what was proved, or stop."""
+    if not shown:
+        raise NotShown(f"{what}\n        saw {json.dumps(saw, default=str)[:4000]}")
+    say(f"proved  {what}")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+# ---- what it takes ----------------------------------------------------------------------------
+
+
+def install(client: Client) -> None:
+    """Make the client's environment, unless it is there with just these requirements."""
+    stamp, wanted = client.directory / ".installed", "\n".join(client.requirements)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    say(f"        installing {' '.join(client.requirements)} into {client.directory.name}")
+    shutil.rmtree(client.directory, ignore_errors=True)
+    venv.create(client.directory, with_pip=True)
+    pip = [client.directory / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    flags = ["--disable-pip-version-check", "--prefer-binary", "--no-compile"]
+    subprocess.run([*pip, *flags, *client.requirements], check=True)
+    stamp.write_text(wanted)
+
+
+def drive(client: Client, *arguments: str, scratch: Path) -> dict[str, Any]:
+    """Run a client's script; what it saw."""
+    ours = ("PYTHON", "HONE", "OPENAI", "WANDB", "VIRTUAL_ENV")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    python, script = client.directory / "bin" / "python", HERE / client.script
+    done = subprocess.run(
+        [python, script, *arguments],
+        cwd=scratch,  # the clients write beside where they run
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise NotShown(f"{client.script} ended with {done.returncode}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def server(root: Path) -> Iterator[dict[str, Any]]:
+    """A `hone serve` of its own; what it said when it was ready."""
+    reading, writing = os.pipe()
+    command = [Path(sys.executable).parent / "hone", "serve", "--root", root]
+    command += ["--port", "0", "--inference-port", str(NAT_PORT)]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"HONE_READY_FD": str(writing)},
+        pass_fds=(writing,),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as ready:
+            line = ready.readline()  # ends when the server dies, too
+        if not line:
+            raise NotShown(f"hone serve did not start: {process.communicate(timeout=START_S)[1]}")
+        yield json.loads(line) | {"root": str(root)}
+    finally:
+        process.terminate()
+        process.communicate(timeout=START_S)
+
+
+def write_model(directory: Path) -> None:
+    """A random Llama with ChatML; big enough that a step at 1e-3 shows in its answers."""
+    import torch
+    from tests.inference.conftest import build_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    tokenizer = build_tokenizer("smollm2-instruct")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    logging.disable_progress_bar()
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""What every backend must do, as one suite: subclass BackendConformance and give it yours.
+
+In:   a `backend` fixture, and a `tiny_model` its server can load
+Out:  failures that name the promise broken
+Used: tests/sdk/test_backends.py for RemoteBackend and LocalBackend; any backend to come
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import hone
+from hone import TrainableModel, Trajectory, TrajectoryGroup
+from hone.backends.base import Backend
+from hone.errors import ConfigError, Conflict, HoneError, Unprocessable
+from hone.types import Call
+
+NewModel = Callable[..., TrainableModel]
+MESSAGES: list[Any] = [{"role": "user", "content": "Say a number."}]
+
+
+def token_groups(count: int = 2, *, rewards: tuple[float, ...] = (1.0, 0.0)) -> list[Any]:
+    """Groups that carry their tokens, all different."""
+    return [
+        TrajectoryGroup(
+            Trajectory(
+                calls=[Call(prompt_ids=[1, 20, 30 + g], completion_ids=[40 + i], logprobs=[-5.0])],
+                reward=reward,
+            )
+            for i, reward in enumerate(rewards)
+        )
+        for g in range(count)
+    ]
+
+
+async def chat(model: TrainableModel, step: int | None = None, **options: Any) -> Any:
+    """One choice of the model, as its OpenAI client returns it."""
+    answer = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(step),
+        messages=MESSAGES,
+        **{"max_tokens": 6, "logprobs": True, **options},
+    )
+    return answer.choices[0]
+
+
+class BackendConformance:
+    """Promises of a Backend. Each test makes its own model, so the server may be shared."""
+
+    @pytest_asyncio.fixture
+    async def new_model(self, tiny_model: Path) -> AsyncIterator[NewModel]:
+        """Makes models nobody has used yet; their connections are closed at the end."""
+        made: list[TrainableModel] = []
+
+        def make(base_model: Path = tiny_model, **fields: Any) -> TrainableModel:
+            name = f"agent-{secrets.token_hex(4)}"
+            fields = {"name": name, "project": "suite", "base_model": str(base_model), **fields}
+            made.append(TrainableModel(rank=4, **fields))
+            return made[-1]
+
+        yield make
+        for model in made:
+            await model.close()
+
+    def test_it_is_a_backend(self, backend: Any):
+        assert isinstance(backend, Backend)
+
+    async def test_a_model_registers_again_and_answers(self, backend: Backend, new_model: NewModel):
+        model = new_model()
+        for _ in range(2):
+            await model.register(backend)
+        assert await model.get_step() == 0
+        choice = await chat(model)
+        assert len(choice.token_ids) == len(choice.logprobs.content) > 0
+        assert choice.policy_step == 0
+
+    async def test_the_same_name_for_another_model_is_refused(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await backend.register(model)
+        with pytest.raises(Conflict, match=model.name):
+            await backend.register(model.model_copy(update={"rank": 5}))
+
+    async def test_a_base_model_that_is_not_there_is_an_error_and_no_wait(
+        self, backend: Backend, new_model: NewModel, tmp_path: Path
+    ):
+        model = new_model(tmp_path / "nowhere")
+        with pytest.raises(HoneError, match="nowhere"):
+            await asyncio.wait_for(model.register(backend), 30)
+
+    async def test_every_form_of_a_trajectory_trains_the_next_step(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await model.register(backend)
+
+        async def by_rollout() -> Trajectory:
+            async with hone.rollout(backend=backend) as rollout:
+                choice = await chat(model, temperature=1.0)
+            return rollout.trajectory(reward=sum(choice.token_ids) / 1000)
+
+        async def by_choice() -> Trajectory:
+            choice = await chat(model, temperature=1.0)
+            reward = sum(choice.token_ids) / 1000
+            return Trajectory(messages_and_choices=[*MESSAGES, choice], reward=reward)
+
+        sampled = [TrajectoryGroup(make() for _ in range(4)) for make in (by_rollout, by_choice)]
+        groups = await hone.gather_trajectory_groups(sampled, pbar_desc=None)
+        before = await chat(model, temperature=0.0)
+        result = await model.train([*groups, *token_groups()], learning_rate=5e-3)
+        assert (result.step, await model.get_step(), result.reason) == (1, 1, None)
+        assert result.metrics["learn/learning_rate"] == 5e-3
+        assert result.metrics["learn/rollouts"] == 12
+        after = await chat(model, temperature=0.0)
+        assert after.policy_step == 1
+        old = await chat(model, step=0, temperature=0.0)
+        assert old.policy_step == 0
+        assert old.token_ids == before.token_ids
+        assert _logprobs(after) != _logprobs(before), "the served answer did not change"
+
+    async def test_the_model_s_defaults_count_unless_the_job_says_otherwise(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model(defaults={"learning_rate": 3e-4})
+        await model.register(backend)
+        said = hone.TrainConfig(learning_rate=1e-4)
+        asked: list[dict[str, Any]] = [
+            {},
+            {"config": said},
+            {"config": said, "learning_rate": 2e-4},
+        ]
+        used = [(await backend.train(model, token_groups(), **keys)).metrics for keys in asked]
+        assert [metrics["learn/learning_rate"] for metrics in used] == [3e-4, 1e-4, 2e-4]
+
+    async def test_equal_rewards_teach_nothing_and_it_says_so(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await model.register(backend)
+        result = await model.train(token_groups(rewards=(1.0, 1.0)))
+        assert result.step == 0
+        assert result.reason
+
+    async def test_what_cannot_be_trained_is_refused_with_its_place(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await model.register(backend)
+        nobody = TrajectoryGroup([Trajectory(rollout="no-such-rollout", reward=r) for r in (0, 1)])
+        with pytest.raises(Unprocessable) as caught:
+            await model.train([*token_groups(1), nobody])
+        first = caught.value.fields[0]
+        assert first.path[:4] == ("groups", 1, "trajectories", 0)
+        with pytest.raises(ConfigError, match="no such key"):
+            await model.train(token_groups(), learning_rte=1)
+        assert await model.get_step() == 0
+
+    async def test_cancelling_leaves_the_step_and_the_next_job_runs(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await model.register(backend)
+        long = backend.train(model, token_groups(300), groups_per_optimizer_step=1)
+        task = asyncio.create_task(long)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await model.get_step() == 0
+        assert (await model.train(token_groups())).step == 1
+
+    async def test_the_newest_and_the_best_step_are_kept(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await model.register(backend)
+        for step, reward in enumerate((0.1, 0.9, 0.5, 0.2)):
+            if step:
+                assert (await model.train(token_groups(), learning_rate=1e-3)).step == step
+            written = await model.log([Trajectory(reward=reward)], split="val")
+            assert written == {"val/reward": reward, "val/exception_rate": 0.0}
+        assert await model.delete_checkpoints() == [0, 2]
+        assert [c.step for c in await backend.checkpoints(model)] == [1, 3]
+        assert await model.delete_checkpoints("val/none") == [1], "no best by that name"
+        assert (await chat(model)).policy_step == 3
+
+
+def _logprobs(choice: Any) -> list[float]:
+    return [token.logprob for token in choice.logprobs.content]

@@ -1,0 +1,201 @@
+"""Real implementations of hone's protocols that answer from a script, type-checked.
+
+In:   what to answer, as text or as ids
+Out:  ScriptedEngine: an Engine that remembers what it was asked and under which adapter
+Used: every test of the server that does not need weights
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.errors import EngineError
+from hone.inference.base import (
+    AdapterRef,
+    Delta,
+    Engine,
+    EngineStats,
+    Probe,
+    SampledToken,
+    Sampling,
+)
+
+Answer = str | Sequence[int]
+"""Text is encoded, and the end of the turn added; ids are given back as they are."""
+Script = Callable[[Sequence[int], Sampling, AdapterRef | None], Answer]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as the engine got it, and what it gave for each sample."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: AdapterRef | None
+    answers: tuple[tuple[int, ...], ...]
+
+
+def logprob(token: int, place: int) -> float:
+    """What the scripted engine says of a token: a float32, and another at every place."""
+    return -(1 + token % 13) / 16 - place / 1024
+
+
+class ScriptedEngine:
+    """Answers from a script, over again from its beginning; `asked` holds every request."""
+
+    def __init__(
+        self,
+        script: Iterable[Answer] | Script = ("ok",),
+        *,
+        tokenizer: Any = None,
+        end: int | None = None,
+        delay_s: float = 0.0,
+        scores: Callable[[Sequence[int], AdapterRef | None], Sequence[float]] | None = None,
+    ) -> None:
+        """`delay_s` passes before every token; `scores` are the log-probabilities of a probe."""
+        self.says(script)
+        self._tokenizer = tokenizer
+        self._end = getattr(tokenizer, "eos_token_id", None) if end is None else end
+        self._scores = scores or (lambda ids, _: [logprob(t, i) for i, t in enumerate(ids)][1:])
+        self.delay_s = delay_s
+        self.asked: list[Asked] = []
+        self.published: dict[str, tuple[AdapterRef, Path]] = {}
+        self.unloaded: list[AdapterRef] = []
+        self.aborted = 0
+        """Requests whose reader left before their end."""
+        self.stuck = False
+        """Say yes to every publish from now on and go on serving what was served: a broken engine."""
+        self.failing: Exception | None = None
+        """Raised by every request from its second token on."""
+        self.running = 0
+        self.most_running = 0
+        self.closed = False
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    def says(self, script: Iterable[Answer] | Script) -> None:
+        """Answer from this script from now on."""
+        self._script = script if callable(script) else _in_turn(script)
+
+    # ---- the Engine protocol ----------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
+    ) -> AsyncIterator[Delta]:
+        self._check(adapter)
+        await self._awake.wait()
+        answers = [self._answer(prompt_ids, sampling, adapter) for _ in range(sampling.n)]
+        self.asked.append(
+            Asked(tuple(prompt_ids), sampling, adapter, tuple(tuple(a.ids) for a in answers))
+        )
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        whole = False
+        try:
+            for place in range(max(len(answer.ids) for answer in answers)):
+                await asyncio.sleep(self.delay_s)
+                if self.failing is not None and place:
+                    raise self.failing
+                for sample, answer in enumerate(answers):
+                    if place < len(answer.ids):
+                        yield answer.delta(sample, place, sampling.top_logprobs)
+            whole = True
+        finally:
+            self.running -= 1
+            self.aborted += not whole
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        self._check(None)
+        self.published[adapter.sha256] = (adapter, directory)
+
+    async def unload(self, adapter: AdapterRef) -> None:
+        self.unloaded.append(adapter)
+        self.published.pop(adapter.sha256, None)
+
+    async def probe(
+        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+    ) -> Probe:
+        self._check(adapter)
+        served = adapter
+        if self.stuck and self.published:
+            served = next(iter(self.published.values()))[0]
+        sha256 = "base" if served is None else served.sha256
+        return Probe(sha256, tuple(tuple(self._scores(ids, served)) for ids in sequences))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self.running,
+            waiting=0,
+            adapters=tuple(self.published),
+            prompt_tokens=sum(len(asked.prompt_ids) for asked in self.asked),
+            prefilled_tokens=sum(len(asked.prompt_ids) for asked in self.asked),
+            sampled_tokens=sum(len(ids) for asked in self.asked for ids in asked.answers),
+            kv_budget_bytes=0,
+            kv_reserved_bytes=0,
+            kv_cached_bytes=0,
+            held_s=0.0,
+        )
+
+    async def sleep(self) -> None:
+        self._awake.clear()
+
+    async def wake(self) -> None:
+        self._awake.set()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    # ---- what it answers --------------------------------------------------------------------
+
+    def _check(self, adapter: AdapterRef | None) -> None:
+        if self.closed:
+            raise EngineError("the engine is closed")
+        if adapter is not None and adapter.sha256 not in self.published:
+            raise EngineError(f"step {adapter.step} of {adapter.model!r} is not served")
+
+    def _answer(
+        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None
+    ) -> "_Scripted":
+        said = self._script(prompt_ids, sampling, adapter)
+        if isinstance(said, str):
+            ids = self._tokenizer.encode(said, add_special_tokens=False)
+            ids += [] if self._end is None else [self._end]
+        else:
+            ids = list(said)
+        for i, token in enumerate(ids[: sampling.max_tokens]):
+            if token in sampling.stop_ids:
+                return _Scripted(ids[: i + 1], token)
+            if sampling.stop:
+                text = self._tokenizer.decode(ids[: i + 1])
+                found = next((stop for stop in sampling.stop if stop in text), None)
+                if found is not None:
+                    return _Scripted(ids[: i + 1], found)
+        return _Scripted(ids[: sampling.max_tokens], None)
+
+
+@dataclass(frozen=True)
+class _Scripted:
+    ids: list[int]
+    stop: str | int | None
+    """What ended it; None where it was cut at its length."""
+
+    def delta(self, sample: int, place: int, alternatives: int) -> Delta:
+        token, value = self.ids[place], logprob(self.ids[place], place)
+        others = [(token + i, value - i) for i in range(alternatives)]
+        drawn = SampledToken(token, value, top=tuple(others))
+        if place + 1 < len(self.ids):
+            return Delta(sample, (drawn,))
+        return Delta(sample, (drawn,), "length" if self.stop is None else "stop", self.stop)
+
+
+def _in_turn(answers: Iterable[Answer]) -> Script:
+    turn: Iterator[Answer] = itertools.cycle(answers)
+    return lambda prompt_ids, sampling, adapter: next(turn)
+
+
+def _is_an_engine(engine: ScriptedEngine) -> Engine:
+    """Checked by the type checker, not by running it."""
+    return engine

@@ -1,0 +1,120 @@
+"""LocalBackend owns its server: starts it once, ends it always, and says what went wrong."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hone import LocalBackend, TrainableModel
+from hone.backends import local as module
+from hone.errors import ServerError
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pid: int, within_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def server_pid(backend: LocalBackend) -> int:
+    assert backend._server is not None
+    return backend._server.pid
+
+
+async def test_nothing_starts_before_it_is_used_and_many_users_start_one(tmp_path: Path):
+    backend = LocalBackend(tmp_path / "root")
+    assert not (tmp_path / "root").exists()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(5):
+            tasks.create_task(backend.connect())
+    pid = server_pid(backend)
+    assert backend.base_url.startswith("http://127.0.0.1:")
+    started = (tmp_path / "root/logs/server.log").read_text().count("server started")
+    assert (alive(pid), started) == (True, 1)
+    await backend.close()
+    assert not alive(pid)
+    await backend.close()  # once more is nothing
+    with pytest.raises(ServerError, match="is closed; make another one"):
+        await backend.connect()
+
+
+async def test_it_goes_on_where_it_was_left(tmp_path: Path):
+    model = TrainableModel(name="agent", project="p", base_model="smollm2-135m-instruct")
+    for _ in range(2):
+        async with LocalBackend(tmp_path) as backend:
+            assert (await backend.register(model)).step == 0
+    log = (tmp_path / "logs/server.log").read_text()
+    assert log.count("model registered") == 1, "the second server knew it"
+
+
+def test_a_key_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HONE_API_KEY", "secret")
+    with LocalBackend(tmp_path) as backend:
+        model = TrainableModel(name="agent", base_model="b")
+        info = asyncio.run(backend.register(model))
+        assert info.name == "agent"
+        backend.api_key = "wrong"
+        with pytest.raises(Exception, match="send the server's key"):
+            asyncio.run(backend.step(model))
+
+
+def test_a_root_in_use_is_refused_in_the_server_s_words(tmp_path: Path):
+    with LocalBackend(tmp_path) as first:
+        first.start()
+        second = LocalBackend(tmp_path)
+        with pytest.raises(ServerError, match="another server uses it") as caught:
+            second.start()
+        assert str(tmp_path / "logs") in str(caught.value)
+        assert "ended (1)" in str(caught.value)
+        assert first.lost() is None
+        assert "training API" in first.output.read_text(), "what the first one said is still there"
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "START_S", 0.01)
+    backend = LocalBackend(tmp_path)
+    with pytest.raises(ServerError, match=r"did not answer within 0\.01 s"):
+        backend.start()
+    assert backend._server is None
+
+
+async def test_a_server_that_died_is_said_to_have_and_nobody_waits(tmp_path: Path):
+    async with LocalBackend(tmp_path) as backend:
+        model = TrainableModel(name="agent", base_model="b")
+        await backend.register(model)
+        os.kill(server_pid(backend), signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="ended with exit status -9") as caught:
+            await backend.step(model)
+        assert str(tmp_path / "logs" / "server.log") in str(caught.value)
+        assert time.monotonic() - started < 5, "patience is for servers that may come back"
+
+
+@pytest.mark.parametrize(
+    "end", ["pass", "raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"]
+)
+def test_the_server_ends_with_its_process_however_that_ends(tmp_path: Path, end: str):
+    code = (
+        "import hone, sys\n"
+        f"backend = hone.LocalBackend({str(tmp_path)!r})\n"
+        "backend.start()\n"
+        "print(backend._server.pid, flush=True)\n"
+        f"{end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert gone(int(done.stdout)), done.stderr
+    assert "server stopping" in (tmp_path / "logs/server.log").read_text()

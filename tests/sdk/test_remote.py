@@ -1,0 +1,370 @@
+"""RemoteBackend when things go wrong: lost answers, broken streams, refusals, cancellation."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+from fastapi import Request, Response
+from tests.sdk.conftest import serving
+from tests.sdk.standin import Link, StandIn, refusal
+
+from hone import RemoteBackend, TrainableModel, TrainConfig, Trajectory, TrajectoryGroup, errors
+from hone.backends import remote
+from hone.backends.base import Backend, TrainResult
+from hone.types import Call
+
+MODEL = TrainableModel(name="agent", project="p", base_model="b")
+
+
+def groups() -> list[TrajectoryGroup]:
+    call = Call(prompt_ids=[1], completion_ids=[2], logprobs=[-1.0])
+    return [TrajectoryGroup([Trajectory(calls=[call], reward=r) for r in (0, 1)])]
+
+
+@pytest_asyncio.fixture
+async def standin() -> StandIn:
+    return StandIn()
+
+
+@pytest_asyncio.fixture
+async def link(standin: StandIn) -> AsyncIterator[Link]:
+    async with serving(standin.app) as url, Link(urlsplit(url).port or 0).running() as link:
+        yield link
+
+
+@pytest.fixture
+def backend(link: Link) -> RemoteBackend:
+    return RemoteBackend(link.url, "secret", patience_s=5)
+
+
+async def start(backend: RemoteBackend, standin: StandIn, **options: Any) -> "asyncio.Task[Any]":
+    """A `train` whose job the server has."""
+    task = asyncio.create_task(backend.train(MODEL, groups(), **options))
+    await asyncio.wait_for(standin.submitted.wait(), 10)
+    return task
+
+
+# ---- what is sent -----------------------------------------------------------------------------
+
+
+async def test_register_prepare_and_step(backend: RemoteBackend, standin: StandIn):
+    assert isinstance(backend, Backend)
+    model = TrainableModel(name="agent", project="p", base_model="b")
+    await model.register(backend)
+    # The port that answered, and not the one the server names, which may be out of reach.
+    assert (model.inference_base_url, model.inference_api_key) == (
+        f"{backend.base_url}/v1",
+        "secret",
+    )
+    assert model.get_inference_name(step=2) == "p/agent@2"
+    assert await model.get_step() == 4
+    assert [(method, path) for method, path, _ in standin.asked] == [
+        ("POST", "/v1/training/models"),
+        ("POST", "/v1/training/models/p/agent/prepare"),
+        ("GET", "/v1/training/models/p/agent"),
+    ]
+    assert {headers["authorization"] for *_, headers in standin.asked} == {"Bearer secret"}
+
+
+async def test_a_job_says_only_what_was_written(backend: RemoteBackend, standin: StandIn):
+    config = TrainConfig(learning_rate=1e-4, loss="dapo")
+    task = await start(backend, standin, config=config, beta=0.1, learning_rate=2e-4, seed=3)
+    standin.emit("done", step=5, metrics={"loss": 0.5}, reason=None)
+    assert await task == TrainResult(
+        step=5, metrics={"loss": 0.5}, job="job-0", counts={"by_tokens": 1}
+    )
+    sent = standin.job.request
+    assert sent.model == "p/agent"
+    assert sent.seed == 3
+    assert sent.config == {"learning_rate": 2e-4, "loss": "dapo", "beta": 0.1}
+    assert [[t.reward for t in group] for group in sent.groups] == [[0, 1]]
+
+
+async def test_every_train_is_a_job_of_its_own(backend: RemoteBackend, standin: StandIn):
+    for number in range(2):
+        standin.submitted.clear()
+        task = await start(backend, standin)
+        standin.emit("done", step=number + 1)
+        assert (await task).step == number + 1
+        standin.jobs.clear()
+    assert len(standin.by_key) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"learning_rat": 1}, "no such key. Did you mean learning_rate?"),
+        ({"loss_fn": "cispo"}, "Did you mean loss ('cispo', or 'grpo' where ART says 'ppo')?"),
+        ({"zzz": 1}, "no such key. Known: learning_rate, loss,"),
+    ],
+)
+async def test_keys_nobody_knows_are_refused_before_anything_is_sent(keys: Any, said: str):
+    with pytest.raises(errors.ConfigError) as caught:
+        await RemoteBackend("http://127.0.0.1:1").train(MODEL, groups(), **keys)
+    assert said in str(caught.value)
+
+
+async def test_wrong_values_and_groups_are_refused_before_anything_is_sent():
+    backend = RemoteBackend("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="learning_rate"):
+        await backend.train(MODEL, groups(), learning_rate=-1)
+    with pytest.raises(errors.ConfigError, match=r"trajectory_groups\.0 is a Trajectory"):
+        await backend.train(MODEL, [Trajectory()])  # pyright: ignore[reportArgumentType]  # the mistake
+
+    async def never() -> Trajectory:
+        return Trajectory()
+
+    unfinished = TrajectoryGroup([never(), never()])
+    with pytest.raises(errors.ConfigError, match=r"trajectory_groups\.0 holds 2 rollouts"):
+        await backend.train(MODEL, [unfinished])
+    await unfinished
+
+
+# ---- a server out of reach --------------------------------------------------------------------
+
+
+async def test_a_lost_answer_makes_no_second_job(
+    backend: RemoteBackend, standin: StandIn, link: Link
+):
+    await backend.step(MODEL)
+    link.lose_answers = 2
+    task = await start(backend, standin)
+    standin.emit("done", step=1)
+    assert (await asyncio.wait_for(task, 10)).step == 1
+    posts = [path for method, path, _ in standin.asked if method == "POST"]
+    assert posts == ["/v1/training/jobs"] * 3
+    assert len(standin.jobs) == 1
+
+
+async def test_a_broken_stream_goes_on_after_the_last_event(
+    backend: RemoteBackend,
+    standin: StandIn,
+    link: Link,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("hone.progress.LINE_S", 0.0)  # a line for every event
+    lines: list[str] = []
+
+    async def shown(count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(lines) < count:
+                await asyncio.sleep(0.005)
+                lines.extend(capsys.readouterr().err.splitlines())
+
+    task = await start(backend, standin, verbose=True)
+    standin.emit("queued")
+    standin.emit("started")
+    await shown(2)
+    link.cut()
+    standin.emit("progress", phase="train", step=0, steps=1, row=1, rows=4)
+    await shown(3)
+    standin.emit("done", step=1)
+    assert (await asyncio.wait_for(task, 10)).step == 1
+    await shown(5)
+    assert lines == [
+        "train p/agent: 0/0 queued",
+        "train p/agent: 0/0 started",
+        "train p/agent: 1/4 train step 1/1",
+        "train p/agent: 4/4 done",
+        "train p/agent: 4/4 done",
+    ]
+    asked = [headers for _, path, headers in standin.asked if path.endswith("/events")]
+    assert [headers["last-event-id"] for headers in asked] == ["0", "2"]
+
+
+async def test_a_stream_that_ends_early_is_opened_again(
+    backend: RemoteBackend, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+):
+    refused = iter([refusal(503, "closing", "Unavailable")] * 2)
+
+    def refuse(request: Request) -> Response | None:
+        return next(refused, None) if request.url.path.endswith("/events") else None
+
+    standin.refuse = refuse
+    task = await start(backend, standin)
+    standin.emit("done", step=1)
+    assert (await asyncio.wait_for(task, 10)).step == 1
+
+
+async def test_silence_is_not_waited_out(
+    backend: RemoteBackend, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.2)
+    task = await start(backend, standin)
+    async with asyncio.timeout(10):
+        while sum(path.endswith("/events") for _, path, _ in standin.asked) < 2:
+            await asyncio.sleep(0.01)
+    standin.emit("done", step=1)
+    assert (await asyncio.wait_for(task, 10)).step == 1
+
+
+async def test_patience_ends_and_the_job_is_named(
+    backend: RemoteBackend, standin: StandIn, link: Link
+):
+    backend.patience_s = 0.3
+    task = await start(backend, standin)
+    async with asyncio.timeout(10):
+        while not any(path.endswith("/events") for _, path, _ in standin.asked):
+            await asyncio.sleep(0.01)
+    link.down = True
+    link.cut()
+    with pytest.raises(errors.Unavailable, match="no hone server answers there") as caught:
+        await asyncio.wait_for(task, 10)
+    assert caught.value.__notes__ == ["Job job-0 was accepted and goes on when its server does."]
+
+
+async def test_a_wrong_address_fails_soon_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "FIRST_S", 0.3)
+    backend = RemoteBackend("http://127.0.0.1:1")  # patience is for servers that answered once
+    with pytest.raises(errors.Unavailable, match=r"Start one with `hone serve`"):
+        await asyncio.wait_for(backend.step(MODEL), 10)
+
+
+async def test_later_means_later(backend: RemoteBackend, standin: StandIn):
+    answers = iter([refusal(429, "full", "Busy", **{"Retry-After": "1"})])
+    standin.refuse = lambda request: next(answers, None)
+    started = asyncio.get_running_loop().time()
+    assert await backend.step(MODEL) == 4
+    assert asyncio.get_running_loop().time() - started >= 1
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "raised"),
+    [
+        (400, "invalid_request_error", errors.ConfigError),
+        (401, "Unauthorized", errors.Unauthorized),
+        (404, "NotFound", errors.NotFound),
+        (404, "ModelNotFound", errors.ModelNotFound),
+        (409, "Conflict", errors.Conflict),
+        (413, "_TooLarge", errors.ConfigError),
+        (422, "SampleRefused", errors.SampleRefused),
+        (501, "NotInThisVersion", errors.NotInThisVersion),
+        (500, "EngineError", errors.EngineError),
+        (500, "server_error", errors.ServerError),
+    ],
+)
+async def test_a_refusal_is_the_exception_it_stands_for(
+    backend: RemoteBackend, standin: StandIn, status: int, kind: str, raised: type[Exception]
+):
+    standin.refuse = lambda request: refusal(status, "this is why", kind)
+    with pytest.raises(raised, match="this is why") as caught:
+        await backend.step(MODEL)
+    assert type(caught.value) is raised
+    assert ("logs/server.log" in str(caught.value)) == (status == 500)
+    assert len(standin.asked) == 1, "what is refused is not sent again"
+
+
+async def test_wrong_fields_are_named(backend: RemoteBackend, standin: StandIn):
+    # The stand-in checks bodies as the real one does: by hone's types, in FastAPI.
+    with pytest.raises(errors.Unprocessable) as caught:
+        await backend._ask("POST", "/v1/training/models", '{"name": "../x", "base_model": "b"}')
+    assert [field.path for field in caught.value.fields] == [("name",)]
+
+
+async def test_something_that_is_no_hone_server(backend: RemoteBackend, standin: StandIn):
+    standin.refuse = lambda request: Response("<html>nginx</html>", 404)
+    with pytest.raises(errors.NotFound, match=r"'<html>nginx</html>'. Is it a hone server"):
+        await backend.step(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://0.0.0.0:7999", "http://127.0.0.1:7999"),
+        ("http://gpu:7623/", "http://gpu:7623"),
+        ("https://gpu/v1", "https://gpu"),
+    ],
+)
+def test_addresses(given: str, used: str):
+    assert RemoteBackend(given).base_url == used
+
+
+@pytest.mark.parametrize("wrong", ["localhost:7623", "ftp://x", "http://"])
+def test_addresses_that_are_none(wrong: str):
+    with pytest.raises(errors.ConfigError, match="expected http://HOST:PORT"):
+        RemoteBackend(wrong)
+
+
+# ---- how jobs end -----------------------------------------------------------------------------
+
+
+async def test_a_failed_job_says_which_why_and_where_to_look(
+    backend: RemoteBackend, standin: StandIn
+):
+    task = await start(backend, standin)
+    failure = {"type": "NonFinite", "message": "the loss of row 3 is nan", "traceback": ""}
+    standin.emit("failed", failure=failure)
+    with pytest.raises(errors.TrainingFailed) as caught:
+        await task
+    assert str(caught.value) == (
+        "job job-0 of p/agent failed: NonFinite: the loss of row 3 is nan\n"
+        f"Its log: logs/server.log under the root of the server at {backend.base_url}"
+    )
+
+
+async def test_a_job_cancelled_by_another_is_said_to_be(backend: RemoteBackend, standin: StandIn):
+    task = await start(backend, standin)
+    standin.emit("cancelled")
+    with pytest.raises(errors.Cancelled, match="cancelled by somebody else"):
+        await task
+
+
+async def test_a_job_without_a_gradient_step_says_why(backend: RemoteBackend, standin: StandIn):
+    task = await start(backend, standin)
+    standin.emit("done", step=4, reason="every group is flat")
+    assert (await task).reason == "every group is flat"
+
+
+async def test_cancelling_train_cancels_the_job(backend: RemoteBackend, standin: StandIn):
+    task = await start(backend, standin)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert standin.job.info.state == "cancelled"
+
+
+async def test_cancelling_train_before_its_answer_came_cancels_the_job_too(
+    backend: RemoteBackend, standin: StandIn, link: Link
+):
+    await backend.step(MODEL)
+    link.lose_answers = 1  # the server has the job, and the client does not know its name
+    task = await start(backend, standin)
+    task.cancel()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert standin.job.info.state == "cancelled"
+
+
+async def test_cancelling_does_not_hang_on_a_server_that_is_gone(
+    backend: RemoteBackend, standin: StandIn, link: Link, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "WITHDRAW_S", 0.3)
+    task = await start(backend, standin)
+    link.down = True
+    link.cut()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_job_that_takes_too_long_is_cancelled(backend: RemoteBackend, standin: StandIn):
+    task = await start(backend, standin, timeout_s=0.5)
+    with pytest.raises(errors.TrainingFailed, match="did not end within timeout_s"):
+        await asyncio.wait_for(task, 10)
+    assert standin.job.info.state == "cancelled"
+
+
+def test_one_backend_serves_many_event_loops(standin: StandIn):
+    async def step() -> int:
+        async with serving(standin.app) as url:
+            return await RemoteBackend(url).step(MODEL)
+
+    assert [asyncio.run(step()) for _ in range(2)] == [4, 4]

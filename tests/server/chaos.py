@@ -1,0 +1,200 @@
+"""Kill a server everywhere, and see that nothing accepted is lost: `make chaos`.
+
+In:   a tiny model; how many kills; a seed
+Out:  a line per kill; exit 1 if any run ended with other bits, or trained anything twice
+Used: make chaos; test_crash.py runs a part of it in the test-suite
+
+First every failpoint, each time it is reached; then pairs of kills at random times, the second
+while the server is still recovering from the first; then servers whose learner has a process of
+its own. After every kill the next start must end the job as if nothing had happened.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from hone.server import checkpoints, jobs, service, store
+
+PROGRAM = Path(__file__).with_name("small_server.py")
+ROOT_OF_TESTS = PROGRAM.parent.parent.parent
+FAILPOINTS = (*store.FAILPOINTS, *jobs.FAILPOINTS, *checkpoints.FAILPOINTS, *service.FAILPOINTS)
+IMPORTS = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT_OF_TESTS)]).strip(os.pathsep)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": IMPORTS}
+KILLED = (-9, -14)
+"""By a failpoint, by the alarm."""
+
+Ended = dict[str, Any]
+
+
+class Servers:
+    """A process that forks a server for each order; see small_server.py."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ONE_THREAD},
+        )
+
+    def run(self, root: Path, **kill: Any) -> int:
+        """The exit status of one server, killed or not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        (root / "ended.json").unlink(missing_ok=True)
+        order = {"root": str(root), "model": str(self.model), **kill}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def finish(self, root: Path) -> Ended:
+        """What came of the job, in a server that is left alone."""
+        status = self.run(root)
+        assert status == 0, f"a server that nobody killed ended with {status}"
+        return json.loads((root / "ended.json").read_text())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+@dataclass(frozen=True)
+class Same:
+    """What every run must come to, however often it was killed."""
+
+    digest: str
+    sha256: str
+
+    @classmethod
+    def of(cls, ended: Ended) -> "Same":
+        return cls(ended["digest"], ended["sha256"])
+
+    def differences(self, ended: Ended) -> list[str]:
+        """What is wrong with how a run ended; empty if nothing is."""
+        wanted = {
+            "state": "done",
+            "base_step": 0,
+            "step": 1,
+            "failure": None,
+            "served": [1, self.sha256],
+            "of_job": [1],
+            "disk": ["0000", "0001"],
+            "sha256": self.sha256,
+            "digest": self.digest,
+        }
+        wrong = [f"{k} is {ended[k]!r}, not {v!r}" for k, v in wanted.items() if ended[k] != v]
+        if ended["events"].count("done") != 1 or ended["events"][-1] != "done":
+            wrong.append(f"events are {ended['events']}")
+        saved = ended["events"].index("saved") if "saved" in ended["events"] else None
+        if saved is not None and "learned" in ended["events"][saved:]:
+            wrong.append(f"trained again what was saved: {ended['events']}")
+        return wrong
+
+
+def each_failpoint(servers: Servers, home: Path) -> Iterator[tuple[str, Path]]:
+    """Every failpoint, each time it is reached, and the root that its kill left."""
+    for name in FAILPOINTS:
+        for count in range(1, 1000):
+            root = home / f"{name.replace('/', '-')}-{count}"
+            root.mkdir()
+            status = servers.run(root, failpoint=f"{name}:{count}")
+            if status == 0:
+                assert count > 1, f"failpoint {name} is never reached"
+                break
+            assert status in KILLED, (name, count, status)
+            yield f"{name}:{count}", root
+
+
+def random_pairs(
+    servers: Servers, home: Path, draw: random.Random, whole_s: float
+) -> Iterator[tuple[str, Path, int]]:
+    """Kills at two random times: of a server, and of the next one that recovers."""
+    for i in range(10**6):
+        root = home / f"random-{i}"
+        root.mkdir()
+        after = [draw.uniform(0, whole_s) for _ in range(2)]
+        statuses = [servers.run(root, after_s=max(s, 1e-3)) for s in after]
+        times = (f"{s:.3f} s" for s, status in zip(after, statuses, strict=True) if status)
+        yield f"at {' and '.join(times)}", root, sum(status in KILLED for status in statuses)
+
+
+def whole_process(root: Path, model: Path, failpoint: str = "", after_s: float = 0.0) -> int:
+    """The exit status of a server with a learner in a process of its own."""
+    command = [sys.executable, str(PROGRAM), str(root), str(model)]
+    env = {**os.environ, **ONE_THREAD, "HONE_FAILPOINT": failpoint}
+    child = subprocess.Popen(command, env=env)
+    try:
+        return child.wait(after_s or 120)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--processes", type=int, default=4, help="of them, with a learner's process"
+    )
+    options = parser.parse_args()
+    from tests.inference.conftest import build_tokenizer
+    from tests.server.conftest import write_model
+
+    draw = random.Random(options.seed)
+    home = Path(tempfile.mkdtemp(prefix="hone-chaos-"))
+    model = write_model(home / "model", build_tokenizer("qwen2.5-instruct"))
+    servers = Servers(model)
+    kills = bad = 0
+
+    def check(name: str, root: Path, killed: int = 1) -> None:
+        nonlocal kills, bad
+        kills += killed
+        wrong = same.differences(servers.finish(root))
+        bad += bool(wrong)
+        sys.stdout.write(f"{kills:4d} {'BAD ' if wrong else 'ok  '} {name}\n")
+        sys.stdout.writelines(f"          {line}\n" for line in wrong)
+        sys.stdout.flush()
+
+    try:
+        same = Same.of(servers.finish(home / "undisturbed"))
+        started = perf_counter()
+        servers.finish(home / "again")
+        whole_s = perf_counter() - started
+        for name, root in each_failpoint(servers, home):
+            check(name, root)
+        for i in range(options.processes):
+            root = home / f"process-{i}"
+            after_s = draw.uniform(3, 20)
+            status = whole_process(root, model, after_s=after_s)
+            check(f"with a learner's process, at {after_s:.1f} s (status {status})", root)
+        for name, root, killed in random_pairs(servers, home, draw, whole_s):
+            if killed:
+                check(name, root, killed)
+            if kills >= options.kills:
+                break
+    finally:
+        servers.close()
+    sys.stdout.write(f"{kills} kills, {bad} bad\n")
+    if bad:
+        sys.stdout.write(f"what they left: {home}\n")
+    else:
+        shutil.rmtree(home)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What the server's tests share: a tiny model on disk, and whole servers over a scripted engine.
+
+`make_server(script, **settings)` starts both apps on real uvicorn servers at free ports, in one
+event loop in a thread of its own, as `hone serve` does; `make_state` is the same without HTTP.
+"""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import uvicorn
+from tests.fakes import ScriptedEngine
+from tests.inference.conftest import build_tokenizer
+
+from hone.inference.base import Engine
+from hone.server.app import State, create_apps
+from hone.server.settings import Settings
+
+T = TypeVar("T")
+
+VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 512, 64, 128, 2, 4, 2
+
+
+def write_model(directory: Path, tokenizer: Any, *, seed: int = 0, positions: int = 512) -> Path:
+    """A random Llama with this tokenizer; weights drawn wide, so that its answers differ."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    draw, kv = np.random.default_rng(seed), HIDDEN // HEADS * KV_HEADS
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": (kv, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": (kv, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{at}.mlp.gate_proj.weight": (INNER, HIDDEN),
+            f"{at}.mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{at}.mlp.down_proj.weight": (HIDDEN, INNER),
+        }
+    weights = {k: (0.2 * draw.standard_normal(s)).astype(np.float32) for k, s in shapes.items()}
+    norms = ["model.norm.weight"]
+    for i in range(LAYERS):
+        norms += [f"model.layers.{i}.{n}_layernorm.weight" for n in ("input", "post_attention")]
+    weights |= {name: np.ones(HIDDEN, np.float32) for name in norms}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Qwen2.5's template and special tokens over a small byte-level vocabulary."""
+    return build_tokenizer("qwen2.5-instruct")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A random Llama that fits in a megabyte, with tokenizer and chat template."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-chat", tokenizer)
+
+
+MakeState = Callable[..., State]
+
+
+@pytest.fixture
+def make_state(tmp_path: Path, tokenizer: Any) -> MakeState:
+    """`make_state(script, engine=None, **settings)`: a server's parts, not running."""
+
+    def make(script: Any = ("ok",), *, engine: Engine | None = None, **settings: Any) -> State:
+        used = engine or ScriptedEngine(script, tokenizer=tokenizer)
+        settings = {"root": tmp_path / "hone", "device": "cpu", **settings}
+        return State.open(Settings(**settings), open_engine=lambda name: used)
+
+    return make
+
+
+class _Uvicorn(uvicorn.Server):
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
+@dataclass
+class Server:
+    """A running server, from the outside and from the inside."""
+
+    state: State
+    engine: Any
+    """The engine of every base model; a ScriptedEngine unless the test gave another."""
+    control_url: str = ""
+    inference_url: str = ""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _servers: list[_Uvicorn] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.inference_url}/v1"
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in the server's event loop, from the test's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def start(self) -> "Server":
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="server")
+        self._thread.start()
+        assert ready.wait(60), "the server did not start"
+        return self
+
+    def stop(self) -> None:
+        for server in self._servers:
+            server.should_exit = True
+        assert self._thread is not None
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server did not stop"
+        self._loop.close()
+
+    def _run(self, ready: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve(ready))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+    async def _serve(self, ready: threading.Event) -> None:
+        bound = [_bind(), _bind()]
+        urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in bound]
+        self.control_url, self.inference_url = urls
+        for app in create_apps(self.state):
+            config = uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+            )
+            self._servers.append(_Uvicorn(config))
+        async with self.state.running():
+            serving = [
+                asyncio.create_task(server.serve(sockets=[sock]))
+                for server, sock in zip(self._servers, bound, strict=True)
+            ]
+            while not all(server.started for server in self._servers):
+                await asyncio.sleep(0.005)
+            ready.set()
+            await asyncio.gather(*serving)
+
+
+def _bind() -> socket.socket:
+    # With the protocol named: asyncio switches Nagle off only then, and each answer takes 40 ms else.
+    sock = socket.socket(proto=socket.IPPROTO_TCP)
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(1024)
+    return sock
+
+
+MakeServer = Callable[..., Server]
+
+
+@pytest.fixture
+def make_server(make_state: MakeState, tokenizer: Any) -> Iterator[MakeServer]:
+    """`make_server(script, engine=None, **settings)`: started; stopped when the test ends."""
+    started: list[Server] = []
+
+    def make(script: Any = ("ok",), *, engine: Engine | None = None, **settings: Any) -> Server:
+        used = engine or ScriptedEngine(script, tokenizer=tokenizer)
+        server = Server(make_state(engine=used, **settings), used)
+        started.append(server)
+        return server.start()
+
+    yield make
+    for server in started:
+        if server._thread is not None and server._thread.is_alive():
+            server.stop()
+
+
+@pytest.fixture
+def server(make_server: MakeServer) -> Server:
+    """A server that answers "ok" to everything."""
+    return make_server()

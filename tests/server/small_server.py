@@ -1,0 +1,278 @@
+"""A whole small server without HTTP: what the tests of the loop run, here or in a child to be killed.
+
+In:   a root directory and a tiny base model
+Out:  parts wired as app.py wires them; as a program, what came of one job
+Used: test_service.py in its own process; test_crash.py and chaos.py as a program:
+      `small_server.py ROOT MODEL` runs one job with a learner in its own process;
+      `small_server.py` reads runs as JSON lines and forks for each, so that torch is loaded once
+"""
+
+import asyncio
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.inference.base import Engine
+from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
+from hone.server import calls, failpoints, jobs, models
+from hone.server.calls import CallStore
+from hone.server.checkpoints import Checkpoints
+from hone.server.jobs import FINAL, JobStore
+from hone.server.models import ModelRecord, ModelStore
+from hone.server.service import TrainingService
+from hone.server.serving import Serving
+from hone.server.settings import Settings
+from hone.server.store import Store
+from hone.server.telemetry import Metrics
+from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.types import Call, JobInfo, ModelSpec, TrainConfig
+
+CONFIG = TrainConfig(learning_rate=1e-3, groups_per_optimizer_step=1)
+ENDED = "ended.json"
+
+
+class LearnerHere(LearnerProcess):
+    """A learner in this process: the same bits, without the ten seconds a process takes to start."""
+
+    def __init__(self, spec: LearnerSpec, *, env: object = None) -> None:
+        import torch
+
+        from hone.learner.learner import Learner
+        from hone.models.decoder import Decoder
+        from hone.models.lora import Lora
+
+        torch.set_num_threads(spec.threads)
+        decoder = Decoder.load(spec.model_dir)
+        self.learner = Learner(decoder, Lora.init(decoder.config), base_model=spec.base_model)
+        self.closed = False
+        self.info = WorkerInfo(
+            pid=os.getpid(),
+            torch=torch.__version__,
+            threads=spec.threads,
+            device="cpu",
+            deterministic=False,
+            sha256=self.learner.lora.sha256,
+        )
+
+    def train(self, groups: Any, config: Any, *, on_progress: Any = None, **more: Any) -> Any:
+        told = (lambda at: on_progress(asdict(at))) if on_progress else None
+        more = {key: more[key] for key in ("probe_tokens", "label_logprobs") if key in more}
+        result = self.learner.train(
+            groups, config, on_progress=told, should_stop=lambda: self.closed, **more
+        )
+        return json.loads(json.dumps(asdict(result)))
+
+    def save(self, directory: Path, **_: Any) -> str:
+        self.learner.save(directory)
+        return self.learner.lora.sha256
+
+    def load(self, directory: Path, *, optimizer: bool = True, **_: Any) -> str:
+        self.learner.load(directory, optimizer=optimizer)
+        return self.learner.lora.sha256
+
+    def cancel(self) -> None: ...
+
+    def close(self, **_: Any) -> None:
+        self.closed = True
+
+
+@dataclass
+class SmallServer:
+    """Everything between the routes and the disk."""
+
+    store: Store
+    models: ModelStore
+    jobs: JobStore
+    calls: CallStore
+    checkpoints: Checkpoints
+    serving: Serving
+    service: TrainingService
+    metrics: Metrics
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        *,
+        open_engine: Callable[[str], Engine] | None = None,
+        start_learner: Callable[..., LearnerProcess] = LearnerHere,
+        **changes: Any,
+    ) -> "SmallServer":
+        settings = Settings(**{"root": root, "learner_threads": 1, "device": "cpu", **changes})
+        root.mkdir(parents=True, exist_ok=True)
+        store = Store(root / "state.sqlite", (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA))
+        known, queue, recorded = ModelStore(store), JobStore(store), CallStore(store)
+        checkpoints, metrics = Checkpoints(root), Metrics()
+        serving = Serving(known, checkpoints, settings, open_engine)
+        service = TrainingService(
+            jobs=queue,
+            models=known,
+            checkpoints=checkpoints,
+            serving=serving,
+            calls=recorded,
+            settings=settings,
+            metrics=metrics,
+            start_learner=start_learner,
+        )
+        return cls(store, known, queue, recorded, checkpoints, serving, service, metrics)
+
+    def submit(
+        self, record: ModelRecord, groups: Sequence[TrajectoryGroup], **changes: Any
+    ) -> JobInfo:
+        given = {"config": CONFIG, "counts": {}, "request_sha256": "0" * 64, **changes}
+        return self.jobs.add(model=record, groups=groups, **given)
+
+    async def ended(self, job_id: str, *, deadline_s: float = 60.0) -> JobInfo:
+        """The job once it has ended; sees to it that somebody works on it."""
+        self.service.wake()
+        return await self.reached(job_id, *FINAL, deadline_s=deadline_s)
+
+    async def reached(self, job_id: str, *events: str, deadline_s: float = 60.0) -> JobInfo:
+        """The job once it has had one of these events."""
+        seen = 0
+        async with asyncio.timeout(deadline_s):
+            while not any(e.type in events for e in self.jobs.events(job_id, limit=-1)):
+                await self.jobs.wait_event(job_id, seen, deadline_s)
+                seen = self.jobs.events(job_id, limit=-1)[-1].id
+        return self.jobs.get(job_id)
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, root: Path, **changes: Any) -> AsyncIterator["SmallServer"]:
+        """Opened, started, and closed at the end of the block."""
+        server = cls.open(root, **changes)
+        try:
+            await server.service.start()
+            yield server
+        finally:
+            await server.close()
+
+    def told(self, job_id: str) -> list[str]:
+        """The types of a job's events, but for progress."""
+        return [e.type for e in self.jobs.events(job_id, limit=-1) if e.type != "progress"]
+
+    async def trained(self, base_model: Path, *firsts: int) -> list[str]:
+        """Digests of the steps that jobs make, one after the other, of groups from each `first`."""
+        record = self.models.register(spec(base_model))
+        made = []
+        for first in firsts:
+            job = await self.ended(self.submit(record, token_groups(first=first)).id)
+            assert job.state == "done" and job.step is not None, job
+            made.append(digest(self.checkpoints.get(record.key, job.step).path))
+        return made
+
+    async def close(self) -> None:
+        """Twice does no harm."""
+        await self.service.close()
+        await self.serving.close()
+        self.store.close()
+
+
+def spec(base_model: Path, name: str = "agent", **changes: Any) -> ModelSpec:
+    given = {"name": name, "base_model": str(base_model), "rank": 4, "alpha": 8.0, "seed": 7}
+    return ModelSpec(**{**given, **changes})
+
+
+def token_groups(count: int = 3, *, flat: bool = False, first: int = 0) -> list[TrajectoryGroup]:
+    """Groups of three one-call trajectories that share a prompt; equal rewards where `flat`."""
+    groups = []
+    for g in range(first, first + count):
+        sampled = [
+            Call(prompt_ids=[1, 20, 30 + g % 50], completion_ids=ids, logprobs=[-5.0] * len(ids))
+            for ids in ([100 + g % 50, 50], [60, 150 + g % 50], [80])
+        ]
+        paired = zip(sampled, [0.5] * 3 if flat else [1.0, 0.0, 0.5], strict=True)
+        groups.append(TrajectoryGroup([Trajectory(calls=[c], reward=r) for c, r in paired]))
+    return groups
+
+
+def digest(directory: Path) -> str:
+    """Of adapter and optimizer, byte for byte."""
+    files = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")
+    return hashlib.sha256(b"".join((directory / name).read_bytes() for name in files)).hexdigest()
+
+
+# ---- as a program -----------------------------------------------------------------------------
+
+
+async def one_job(root: Path, base_model: Path, **changes: Any) -> dict[str, Any]:
+    """Submit a job if there is none, work until it has ended, and say what came of it."""
+    server = SmallServer.open(root, **changes)
+    record = server.models.register(spec(base_model))
+    job = server.submit(record, token_groups(6), idempotency_key="the job")
+    await server.service.start()
+    job = await server.ended(job.id)
+    newest = server.checkpoints.newest(record.key)
+    written = server.checkpoints.list(record.key)
+    policy = await server.serving.resolve("agent")
+    ended = {
+        "state": job.state,
+        "base_step": job.base_step,
+        "step": job.step,
+        "attempts": job.attempts,
+        "failure": job.failure.message if job.failure else None,
+        "served": [policy.step, policy.adapter and policy.adapter.sha256],
+        "of_job": [c.step for c in written if c.manifest["job"] == job.id],
+        "disk": sorted(
+            p.name for p in (server.checkpoints.model_dir(record.key) / "checkpoints").iterdir()
+        ),
+        "sha256": newest and newest.sha256,
+        "digest": newest and digest(newest.path),
+        "events": server.told(job.id),
+    }
+    await server.close()
+    return ended
+
+
+def run(order: dict[str, Any], **changes: Any) -> None:
+    """One run of a server, to its end or to its death; what came of it is left under its root."""
+    root = Path(order["root"])
+    if order.get("failpoint"):
+        os.environ["HONE_FAILPOINT"] = order["failpoint"]
+        importlib.reload(failpoints)
+    if order.get("after_s"):
+        signal.setitimer(signal.ITIMER_REAL, order["after_s"])  # nobody handles it: it kills
+    ended = asyncio.run(one_job(root, Path(order["model"]), **changes))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    (root / ENDED).write_text(json.dumps(ended))
+
+
+def fork_for_each_order() -> None:
+    """Load everything once; then a child for each line of stdin, its exit status as a line out."""
+    import torch.optim  # noqa: F401
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+    import hone.inference.embedded
+    import hone.learner.learner  # noqa: F401
+
+    _make_first_optimizer()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            run(json.loads(line))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(json.dumps(os.waitstatus_to_exitcode(status)) + "\n")
+        sys.stdout.flush()
+
+
+def _make_first_optimizer() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        run({"root": sys.argv[1], "model": sys.argv[2]}, start_learner=LearnerProcess.start)
+    else:
+        fork_for_each_order()

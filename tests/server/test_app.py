@@ -1,0 +1,126 @@
+"""What every request passes: its size, its key, its log line; and how errors leave."""
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from tests.server.conftest import MakeState
+
+from hone.errors import Conflict, EngineError, NotInThisVersion, Unavailable
+from hone.server.app import create_apps, status_of
+from hone.server.settings import Settings
+from hone.server.telemetry import Metrics, say, start_logging, stop_logging
+
+
+def client(app: FastAPI) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+async def test_health_says_what_the_server_does(make_state: MakeState):
+    control, inference = create_apps(make_state())
+    for app in (control, inference):
+        async with client(app) as http:
+            for path in ("/health", "/healthcheck"):
+                said = (await http.get(path)).json()
+                assert (said["status"], said["state"], said["queued"]) == ("ok", "idle", 0)
+
+
+async def test_training_routes_exist_only_on_the_control_port(make_state: MakeState):
+    control, inference = create_apps(make_state())
+    async with client(control) as http:
+        assert (await http.get("/v1/training/jobs")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+    async with client(inference) as http:
+        for path in ("/v1/training/jobs", "/metrics", "/register", "/_train_model"):
+            assert (await http.get(path)).status_code == 404, path
+
+
+async def test_a_body_too_large_is_refused_announced_or_not(make_state: MakeState):
+    control, _ = create_apps(make_state(max_body_bytes=1000))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    async with client(control) as http:
+        for content in (b" " * 1001, pieces()):
+            answer = await http.post("/v1/training/models", content=content)
+            assert answer.status_code == 413
+            assert "1000 bytes" in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_does_not_parse_names_the_field(make_state: MakeState):
+    control, _ = create_apps(make_state())
+    async with client(control) as http:
+        answer = await http.post("/v1/training/models", json={"name": "../x", "base_model": "b"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == "name"
+    assert answer.json()["detail"][0]["loc"] == ["body", "name"]
+    assert "input" not in answer.json()["detail"][0]
+
+
+async def test_a_defect_gives_json_and_its_trace_goes_to_the_log(
+    make_state: MakeState, caplog: pytest.LogCaptureFixture
+):
+    state = make_state()
+    control, _ = create_apps(state)
+
+    @control.get("/broken")
+    async def broken() -> None:
+        raise ZeroDivisionError("a secret path /etc/x")
+
+    logging.getLogger("hone.server").propagate = True
+    async with client(control) as http:
+        answer = await http.get("/broken")
+    assert answer.status_code == 500
+    said = answer.json()["error"]["message"]
+    assert str(state.settings.log_file) in said and "secret" not in answer.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_requests_are_counted_by_route_and_not_by_address(make_state: MakeState):
+    state = make_state()
+    control, _ = create_apps(state)
+    async with client(control) as http:
+        for name in ("a", "b"):
+            assert (await http.get(f"/v1/training/jobs/{name}")).status_code == 404
+        text = (await http.get("/metrics")).text
+    assert 'route="/v1/training/jobs/{job_id}",status="404"} 2.0' in text
+
+
+def test_every_error_has_its_status():
+    assert [
+        status_of(e) for e in (Conflict(), NotInThisVersion(), Unavailable(), EngineError())
+    ] == [
+        409,
+        501,
+        503,
+        500,
+    ]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_log_line_has_its_fields(tmp_path: Path, as_json: bool):
+    start_logging(Settings(root=tmp_path, log_json=as_json))
+    try:
+        say("job done", job="j 1", took_s=0.123456, step=2)
+    finally:
+        stop_logging()
+    line = (tmp_path / "logs" / "server.log").read_text().strip()
+    if as_json:
+        said: dict[str, Any] = json.loads(line)
+        assert (said["what"], said["job"], said["step"]) == ("job done", "j 1", 2)
+    else:
+        assert line.endswith('info job done job="j 1" took_s=0.1235 step=2')
+
+
+def test_two_servers_in_one_process_do_not_add_up():
+    one, other = Metrics(), Metrics()
+    one.jobs.labels("done").inc()
+    assert other.registry.get_sample_value("hone_jobs_total", {"state": "done"}) is None

@@ -1,0 +1,597 @@
+"""The OpenAI API, driven by the official client against real servers."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.fakes import ScriptedEngine, logprob
+from tests.inference.conftest import build_tokenizer
+from tests.server.conftest import MakeServer, Server, write_model
+
+from hone.inference.base import Sampling
+from hone.server.app import State
+from hone.server.settings import Settings
+from hone.types import ModelSpec
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look up a word",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "caf\u00e9"}}\n</tool_call>'
+TWO_CALLS = CALL + '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+
+
+def client(server: Server, **options: Any) -> Any:
+    """The official client. Any: its types know nothing of hone's fields, nor of plain dicts."""
+    return openai.OpenAI(
+        base_url=server.openai_url, api_key="default", **{"max_retries": 0, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Server]:
+    """One server for all tests that need none of their own."""
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    settings = Settings(root=tmp_path_factory.mktemp("root"), max_n=4)
+    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def talk(shared: Server, tiny_model: Path) -> Callable[..., Any]:
+    """`talk(text, **request)`: the answer to a chat request, of an engine that says this text."""
+
+    def ask(text: str, **request: Any) -> Any:
+        shared.engine.says([text])
+        request = {"model": str(tiny_model), "messages": HELLO, **request}
+        answer = client(shared).chat.completions.create(**request)
+        answer.server = shared
+        return answer
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client() as client:  # making one reads every certificate of the machine
+        yield client
+
+
+@pytest.fixture
+def refusing(shared: Server, tiny_model: Path, http: httpx.Client) -> Callable[..., Any]:
+    """`refusing(body, status)`: the error in OpenAI's shape that comes back; nothing is sampled."""
+
+    def ask(body: Any, status: int, path: str = "/v1/chat/completions") -> Any:
+        if isinstance(body, dict):
+            body = {"model": str(tiny_model), **body}
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        before = len(shared.engine.asked)
+        answer = http.post(shared.inference_url + path, content=content)
+        assert answer.status_code == status, answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(shared.engine.asked) == before
+        return answer.json()["error"]
+
+    return ask
+
+
+def asked(server: Server) -> Any:
+    """What the engine was asked last."""
+    return server.engine.asked[-1]
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+def test_an_answer_says_what_was_fed_and_what_was_sampled(talk: Any, tokenizer: Any) -> None:
+    answer = talk("the weather is cold")
+    (choice,) = answer.choices
+    sampled = [*ids(tokenizer, "the weather is cold"), tokenizer.eos_token_id]
+    fed = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    assert answer.id.startswith("chatcmpl-")
+    assert (choice.message.role, choice.message.content) == ("assistant", "the weather is cold")
+    assert (choice.finish_reason, choice.logprobs) == ("stop", None)
+    assert choice.token_ids == sampled
+    assert answer.prompt_token_ids == fed == list(asked(answer.server).prompt_ids)
+    assert (answer.policy_step, choice.policy_step) == (0, 0)
+    assert answer.usage.prompt_tokens == len(fed)
+    assert answer.usage.completion_tokens == len(sampled)
+    assert answer.usage.total_tokens == len(fed) + len(sampled)
+
+
+async def test_the_async_client(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(["one"])
+    async with openai.AsyncOpenAI(base_url=server.openai_url, api_key="default") as asking:
+        answer = await asking.chat.completions.create(model=str(tiny_model), messages=HELLO)
+        assert answer.choices[0].message.content == "one"
+        stream = await asking.chat.completions.create(
+            model=str(tiny_model), messages=HELLO, stream=True
+        )
+        said = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+        assert "".join(said) == "one"
+
+
+def test_logprobs_cover_every_sampled_token_and_the_end(talk: Any, tokenizer: Any) -> None:
+    answer = talk("caf\u00e9", logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    sampled = [*ids(tokenizer, "caf\u00e9"), tokenizer.eos_token_id]
+    content = choice.logprobs.content
+    assert [entry.logprob for entry in content] == [logprob(t, i) for i, t in enumerate(sampled)]
+    assert b"".join(bytes(e.bytes) for e in content) == "caf\u00e9<|im_end|>".encode()
+    assert content[-1].token == "<|im_end|>"
+    # The scripted engine names the token itself and the next id as alternatives, 1 apart.
+    first = content[0].top_logprobs
+    assert [other.logprob for other in first] == [content[0].logprob, content[0].logprob - 1]
+    assert first[0].token == content[0].token
+
+
+def test_models_of_art_get_their_tokens_by_id_whether_they_ask_or_not(
+    make_server: MakeServer, tiny_model: Path, tokenizer: Any
+) -> None:
+    server = make_server(["cold"])
+    server.state.models.register(
+        ModelSpec(name="run", base_model=str(tiny_model), token_ids_as_text=True)
+    )
+    answer: Any = client(server).chat.completions.create(model="run", messages=HELLO)
+    sampled = [*ids(tokenizer, "cold"), tokenizer.eos_token_id]
+    tokens = [entry.token for entry in answer.choices[0].logprobs.content]
+    assert tokens == [f"token_id:{token}" for token in sampled]
+    plain: Any = client(server).chat.completions.create(
+        model=str(tiny_model),
+        messages=HELLO,
+        logprobs=True,
+        extra_body={"return_tokens_as_token_ids": True},
+    )
+    assert [entry.token for entry in plain.choices[0].logprobs.content] == tokens
+
+
+def test_how_it_is_sampled(talk: Any) -> None:
+    answer = talk(
+        "ok",
+        temperature=0.5,
+        top_p=0.9,
+        seed=-3,
+        stop=["a", "bb"],
+        max_completion_tokens=7,
+        logprobs=True,
+        top_logprobs=4,
+        extra_body={"top_k": 5, "min_p": 0.1},
+    )
+    sampling = asked(answer.server).sampling
+    assert sampling == Sampling(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=-3,
+        stop=("a", "bb"),
+        stop_ids=sampling.stop_ids,
+        top_logprobs=4,
+    )
+
+
+def test_what_is_not_said_is_plain_sampling(talk: Any, tokenizer: Any) -> None:
+    sampling = asked(talk("ok", extra_body={"top_k": -1}).server).sampling
+    ends = tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    assert sampling == Sampling(max_tokens=256, stop_ids=ends)
+
+
+def test_n_answers_in_order(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(["one", "two", "three"])
+    answer: Any = client(server).chat.completions.create(model=str(tiny_model), messages=HELLO, n=3)
+    assert [choice.message.content for choice in answer.choices] == ["one", "two", "three"]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in answer.choices)
+    recorded = server.state.calls.get([choice.call_id for choice in answer.choices])
+    assert [call.reply["content"] for call in recorded] == ["one", "two", "three"]
+
+
+def test_a_stop_string_ends_the_text_and_its_ids_are_kept(talk: Any, tokenizer: Any) -> None:
+    answer = talk("the wind END is strong", stop="END")
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("the wind ", "stop")
+    assert "END" in tokenizer.decode(choice.token_ids)
+
+
+def test_an_answer_cut_at_its_length(talk: Any) -> None:
+    answer = talk("the weather in the city is cold", max_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+    assert len(answer.choices[0].token_ids) == 3
+
+
+# ---- tools -----------------------------------------------------------------------------------
+
+
+def test_a_tool_call_and_its_answer(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server([f"Let me see. {CALL}", "It is a drink."])
+    ask = client(server).chat.completions.create
+    first: Any = ask(model=str(tiny_model), messages=HELLO, tools=[LOOK])
+    (choice,) = first.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    assert (call.type, call.function.name) == ("function", "look")
+    assert json.loads(call.function.arguments) == {"word": "caf\u00e9"}
+    turns = [
+        *HELLO,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "a drink"},
+    ]
+    second: Any = ask(model=str(tiny_model), messages=turns, tools=[LOOK])
+    assert second.choices[0].message.content == "It is a drink."
+    before = [*first.prompt_token_ids, *choice.token_ids]
+    assert second.prompt_token_ids[: len(before)] == before
+
+
+def test_parallel_calls_and_only_the_first(talk: Any, tokenizer: Any) -> None:
+    both = talk(TWO_CALLS, tools=[LOOK, WEATHER]).choices[0]
+    assert [call.function.name for call in both.message.tool_calls] == ["look", "weather"]
+    first = talk(TWO_CALLS, tools=[LOOK, WEATHER], parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in first.message.tool_calls] == ["look"]
+    assert first.finish_reason == "tool_calls"
+    assert tokenizer.decode(first.token_ids).endswith("</tool_call>")
+
+
+def test_tool_choice_none_hides_the_tools(talk: Any, tokenizer: Any) -> None:
+    answer = talk(CALL, tools=[LOOK], tool_choice="none")
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
+    assert choice.finish_reason == "stop"
+    assert "look" not in tokenizer.decode(answer.prompt_token_ids)
+    shown = talk("ok", tools=[LOOK], tool_choice="auto")
+    assert '"name": "look"' in tokenizer.decode(shown.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "forced", "sampled", "name"),
+    [
+        ([LOOK, WEATHER], "required", '<tool_call>\n{"name": "', 'weather", "arguments": {}}', "weather"),
+        ([LOOK], "required", '<tool_call>\n{"name": "look", "arguments": ', '{"word": "a"}}', "look"),
+        (
+            [LOOK, WEATHER],
+            {"type": "function", "function": {"name": "weather"}},
+            '<tool_call>\n{"name": "weather", "arguments": ',
+            "{}}",
+            "weather",
+        ),
+    ],
+)  # fmt: skip
+def test_a_forced_call_begins_with_ids_that_were_not_sampled(
+    talk: Any, tokenizer: Any, tools: Any, choice: Any, forced: str, sampled: str, name: str
+) -> None:
+    answer = talk(
+        sampled + "\n</tool_call>", tools=tools, tool_choice=choice, logprobs=True, max_tokens=99
+    )
+    (said,) = answer.choices
+    put = ids(tokenizer, forced)
+    assert [call.function.name for call in said.message.tool_calls] == [name]
+    assert said.finish_reason == "tool_calls"
+    assert said.token_ids[: len(put)] == put
+    assert list(asked(answer.server).prompt_ids) == [*answer.prompt_token_ids, *put]
+    assert asked(answer.server).sampling.max_tokens == 99 - len(put)
+    content = said.logprobs.content
+    assert len(content) == len(said.token_ids) == answer.usage.completion_tokens
+    assert [entry.logprob for entry in content[: len(put)]] == [0.0] * len(put)
+    (recorded,) = answer.server.state.calls.get([said.call_id])
+    assert recorded.call.forced == list(range(len(put)))
+    assert recorded.call.completion_ids == said.token_ids
+
+
+def test_a_forced_call_that_does_not_parse_is_text_and_says_so(talk: Any) -> None:
+    (said,) = talk("nonsense", tools=[LOOK], tool_choice="required").choices
+    assert (said.message.tool_calls, said.finish_reason) == (None, "stop")
+    assert said.message.content.startswith("<tool_call>")
+    assert "never closed" in said.malformed[0]
+
+
+def test_forced_calls_are_refused_where_the_template_has_none(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    plain = build_tokenizer(
+        "qwen2.5-instruct",
+        "{% if tools %}{{ tools }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "<|im_end|>{% endfor %}",
+    )
+    model = write_model(tmp_path / "plain", plain)
+    server = make_server(engine=ScriptedEngine(["ok"], tokenizer=plain))
+    ask = client(server).chat.completions.create
+    for request in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
+        with pytest.raises(openai.BadRequestError, match="possible here: tool_choice 'auto'"):
+            ask(model=str(model), messages=HELLO, tools=[LOOK], **request)
+    answer = ask(model=str(model), messages=HELLO, tools=[LOOK])
+    assert answer.choices[0].message.content == "ok"
+
+
+# ---- template arguments ----------------------------------------------------------------------
+
+
+def test_template_arguments_come_from_the_request_and_from_the_model(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    qwen3 = build_tokenizer("qwen3")
+    model = str(write_model(tmp_path / "qwen3", qwen3))
+    server = make_server(engine=ScriptedEngine(["ok"], tokenizer=qwen3))
+    quiet = {"enable_thinking": False}
+    server.state.models.register(
+        ModelSpec(name="quiet", base_model=model, chat_template_kwargs={"enable_thinking": False})
+    )
+    ask = client(server).chat.completions.create
+
+    def prompt(name: str, **request: Any) -> str:
+        return qwen3.decode(ask(model=name, messages=HELLO, **request).prompt_token_ids)
+
+    empty = "<think>\n\n</think>\n\n"
+    assert not prompt(model).endswith(empty)
+    assert prompt(model, extra_body={"chat_template_kwargs": quiet}).endswith(empty)
+    assert prompt("quiet").endswith(empty)
+    loud = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert not prompt("quiet", extra_body=loud).endswith(empty)
+
+
+def test_template_arguments_without_meaning_are_named(talk: Any) -> None:
+    answer = talk("ok", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert answer.not_applicable == ["chat_template_kwargs.enable_thinking"]
+
+
+def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
+    answer = talk(
+        "ok",
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        response_format={"type": "text"},
+        logit_bias={},
+        modalities=["text"],
+    )
+    assert answer.choices[0].message.content == "ok"
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "says"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty", "not in this version; leave it out"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "not in this version"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "or send 1"),
+        ({"repetition_penalty": True}, "repetition_penalty", "not in this version"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not in this version"),
+        ({"logit_bias": {"1": 2}}, "logit_bias", "not in this version"),
+        ({"guided_json": {}}, "guided_json", "not in this version"),
+        ({"guided_choice": ["a"]}, "guided_choice", "not in this version"),
+        ({"audio": {"voice": "x"}}, "audio", "not in this version"),
+        ({"modalities": ["audio"]}, "modalities", "not in this version"),
+        ({"functions": []}, "functions", "send tools instead"),
+        ({"temprature": 1}, "temprature", "Did you mean 'temperature'"),
+        ({"extra_body": {}}, "extra_body", "top level"),
+        ({"model": None}, "model", "valid string"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "valid list"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, None, r"messages\[0\]\.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            None,
+            r"messages\[0\]\.content\[0\].*image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            None,
+            r"messages\[0\]\.content\[0\]",
+        ),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 5}, "n", "at most 4"),
+        ({"n": True}, "n", "valid integer"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": 1e-5}, "temperature", "0 for greedy"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"min_p": 2}, "min_p", "less than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"seed": 2**70}, "seed", "less than"),
+        ({"stop": [""]}, "stop", "1 to 256 characters"),
+        ({"stop": ["x"] * 17}, "stop", "up to 16"),
+        ({"top_logprobs": 3}, "top_logprobs", "without logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"stream_options": {"usage": True}}, "stream_options", "include_usage"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "send 'auto'"),
+        ({"tool_choice": "required"}, "tools", "no tools are offered"),
+        (
+            {"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "see"}}},
+            "tool_choice",
+            "offered: look",
+        ),
+        ({"tools": [{"type": "function"}]}, None, r"tools\[0\]"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "valid dictionary"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(
+    refusing: Any, request_: dict[str, Any], param: str | None, says: str
+) -> None:
+    error = refusing({"messages": HELLO, **request_}, 400)
+    assert error["param"] == param
+    assert re.search(says, error["message"]), error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not JSON"),
+        (b"[1]", "send a JSON object"),
+        (b'{"model": NaN}', "NaN is not JSON"),
+        (b'{"model": "\\ud800"}', "surrogate"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper than 100"),
+        (b"[" * 100000, "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_bodies_that_are_not_json_objects(refusing: Any, body: bytes, says: str) -> None:
+    assert says in refusing(body, 400)["message"]
+
+
+def test_unknown_models_are_404_and_say_what_is_served(refusing: Any) -> None:
+    error = refusing({"model": "gpt-4", "messages": HELLO}, 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "no model called 'gpt-4' is served" in error["message"]
+
+
+def test_headers_that_name_no_rollout(server: Server, tiny_model: Path) -> None:
+    body = {"model": str(tiny_model), "messages": HELLO}
+    for headers, url in (
+        ({"X-Hone-Rollout": "a b"}, ""),
+        ({"X-Hone-Rollout": "one"}, "/rollout/two"),
+        ({}, "/rollout/-x"),
+        ({"X-Hone-Function": "f" * 513}, ""),
+    ):
+        path = f"{server.inference_url}{url}/v1/chat/completions"
+        assert httpx.post(path, json=body, headers=headers).status_code == 400
+
+
+def test_prompts_and_answers_that_do_not_fit(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(max_seq_length=64)
+    ask = client(server).chat.completions.create
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(model=str(tiny_model), messages=[{"role": "user", "content": "x" * 100}])
+    assert raised.value.code == "context_length_exceeded"
+    assert "than the 64 of this server (max_seq_length)" in raised.value.message
+    fed = len(ask(model=str(tiny_model), messages=HELLO, max_tokens=1).prompt_token_ids)
+    with pytest.raises(openai.BadRequestError, match=f"{fed} tokens, and {65 - fed} of answer"):
+        ask(model=str(tiny_model), messages=HELLO, max_tokens=65 - fed)
+    ask(model=str(tiny_model), messages=HELLO, max_tokens=64 - fed)
+    ask(model=str(tiny_model), messages=HELLO)
+    assert asked(server).sampling.max_tokens == 64 - fed, "the default is cut to what is left"
+
+
+def test_the_models_own_length_counts_too(
+    make_server: MakeServer, tmp_path: Path, tokenizer: Any
+) -> None:
+    short = write_model(tmp_path / "short", tokenizer, positions=70)
+    with pytest.raises(openai.BadRequestError, match="than the 70 of the model"):
+        client(make_server()).chat.completions.create(
+            model=str(short), messages=[{"role": "user", "content": "x" * 70}]
+        )
+
+
+def test_too_many_at_once_is_429_and_says_when(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(max_concurrent=1)
+    with server.state.serving.admitted(), pytest.raises(openai.RateLimitError) as raised:
+        client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)
+    assert raised.value.response.headers["Retry-After"] == "1"
+    client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)
+
+
+def test_while_serving_is_paused_requests_wait_then_are_503(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    server = make_server(hold_s=0.2)
+    server.call(server.state.serving.pause())
+    with pytest.raises(openai.InternalServerError, match="paused for training") as raised:
+        client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)
+    assert raised.value.status_code == 503
+    server.call(server.state.serving.resume())
+    client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)
+
+
+def test_an_engine_that_fails_is_500_without_a_trace(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    server = make_server(["the weather is cold"])
+    server.engine.failing = ZeroDivisionError("secret")
+    answer = httpx.post(
+        f"{server.openai_url}/chat/completions", json={"model": str(tiny_model), "messages": HELLO}
+    )
+    assert answer.status_code == 500
+    assert "server.log" in answer.json()["error"]["message"]
+    assert "secret" not in answer.text
+    (call,) = server.state.calls.rollout("")
+    assert call.abandoned
+    assert call.finish == "abort"
+    assert len(call.call.completion_ids) == 1
+
+
+# ---- completions and models ------------------------------------------------------------------
+
+
+def test_a_text_is_continued(make_server: MakeServer, tiny_model: Path, tokenizer: Any) -> None:
+    server = make_server([" cold  "])
+    ask = client(server).completions.create
+    answer: Any = ask(model=str(tiny_model), prompt="the weather is", logprobs=1)
+    (choice,) = answer.choices
+    sampled = [*ids(tokenizer, " cold  "), tokenizer.eos_token_id]
+    assert (choice.text, choice.finish_reason) == (" cold  ", "stop")
+    assert answer.prompt_token_ids == ids(tokenizer, "the weather is")
+    assert choice.token_ids == sampled
+    assert choice.logprobs.token_logprobs == [logprob(t, i) for i, t in enumerate(sampled)]
+    assert "".join(choice.logprobs.tokens) == " cold  <|im_end|>"
+    assert choice.logprobs.text_offset[:2] == [0, len(choice.logprobs.tokens[0])]
+    for prompt in ([5, 6, 7], ["the"], [[5, 6]]):
+        assert ask(model=str(tiny_model), prompt=prompt).choices[0].text == " cold  "
+    assert asked(server).prompt_ids == (5, 6)
+    (recorded,) = server.state.calls.get([choice.call_id])
+    assert (recorded.messages, recorded.reply["content"]) == (None, " cold  ")
+    stream = ask(model=str(tiny_model), prompt="the", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == " cold  "
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        ({"prompt": ["a", "b"]}, "2 prompts; send one"),
+        ({"prompt": ""}, "at least one"),
+        ({"prompt": []}, "at least one"),
+        ({"prompt": [1.5]}, "text or token ids"),
+        ({"prompt": [True]}, "text or token ids"),
+        ({"prompt": "a", "echo": True}, "prompt_token_ids"),
+        ({"prompt": "a", "best_of": 2}, "send n instead"),
+        ({"prompt": "a", "suffix": "b"}, "not in this version"),
+        ({"prompt": "a", "messages": []}, "a completion has no such key"),
+        ({"prompt": "a", "logprobs": 21}, "less than or equal to 20"),
+        ({"prompt": "x" * 600}, "of the model"),
+    ],
+)
+def test_texts_that_are_refused(refusing: Any, request_: dict[str, Any], says: str) -> None:
+    assert says in refusing(request_, 400, "/v1/completions")["message"]
+
+
+def test_the_list_of_models(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server()
+    server.state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
+    listed = {model.id: model for model in client(server).models.list()}
+    assert set(listed) == {"agent", "agent@latest", "agent@0", str(tiny_model)}
+    one: Any = client(server).models.retrieve("agent@latest")
+    assert (one.object, one.root, one.step) == ("model", str(tiny_model), 0)
+    with pytest.raises(openai.NotFoundError, match="Served: agent, agent@latest"):
+        client(server).models.retrieve("agnet")
+    by_rollout = httpx.get(f"{server.inference_url}/rollout/x/v1/models").json()
+    assert {model["id"] for model in by_rollout["data"]} == set(listed)
+
+
+def test_both_ports_have_the_openai_api(server: Server, tiny_model: Path) -> None:
+    for url in (server.control_url, server.inference_url):
+        asking = openai.OpenAI(base_url=f"{url}/v1", api_key="default")
+        answer = asking.chat.completions.create(model=str(tiny_model), messages=HELLO)
+        assert answer.choices[0].message.content == "ok"
+        schema = httpx.get(f"{url}/openapi.json").json()
+        assert "/v1/chat/completions" in schema["paths"]

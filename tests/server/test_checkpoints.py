@@ -1,0 +1,250 @@
+"""Checkpoints: whole or not at all, verified, never the last good one deleted."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hone.errors import ConfigError, NotFound
+from hone.server.checkpoints import FAILPOINTS, Checkpoint, Checkpoints
+from hone.types import ModelKey
+
+KEY = ModelKey("default", "agent")
+
+
+def filler(content: str) -> Callable[[Path], str]:
+    def fill(directory: Path) -> str:
+        (directory / "adapter_model.safetensors").write_text(content)
+        (directory / "adapter_config.json").write_text("{}")
+        return f"sha of {content}"
+
+    return fill
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path)
+
+
+@pytest.fixture
+def four(checkpoints: Checkpoints) -> list[Checkpoint]:
+    return [checkpoints.write(KEY, step, filler(f"step {step}"), job=None) for step in range(4)]
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints.list(KEY)]
+
+
+def on_disk(checkpoints: Checkpoints) -> list[str]:
+    return sorted(p.name for p in (checkpoints.model_dir(KEY) / "checkpoints").iterdir())
+
+
+def test_a_step_is_a_directory_that_says_what_it_holds(checkpoints: Checkpoints, tmp_path: Path):
+    written = checkpoints.write(KEY, 0, filler("one"), job="job-1", metrics={"learn/loss": 0.5})
+    assert written.path == tmp_path / "default" / "models" / "agent" / "checkpoints" / "0000"
+    manifest = json.loads((written.path / "manifest.json").read_text())
+    assert written.manifest == manifest and written.sha256 == manifest["sha256"] == "sha of one"
+    assert manifest["job"] == "job-1" and manifest["metrics"] == {"learn/loss": 0.5}
+    # sha256 of "one" and of "{}", by sha256sum
+    assert manifest["files"] == {
+        "adapter_config.json": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+        "adapter_model.safetensors": (
+            "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
+        ),
+    }
+    found = Checkpoints(tmp_path)
+    assert found.newest(KEY) == found.get(KEY, 0) == written
+    assert found.list(KEY) == [written]
+
+
+def test_what_cannot_be_filled_leaves_nothing(checkpoints: Checkpoints, four):
+    def fill(directory: Path) -> str:
+        (directory / "adapter_model.safetensors").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.write(KEY, 4, fill)
+    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003"]
+
+
+def test_an_unproved_step_is_nobodys_newest_until_it_is_promoted(checkpoints: Checkpoints, four):
+    saved = checkpoints.write(KEY, 4, filler("step 4"), proved=False, job="job-4")
+    assert not saved.proved and steps(checkpoints) == [0, 1, 2, 3]
+    assert checkpoints.newest(KEY) == four[3]
+    with pytest.raises(NotFound, match=r"step 4 of model 'default/agent' does not exist. Steps: 0"):
+        checkpoints.get(KEY, 4)
+    assert checkpoints.of_job(KEY, "job-4") == saved
+    assert checkpoints.of_job(KEY, "job-5") is None
+    promoted = checkpoints.promote(saved)
+    assert promoted.proved and promoted.path.name == "0004"
+    assert checkpoints.newest(KEY) == promoted == checkpoints.of_job(KEY, "job-4")
+    assert checkpoints.promote(promoted) == promoted  # twice does no harm
+
+
+def test_a_rejected_step_is_kept_aside_and_may_be_written_again(checkpoints: Checkpoints, four):
+    for attempt in ("first", "second"):
+        saved = checkpoints.write(KEY, 4, filler(attempt), proved=False, job=attempt)
+        aside = checkpoints.reject(saved)
+        assert (aside / "adapter_model.safetensors").read_text() == attempt
+        assert checkpoints.newest(KEY) == four[3] and checkpoints.of_job(KEY, attempt) is None
+    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003", "0004.rejected"]
+    checkpoints.write(KEY, 4, filler("left by a cancelled job"), proved=False, job="third")
+    fourth = checkpoints.write(KEY, 4, filler("fourth"), proved=False, job="fourth")
+    assert checkpoints.newest(KEY) == four[3]
+    assert checkpoints.promote(fourth) == checkpoints.newest(KEY)
+
+
+def damage_file(path: Path) -> None:
+    file = path / "adapter_model.safetensors"
+    file.write_text(file.read_text().replace("s", "z"))  # same size
+
+
+def damage_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{ not json")
+
+
+def lose_file(path: Path) -> None:
+    (path / "adapter_config.json").unlink()
+
+
+def lose_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def climb_out(path: Path) -> None:
+    said = json.loads((path / "manifest.json").read_text())
+    said["files"] = {"../0000/adapter_config.json": "44136f"}
+    (path / "manifest.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("damage", "wrong"),
+    [
+        (damage_file, "adapter_model.safetensors is not what was written"),
+        (damage_manifest, "manifest.json cannot be read"),
+        (lose_file, "adapter_config.json is missing"),
+        (lose_manifest, "manifest.json cannot be read"),
+        (climb_out, "manifest.json cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_corrupted_newest_is_reported_and_the_one_before_is_used(
+    checkpoints: Checkpoints, four, damage, wrong, restarted, caplog: pytest.LogCaptureFixture
+):
+    assert checkpoints.newest(KEY) == four[3]  # and is known to be good
+    for broken in (3, 2):
+        damage(four[broken].path)
+    found = Checkpoints(checkpoints.root) if restarted else checkpoints
+    with pytest.raises(NotFound, match="step 3 of model 'default/agent' "):
+        found.get(KEY, 3)
+    with caplog.at_level(logging.WARNING, "hone.server"):
+        assert found.newest(KEY) == four[1]
+    assert on_disk(found) == ["0000", "0001", "0002.corrupt", "0003.corrupt"]
+    said = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [(f["step"], f["wrong"]) for f in said] == [(3, wrong), (2, wrong)]
+    assert steps(found) == [0, 1]
+    again = found.write(KEY, 3, filler("anew"))
+    assert found.newest(KEY) == again
+
+
+def test_nothing_is_left_when_all_are_corrupted(checkpoints: Checkpoints, four):
+    for checkpoint in four:
+        damage_file(checkpoint.path)
+    assert checkpoints.newest(KEY) is None
+
+
+def test_a_step_that_is_not_there_lists_those_that_are(checkpoints: Checkpoints, four):
+    with pytest.raises(NotFound, match=r"step 7 .* does not exist. Steps: 0, 1, 2, 3\."):
+        checkpoints.get(KEY, 7)
+    with pytest.raises(NotFound, match=r"Steps: none\."):
+        checkpoints.get(ModelKey("default", "nobody"), 0)
+    damage_file(four[1].path)
+    with pytest.raises(NotFound, match=r"step 1 .* is corrupted \(adapter_model.*Steps: 0, 2, 3\."):
+        checkpoints.get(KEY, 1)
+
+
+def test_deleting_spares_the_newest_good_one(checkpoints: Checkpoints, four):
+    assert checkpoints.delete(KEY, [0, 3, 99]) == [0]
+    damage_file(four[3].path)
+    assert checkpoints.delete(KEY, [1, 2, 3]) == [1]  # 2 is the newest good one now
+    assert on_disk(checkpoints) == ["0002", "0003.corrupt"]
+
+
+def test_keeping_the_last_the_best_and_some(checkpoints: Checkpoints, four):
+    for step, reward in ((0, 0.1), (1, 0.9), (2, 0.2), (3, 0.3)):
+        checkpoints.log(KEY, step, {"reward": reward}, "val")
+    checkpoints.write(KEY, 4, filler("step 4"))
+    assert checkpoints.keep(KEY, last=2, best="val/reward", steps=[0]) == [2]
+    assert steps(checkpoints) == [0, 1, 3, 4]
+    assert checkpoints.keep(KEY, last=1, best="val/unknown") == [0, 1, 3]
+    assert checkpoints.keep(KEY, last=None, best=None) == []
+
+
+def test_best_is_of_retained_steps_and_may_be_smoothed(checkpoints: Checkpoints, four):
+    assert checkpoints.best(KEY) is None
+    for step, reward in ((0, 0.0), (1, 0.6), (1, 1.0), (2, 0.7), (3, 0.75), (9, 5.0)):
+        checkpoints.log(KEY, step, {"reward": reward, "other": float("nan")}, "val")
+    assert checkpoints.best(KEY) == 1  # its mean is 0.8
+    # alpha 0.5: 0, (0.8 + 0)/1.5 = 0.53, (0.7 + 0.4 + 0)/1.75 = 0.63, (0.75 + 0.35 + 0.2)/1.875 = 0.69
+    assert checkpoints.best(KEY, smoothing=0.5) == 3
+    assert checkpoints.best(KEY, "val/other") is None
+    checkpoints.delete(KEY, [1])
+    assert checkpoints.best(KEY) == 3
+
+
+def test_history_goes_on_after_half_a_line(checkpoints: Checkpoints):
+    checkpoints.log(KEY, 1, {"reward": 0.5}, "val")
+    with (checkpoints.model_dir(KEY) / "history.jsonl").open("a") as out:
+        out.write('{"val/reward": 0.')
+    checkpoints.log(KEY, 2, {"reward": 0.75, "tokens": 3}, "train")
+    first, second = checkpoints.history(KEY)
+    assert first.pop("recorded_at") < second.pop("recorded_at")
+    assert first == {"val/reward": 0.5, "step": 1}
+    assert second == {"train/reward": 0.75, "train/tokens": 3, "step": 2}
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "a/b", "../../etc", "a\x00b", ".hidden", "a" * 129]
+)
+def test_no_name_leaves_the_root(checkpoints: Checkpoints, name: str):
+    for key in (ModelKey(name, "agent"), ModelKey("default", name)):
+        with pytest.raises(ConfigError, match="is not a name"):
+            checkpoints.model_dir(key)
+
+
+DYING = """
+import sys
+from pathlib import Path
+from hone.server.checkpoints import Checkpoints
+from hone.types import ModelKey
+def fill(directory):
+    (directory / "adapter_model.safetensors").write_text("new")
+    return "sha of new"
+key, checkpoints = ModelKey("default", "agent"), Checkpoints(Path(sys.argv[1]))
+checkpoints.promote(checkpoints.write(key, 4, fill, proved=False, job="job-4"))
+"""
+
+
+@pytest.mark.parametrize("name", FAILPOINTS)
+def test_killed_at_any_point_there_is_the_old_step_or_the_new(
+    checkpoints: Checkpoints, four, name: str
+):
+    dying = subprocess.run(
+        [sys.executable, "-c", DYING, str(checkpoints.root)],
+        env={**os.environ, "HONE_FAILPOINT": name},
+    )
+    assert dying.returncode == -9, name
+    found = Checkpoints(checkpoints.root)
+    newest, saved = found.newest(KEY), found.of_job(KEY, "job-4")
+    assert newest is not None
+    assert newest.step == (4 if name == "checkpoint/after-promote" else 3)
+    written = ("after-rename", "before-promote", "after-promote")
+    assert (saved is not None) == (name.split("/")[1] in written)
+    again = found.promote(found.write(KEY, 5, filler("step 5"), proved=False))
+    assert found.newest(KEY) == again
+    assert not [p for p in on_disk(found) if p.startswith(".")]  # and what was half-done is gone

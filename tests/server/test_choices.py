@@ -1,0 +1,344 @@
+"""Messages and choices become calls: found again, rendered, or refused with the reason."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat.chat_completion import Choice as OpenAIChoice
+from tests.server.conftest import MakeState
+from tests.server.worlds import TOOLS, USER, World, choice, logprobs_of, spelt, talk
+
+from hone.trajectory import History
+from hone.types import Call
+
+
+@pytest.fixture
+async def world(make_state: MakeState, tiny_model: Path) -> AsyncIterator[World]:
+    world = await World.open(make_state(), tiny_model)
+    yield world
+    await world.close()
+
+
+# ---- by messages: found again ------------------------------------------------------------------
+
+
+async def test_a_choice_is_found_by_its_ids(world: World):
+    ids = world.letters("Cold.")
+    call = world.add(ids, reply="Cold.")
+    resolved = await world.resolve(talk(USER, choice(ids, "Cold."), reward=0.5))
+    # The prompt that was recorded begins with an id no template puts there.
+    assert resolved.groups[0].trajectories[0].calls == [call.call]
+    assert call.call.prompt_ids[0] == 7 and call.call.temperature == 0.7 and call.call.step == 3
+    assert resolved.counts == {"matched": 1}
+    assert resolved.calls == [call.id]
+
+
+async def test_by_the_ids_beside_the_logprobs(world: World):
+    ids = world.letters("Cold.")
+    call = world.add(ids)
+    made = spelt(ids, "Cold.", world) | {"token_ids": ids}
+    assert await world.call(USER, made) == call.call
+
+
+async def test_by_the_bytes_of_its_tokens(world: World):
+    ids = world.letters("Caf\u00e9.")
+    call = world.add(ids)
+    assert len(world.ids("Caf\u00e9.")) < len(ids)
+    assert await world.call(USER, spelt(ids, "Caf\u00e9.", world)) == call.call
+
+
+async def test_a_choice_object_of_the_openai_client(world: World):
+    ids = world.letters("Cold.")
+    call = world.add(ids)
+    made = OpenAIChoice.model_validate(choice(ids, "Cold."))
+    assert await world.call(USER, made) == call.call
+
+
+async def test_equal_ids_are_told_apart_by_their_logprobs(world: World):
+    ids = world.letters("Yes.")
+    world.add(ids, shift=0.125, prompt_ids=[1])
+    right = world.add(ids, shift=0.25, prompt_ids=[2])
+    world.add(ids, shift=0.375, prompt_ids=[3])
+    assert await world.call(USER, choice(ids, "Yes.", shift=0.25)) == right.call
+
+
+async def test_and_those_by_the_messages_before_them(world: World):
+    ids = world.letters("Yes.")
+    other = {"role": "user", "content": [{"type": "text", "text": "Is it warm?"}]}
+    world.add(ids, [USER])
+    right = world.add(ids, [other])
+    # The same meaning, spelt as plain text.
+    asked = {"role": "user", "content": "Is it warm?"}
+    assert await world.call(asked, choice(ids, "Yes.")) == right.call
+
+
+async def test_equal_samples_of_one_request_are_the_same_call(world: World):
+    ids = world.letters("Yes.")
+    calls = [world.add(ids, choice=i) for i in range(4)]
+    resolved = await world.resolve(*(talk(USER, choice(ids, "Yes.")) for _ in range(4)))
+    assert [t.calls for t in resolved.groups[0]] == [[calls[0].call]] * 4
+    assert resolved.counts == {"matched": 4}
+
+
+async def test_where_it_is_not_clear_which_it_is_rendered(world: World):
+    ids = world.ids("Yes.")
+    world.add(ids, [{"role": "user", "content": "a"}])
+    world.add(ids, [{"role": "user", "content": "b"}])
+    call = await world.call(USER, choice(ids, "Yes."))
+    assert call.prompt_ids == world.prompt([USER])
+
+
+async def test_a_certain_answer_is_only_found_after_the_same_messages(world: World):
+    """Tokens of probability 1 have equal logprobs after any prompt."""
+    ids = world.ids("Yes.")
+    sure = [0.0] * len(ids)
+    call = world.add(ids, [{"role": "user", "content": "a"}])
+    certain = Call(prompt_ids=[1], completion_ids=ids, logprobs=sure)
+    world.state.calls.add(call.model_copy(update={"id": "call-x", "call": certain}))
+    made = choice(ids, "Yes.")
+    for entry in made["logprobs"]["content"]:
+        entry["logprob"] = 0.0
+    assert (await world.call(USER, made)).prompt_ids == world.prompt([USER])
+    assert await world.call({"role": "user", "content": "a"}, made) == certain
+
+
+async def test_a_choice_that_names_its_call_is_that_call(world: World):
+    ids = world.ids("Yes.")
+    calls = [world.add(ids, [{"role": "user", "content": text}], step=3) for text in "abc"]
+    named = choice(ids, "Yes.", call_id=calls[1].id)
+    assert await world.call(USER, named) == calls[1].call
+    # A name alone proves nothing: other ids, another model's call, a call that is gone.
+    for wrong in (
+        choice(world.ids("No."), "No.", call_id=calls[1].id),
+        choice(ids, "Yes.", call_id=world.add(ids, base_model="other").id),
+        choice(ids, "Yes.", call_id=f"call-{'0' * 20}"),
+        choice(ids, "Yes.", call_id="\ud800"),
+        choice(ids, "Yes.", call_id=7),
+    ):
+        assert (await world.call(USER, wrong)).prompt_ids == world.prompt([USER])
+
+
+async def test_other_ids_or_logprobs_are_not_that_call(world: World):
+    ids = world.ids("Yes.")
+    world.add(ids, shift=0.01)
+    world.add(ids, abandoned=True)
+    world.add(ids, fingerprint="other-weights")
+    world.add(ids, base_model="other")
+    resolved = await world.resolve(talk(USER, choice(ids, "Yes.")))
+    assert resolved.counts == {"rerendered": 1}
+
+
+async def test_what_was_found_need_not_be_rendered(world: World):
+    """The harness of other systems drops tool calls and turns tools' answers into assistants'."""
+    ids = world.ids('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
+    call = world.add(ids)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert await world.call(image, choice(ids, "")) == call.call
+
+
+# ---- by messages: rendered ---------------------------------------------------------------------
+
+
+async def test_a_choice_nobody_recorded_is_rendered(world: World):
+    ids = world.ids("Cold.")
+    resolved = await world.resolve(talk(USER, choice(ids, "Cold.")))
+    (call,) = resolved.groups[0].trajectories[0].calls
+    assert call.prompt_ids == world.prompt([USER])
+    assert call.completion_ids == ids
+    assert call.logprobs == logprobs_of(ids)
+    assert (call.temperature, call.step, call.trained) == (1.0, 0, True)
+    assert resolved.counts == {"rerendered": 1} and resolved.calls == []
+
+
+async def test_its_prompt_continues_the_ids_of_the_turn_before(world: World):
+    first, second = world.letters("Cold."), world.ids("Take the coat.")
+    more = {"role": "user", "content": "And now?"}
+    one, two = await world.calls(
+        USER, choice(first, "Cold."), more, choice(second, "Take the coat.")
+    )
+    before = one.prompt_ids + first
+    assert two.prompt_ids[: len(before)] == before
+    rest = world.template.tokenizer.decode(two.prompt_ids[len(before) :])
+    assert rest == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_also_where_that_turn_was_found(world: World):
+    first, second = world.letters("Cold."), world.ids("Warm.")
+    recorded = world.add(first, reply="Cold.")
+    more = {"role": "user", "content": "And now?"}
+    resolved = await world.resolve(
+        talk(USER, choice(first, "Cold."), more, choice(second, "Warm."))
+    )
+    _, two = resolved.groups[0].trajectories[0].calls
+    before = recorded.call.prompt_ids + first
+    assert two.prompt_ids[: len(before)] == before and two.prompt_ids[0] == 7
+    assert resolved.counts == {"matched": 1, "rerendered": 1}
+
+
+async def test_tool_calls_are_read_from_the_ids(world: World):
+    ids = world.ids('<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>')
+    made = choice(ids, "")
+    function = {"name": "weather", "arguments": '{"city":"x"}'}
+    made["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+    call = await world.call(USER, made, tools=TOOLS)
+    assert call.prompt_ids == world.prompt([USER], TOOLS)
+    made["message"]["tool_calls"][0]["function"]["arguments"] = '{"city":"y"}'
+    said = await world.refusal(talk(USER, made, tools=TOOLS))
+    assert said.startswith("groups.0.trajectories.0.messages_and_choices.1: its token ids say")
+    assert "with 1 tool calls" in said
+
+
+async def test_an_answer_cut_by_a_stop_string_is_the_same_answer(world: World):
+    ids = world.ids("Cold.END", end=False)
+    assert (await world.call(USER, choice(ids, "Cold."))).completion_ids == ids
+    said = await world.refusal(talk(USER, choice(ids, "Cold.", finish="length")))
+    assert "its token ids say 'Cold.END' and its message says 'Cold.'" in said
+
+
+async def test_ids_that_say_something_else_are_refused(world: World):
+    said = await world.refusal(talk(USER, choice(world.ids("Cold."), "Warm.")))
+    assert said == (
+        "groups.0.trajectories.0.messages_and_choices.1: its token ids say 'Cold.' and its message "
+        "says 'Warm.'; send the choice as the client returned it, or refer to the rollout by its id"
+    )
+
+
+async def test_text_is_encoded_where_it_gives_as_many_tokens(world: World):
+    ids = world.ids("the weather")
+    made = spelt(ids, "the weather", world)
+    del made["logprobs"]["content"][0]["bytes"]
+    made["logprobs"]["content"][1]["bytes"] = None
+    assert (await world.call(USER, made)).completion_ids == ids
+
+
+async def test_tokens_of_another_vocabulary_are_refused(world: World):
+    """Their logprobs would be given to tokens nobody sampled."""
+    assert len(world.ids("the weather", end=False)) == 2
+    made = choice([1], "the weather")
+    for pieces, why in (
+        (("the", " weat", "her"), "its text is 2 tokens of '{}', and there are 3 logprobs; ask"),
+        (("the weat", "her"), "its text is cut into other tokens than those of '{}'; ask the"),
+    ):
+        made["logprobs"]["content"] = [{"token": piece, "logprob": -1.0} for piece in pieces]
+        said = await world.refusal(talk(USER, made))
+        where = "groups.0.trajectories.0.messages_and_choices.1.logprobs.content: "
+        assert said.startswith(where + why.format(world.record.spec.base_model))
+
+
+async def test_plain_assistants_and_choices_without_logprobs_are_context(world: World):
+    ids = world.ids("Warm.")
+    plain = {"role": "assistant", "content": "Cold."}
+    bare = choice(ids, "Hm.", logprobs=None)
+    more = {"role": "user", "content": "Sure?"}
+    resolved = await world.resolve(talk(USER, plain, more, bare, more, choice(ids, "Warm.")))
+    (call,) = resolved.groups[0].trajectories[0].calls
+    said = {"role": "assistant", "content": "Hm."}
+    assert call.prompt_ids == world.prompt([USER, plain, more, said, more])
+    assert resolved.counts == {"dropped/no_logprobs": 1, "rerendered": 1}
+
+
+async def test_further_histories_come_after_the_first(world: World):
+    first, second = world.ids("Cold."), world.ids("Warm.")
+    asked = {"role": "user", "content": "Summarise."}
+    trajectory = talk(
+        USER,
+        choice(first, "Cold."),
+        additional_histories=[
+            History(messages_and_choices=[asked, choice(second, "Warm.")], tools=TOOLS)
+        ],
+        shaped_rewards=[1.0, 2.0],
+    )
+    resolved = await world.resolve(trajectory)
+    one, two = resolved.groups[0].trajectories[0].calls
+    assert one.completion_ids == first and one.prompt_ids == world.prompt([USER])
+    assert two.completion_ids == second and two.prompt_ids == world.prompt([asked], TOOLS)
+    trajectory.additional_histories[0].messages_and_choices[1] = choice(second, "No.")
+    said = await world.refusal(trajectory)
+    where = "groups.0.trajectories.0.additional_histories.0.messages_and_choices.1: "
+    assert said.startswith(where)
+
+
+def _entry(**changes: Any) -> dict[str, Any]:
+    return {"finish_reason": "stop", "message": {"role": "assistant", "content": ""}} | changes
+
+
+@pytest.mark.parametrize(
+    ("item", "path", "why"),
+    [
+        (3, "", "expected a message or a choice, got 3"),
+        ({}, "", "expected a role or a message in it, got the keys []"),
+        (_entry(message=3), "", "expected a role or a message"),
+        (_entry(message={"role": "user"}), ".message.role", "a choice is not by 'user'"),
+        (_entry(logprobs=3), ".logprobs", "expected an object with content, got 3"),
+        (_entry(logprobs={"content": 3}), ".logprobs.content", "expected a list of tokens"),
+        (_entry(logprobs={"content": [3]}), ".logprobs.content.0", "expected an object with token"),
+        (
+            _entry(logprobs={"content": [{"token": "a", "logprob": None}]}),
+            ".logprobs.content.0.logprob",
+            "expected a number, got None",
+        ),
+        (
+            _entry(logprobs={"content": [{"token": "a", "logprob": 10**400}]}),
+            ".logprobs.content.0.logprob",
+            "expected a finite number",
+        ),
+        (
+            _entry(logprobs={"content": [{"token": "a", "logprob": 0.5}]}),
+            ".logprobs.content.0.logprob",
+            "expected a log-probability",
+        ),
+        (
+            _entry(logprobs={"content": [{"token": "token_id:x", "logprob": -1}]}),
+            ".logprobs.content.0.token",
+            "expected token_id:N, got 'token_id:x'",
+        ),
+        (
+            _entry(logprobs={"content": [{"token": "token_id:" + "9" * 5000, "logprob": -1}]}),
+            ".logprobs.content.0.token",
+            "is outside the vocabulary of 512",
+        ),
+        (
+            _entry(logprobs={"content": [{"token": "a", "logprob": -1, "bytes": [300]}]}),
+            ".logprobs.content.0.bytes",
+            "expected a list of bytes, got [300]",
+        ),
+        (
+            _entry(logprobs={"content": [{"token": "a", "logprob": -1, "bytes": [255, 254]}]}),
+            ".logprobs.content",
+            "the tokens' bytes are not UTF-8",
+        ),
+        (
+            _entry(token_ids=[1, 2], logprobs={"content": [{"token": "a", "logprob": -1}]}),
+            ".token_ids",
+            "2 ids for 1 logprobs; send one for each token",
+        ),
+        (
+            _entry(token_ids="ab", logprobs={"content": [{"token": "a", "logprob": -1}]}),
+            ".token_ids",
+            "expected a list of ids, got 'ab'",
+        ),
+        (
+            _entry(token_ids=[5], logprobs={"content": [{"token": "token_id:4", "logprob": -1}]}),
+            ".token_ids",
+            "other ids than the token_id:N of logprobs",
+        ),
+    ],
+)
+async def test_what_is_no_message_and_no_choice_is_refused(
+    world: World, item: Any, path: str, why: str
+):
+    said = await world.refusal(talk(USER, item))
+    assert said.startswith(f"groups.0.trajectories.0.messages_and_choices.1{path}: ")
+    assert why in said
+
+
+async def test_messages_no_template_can_express_are_refused_with_the_template_s_words(world: World):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    said = await world.refusal(talk(image, choice(world.ids("Cold."), "Cold.")))
+    assert said.startswith(
+        "groups.0.trajectories.0.messages_and_choices.1: no call of this server is like it, and it "
+        "cannot be rendered: messages[0].content[0]: expected a part of type 'text'"
+    )
+    said = await world.refusal(talk(choice(world.ids("Cold."), "Cold.")))
+    assert "messages: expected a list of at least one message" in said

@@ -1,0 +1,145 @@
+"""The event stream of a job: complete, in order, resumable, woken and not polled."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hone.errors import NotFound, Unprocessable
+from hone.server import events, jobs, models
+from hone.server.jobs import JobStore
+from hone.server.models import ModelRecord, ModelStore
+from hone.server.store import Store
+from hone.types import JobEvent, ModelSpec, TrainConfig
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def queue(store: Store) -> JobStore:
+    return JobStore(store)
+
+
+@pytest.fixture
+def job(store: Store, queue: JobStore) -> str:
+    record: ModelRecord = ModelStore(store).register(ModelSpec(name="agent", base_model="tiny"))
+    added = queue.add(
+        model=record, groups=[], config=TrainConfig(), counts={}, request_sha256="0" * 64
+    )
+    return added.id
+
+
+async def read(queue: JobStore, job: str, after: int = 0, **settings: float) -> list[str]:
+    return [text async for text in events.stream(queue, job, after, **settings)]
+
+
+def parsed(text: str) -> tuple[int, str, JobEvent]:
+    number, kind, data, blank, rest = text.split("\n")
+    assert (blank, rest) == ("", "")
+    event = JobEvent.model_validate_json(data.removeprefix("data: "))
+    return int(number.removeprefix("id: ")), kind.removeprefix("event: "), event
+
+
+async def test_every_event_once_and_the_last_one_ends_it(queue: JobStore, job: str):
+    queue.move(job, "running", attempts=1, base_step=0)
+    queue.emit(job, "progress", {"row": 0, "rows": 2})
+    queue.move(job, "done", step=1, metrics={"learn/loss": 0.5})
+    texts = [parsed(text) for text in await read(queue, job)]
+    assert [(number, kind) for number, kind, _ in texts] == [
+        (1, "queued"),
+        (2, "started"),
+        (3, "progress"),
+        (4, "done"),
+    ]
+    assert texts[2][2].data == {"row": 0, "rows": 2}
+    assert texts[3][2].data["metrics"] == {"learn/loss": 0.5}
+    assert all(event.job == job and event.id == number for number, _, event in texts)
+
+
+async def test_goes_on_after_the_last_event_seen(queue: JobStore, job: str):
+    queue.move(job, "running", attempts=1)
+    queue.move(job, "cancelled")
+    assert [parsed(text)[1] for text in await read(queue, job, after=1)] == ["started", "cancelled"]
+    assert await read(queue, job, after=3) == []
+
+
+async def test_a_job_that_went_back_to_the_queue_is_not_over(queue: JobStore, job: str):
+    queue.move(job, "running", attempts=1)
+    queue.move(job, "queued")
+    stream = events.stream(queue, job, 0)
+    kinds = [parsed(await anext(stream))[1] for _ in range(3)]
+    assert kinds == ["queued", "started", "queued"]
+    queue.request_cancel(job)
+    assert parsed(await anext(stream))[1] == "cancelled"
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_an_event_of_another_thread_arrives_at_once(queue: JobStore, job: str):
+    stream = events.stream(queue, job, 1)
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    said = time.monotonic()
+    thread = threading.Thread(target=queue.move, args=(job, "running"), kwargs={"attempts": 1})
+    thread.start()
+    assert parsed(await waiting)[1] == "started"
+    assert time.monotonic() - said < 2.0  # a heartbeat would have come after 15
+    thread.join()
+    await stream.aclose()
+
+
+async def test_says_that_it_is_still_there(queue: JobStore, job: str):
+    stream = events.stream(queue, job, 1, heartbeat_s=0.01)
+    assert [await anext(stream) for _ in range(2)] == [": still here\n\n"] * 2
+    await stream.aclose()
+
+
+async def test_more_events_than_one_batch_stay_in_order(queue: JobStore, job: str):
+    count = events.BATCH + 20
+    for row in range(count):
+        queue.emit(job, "progress", {"row": row})
+    queue.request_cancel(job)
+    texts = [parsed(text) for text in await read(queue, job)]
+    assert [number for number, _, _ in texts] == list(range(1, count + 3))
+    assert [event.data["row"] for _, kind, event in texts if kind == "progress"] == [*range(count)]
+
+
+async def test_an_unknown_job_is_not_found(queue: JobStore):
+    with pytest.raises(NotFound, match="no job is called 'job-x'"):
+        await read(queue, "job-x")
+
+
+def test_line_breaks_in_an_event_stay_inside_its_line():
+    event = JobEvent(id=3, job="j", type="failed", at=0.0, data={"failure": "one\ntwo\r\u2028"})
+    number, kind, back = parsed(events.spelt(event))
+    assert (number, kind, back) == (3, "failed", event)
+
+
+@pytest.mark.parametrize(
+    ("header", "query", "after"),
+    [
+        (None, None, 0),
+        (None, 7, 7),
+        ("", 7, 7),
+        (" 12 ", 7, 12),
+        ("9" * 30, None, 2**63 - 1),
+        (None, 10**30, 2**63 - 1),
+    ],
+)
+def test_the_header_says_where_to_go_on(header: str | None, query: int | None, after: int):
+    assert events.start_after(header, query) == after
+
+
+@pytest.mark.parametrize("header", ["x", "-1", "1.0", "\u0661"])
+def test_a_header_that_is_no_id_is_refused(header: str):
+    with pytest.raises(Unprocessable, match="Last-Event-ID: expected the id of an event"):
+        events.start_after(header, None)

@@ -1,0 +1,188 @@
+"""What is exported loads elsewhere and says the same: logits, tokens, templates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tests.server.conftest import write_model
+from tests.server.small_server import SmallServer, spec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hone.errors import Conflict, NotFound
+from hone.inference.embedded import EmbeddedEngine
+from hone.learner.optim import AdamW
+from hone.models.architecture import DecoderConfig
+from hone.models.decoder import Decoder
+from hone.models.find import find
+from hone.models.lora import Lora
+from hone.server.export import export
+from hone.server.language import Language
+from hone.types import ModelKey
+
+KEY = ModelKey("default", "agent")
+IDS = [5, 17, 300, 42, 9, 77]
+MESSAGES = [{"role": "user", "content": "how is the weather?"}]
+
+
+def adapter(model: Path, directory: Path, seed: int) -> str:
+    """Files of a step whose adapter changes something."""
+    lora = Lora.init(DecoderConfig.read(model), rank=4, alpha=8.0, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in lora.named():
+        if "lora_B" in name:
+            tensor.normal_(0, 0.2, generator=generator)
+    lora.save(directory, base_model=str(model))
+    AdamW.save_fresh(lora.parameters(), directory)
+    return lora.sha256
+
+
+@pytest.fixture
+def root(tmp_path: Path, tiny_model: Path) -> Path:
+    """Where a server trained `agent` three steps far, the second of them best."""
+    server = SmallServer.open(tmp_path / "hone")
+    server.models.register(spec(tiny_model))
+    weights = find(str(tiny_model)).weights_sha256
+    for step, reward in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        server.checkpoints.write(
+            KEY, step, lambda to, s=step: adapter(tiny_model, to, s), weights_sha256=weights
+        )
+        server.checkpoints.log(KEY, step, {"reward": reward}, "val")
+    server.store.close()
+    return tmp_path / "hone"
+
+
+async def logprobs(model: Path, root: Path, step: int) -> torch.Tensor:
+    """What hone's engine says of IDS under a step: [5], of every id but the first."""
+    from hone.inference.base import AdapterRef
+    from hone.server.checkpoints import Checkpoints
+
+    checkpoint = Checkpoints(root).get(KEY, step)
+    served = AdapterRef("agent", step, checkpoint.sha256)
+    engine = EmbeddedEngine(Decoder.load(model), kv_budget_bytes=1 << 24)
+    await engine.publish(served, checkpoint.path)
+    probe = await engine.probe([IDS], served)
+    await engine.close()
+    return torch.tensor(probe.logprobs[0])
+
+
+def theirs(model: Any) -> torch.Tensor:
+    """The same, by transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("agent", 3), ("agent@latest", 3), ("default/agent@1", 1), ("agent@best", 2)],
+)
+async def test_an_adapter_loads_in_peft(
+    root: Path, tiny_model: Path, tmp_path: Path, name: str, step: int
+):
+    out = export(root, name, tmp_path / "out")
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tiny_model)
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
+    model = PeftModel.from_pretrained(base, str(out))
+    ours = await logprobs(tiny_model, root, step)
+    torch.testing.assert_close(theirs(model), ours, atol=2e-4, rtol=0)
+    assert (ours - theirs(AutoModelForCausalLM.from_pretrained(tiny_model))).abs().max() > 0.1
+    assert json.loads((out / "manifest.json").read_text())["step"] == step
+
+
+async def test_a_merged_model_loads_in_transformers(root: Path, tiny_model: Path, tmp_path: Path):
+    (tmp_path / "out").mkdir()  # an empty one is taken
+    out = export(root, "agent@2", tmp_path / "out", merge=True)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    ours = await logprobs(tiny_model, root, 2)
+    torch.testing.assert_close(theirs(model), ours, atol=2e-4, rtol=0)
+    assert not list(out.glob("adapter*"))
+    # And in hone itself, as a base model of its own.
+    engine = EmbeddedEngine.open(str(out), device="cpu", dtype=torch.float32)
+    probe = await engine.probe([IDS])
+    await engine.close()
+    torch.testing.assert_close(torch.tensor(probe.logprobs[0]), ours, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_tokenizer_and_template_come_with_it(
+    root: Path, tiny_model: Path, tmp_path: Path, tokenizer: Any, merge: bool
+):
+    out = export(root, "agent", tmp_path / "out", merge=merge)
+    exported = AutoTokenizer.from_pretrained(out)
+    text = "the weather in \u4f60\u597d is cold"
+    assert exported.encode(text) == tokenizer.encode(text)
+    ours = Language.load(str(tiny_model), root).template.render(MESSAGES).ids
+    written = exported.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert list(written["input_ids"]) == ours
+    assert exported.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_template_has_the_arguments_it_was_used_with(tmp_path: Path, tokenizer: Any):
+    from copy import copy
+
+    dressed = copy(tokenizer)
+    dressed.chat_template = (
+        "{{ mood | default('plain') }} {{ limits.most | default(0) }} "
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    model = write_model(tmp_path / "model", dressed)
+    root = tmp_path / "hone"
+    server = SmallServer.open(root)
+    kwargs = {"mood": 'say "so" \\ \u00e9', "limits": {"most": 3, "least": None}, "on": [True]}
+    server.models.register(spec(model, chat_template_kwargs=kwargs))
+    server.checkpoints.write(KEY, 1, lambda to: adapter(model, to, 1))
+    server.store.close()
+    exported = AutoTokenizer.from_pretrained(export(root, "agent", tmp_path / "out"))
+    plain = exported.apply_chat_template(MESSAGES, tokenize=False)
+    assert plain == 'say "so" \\ \u00e9 3 how is the weather?'
+    other = exported.apply_chat_template(MESSAGES, tokenize=False, mood="merry")
+    assert other == "merry 3 how is the weather?"  # a caller's own word counts
+
+
+def test_a_directory_that_holds_something_is_refused(root: Path, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("precious")
+    with pytest.raises(Conflict, match="out exists and is not empty; name a new directory"):
+        export(root, "agent", tmp_path / "out")
+    with pytest.raises(Conflict, match="exists and is not empty"):
+        export(root, "agent", tmp_path / "out" / "mine.txt")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path):
+    out = tmp_path / "out"
+    with pytest.raises(NotFound, match=r"no server has kept its state there"):
+        export(tmp_path / "elsewhere", "agent", out)
+    with pytest.raises(NotFound, match=r"no model called 'agnet'.* Did you mean 'agent'"):
+        export(root, "agnet", out)
+    with pytest.raises(NotFound, match=r"step 9 of model 'default/agent' does not exist. Steps: 1"):
+        export(root, "agent@9", out)
+    with pytest.raises(NotFound, match=r"expected NAME, NAME@N, NAME@latest or NAME@best"):
+        export(root, "agent@newest", out)
+    server = SmallServer.open(root)
+    server.models.register(spec(tiny_model, "fresh"))
+    server.store.close()
+    with pytest.raises(NotFound, match="'fresh': the model has no step yet"):
+        export(root, "fresh", out)
+    with pytest.raises(NotFound, match="'fresh@best': no val/reward was logged"):
+        export(root, "fresh@best", out)
+    assert not out.exists() and not list(tmp_path.glob(".*partial"))
+
+
+def test_weights_that_changed_are_not_merged(tmp_path: Path, tokenizer: Any):
+    model = write_model(tmp_path / "model", tokenizer)
+    root = tmp_path / "hone"
+    server = SmallServer.open(root)
+    server.models.register(spec(model))
+    weights = find(str(model)).weights_sha256
+    server.checkpoints.write(KEY, 1, lambda to: adapter(model, to, 1), weights_sha256=weights)
+    server.store.close()
+    write_model(model, tokenizer, seed=1)
+    with pytest.raises(Conflict, match="trained over other weights"):
+        export(root, "agent", tmp_path / "out", merge=True)
+    assert not list(tmp_path.glob("*out*"))
+    export(root, "agent", tmp_path / "out")  # the adapter is what it was

@@ -1,0 +1,122 @@
+"""Nothing a client can send makes the server fail, hang, or forget what it accepted."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from tests.server.fuzz import CASES, Target, bodies
+
+from hone.server.app import State
+from hone.server.settings import Settings
+
+USUAL = 2000
+JOBS = "/v1/training/jobs"
+SLOW = ("POST /v1/training/jobs", "POST /_train_model", "POST /_log")
+"""Schemathesis takes half a second to think of one; `bodies` makes them by the thousand."""
+
+
+def examples(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same cases in every run of the test-suite; others in every run of `make fuzz`."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=CASES <= USUAL,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType] - its members
+    )
+
+
+@pytest.fixture(scope="module")
+def target(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tokenizer: Any
+) -> Iterator[Target]:
+    from huggingface_hub import constants
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Models of made-up names are looked for; they must not be looked for on the network.
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        patch.setenv("HONE_HOME", str(tmp_path_factory.mktemp("home")))
+        target = Target(tmp_path_factory.mktemp("hone"), tiny_model, tokenizer).start()
+        yield target
+        target.stop()
+
+
+@pytest.mark.timeout(max(120, CASES // 10))
+def test_requests_nobody_meant(target: Target):
+    schema = schemathesis.openapi.from_dict(target.openapi)
+    operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # pyright: ignore[reportAttributeAccessIssue] - a wrong schema fails here
+    assert len(operations) > 30
+    each = max(1, CASES * 4 // 10 // (2 * len(operations)))
+    for operation in operations:
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            count = max(1, each // 8) if operation.label in SLOW else each
+            _fuzz(target, operation, mode, count)
+
+
+def _fuzz(target: Target, operation: Any, mode: GenerationMode, count: int) -> None:
+    from hypothesis.errors import Unsatisfiable
+
+    known = {"project": "default", "name": "agent", "rollout_id": "r0", "step": 0}
+
+    @examples(count)
+    @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
+    def run(case: Any, data: st.DataObject) -> None:
+        jobs = target.accepted[-1:] or ["job-0"]
+        for key in case.path_parameters:
+            if data.draw(st.integers(0, 3)):
+                case.path_parameters[key] = {**known, "job_id": jobs[0]}.get(key, "x")
+        if isinstance(case.body, dict) and data.draw(st.booleans()):
+            for key, value in {"model": "agent", "base_model": str(target.base_model)}.items():
+                if isinstance(case.body.get(key), str):
+                    case.body[key] = value
+        sent = requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
+        body: Any = sent.body.encode() if isinstance(sent.body, str) else sent.body or b""
+        kept = {k: str(v) for k, v in sent.headers.items() if k.lower() == "last-event-id"}
+        target.send(str(sent.method), str(sent.url), body, **kept)
+
+    try:
+        run()
+    except Unsatisfiable:
+        return  # nothing about this request can be wrong
+
+
+@pytest.mark.timeout(max(120, CASES // 10))
+def test_jobs_bent_out_of_shape(target: Target):
+    before = target.statuses.copy()
+
+    @examples(max(CASES - before.total(), CASES // 2))
+    @given(body=bodies(target.choices))
+    def run(body: bytes) -> None:
+        answer = target.send("POST", JOBS, body)
+        assert answer.status_code in (202, 400, 404, 409, 422), answer.text
+
+    run()
+    told = target.statuses - before
+    assert min(told[202], told[422]) > CASES // 20, told
+
+
+@pytest.mark.timeout(120)
+def test_nothing_accepted_is_lost(target: Target):
+    """After all of the above: every job is there, was trained or cancelled, and outlives the server."""
+    assert target.statuses.total() >= CASES, "the tests above run first"
+    jobs = target.ended()
+    bad = [job for job in jobs.values() if job.state not in ("done", "cancelled")]
+    assert not bad, bad[0]
+    listed = json.loads(target.send("GET", f"{JOBS}?limit=1000").content)
+    assert {job["id"] for job in listed} == set(list(jobs)[:1000])
+    target.stop()
+    again = State.open(Settings(root=target.root, device="cpu"))
+    try:
+        assert {job.id: job for job in again.jobs.list(limit=-1)} == jobs
+        assert all(again.jobs.groups(job) for job in list(jobs)[:50])
+    finally:
+        again.store.close()
+    target.start()

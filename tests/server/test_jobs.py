@@ -1,0 +1,255 @@
+"""The queue: states and their moves, events that are durable before they are heard."""
+
+import asyncio
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from hone.errors import Conflict, NotFound
+from hone.server import jobs, models
+from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin
+from hone.server.models import ModelRecord, ModelStore
+from hone.server.store import Store
+from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, TrainConfig
+
+PIN = Pin(3, "ab" * 32)
+NO_FAILURE = Failure(type="X", message="y")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def queue(store: Store) -> JobStore:
+    return JobStore(store)
+
+
+@pytest.fixture
+def agent(store: Store) -> ModelRecord:
+    return ModelStore(store).register(ModelSpec(name="agent", base_model="tiny"))
+
+
+def groups() -> list[TrajectoryGroup]:
+    call = Call(prompt_ids=[1, 2], completion_ids=[3, 4], logprobs=[-0.1, -1 / 3], step=2)
+    pair = [Trajectory(calls=[call], reward=reward) for reward in (1.0, 0.1)]
+    return [TrajectoryGroup(pair, example="one", metadata={"k": None})]
+
+
+def add(queue: JobStore, model: ModelRecord, **changes: Any) -> JobInfo:
+    given = {"config": TrainConfig(), "counts": {}, "request_sha256": "a" * 64, **changes}
+    return queue.add(model=model, groups=groups(), **given)
+
+
+def reach(queue: JobStore, job: JobInfo, state: JobState) -> JobInfo:
+    """Bring a queued job into a state by allowed moves."""
+    if state == "queued":
+        return job
+    taken = queue.take(job.id, PIN)
+    return taken if state == "running" else queue.move(job.id, state)
+
+
+def types(queue: JobStore, job: JobInfo) -> list[str]:
+    return [event.type for event in queue.events(job.id)]
+
+
+def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, tmp_path: Path):
+    config = TrainConfig(learning_rate=1 / 3, beta=0.1)
+    job = add(queue, agent, config=config, counts={"matched": 2}, seed=5, calls=["call-1"])
+    store = Store(tmp_path / "state.sqlite")  # as after a kill: the first one was never closed
+    found = JobStore(store)
+    assert found.get(job.id) == job
+    assert job.state == "queued" and job.config == config and job.model == "default/agent"
+    assert [g.model_dump() for g in found.groups(job.id)] == [g.model_dump() for g in groups()]
+    assert list(found.calls(job.id)) == ["call-1"]
+    assert [(e.id, e.type) for e in found.events(job.id)] == [(1, "queued")]
+    store.close()
+
+
+def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
+    call = Call(prompt_ids=[1], completion_ids=[2], logprobs=[math.nan])
+    group = TrajectoryGroup([Trajectory(calls=[call], reward=1.0)])
+    job = queue.add(
+        model=agent, groups=[group], config=TrainConfig(), counts={}, request_sha256="a"
+    )
+    (found,) = queue.groups(job.id)
+    assert math.isnan(found.trajectories[0].calls[0].logprobs[0])  # for the learner to refuse
+
+
+def test_the_same_key_and_request_give_the_same_job(queue, agent, store):
+    first = add(queue, agent, idempotency_key="k")
+    assert add(queue, agent, idempotency_key="k") == first
+    done = reach(queue, first, "done")
+    assert add(queue, agent, idempotency_key="k") == done  # also when it is over
+    with pytest.raises(Conflict, match=f"'k' was used for another request.*{first.id}"):
+        add(queue, agent, idempotency_key="k", request_sha256="b" * 64)
+    other = ModelStore(store).register(ModelSpec(name="other", base_model="tiny"))
+    assert add(queue, other, idempotency_key="k").id != first.id  # keys belong to a model
+    assert add(queue, agent).id != add(queue, agent).id  # without a key, every request is a job
+    assert types(queue, first) == ["queued", "started", "done"]
+
+
+STATES: tuple[JobState, ...] = get_args(JobState)
+
+
+@pytest.mark.parametrize(("state", "to"), list(itertools.product(STATES, STATES)))
+def test_moves_are_those_of_the_table(queue, agent, state: JobState, to: JobState):
+    job = reach(queue, add(queue, agent), state)
+    before = types(queue, job)
+    if to in NEXT.get(state, ()):
+        moved = queue.move(job.id, to)
+        assert moved.state == to == queue.get(job.id).state
+        assert types(queue, job) == [*before, {"running": "started"}.get(to, to)]
+        assert (moved.ended_at is not None) == (to in FINAL)
+        assert (moved.started_at is not None) == ("running" in (state, to) and to != "queued")
+    else:
+        with pytest.raises(Conflict, match=f"{job.id}' is {state} and cannot become {to}"):
+            queue.move(job.id, to)
+        assert queue.get(job.id) == job and types(queue, job) == before
+
+
+def test_jobs_of_a_base_are_taken_in_order(queue, agent, store):
+    other = ModelStore(store).register(ModelSpec(name="other", base_model="large"))
+    first, second, third = add(queue, agent), add(queue, other), add(queue, agent)
+    assert queue.waiting() == {"tiny": 2, "large": 1}
+    assert queue.oldest("tiny").id == first.id
+    taken = queue.take(first.id, PIN)
+    assert (taken.attempts, taken.base_step, taken.base_sha256) == (1, 3, "ab" * 32)
+    assert queue.events(first.id)[-1].data == {"attempt": 1, "base_step": 3}
+    assert queue.oldest("tiny").id == third.id and queue.oldest("large").id == second.id
+    assert queue.oldest("small") is None
+    assert [j.id for j in queue.list()] == [third.id, second.id, first.id]
+    assert [j.id for j in queue.list(model=ModelKey("default", "agent"), limit=1)] == [third.id]
+    assert [j.id for j in queue.list(state="running")] == [first.id]
+    with pytest.raises(Conflict):
+        queue.take(first.id, PIN)
+
+
+def test_a_second_attempt_may_keep_its_pin(queue, agent):
+    job = reach(queue, add(queue, agent), "running")
+    queue.move(job.id, "queued")
+    again = queue.take(job.id, None)
+    assert (again.attempts, again.base_step, again.base_sha256) == (2, 3, "ab" * 32)
+
+
+def test_the_events_of_an_end_say_what_came_of_it(queue, agent):
+    done = reach(queue, add(queue, agent), "running")
+    queue.move(done.id, "done", step=4, metrics={"learn/loss": 0.25}, reason=None)
+    said = {"step": 4, "metrics": {"learn/loss": 0.25}, "reason": None}
+    assert queue.events(done.id)[-1].data == said
+    failed = reach(queue, add(queue, agent), "running")
+    queue.move(failed.id, "failed", failure=NO_FAILURE)
+    said = {"failure": {"type": "X", "message": "y", "traceback": ""}}
+    assert queue.events(failed.id)[-1].data == said
+    assert queue.get(failed.id).failure == NO_FAILURE
+
+
+def test_cancelling(queue, agent):
+    queued = add(queue, agent)
+    assert queue.request_cancel(queued.id).state == "cancelled"
+    assert types(queue, queued) == ["queued", "cancelled"]
+    running = reach(queue, add(queue, agent), "running")
+    asked = queue.request_cancel(running.id)
+    assert asked.state == "running" and asked.cancel_requested
+    assert queue.request_cancel(running.id) == asked  # again changes nothing
+    assert types(queue, running) == ["queued", "started", "cancelling"]
+    done = reach(queue, add(queue, agent), "done")
+    assert queue.request_cancel(done.id) == done
+
+
+def test_after_a_crash(queue, agent):
+    crashed = reach(queue, add(queue, agent), "running")
+    waiting, done = add(queue, agent), reach(queue, add(queue, agent), "done")
+    recovered = queue.recover(lambda job: False)
+    assert [job.id for job in recovered.queued] == [crashed.id] and not recovered.failed
+    assert queue.get(crashed.id).state == "queued" and queue.get(crashed.id).attempts == 1
+    assert queue.get(waiting.id) == waiting and queue.get(done.id) == done
+    assert queue.oldest("tiny").id == crashed.id  # before those that came later
+    for _ in range(ATTEMPTS - 1):
+        queue.take(crashed.id, None)
+        recovered = queue.recover(lambda job: False)
+    assert [job.id for job in recovered.failed] == [crashed.id]
+    ended = queue.get(crashed.id)
+    assert ended.state == "failed" and ended.attempts == 3
+    assert ended.failure is not None
+    assert "brought the server down 3 times" in ended.failure.message
+
+
+def test_what_is_only_to_be_published_has_attempts_of_its_own(queue, agent):
+    job = add(queue, agent)
+    for attempt in range(1, 2 * ATTEMPTS):
+        queue.take(job.id, PIN)
+        assert [j.attempts for j in queue.recover(lambda job: True).queued] == [attempt]
+    queue.take(job.id, PIN)
+    assert [j.id for j in queue.recover(lambda job: True).failed] == [job.id]
+
+
+def test_events_ascend_and_can_be_read_from_any_place(queue, agent):
+    job = add(queue, agent)
+    for i in range(5):
+        assert queue.emit(job.id, "progress", {"row": i}).id == i + 2
+    assert [e.id for e in queue.events(job.id)] == [1, 2, 3, 4, 5, 6]
+    assert [e.data for e in queue.events(job.id, after=2, limit=2)] == [{"row": 1}, {"row": 2}]
+    assert queue.events("job-nobody") == []
+
+
+def test_unknown_jobs_are_named(queue):
+    for ask in (queue.get, queue.groups, queue.calls, queue.request_cancel):
+        with pytest.raises(NotFound, match="no job is called 'job-nobody'"):
+            ask("job-nobody")
+
+
+async def test_waiting_is_woken_from_another_thread(queue, agent):
+    job = add(queue, agent)
+    assert await queue.wait_event(job.id, 0, 5.0)  # there is one already
+    late = threading.Timer(0.05, queue.emit, (job.id, "progress", {}))
+    late.start()
+    started = time.monotonic()
+    assert await queue.wait_event(job.id, 1, 5.0)
+    assert time.monotonic() - started < 2.0
+    late.join()
+    started = time.monotonic()
+    assert not await queue.wait_event(job.id, 2, 0.05)
+    assert 0.04 < time.monotonic() - started < 2.0
+
+
+async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queue, agent):
+    """Whoever waits for the next event in turn sees each once and in order, however they fall."""
+    job = add(queue, agent)
+
+    def write() -> None:
+        for i in range(100):
+            queue.emit(job.id, "progress", {"row": i})
+
+    async def read() -> list[int]:
+        seen: list[int] = []
+        while len(seen) < 101:
+            assert await queue.wait_event(job.id, seen[-1] if seen else 0, 5.0)
+            batch = await asyncio.to_thread(queue.events, job.id, seen[-1] if seen else 0)
+            seen += [event.id for event in batch]
+        return seen
+
+    writing = asyncio.to_thread(write)
+    *readers, _ = await asyncio.gather(read(), read(), read(), writing)
+    assert readers == [list(range(1, 102))] * 3
+
+
+async def test_waits_leave_nothing_behind(queue, agent):
+    job = add(queue, agent)
+    waiting = asyncio.create_task(queue.wait_event(job.id, 1, 30.0))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not await queue.wait_event(job.id, 1, 0.01)
+    assert queue._listeners == {}

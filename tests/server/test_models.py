@@ -1,0 +1,93 @@
+"""Registered models: what a key keeps, what a name means."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hone.errors import Conflict, NotFound
+from hone.server import models
+from hone.server.models import ModelStore
+from hone.server.store import Store
+from hone.types import ModelKey, ModelSpec
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "state.sqlite", (models.SCHEMA,))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def known(store: Store) -> ModelStore:
+    return ModelStore(store)
+
+
+def test_registering_again_changes_nothing(known: ModelStore, store: Store):
+    spec = ModelSpec(name="agent", base_model="tiny", defaults={"learning_rate": 1e-4})
+    first = known.register(spec)
+    assert known.register(spec) == first
+    assert ModelStore(store).list() == [first]  # another reader of the same file
+    assert first.key == ModelKey("default", "agent") and first.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "before"),
+    [("base_model", "other", "'tiny'"), ("rank", 16, "8"), ("alpha", 32.0, "16"), ("seed", 1, "0")],
+)
+def test_what_checkpoints_depend_on_cannot_change(known, field, value, before):
+    known.register(ModelSpec(name="agent", base_model="tiny"))
+    changed = ModelSpec(**{"name": "agent", "base_model": "tiny", field: value})
+    with pytest.raises(Conflict, match=rf"with {field} {before}.* with {value!r}.*another name"):
+        known.register(changed)
+    assert known.find("agent").spec == ModelSpec(name="agent", base_model="tiny")
+
+
+def test_how_it_is_called_and_trained_may_be_registered_anew(known: ModelStore):
+    first = known.register(ModelSpec(name="agent", base_model="tiny"))
+    changed = ModelSpec(
+        name="agent", base_model="tiny", token_ids_as_text=True, defaults={"beta": 0.1}
+    )
+    second = known.register(changed)
+    assert known.get(first.key) == second
+    assert second.spec == changed and second.created_at == first.created_at
+
+
+def test_a_bare_name_means_the_one_project_that_has_it(known: ModelStore):
+    alone = known.register(ModelSpec(name="alone", project="p", base_model="tiny"))
+    known.register(ModelSpec(name="agent", project="p", base_model="tiny"))
+    second = known.register(ModelSpec(name="agent", project="q", base_model="tiny"))
+    assert known.find("alone") == known.find("p/alone") == alone
+    assert known.find("q/agent") == second
+    with pytest.raises(Conflict, match="'agent' exists in several projects; say 'p/agent' or 'q/a"):
+        known.find("agent")
+
+
+def test_an_unknown_name_lists_the_known_ones_and_guesses(known: ModelStore):
+    with pytest.raises(NotFound, match=r"no model called 'agent' .* Registered: none yet\."):
+        known.find("agent")
+    known.register(ModelSpec(name="agent", base_model="tiny"))
+    with pytest.raises(NotFound, match=r"Did you mean 'agent'\? Registered: default/agent\."):
+        known.find("agnet")
+    with pytest.raises(NotFound, match="no model called 'other/agent'"):
+        known.get(ModelKey("other", "agent"))
+
+
+def test_a_name_is_a_model_or_a_base_model_and_never_both(known: ModelStore):
+    with pytest.raises(Conflict, match="'tiny' is the name of a base model in use"):
+        known.register(ModelSpec(name="tiny", base_model="tiny"))
+    known.register(ModelSpec(name="agent", base_model="tiny"))
+    with pytest.raises(Conflict, match="'tiny' is the name of a base model in use"):
+        known.register(ModelSpec(name="tiny", base_model="other"))
+    with pytest.raises(Conflict, match="'org/small' is the name of a base model"):
+        known.register(ModelSpec(name="small", project="org", base_model="org/small"))
+    with pytest.raises(Conflict, match="base_model 'agent' is the name of a registered model"):
+        known.register(ModelSpec(name="second", base_model="agent"))
+    assert [str(record.key) for record in known.list()] == ["default/agent"]
+
+
+def test_models_of_one_base(known: ModelStore):
+    for name, base in (("b", "tiny"), ("a", "tiny"), ("c", "other")):
+        known.register(ModelSpec(name=name, base_model=base))
+    assert [record.key.name for record in known.on_base("tiny")] == ["a", "b"]

@@ -1,0 +1,218 @@
+"""Trajectory groups by tokens and by rollout become calls; what is wrong is refused by its path."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.conftest import VOCAB, MakeState
+from tests.server.worlds import USER, World, by_tokens, talk
+
+from hone.errors import Unprocessable
+from hone.trajectory import History, Trajectory, TrajectoryGroup
+from hone.types import Call, Failure
+
+
+@pytest.fixture
+async def world(make_state: MakeState, tiny_model: Path) -> AsyncIterator[World]:
+    world = await World.open(make_state(), tiny_model)
+    yield world
+    await world.close()
+
+
+# ---- by tokens --------------------------------------------------------------------------------
+
+
+async def test_tokens_are_taken_as_they_are(world: World):
+    one, two = by_tokens(), by_tokens(temperature=0.5, step=2, function="plan", forced=[0])
+    resolved = await world.resolve(one, two)
+    assert [t.calls for t in resolved.groups[0]] == [one.calls, two.calls]
+    assert resolved.counts == {"by_tokens": 2}
+    assert resolved.calls == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "why"),
+    [
+        ({"prompt_ids": [1, -1]}, "prompt_ids.1", "token id -1 is outside the vocabulary of 512"),
+        ({"completion_ids": [4, VOCAB]}, "completion_ids.1", "token id 512 is outside"),
+        ({"completion_ids": [4, 10**30]}, "completion_ids.1", "is outside the vocabulary"),
+        ({"logprobs": [-1.0, float("nan")]}, "logprobs.1", "expected a finite number, got nan"),
+        ({"logprobs": [float("-inf"), -1.0]}, "logprobs.0", "expected a finite number, got -inf"),
+        ({"logprobs": [-1.0, 0.7]}, "logprobs.1", "a log-probability, which is at most 0, got 0.7"),
+        ({"temperature": float("inf")}, "temperature", "expected a finite number"),
+        ({"step": 10**40}, "step", "expected a step"),
+    ],
+)
+async def test_wrong_tokens_are_refused_by_their_path(
+    world: World, changes: dict[str, Any], path: str, why: str
+):
+    said = await world.refusal(by_tokens(), by_tokens(**changes))
+    assert said.startswith(f"groups.0.trajectories.1.calls.0.{path}: ")
+    assert why in said
+
+
+async def test_ids_of_other_models_are_their_own_business(world: World):
+    other = Call(prompt_ids=[10**6], completion_ids=[10**6], trained=False)
+    trajectory = Trajectory(calls=[other, *by_tokens().calls])
+    resolved = await world.resolve(trajectory)
+    assert resolved.groups[0].trajectories[0].calls[0] == other
+
+
+async def test_every_wrong_field_is_named_at_once(world: World):
+    wrong = [by_tokens(completion_ids=[600, 1]), by_tokens(), by_tokens(prompt_ids=[700])]
+    lines = (await world.refusal(*wrong)).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [
+        "groups.0.trajectories.0.calls.0.completion_ids.0",
+        "groups.0.trajectories.2.calls.0.prompt_ids.0",
+    ]
+
+
+async def test_a_trajectory_says_what_was_sampled_in_one_way(world: World):
+    both = Trajectory(calls=by_tokens().calls, rollout="r1")
+    said = await world.refusal(both)
+    assert said.startswith("groups.0.trajectories.0: calls and rollout each say what was sampled")
+    both = talk(USER, calls=by_tokens().calls)
+    assert "calls and messages_and_choices each say" in await world.refusal(both)
+    both = Trajectory(rollout="r1", additional_histories=[History()])
+    assert "rollout and additional_histories each say" in await world.refusal(both)
+
+
+async def test_long_trajectories_are_counted_and_left_to_the_learner(world: World):
+    resolved = await world.resolve(by_tokens(), by_tokens(prompt_ids=[1] * 20), max_seq_length=10)
+    assert resolved.counts == {"by_tokens": 2, "dropped/too_long": 1}
+    assert len(resolved.groups[0]) == 2
+    # The model itself reads 512 tokens.
+    resolved = await world.resolve(by_tokens(prompt_ids=[1] * 511))
+    assert resolved.counts["dropped/too_long"] == 1
+
+
+# ---- groups ------------------------------------------------------------------------------------
+
+
+async def test_groups_keep_what_they_are_compared_by(world: World):
+    rich = TrajectoryGroup(
+        [Trajectory(calls=by_tokens().calls, reward=0.25, shaped_rewards=[2.0], logs=["said"])],
+        example="item 7",
+        exceptions=[Failure(type="ValueError", message="boom")] * 2,
+        metrics={"a": 1, "b": float("nan")},
+        metadata={"c": "d"},
+    )
+    rich.trajectories[0].metrics = {"e": float("inf"), "f": True}
+    resolved = await world.resolve_groups([TrajectoryGroup(), rich])
+    (group,) = resolved.groups
+    assert (group.example, group.metrics, group.metadata) == ("item 7", {"a": 1}, {"c": "d"})
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, trajectory.shaped_rewards) == (0.25, [2.0])
+    assert trajectory.metrics == {"f": True}
+    assert resolved.counts == {"by_tokens": 1, "dropped/empty_group": 1, "exceptions": 2}
+
+
+async def test_trajectories_without_calls_leave_their_group(world: World):
+    resolved = await world.resolve(Trajectory(reward=1.0), by_tokens(), talk(USER))
+    assert len(resolved.groups[0]) == 1
+    assert resolved.counts == {"by_tokens": 1, "dropped/no_calls": 2}
+
+
+async def test_a_job_with_nothing_to_train_says_what_to_do(world: World):
+    said = await world.refusal(talk(USER, {"role": "assistant", "content": "Cold."}))
+    assert said.startswith(
+        "groups: No valid assistant messages with logprobs (dropped/empty_group: 1, "
+        "dropped/no_calls: 1). Sample with logprobs"
+    )
+    with pytest.raises(Unprocessable, match="with logprobs \\(there are no groups\\)"):
+        await world.resolve_groups([])
+
+
+@pytest.mark.parametrize(
+    ("shaped", "credit", "why"),
+    [
+        (None, "per_call", "credit is 'per_call', which needs one value for each of the 1 trained"),
+        ([1.0, 2.0], "outcome", "2 values for 1 trained calls"),
+        ([float("inf")], "return_to_go", "expected a finite number, got inf"),
+    ],
+)
+async def test_shaped_rewards_are_one_per_trained_call(
+    world: World, shaped: list[float] | None, credit: str, why: str
+):
+    world.add([4, 5], rollout="r1")
+    said = await world.refusal(Trajectory(rollout="r1", shaped_rewards=shaped), credit=credit)
+    assert said.startswith("groups.0.trajectories.0.shaped_rewards") and why in said
+
+
+# ---- by rollout --------------------------------------------------------------------------------
+
+
+async def test_a_rollout_is_what_was_recorded_of_it(world: World):
+    calls = [
+        world.add([4, 5], rollout="r1", index=0),
+        world.add([6], rollout="r1", index=1, choice=0),
+        world.add([8], rollout="r1", index=1, choice=1),
+    ]
+    world.add([9], rollout="r2")
+    resolved = await world.resolve(Trajectory(rollout="r1", reward=1.0))
+    (trajectory,) = resolved.groups[0].trajectories
+    assert trajectory.calls == [one.call for one in calls]
+    assert trajectory.rollout == ""
+    assert resolved.calls == [one.id for one in calls]
+    assert resolved.counts == {"by_rollout": 3}
+
+
+async def test_abandoned_calls_are_never_trained(world: World):
+    world.add([4, 5], rollout="r1", abandoned=True)
+    kept = world.add([6], rollout="r1", index=1)
+    resolved = await world.resolve(Trajectory(rollout="r1"))
+    assert resolved.groups[0].trajectories[0].calls == [kept.call]
+    assert resolved.counts == {"by_rollout": 1, "dropped/abandoned": 1}
+    world.add([4, 5], rollout="r2", abandoned=True)
+    said = await world.refusal(Trajectory(rollout="r2"))
+    assert "No valid assistant messages with logprobs (dropped/abandoned: 1," in said
+
+
+async def test_calls_of_other_models_are_context(world: World):
+    judge = world.add([4, 5], rollout="r1", model="default/judge")
+    own = world.add([6], rollout="r1", index=1)
+    resolved = await world.resolve(Trajectory(rollout="r1", shaped_rewards=[1.0]))
+    calls = resolved.groups[0].trajectories[0].calls
+    assert calls == [judge.call.model_copy(update={"trained": False}), own.call]
+    assert resolved.counts == {"by_rollout": 1, "dropped/other_model": 1}
+
+
+async def test_a_rollout_that_called_only_other_models_says_which_to_call(world: World):
+    world.add([4, 5], rollout="r1", model=world.record.spec.base_model)
+    said = await world.refusal(Trajectory(rollout="r1"))
+    assert "called other models than 'default/agent'; let the agent ask for 'agent'" in said
+
+
+async def test_calls_of_other_weights_are_refused(world: World):
+    template = world.language.fingerprint.partition("-")[2]
+    call = world.add([4, 5], rollout="r1", fingerprint=f"{'0' * 32}-{template}")
+    said = await world.refusal(Trajectory(rollout="r1"))
+    assert said.startswith(f"groups.0.trajectories.0.rollout: call {call.id!r} was answered by")
+
+
+async def test_calls_under_other_template_arguments_are_trained_and_counted(world: World):
+    weights = world.language.fingerprint.partition("-")[0]
+    call = world.add([4, 5], rollout="r1", fingerprint=f"{weights}-{'0' * 64}")
+    resolved = await world.resolve(Trajectory(rollout="r1"))
+    assert resolved.groups[0].trajectories[0].calls == [call.call]
+    assert resolved.counts == {"by_rollout": 1, "other_template": 1}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "why"),
+    [
+        ("never", "nothing is recorded of rollout 'never'"),
+        ("../x", "'../x' is no rollout id"),
+        ("\ud800", "'\\ud800' is no rollout id"),
+    ],
+)
+async def test_unknown_rollouts_are_refused(world: World, rollout: str, why: str):
+    said = await world.refusal(Trajectory(rollout=rollout))
+    assert said.startswith(f"groups.0.trajectories.0.rollout: {why}")
+
+
+async def test_a_rollout_is_trained_once(world: World):
+    world.add([4, 5], rollout="r1")
+    said = await world.refusal(Trajectory(rollout="r1"), Trajectory(rollout="r1", reward=1.0))
+    assert "rollout 'r1' is at groups.0.trajectories.0.rollout too" in said

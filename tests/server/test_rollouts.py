@@ -1,0 +1,423 @@
+"""Rollouts: whose call it was, what it continues to the token, and what a restart remembers."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.fakes import ScriptedEngine
+from tests.inference.conftest import build_tokenizer
+from tests.server.conftest import MakeServer, Server, write_model
+
+from hone.inference.bridge import Why
+from hone.server import talks
+from hone.server.calls import CallStore
+from hone.server.talks import request_seed
+from hone.types import ModelSpec, RecordedCall, RunSpec
+
+SAID = "the weather in the city"
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=30) as client:
+        yield client
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(http: httpx.Client, tiny_model: Path) -> Ask:
+    """`ask(server, "question" or messages, rollout=None, **request)`: the answer's JSON."""
+
+    def post(server: Server, said: Any, *, rollout: str | None = None, **request: Any) -> Any:
+        messages = [user(said)] if isinstance(said, str) else said
+        headers = {"X-Hone-Rollout": rollout} if rollout else {}
+        headers |= {"X-Hone-Function": f} if (f := request.pop("function", None)) else {}
+        body = {"model": str(tiny_model), "messages": messages, **request}
+        answer = http.post(f"{server.openai_url}/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return post
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def reply(answer: Any) -> dict[str, Any]:
+    """The message as an agent sends it back."""
+    return {k: v for k, v in answer["choices"][0]["message"].items() if k in ("role", "content")}
+
+
+def ids(answer: Any) -> list[int]:
+    """All ids of an answer: what was fed and what was sampled."""
+    return [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+
+
+def spelt_out(tokenizer: Any, text: str = SAID) -> list[int]:
+    """The text byte by byte: encoding it again gives fewer and other ids."""
+    single = [tokenizer.encode(character, add_special_tokens=False) for character in text]
+    assert all(len(token) == 1 for token in single)
+    made = [token for (token,) in single]
+    assert made != tokenizer.encode(text, add_special_tokens=False)
+    return [*made, tokenizer.eos_token_id]
+
+
+def turns(server: Server) -> Counter[tuple[str, str]]:
+    """hone_turns by outcome and why."""
+    found: Counter[tuple[str, str]] = Counter()
+    for metric in server.state.metrics.turns.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                found[sample.labels["outcome"], sample.labels["why"]] += int(sample.value)
+    return found
+
+
+# ---- exact turns -----------------------------------------------------------------------------
+
+
+def test_the_next_turn_continues_the_very_ids_that_were_sampled(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    first = ask(server, "one", rollout="r")
+    assert reply(first)["content"] == SAID
+    talk = [user("one"), reply(first), user("two")]
+    second = ask(server, talk, rollout="r")
+    assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
+    third = ask(server, [*talk, reply(second), user("three")], rollout="r")
+    assert third["prompt_token_ids"][: len(ids(second))] == ids(second)
+    recorded = server.state.calls.rollout("r")
+    assert [(call.index, call.outcome, call.reasons) for call in recorded] == [
+        (0, "first", [str(Why.FIRST)]),
+        (1, "bridged", [str(Why.EXACT)]),
+        (2, "bridged", [str(Why.EXACT)]),
+    ]
+    kept = server.state.store.query("SELECT ids_kept FROM calls ORDER BY seq")
+    assert [row["ids_kept"] for row in kept] == [0, len(ids(first)), len(ids(second))]
+    assert turns(server) == {("first", "first call"): 1, ("bridged", "exact"): 2}
+
+
+def test_ordinary_serving_continues_them_too(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    first = ask(server, "one")
+    ask(server, "something else")
+    second = ask(server, [user("one"), reply(first), user("two")])
+    assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
+    assert turns(server) == {("first", "first call"): 2, ("bridged", "exact"): 1}
+    assert [call.index for call in server.state.calls.rollout("")] == [0, 0, 0]
+
+
+def test_ordinary_serving_forgets_the_oldest(
+    make_server: MakeServer, ask: Ask, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(talks, "ORDINARY_CALLS", 4)
+    server = make_server([spelt_out(tokenizer)])
+    answers = [ask(server, f"question {i}") for i in range(5)]
+    # The fifth call was one too many: the newer half, two of five, is left.
+    for i, known in ((0, False), (4, True)):
+        follow = ask(server, [user(f"question {i}"), reply(answers[i]), user("go on")])
+        before = ids(answers[i])
+        assert (follow["prompt_token_ids"][: len(before)] == before) is known
+
+
+def test_other_answers_and_other_conversations_are_told_apart(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    ask(server, "one", rollout="r")
+    ask(server, [user("one"), {"role": "assistant", "content": "edited"}, user("two")], rollout="r")
+    ask(server, "one", rollout="r")
+    ask(server, "something else", rollout="r")
+    assert turns(server) == {
+        ("first", "first call"): 1,
+        ("re-rendered", "reply rewritten"): 1,
+        ("branched", "same prompt again"): 1,
+        ("branched", "another conversation"): 1,
+    }
+
+
+def test_a_restarted_server_continues_where_it_stood(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    before = make_server([spelt_out(tokenizer)])
+    first = ask(before, "one", rollout="r")
+    recorded = before.state.calls.rollout("r")
+    before.stop()
+    after = make_server(["later"])
+    assert after.state.calls.rollout("r") == recorded
+    second = ask(after, [user("one"), reply(first), user("two")], rollout="r")
+    assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
+    assert [call.index for call in after.state.calls.rollout("r")] == [0, 1]
+    assert after.engine.asked[0].sampling.seed == request_seed(0, "r", 1)
+
+
+def test_an_answer_that_nobody_received_is_not_continued(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    before = make_server([spelt_out(tokenizer)])
+    first = ask(before, "one", rollout="r")
+    (call,) = before.state.calls.rollout("r")
+    before.state.calls.prune(max_age_s=0, max_bytes=0)
+    before.state.calls.add(call.model_copy(update={"abandoned": True}))
+    before.stop()
+    after = make_server()
+    second = ask(after, [user("one"), reply(first), user("two")], rollout="r")
+    assert second["prompt_token_ids"][: len(ids(first))] != ids(first)
+    assert [call.index for call in after.state.calls.rollout("r")] == [0, 1]
+
+
+def test_a_rollout_that_left_the_memory_is_read_again(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    server.state.serving.talks = talks.Talks(max_tokens=1)
+    first = ask(server, "one", rollout="r")
+    ask(server, "one", rollout="another")
+    assert len(server.state.serving.talks) == 0, "nothing idle fits in one token"
+    second = ask(server, [user("one"), reply(first), user("two")], rollout="r")
+    assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
+    assert [call.index for call in server.state.calls.rollout("r")] == [0, 1]
+
+
+def test_calls_of_other_weights_are_never_continued(
+    make_server: MakeServer, ask: Ask, tokenizer: Any, tmp_path: Path
+) -> None:
+    other = str(write_model(tmp_path / "other", tokenizer, seed=1))
+    server = make_server([spelt_out(tokenizer)])
+    first = ask(server, "one", rollout="r")
+    talk = [user("one"), reply(first), user("two")]
+    second = ask(server, talk, rollout="r", model=other)
+    assert second["prompt_token_ids"][: len(ids(first))] != ids(first)
+    mine, theirs = server.state.calls.rollout("r")
+    assert mine.fingerprint != theirs.fingerprint
+    assert theirs.outcome == "first"
+    third = ask(server, talk, rollout="r")
+    assert third["prompt_token_ids"][: len(ids(first))] == ids(first)
+    server.stop()
+    later = make_server([spelt_out(tokenizer)])
+    fourth = ask(later, talk, rollout="r", model=other)
+    assert fourth["prompt_token_ids"] == second["prompt_token_ids"]
+
+
+def test_turns_continue_over_a_new_step_of_the_policy(
+    make_server: MakeServer, ask: Ask, tokenizer: Any, tiny_model: Path
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    record = server.state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
+    first = ask(server, "one", rollout="r", model="agent")
+
+    def fill(directory: Path) -> str:
+        (directory / "adapter_model.safetensors").write_text("weights")
+        return "a" * 64
+
+    checkpoint = server.state.checkpoints.write(record.key, 1, fill)
+    adapter = server.call(server.state.serving.publish(record, checkpoint))
+    server.state.serving.promote(record, adapter, 1)
+    talk = [user("one"), reply(first), user("two")]
+    second = ask(server, talk, rollout="r", model="agent")
+    assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
+    assert (first["policy_step"], second["policy_step"]) == (0, 1)
+    recorded = server.state.calls.rollout("r")
+    assert [(c.call.step, c.adapter_sha256) for c in recorded] == [(0, None), (1, "a" * 64)]
+    assert [asked.adapter for asked in server.engine.asked] == [None, adapter]
+
+
+# ---- scope -----------------------------------------------------------------------------------
+
+
+def test_a_call_as_it_is_recorded(
+    make_server: MakeServer, ask: Ask, tokenizer: Any, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    answer = ask(
+        server, "one", rollout="r", function="agent.plan", temperature=0.5, logprobs=True, top_p=0.9
+    )
+    found = http.get(f"{server.control_url}/v1/rollouts/r").json()
+    assert found["rollout"] == "r"
+    (entry,) = found["calls"]
+    call = RecordedCall.model_validate(entry)
+    (choice,) = answer["choices"]
+    assert call.id == choice["call_id"]
+    assert (call.rollout, call.index, call.choice) == ("r", 0, 0)
+    assert (call.model, call.base_model) == (str(tiny_model), str(tiny_model))
+    assert call.messages == [user("one")]
+    assert call.reply == {"role": "assistant", "content": SAID}
+    assert call.call.prompt_ids == answer["prompt_token_ids"]
+    assert call.call.completion_ids == choice["token_ids"]
+    assert call.call.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert (call.call.temperature, call.call.step, call.call.exact) == (0.5, 0, True)
+    assert (call.call.function, call.finish, call.abandoned) == ("agent.plan", "stop", False)
+    assert http.get(f"{server.control_url}/v1/rollouts/none").json()["calls"] == []
+    assert http.get(f"{server.control_url}/v1/rollouts/-").status_code == 422
+
+
+def test_the_address_names_the_rollout_for_clients_that_know_no_headers(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    body = {"model": str(tiny_model), "messages": [user("one")]}
+    for port in (server.control_url, server.inference_url):
+        url = f"{port}/rollout/by:address/v1/chat/completions"
+        assert http.post(url, json=body).status_code == 409, "run 'by' is not open"
+        url = f"{port}/rollout/by~address/v1/chat/completions"
+        assert http.post(url, json=body).status_code == 200
+    text = {"model": str(tiny_model), "prompt": "one"}
+    assert http.post(f"{server.inference_url}/rollout/by~address/v1/completions", json=text)
+    calls = server.state.calls.rollout("by~address")
+    assert [call.index for call in calls] == [0, 1, 2]
+
+
+def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: Ask) -> None:
+    server = make_server()
+    server.state.calls.open_run(RunSpec(id="run1", seed=5))
+    for rollout in ("run1:a", "run1:a", "run1:b", "loose"):
+        ask(server, "one", rollout=rollout, seed=42)
+    ask(server, "one", seed=42)
+    seeds = [asked.sampling.seed for asked in server.engine.asked]
+    assert seeds == [
+        request_seed(5, "run1:a", 0),
+        request_seed(5, "run1:a", 1),
+        request_seed(5, "run1:b", 0),
+        request_seed(0, "loose", 0),
+        42,
+    ]
+    assert len(set(seeds)) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_refused_request_takes_no_place(
+    make_server: MakeServer, ask: Ask, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    body = {"model": str(tiny_model), "messages": [user("x" * 600)]}
+    url = f"{server.inference_url}/rollout/r/v1/chat/completions"
+    assert http.post(url, json=body).status_code == 400
+    ask(server, "one", rollout="r")
+    assert [call.index for call in server.state.calls.rollout("r")] == [0]
+
+
+def test_inside_a_run_the_base_name_is_the_runs_model(
+    make_server: MakeServer,
+    ask: Ask,
+    tiny_model: Path,
+    http: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = make_server()
+    server.state.models.register(
+        ModelSpec(name="agent", base_model=str(tiny_model), token_ids_as_text=True)
+    )
+    opened = http.post(f"{server.control_url}/v1/runs", json={"id": "run1", "model": "agent"})
+    assert opened.json() == {"id": "run1", "model": "agent", "seed": 0, "open": True, "calls": 0}
+    with caplog.at_level(logging.INFO, "hone.server"):
+        inside = [ask(server, "one", rollout=f"run1:{i}") for i in range(3)]
+    assert all(answer["choices"][0]["logprobs"] for answer in inside), "the model's own settings"
+    assert sum("means the run's newest step" in r.getMessage() for r in caplog.records) == 1
+    assert ask(server, "one")["choices"][0]["logprobs"] is None
+    models = [server.state.calls.rollout(r)[0].model for r in ("run1:0", "")]
+    assert models == ["default/agent", str(tiny_model)]
+
+
+def test_runs_are_opened_and_closed(
+    make_server: MakeServer, ask: Ask, http: httpx.Client, tiny_model: Path
+) -> None:
+    server = make_server()
+    url = f"{server.control_url}/v1/runs"
+    assert http.post(url, json={"id": "run1", "model": "nobody"}).status_code == 404
+    assert http.post(url, json={"id": "a/b"}).status_code == 422
+    assert http.post(url, json={"id": "run1", "sed": 1}).status_code == 422
+    assert http.get(f"{url}/run1").status_code == 404
+    assert http.post(url, json={"id": "run1", "seed": 3}).status_code == 200
+    assert http.post(url, json={"id": "run1", "seed": 4}).status_code == 409
+    ask(server, "one", rollout="run1:a")
+    assert http.get(f"{url}/run1").json()["calls"] == 1
+    assert server.state.calls.prune(max_age_s=0, max_bytes=0) == 0
+    closed = http.post(f"{url}/run1/close")
+    assert (closed.json()["open"], closed.json()["calls"]) == (False, 1)
+    body = {"model": str(tiny_model), "messages": [user("one")]}
+    late = http.post(
+        f"{server.openai_url}/chat/completions", json=body, headers={"X-Hone-Rollout": "run1:a"}
+    )
+    assert late.status_code == 409
+    assert "POST /v1/runs" in late.json()["error"]["message"]
+    assert server.state.calls.prune(max_age_s=0, max_bytes=0) == 1
+
+
+def test_a_run_keeps_the_date_it_was_opened_on(
+    make_server: MakeServer, ask: Ask, tmp_path: Path
+) -> None:
+    """A template that prints today's date would change a run's prompts at midnight."""
+    dated = build_tokenizer(
+        "qwen2.5-instruct",
+        "Today is {{ strftime_now('%Y-%m-%d') }}.{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+    )
+    model = str(write_model(tmp_path / "dated", dated))
+    server = make_server(engine=ScriptedEngine(["ok"], tokenizer=dated))
+    server.state.calls.open_run(RunSpec(id="run1"))
+    with server.state.store.transaction() as db:
+        db.execute("UPDATE runs SET opened_at = ?", (86400 * 10,))
+    server.state.calls = CallStore(server.state.store)
+    inside = ask(server, "one", rollout="run1:a", model=model)
+    assert dated.decode(inside["prompt_token_ids"]).startswith("Today is 1970-01-11.")
+    outside = ask(server, "one", model=model)
+    today = datetime.now(UTC).date().isoformat()
+    assert dated.decode(outside["prompt_token_ids"]).startswith(f"Today is {today}.")
+    first, second = (server.state.calls.rollout(r)[0] for r in ("run1:a", ""))
+    assert first.fingerprint != second.fingerprint
+
+
+def test_what_was_pruned_is_rendered_again(
+    make_server: MakeServer, ask: Ask, tokenizer: Any
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    first = ask(server, "one", rollout="r")
+    server.state.calls.prune(max_age_s=0, max_bytes=0)
+    talk = [user("one"), reply(first), user("two")]
+    second = ask(server, talk, rollout="r")
+    # The parent is gone from the store, so this call was stored whole.
+    (call,) = server.state.calls.rollout("r")
+    assert call.call.prompt_ids == second["prompt_token_ids"]
+
+
+def test_the_real_engines_logprobs_are_what_is_recorded(
+    make_server: MakeServer, ask: Ask, tiny_model: Path
+) -> None:
+    """The whole path with weights: what the API says is what a pass over the same ids gives."""
+    from hone.inference.embedded import EmbeddedEngine
+
+    engine = EmbeddedEngine.open(str(tiny_model), device="cpu", kv_budget_bytes=64 * 2**20)
+    server = make_server(engine=engine)
+    first = ask(server, "hello", rollout="r", logprobs=True, max_tokens=12)
+    talk = [user("hello"), reply(first), user("and?")]
+    second = ask(server, talk, rollout="r", logprobs=True, max_tokens=12, n=2, temperature=1)
+    for answer in (first, second):
+        for choice in answer["choices"]:
+            sequence = [*answer["prompt_token_ids"], *choice["token_ids"]]
+            probe = server.call(engine.probe([sequence]))
+            scored = probe.logprobs[0][-len(choice["token_ids"]) :]
+            said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            assert said == pytest.approx(list(scored), abs=1e-3)
+    recorded = server.state.calls.rollout("r")
+    returned = [c for answer in (first, second) for c in answer["choices"]]
+    for call, choice in zip(recorded, returned, strict=True):
+        assert call.call.logprobs == [e["logprob"] for e in choice["logprobs"]["content"]]
+    before = ids(first)
+    assert second["prompt_token_ids"][: len(before)] == before
+    again = ask(server, "hello", rollout="other", logprobs=True, max_tokens=12, seed=1)
+    assert again["choices"][0]["token_ids"] != first["choices"][0]["token_ids"]
+
+
+def test_a_scripted_engine_is_an_engine(tokenizer: Any) -> None:
+    engine = ScriptedEngine(["ok"], tokenizer=tokenizer)
+    assert engine.stats().running == 0

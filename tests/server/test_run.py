@@ -1,0 +1,125 @@
+"""`hone serve` as a process: what it prints, what it refuses, and how it stops."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+SERVE = [sys.executable, "-m", "hone.cli", "serve"]
+
+
+@contextmanager
+def serving(*options: str, owned: bool = False) -> Iterator[tuple[subprocess.Popen[str], dict]]:
+    """A server on free ports, and what it said when it was ready."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [*SERVE, "--port", "0", "--inference-port", "0", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=[writing],
+        env=os.environ | {"HONE_READY_FD": str(writing)} | ({"HONE_OWNED": "1"} if owned else {}),
+    )
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as ready:
+            line = ready.readline()
+        assert line, process.communicate(timeout=10)
+        yield process, json.loads(line)
+    finally:
+        with process:  # closes its pipes and waits
+            if process.poll() is None:
+                process.kill()
+
+
+def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
+    with serving("--root", str(tmp_path)) as (process, said):
+        control = f"http://127.0.0.1:{said['port']}"
+        assert httpx.get(f"{control}/health").json()["status"] == "ok"
+        openai = f"http://127.0.0.1:{said['inference_port']}/v1"
+        assert httpx.get(f"{openai}/models").json() == {"object": "list", "data": []}
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert control in out and f"curl {openai}/chat/completions" in out
+    assert str(tmp_path / "logs" / "server.log") in out
+    log = (tmp_path / "logs" / "server.log").read_text()
+    assert re.search(r"request method=GET path=/health status=200 ms=[0-9.]+", log)
+    assert log.splitlines()[-1].endswith("server stopping")
+
+
+def test_an_owned_server_ends_with_its_owner(tmp_path: Path):
+    with serving("--root", str(tmp_path), owned=True) as (process, _):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path):
+    with serving("--root", str(tmp_path)) as (_, said):
+        for options, says in (
+            (["--root", str(tmp_path), "--port", "0"], "another server uses it"),
+            (["--root", str(tmp_path / "b"), "--port", str(said["port"])], "choose another port"),
+        ):
+            refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60)
+            assert refused.returncode == 1 and says in refused.stderr
+            assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--engine", "vllm"], "not in this version"),
+        (["--engine", "abacus"], "--engine 'abacus'"),
+        (["--port", "70000"], "--port 70000"),
+        (["--trust-network", "10.0.0.0/99"], "--trust-network"),
+        (["--log-level", "loud"], "--log-level 'loud'"),
+    ],
+)
+def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], says: str):
+    refused = subprocess.run(
+        [*SERVE, "--root", str(tmp_path), *options], capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 1 and says in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
+    with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, said):
+        url = f"http://127.0.0.1:{said['inference_port']}/v1/models"
+        key = (tmp_path / "api_key").read_text().strip()
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    assert key in out
+    with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    assert key not in out
+
+
+def test_arts_command_starts_it_too(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        for words in (["art", "run"], ["art"]):
+            refused = subprocess.run(
+                [*SERVE[:-1], *words, "--host", "127.0.0.1", "--port", port],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                cwd=tmp_path,
+            )
+            # Far enough to show that both forms reach the server: the port is in use.
+            assert f"--port {port}: cannot listen" in refused.stderr, refused.stderr

@@ -1,0 +1,167 @@
+"""Jobs that go wrong: each says why, leaves the step before, and the next one runs."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.server.conftest import write_model
+from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
+
+from hone.errors import Conflict, LearnerDied
+from hone.inference.base import AdapterRef, Probe
+from hone.inference.embedded import EmbeddedEngine
+from hone.learner.worker import LearnerSpec
+from hone.models.decoder import Decoder
+from hone.server.learning import PATIENT
+from hone.types import ModelKey
+
+KEY = ModelKey("default", "agent")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+async def test_a_bad_job_fails_with_its_reason_and_the_next_one_runs(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async with SmallServer.running(tmp_path / "hone") as server:
+        record = server.models.register(spec(tiny_model))
+        groups = token_groups()
+        groups[0].trajectories[0].calls[0].completion_ids[0] = 9999
+        submitted = server.submit(record, groups)
+        server.calls.refer(submitted.id, ["call-1"])
+        job = await server.ended(submitted.id)
+        assert server.store.query("SELECT * FROM call_refs") == []
+        assert job.state == "failed" and job.failure is not None
+        assert job.failure.type == "SampleRefused" and "9999" in job.failure.message
+        assert job.failure.traceback == ""  # it is in the log: clients see no stack traces
+        assert "Traceback" in caplog.text
+        assert server.told(job.id) == ["queued", "started", "failed"]
+        await server.trained(tiny_model, 0)
+
+
+async def test_a_model_that_cannot_be_loaded_fails_its_jobs(tmp_path: Path):
+    async with SmallServer.running(tmp_path / "hone") as server:
+        record = server.models.register(spec(tmp_path / "nothing"))
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.state == "failed" and job.failure is not None
+        assert job.failure.type == "ModelNotFound" and job.attempts == 0
+        assert server.told(job.id) == ["queued", "failed"]
+
+
+async def test_steps_over_other_weights_are_refused(tmp_path: Path, tokenizer: Any):
+    model = write_model(tmp_path / "model", tokenizer)
+    async with SmallServer.running(tmp_path / "hone") as server:
+        await server.trained(model, 0)
+        write_model(tmp_path / "model", tokenizer, seed=1)
+    async with SmallServer.running(tmp_path / "hone") as again:
+        record = again.models.find("agent")
+        with pytest.raises(
+            Conflict, match=r"step 1 of model 'default/agent' was trained over other w"
+        ):
+            await again.service.prepare(record)
+        job = await again.ended(again.submit(record, token_groups()).id)
+        assert job.failure is not None and job.failure.type == "Conflict"
+
+
+class StuckEngine(EmbeddedEngine):
+    """Says that it has published, and goes on with what it had."""
+
+    honest = True
+    """Whether it tells the hash of what it really serves."""
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        if not self._adapters:
+            await super().publish(adapter, directory)
+        self._adapters[adapter.sha256] = next(iter(self._adapters.values()))
+
+    async def probe(
+        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+    ) -> Probe:
+        probe = await super().probe(sequences, adapter)
+        if self.honest or adapter is None:
+            return probe
+        return Probe(adapter.sha256, probe.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("honest", "why"),
+    [
+        (True, "the engine serves an adapter with hash"),
+        (False, "8 trained tokens the engine moved 0 times"),
+    ],
+)
+async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
+    tiny_model: Path, tmp_path: Path, honest: bool, why: str
+):
+    def stuck(name: str) -> StuckEngine:
+        engine = StuckEngine(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+        engine.honest = honest
+        return engine
+
+    async with SmallServer.running(tmp_path / "hone", open_engine=stuck) as server:
+        record = server.models.register(spec(tiny_model))
+        (first,) = await server.trained(tiny_model, 0)  # the first adapter it does take
+        job = await server.ended(server.submit(record, token_groups(first=10)).id)
+        assert job.state == "failed" and job.failure is not None and job.step is None
+        assert job.failure.type == "NotProved"
+        assert why in job.failure.message
+        assert server.told(job.id)[-2:] == ["published", "failed"]
+        assert server.serving.newest(record)[0] == 1
+        disk = server.checkpoints.model_dir(KEY) / "checkpoints"
+        assert sorted(p.name for p in disk.iterdir()) == ["0000", "0001", "0002.rejected"]
+    # A restart does not serve it either, and a sound engine gets the same job through.
+    async with SmallServer.running(tmp_path / "hone") as again:
+        policy = await again.serving.resolve("agent")
+        assert policy.step == 1 and digest(again.checkpoints.get(KEY, 1).path) == first
+        (second,) = await again.trained(tiny_model, 10)
+        assert second == digest(disk / "0002.rejected")
+
+
+async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tmp_path: Path):
+    class Full(EmbeddedEngine):
+        async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+            raise MemoryError("no room for another adapter")
+
+    def full(name: str) -> Full:
+        return Full(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+
+    async with SmallServer.running(tmp_path / "hone", open_engine=full) as server:
+        record = server.models.register(spec(tiny_model))
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.failure is not None and job.failure.type == "MemoryError"
+        assert [c.step for c in server.checkpoints.list(KEY)] == [0]
+        assert server.serving.newest(record) == (0, None)
+
+
+async def test_a_learner_that_dies_fails_its_job_and_is_replaced(tiny_model: Path, tmp_path: Path):
+    started: list[tuple[LearnerSpec, Any]] = []
+
+    class Mortal(LearnerHere):
+        """The first one dies under its first job."""
+
+        def __init__(self, spec: LearnerSpec, *, env: object = None) -> None:
+            super().__init__(spec, env=env)
+            started.append((spec, env))
+
+        def train(self, *args: Any, **more: Any) -> Any:
+            if len(started) == 1:
+                raise LearnerDied("learner process 7, during 'train': it ended (signal SIGKILL)")
+            return super().train(*args, **more)
+
+    async with SmallServer.running(
+        tmp_path / "hone", start_learner=Mortal, learner_threads=2
+    ) as server:
+        record = server.models.register(spec(tiny_model))
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.state == "failed" and job.failure is not None
+        assert job.failure.type == "LearnerDied" and "SIGKILL" in job.failure.message
+        await server.trained(tiny_model, 0, 10)
+        assert len(started) == 2  # one for the job that failed, one kept for the two after it
+        assert all(spec.threads == 2 and env == PATIENT for spec, env in started)

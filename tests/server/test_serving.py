@@ -1,0 +1,348 @@
+"""Serving: which weights answer to which name, what is loaded, and what is let go."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes import ScriptedEngine
+from tests.server.conftest import MakeState, write_model
+
+from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel
+from hone.inference.base import AdapterRef, Engine, Sampling
+from hone.server.app import State
+from hone.server.language import Language
+from hone.server.models import ModelRecord
+from hone.server.serving import Serving
+from hone.types import ModelSpec, RunSpec
+
+
+class World:
+    """A Serving over one scripted engine per base model."""
+
+    def __init__(self, state: State, tiny: Path, tokenizer: Any) -> None:
+        self.state = state
+        self.tiny = str(tiny)
+        self.engines: dict[str, ScriptedEngine] = {}
+        self.tokenizer = tokenizer
+        self.broken = 0
+        """How many loads are to fail."""
+        self.serving = self.restarted()
+
+    def restarted(self) -> Serving:
+        state = self.state
+        return Serving(state.models, state.checkpoints, state.settings, self._open)
+
+    def _open(self, name: str) -> Engine:
+        if self.broken:
+            self.broken -= 1
+            raise Unavailable("no memory just now")
+        assert name not in self.engines, "an engine is opened once"
+        self.engines[name] = ScriptedEngine(tokenizer=self.tokenizer)
+        return self.engines[name]
+
+    def model(self, name: str = "agent", *, steps: int = 0, **spec: Any) -> ModelRecord:
+        fields = {"name": name, "base_model": self.tiny, **spec}
+        record = self.state.models.register(ModelSpec(**fields))
+        for step in range(steps + 1):
+            self.write(record, step)
+        return record
+
+    def write(self, record: ModelRecord, step: int) -> Any:
+        def fill(directory: Path) -> str:
+            (directory / "adapter_model.safetensors").write_text(f"{record.key} {step}")
+            return sha(record, step)
+
+        return self.state.checkpoints.write(record.key, step, fill)
+
+
+def sha(record: ModelRecord, step: int) -> str:
+    return f"{record.key.name}-{step}".ljust(64, "0")
+
+
+@pytest.fixture
+async def world(make_state: MakeState, tiny_model: Path, tokenizer: Any) -> AsyncIterator[World]:
+    state = make_state(max_adapters=2, hold_s=0.05, max_concurrent=2)
+    world = World(state, tiny_model, tokenizer)
+    yield world
+    await world.serving.close()
+    state.store.close()
+
+
+# ---- base models -----------------------------------------------------------------------------
+
+
+async def test_an_engine_is_loaded_once_for_all_who_ask(world: World) -> None:
+    bases = await asyncio.gather(*(world.serving.base(world.tiny) for _ in range(10)))
+    assert all(base is bases[0] for base in bases)
+    assert list(world.engines) == [world.tiny]
+
+
+async def test_a_failed_load_is_told_to_all_and_may_be_retried(world: World) -> None:
+    world.broken = 1
+    results = await asyncio.gather(
+        *(world.serving.base(world.tiny) for _ in range(3)), return_exceptions=True
+    )
+    assert [str(result) for result in results] == ["no memory just now"] * 3
+    assert (await world.serving.base(world.tiny)).engine is world.engines[world.tiny]
+
+
+async def test_a_client_that_leaves_does_not_stop_a_load(world: World) -> None:
+    impatient = asyncio.create_task(world.serving.base(world.tiny))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    assert (await world.serving.base(world.tiny)).name == world.tiny
+
+
+async def test_the_template_needs_no_engine(world: World) -> None:
+    language = await world.serving.template(world.tiny)
+    assert language.template.renderer_name == "chatml"
+    assert language.max_positions == 512
+    assert world.engines == {}
+
+
+async def test_the_fingerprint_is_of_weights_and_template(
+    world: World, tmp_path: Path, tokenizer: Any
+) -> None:
+    language = await world.serving.template(world.tiny)
+    same = write_model(tmp_path / "same", tokenizer)
+    other = write_model(tmp_path / "other", tokenizer, seed=1)
+    root = world.state.settings.root
+    assert Language.load(str(same), root).fingerprint == language.fingerprint
+    assert Language.load(str(other), root).fingerprint != language.fingerprint
+    variant = language.spoken({"enable_thinking": False})
+    # Qwen2.5's template has no such argument, so it is still the same template.
+    assert language.fingerprint_of(variant) == language.fingerprint
+
+
+async def test_the_hash_of_the_weights_is_noted_and_taken_again_when_they_change(
+    world: World, tmp_path: Path, tokenizer: Any
+) -> None:
+    root, model = tmp_path / "state", write_model(tmp_path / "m", tokenizer)
+    first = Language.load(str(model), root).weights_sha256
+    (note,) = (root / "cache" / "weights").iterdir()
+    note.write_text(note.read_text().replace(first, "noted"))
+    assert Language.load(str(model), root).weights_sha256 == "noted"
+    write_model(model, tokenizer, seed=2)
+    assert Language.load(str(model), root).weights_sha256 not in (first, "noted")
+
+
+# ---- names -----------------------------------------------------------------------------------
+
+
+async def test_every_name_a_model_has(world: World) -> None:
+    record = world.model(steps=3)
+    world.state.checkpoints.log(record.key, 2, {"reward": 1.0}, "val")
+    world.state.checkpoints.log(record.key, 3, {"reward": 0.5}, "val")
+    resolved = {}
+    for name in ("agent", "default/agent", "agent@latest", "agent@best", "agent@1", "agent@0"):
+        policy = await world.serving.resolve(name)
+        resolved[name] = (policy.step, policy.adapter and policy.adapter.sha256, policy.model)
+    assert resolved == {
+        "agent": (3, sha(record, 3), "default/agent"),
+        "default/agent": (3, sha(record, 3), "default/agent"),
+        "agent@latest": (3, sha(record, 3), "default/agent"),
+        "agent@best": (2, sha(record, 2), "default/agent"),
+        "agent@1": (1, sha(record, 1), "default/agent"),
+        "agent@0": (0, None, "default/agent"),
+    }
+
+
+async def test_a_model_without_checkpoints_is_its_base(world: World) -> None:
+    world.state.models.register(ModelSpec(name="agent", base_model=world.tiny))
+    policy = await world.serving.resolve("agent")
+    assert (policy.step, policy.adapter) == (0, None)
+
+
+async def test_step_0_is_served_as_the_base_model(world: World) -> None:
+    world.model(steps=0)
+    policy = await world.serving.resolve("agent")
+    assert (policy.step, policy.adapter) == (0, None)
+    assert world.engines[world.tiny].published == {}
+
+
+async def test_the_base_model_answers_by_its_name(world: World) -> None:
+    policy = await world.serving.resolve(world.tiny)
+    assert (policy.model, policy.step, policy.record) == (world.tiny, 0, None)
+    assert (await world.serving.resolve(f"{world.tiny}@0")).step == 0
+    with pytest.raises(UnknownModel):
+        await world.serving.resolve(f"{world.tiny}@7")
+
+
+async def test_inside_a_run_the_base_name_means_the_runs_newest_step(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.model("agent", steps=2)
+    world.model("other", steps=1)
+    run = RunSpec(id="run1", model="agent")
+    with caplog.at_level(logging.INFO, "hone.server"):
+        for _ in range(3):
+            policy = await world.serving.resolve(world.tiny, rollout="run1:a", run=run)
+            assert (policy.model, policy.step) == ("default/agent", 2)
+    said = [r for r in caplog.records if "means the run's newest step" in r.getMessage()]
+    assert len(said) == 1, "once per run and base, not once per request"
+    outside = await world.serving.resolve(world.tiny)
+    assert (outside.model, outside.step) == (world.tiny, 0)
+    alone = await world.serving.resolve(world.tiny, rollout="loose", run=None)
+    assert alone.model == world.tiny
+    untrained = await world.serving.resolve(f"{world.tiny}@0", rollout="run1:a", run=run)
+    assert untrained.adapter is None
+
+
+async def test_a_run_over_another_base_leaves_this_one_alone(
+    world: World, tmp_path: Path, tokenizer: Any
+) -> None:
+    other = write_model(tmp_path / "judge", tokenizer, seed=3)
+    world.model("agent", steps=1)
+    run = RunSpec(id="run1", model="agent")
+    policy = await world.serving.resolve(str(other), rollout="run1:a", run=run)
+    assert policy.model == str(other)
+
+
+async def test_unknown_names_say_what_is_served(world: World) -> None:
+    world.model(steps=1)
+    for name in ("agnet", "agent2@3", "no/such-model", "\x00", "x" * 500, "../..", "@1"):
+        with pytest.raises(UnknownModel, match="agent@latest") as raised:
+            await world.serving.resolve(name)
+        assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
+    with pytest.raises(NotFound, match=r"Steps: 0, 1\."):
+        await world.serving.resolve("agent@9")
+    with pytest.raises(UnknownModel, match="no best step"):
+        await world.serving.resolve("agent@best")
+
+
+async def test_a_name_in_two_projects_must_say_which(world: World) -> None:
+    world.model("agent", steps=1)
+    world.model("agent", project="second", steps=2)
+    with pytest.raises(Conflict, match="'second/agent'"):
+        await world.serving.resolve("agent")
+    assert (await world.serving.resolve("second/agent")).step == 2
+    assert (await world.serving.resolve("default/agent@1")).step == 1
+
+
+async def test_the_list_of_names(world: World) -> None:
+    record = world.model(steps=2)
+    world.state.checkpoints.log(record.key, 1, {"reward": 1.0}, "val")
+    names = {served.id: (served.root, served.step) for served in world.serving.served()}
+    assert names == {
+        "agent": (world.tiny, 2),
+        "agent@latest": (world.tiny, 2),
+        "agent@best": (world.tiny, 1),
+        "agent@0": (world.tiny, 0),
+        "agent@1": (world.tiny, 1),
+        "agent@2": (world.tiny, 2),
+        world.tiny: (world.tiny, 0),
+    }
+
+
+# ---- steps -----------------------------------------------------------------------------------
+
+
+async def test_a_step_is_what_name_means_only_once_promoted(world: World) -> None:
+    record = world.model(steps=1)
+    assert (await world.serving.resolve("agent")).step == 1
+    adapter = await world.serving.publish(record, world.write(record, 2))
+    assert adapter == AdapterRef("default/agent", 2, sha(record, 2))
+    assert (await world.serving.resolve("agent")).step == 1
+    assert world.serving.newest(record)[0] == 1
+    world.serving.promote(record, adapter, 2)
+    assert (await world.serving.resolve("agent")).step == 2
+    assert world.serving.newest(record) == (2, adapter)
+
+
+async def test_after_a_restart_the_newest_good_checkpoint_answers(world: World) -> None:
+    record = world.model(steps=3)
+    newest = world.state.checkpoints.get(record.key, 3)
+    (newest.path / "adapter_model.safetensors").write_text("rotten")
+    world.engines.clear()
+    serving = world.restarted()
+    assert serving.newest(record)[0] == 2
+    policy = await serving.resolve("agent")
+    assert (policy.step, policy.adapter and policy.adapter.sha256) == (2, sha(record, 2))
+    await serving.close()
+
+
+async def test_adapters_leave_when_there_are_too_many_but_never_one_that_is_needed(
+    world: World,
+) -> None:
+    record = world.model(steps=5)
+    resolve = world.serving.resolve
+    newest, first = await resolve("agent"), await resolve("agent@1")
+    engine = world.engines[world.tiny]
+    async with world.serving.using(first):
+        second = await resolve("agent@2")
+        async with world.serving.using(second):
+            await resolve("agent@3")
+            # Two seats: the newest and two in use stay, and so does the one just asked for.
+            assert set(engine.published) == {sha(record, step) for step in (5, 1, 2, 3)}
+        await resolve("agent@4")
+        assert set(engine.published) == {sha(record, step) for step in (5, 1, 4)}
+    await resolve("agent@3")
+    assert set(engine.published) == {sha(record, step) for step in (5, 3)}
+    # What was unloaded between resolve and use is loaded again, by its hash.
+    async with world.serving.using(first):
+        assert sha(record, 1) in engine.published
+        deltas = [d async for d in engine.generate([1], Sampling(), first.adapter)]
+        assert deltas
+    assert newest.adapter is not None
+    assert newest.adapter.sha256 in engine.published
+
+
+async def test_a_step_still_to_be_proved_is_not_unloaded(world: World) -> None:
+    record = world.model(steps=4)
+    assert (await world.serving.resolve("agent")).step == 4
+    unproved = await world.serving.publish(record, world.write(record, 5))
+    for step in (1, 2, 3):
+        await world.serving.resolve(f"agent@{step}")
+    assert unproved.sha256 in world.engines[world.tiny].published
+
+
+async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None:
+    record = world.model(steps=1)
+
+    def fill(directory: Path) -> str:
+        (directory / "adapter_model.safetensors").write_text("the same")
+        return sha(record, 1)
+
+    checkpoint = world.state.checkpoints.write(record.key, 2, fill)
+    await world.serving.resolve("agent@1")
+    adapter = await world.serving.publish(record, checkpoint)
+    assert (adapter.step, adapter.sha256) == (2, sha(record, 1))
+    assert len(world.engines[world.tiny].published) == 1
+
+
+# ---- holding ---------------------------------------------------------------------------------
+
+
+async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> None:
+    await world.serving.base(world.tiny)
+    await world.serving.pause()
+    waiting = asyncio.create_task(world.serving.ready())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await world.serving.resume()
+    await waiting
+    await world.serving.pause()
+    with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
+        await world.serving.ready()
+    await world.serving.resume()
+    await world.serving.ready()
+
+
+async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:
+    with world.serving.admitted(), world.serving.admitted():
+        with pytest.raises(Busy, match="max_concurrent") as raised, world.serving.admitted():
+            pass
+        assert raised.value.headers == {"Retry-After": "1"}
+    with world.serving.admitted():
+        pass
+
+
+async def test_closing_closes_every_engine(world: World) -> None:
+    await world.serving.base(world.tiny)
+    await world.serving.close()
+    assert world.engines[world.tiny].closed

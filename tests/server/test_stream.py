@@ -1,0 +1,309 @@
+"""Streams: the same answers in pieces, every log-probability, and what happens when someone leaves."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.fakes import ScriptedEngine, logprob
+from tests.server.conftest import MakeServer, Server
+from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
+
+from hone.errors import EngineError
+from hone.server.app import State
+from hone.server.settings import Settings
+
+LONG = "the weather in the city is cold and the wind is strong today, take the coat " * 3
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Server]:
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    settings = Settings(root=tmp_path_factory.mktemp("root"))
+    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def chunks(shared: Server, tiny_model: Path) -> Callable[..., list[Any]]:
+    """`chunks(text, **request)`: the chunks of an answer that says this."""
+
+    def ask(text: str, **request: Any) -> list[Any]:
+        shared.engine.says([text])
+        request = {"model": str(tiny_model), "messages": HELLO, **request}
+        return list(client(shared).chat.completions.create(stream=True, **request))
+
+    return ask
+
+
+def content(said: list[Any], index: int = 0) -> str:
+    return "".join(
+        choice.delta.content or ""
+        for chunk in said
+        for choice in chunk.choices
+        if choice.index == index
+    )
+
+
+def entries(said: list[Any], index: int = 0) -> list[Any]:
+    """The log-probabilities of one choice, of all chunks together."""
+    found = [c for chunk in said for c in chunk.choices if c.index == index and c.logprobs]
+    return [entry for choice in found for entry in choice.logprobs.content]
+
+
+def wait_for(happened: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+# ---- what is streamed ------------------------------------------------------------------------
+
+
+def test_the_pieces_add_up(chunks: Any, tokenizer: Any) -> None:
+    said = chunks("caf\u00e9 \u4f60\u597d \U0001f600 ok")
+    sampled = [
+        *tokenizer.encode("caf\u00e9 \u4f60\u597d \U0001f600 ok", add_special_tokens=False),
+        tokenizer.eos_token_id,
+    ]
+    assert content(said) == "caf\u00e9 \u4f60\u597d \U0001f600 ok"
+    assert "\ufffd" not in content(said)
+    assert said[0].choices[0].delta.role == "assistant"
+    assert len({chunk.id for chunk in said}) == 1
+    *others, last = said
+    assert [chunk.choices[0].finish_reason for chunk in others] == [None] * len(others)
+    assert last.choices[0].finish_reason == "stop"
+    assert last.choices[0].token_ids == sampled
+    assert (last.choices[0].policy_step, last.policy_step) == (0, 0)
+    assert last.prompt_token_ids == tokenizer.apply_chat_template(
+        HELLO, add_generation_prompt=True, return_dict=False
+    )
+    assert all(chunk.usage is None for chunk in said)
+    assert entries(said) == []
+
+
+def test_usage_comes_last_when_asked_for(chunks: Any) -> None:
+    said = chunks("ok", stream_options={"include_usage": True})
+    *_, end, usage = said
+    assert usage.choices == []
+    assert usage.usage.completion_tokens == len(end.choices[0].token_ids)
+    assert usage.usage.prompt_tokens == len(end.prompt_token_ids)
+
+
+def test_logprobs_are_complete_also_while_a_tool_call_is_held_back(chunks: Any) -> None:
+    """The defect ART's README warns of: the tokens of a call had none."""
+    said = chunks(f"See. {CALL} {CALL}", tools=[LOOK, WEATHER], logprobs=True, top_logprobs=1)
+    end = said[-1].choices[0]
+    assert end.finish_reason == "tool_calls"
+    found = entries(said)
+    assert [e.logprob for e in found] == [logprob(t, i) for i, t in enumerate(end.token_ids)]
+    assert b"".join(bytes(e.bytes) for e in found) == f"See. {CALL} {CALL}<|im_end|>".encode()
+    silent = [c for c in said[:-1] if c.choices[0].delta.content is None]
+    silent = [c for c in silent if c.choices[0].delta.tool_calls is None]
+    assert len(silent) > 20, "chunks with an empty delta carry what would be lost"
+    calls = [call for c in said for call in c.choices[0].delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "look"), (1, "look")]
+    assert json.loads(calls[0].function.arguments) == {"word": "caf\u00e9"}
+    assert calls[0].id != calls[1].id
+
+
+def test_without_logprobs_there_are_no_empty_chunks(chunks: Any) -> None:
+    said = chunks(CALL, tools=[LOOK])
+    # The role, the call, the end.
+    assert len(said) == 3
+
+
+def test_a_forced_call_streams_what_was_forced(chunks: Any, tokenizer: Any) -> None:
+    said = chunks(
+        '{"word": "a"}}\n</tool_call>', tools=[LOOK], tool_choice="required", logprobs=True
+    )
+    end = said[-1].choices[0]
+    forced = tokenizer.encode(
+        '<tool_call>\n{"name": "look", "arguments": ', add_special_tokens=False
+    )
+    found = [e.logprob for e in entries(said)]
+    assert len(found) == len(end.token_ids)
+    assert found[: len(forced)] == [0.0] * len(forced)
+    (call,) = [call for c in said for call in c.choices[0].delta.tool_calls or ()]
+    assert (call.function.name, call.function.arguments) == ("look", '{"word": "a"}')
+
+
+def test_n_choices_are_told_apart(shared: Server, tiny_model: Path) -> None:
+    shared.engine.says(["one", "the second is longer"])
+    said = list(
+        client(shared).chat.completions.create(
+            model=str(tiny_model), messages=HELLO, n=2, stream=True, logprobs=True
+        )
+    )
+    assert (content(said, 0), content(said, 1)) == ("one", "the second is longer")
+    ends: dict[int, Any] = {c.choices[0].index: c.choices[0] for c in said[-2:]}
+    for index, end in ends.items():
+        assert [e.logprob for e in entries(said, index)] == [
+            logprob(t, i) for i, t in enumerate(end.token_ids)
+        ]
+    recorded = shared.state.calls.get([ends[0].call_id, ends[1].call_id])
+    assert [call.choice for call in recorded] == [0, 1]
+
+
+def test_streamed_and_whole_are_the_same_answer(shared: Server, tiny_model: Path) -> None:
+    shared.engine.says([f"  so \n{CALL}\n"])
+    ask = client(shared).chat.completions.create
+    whole: Any = ask(model=str(tiny_model), messages=HELLO, tools=[LOOK], logprobs=True)
+    said = list(
+        ask(model=str(tiny_model), messages=HELLO, tools=[LOOK], logprobs=True, stream=True)
+    )
+    (choice,) = whole.choices
+    assert content(said) == choice.message.content
+    assert said[-1].choices[0].token_ids == choice.token_ids
+    assert [e.logprob for e in entries(said)] == [e.logprob for e in choice.logprobs.content]
+    (call,) = [call for c in said for call in c.choices[0].delta.tool_calls or ()]
+    assert call.function.arguments == choice.message.tool_calls[0].function.arguments
+
+
+# ---- order and endings -----------------------------------------------------------------------
+
+
+def test_the_call_is_on_record_before_its_last_chunk(shared: Server, tiny_model: Path) -> None:
+    shared.engine.says(["the weather is cold"])
+    body = {"model": str(tiny_model), "messages": HELLO, "stream": True}
+    headers = {"X-Hone-Rollout": "in-order"}
+    seen: list[int] = []
+    with httpx.stream(
+        "POST", f"{shared.openai_url}/chat/completions", json=body, headers=headers
+    ) as answer:
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        for line in answer.iter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["finish_reason"]:
+                seen.append(len(shared.state.calls.rollout("in-order")))
+                break  # a client that reads no further has still got a whole answer
+    assert seen == [1]
+    (call,) = shared.state.calls.rollout("in-order")
+    assert not call.abandoned
+
+
+def test_a_refusal_before_the_first_token_has_a_status(chunks: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="of the model"):
+        chunks("ok", messages=[{"role": "user", "content": "x" * 600}])
+    with pytest.raises(openai.NotFoundError):
+        chunks("ok", model="nobody")
+
+
+def test_an_engine_that_fails_half_way_ends_the_stream_with_an_error(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    server = make_server(["the weather is cold"])
+    server.engine.failing = EngineError("the engine was closed; the request was not finished")
+    said = []
+    with pytest.raises(openai.APIError, match="the engine was closed"):
+        for chunk in client(server).chat.completions.create(
+            model=str(tiny_model), messages=HELLO, stream=True
+        ):
+            said.append(chunk)
+    assert said, "it had begun"
+    (call,) = server.state.calls.rollout("")
+    assert (call.abandoned, call.finish) == (True, "abort")
+
+
+# ---- clients that leave ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(make_server: MakeServer, tokenizer: Any) -> Server:
+    return make_server(engine=ScriptedEngine([LONG], tokenizer=tokenizer, delay_s=0.02))
+
+
+def abandoned_call(server: Server, rollout: str) -> Any:
+    wait_for(lambda: server.engine.aborted == 1, "the engine was not told to stop")
+    wait_for(lambda: bool(server.state.calls.rollout(rollout)), "the call was not recorded")
+    (call,) = server.state.calls.rollout(rollout)
+    assert call.abandoned
+    assert call.finish == "abort"
+    whole = server.engine.asked[0].answers[0]
+    assert call.call.completion_ids == list(whole[: len(call.call.completion_ids)])
+    assert len(call.call.completion_ids) < len(whole)
+    return call
+
+
+def test_a_client_that_leaves_a_stream_abandons_its_call(slow: Server, tiny_model: Path) -> None:
+    body = {"model": str(tiny_model), "messages": HELLO, "stream": True}
+    url = f"{slow.inference_url}/rollout/gone/v1/chat/completions"
+    with httpx.stream("POST", url, json=body) as answer:
+        lines = answer.iter_lines()
+        for _ in range(6):
+            next(lines)
+    call = abandoned_call(slow, "gone")
+    assert call.call.completion_ids
+    assert call.reply["content"], "what it had said until then"
+    # The next turn of the rollout does not continue what nobody received.
+    answer = httpx.post(url, json={"model": str(tiny_model), "messages": HELLO, "max_tokens": 2})
+    assert answer.status_code == 200
+    second = slow.state.calls.rollout("gone")[1]
+    assert (second.index, second.outcome) == (1, "first")
+
+
+def test_a_client_that_leaves_before_the_answer_abandons_its_call(
+    slow: Server, tiny_model: Path
+) -> None:
+    body = {"model": str(tiny_model), "messages": HELLO, "n": 1}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{slow.openai_url}/chat/completions",
+            json=body,
+            headers={"X-Hone-Rollout": "impatient"},
+            timeout=0.4,
+        )
+    abandoned_call(slow, "impatient")
+    metrics = httpx.get(f"{slow.control_url}/metrics").text
+    assert "hone_calls_abandoned_total 1.0" in metrics
+    assert "hone_requests_running 0.0" in metrics
+
+
+def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
+    slow: Server, tiny_model: Path
+) -> None:
+    slow.call(slow.state.serving.pause())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{slow.openai_url}/chat/completions",
+            json={"model": str(tiny_model), "messages": HELLO},
+            timeout=0.2,
+        )
+    wait_for(
+        lambda: "hone_requests_running 0.0" in httpx.get(f"{slow.control_url}/metrics").text,
+        "the request still waits",
+    )
+    slow.call(slow.state.serving.resume())
+    assert slow.engine.asked == []
+    assert slow.state.calls.rollout("") == []
+
+
+async def test_half_of_the_clients_leave_and_the_others_get_everything(
+    slow: Server, tiny_model: Path
+) -> None:
+    async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=40)) as asking:
+
+        async def one(i: int) -> str:
+            body = {"model": str(tiny_model), "messages": HELLO, "stream": True}
+            url = f"{slow.inference_url}/rollout/r{i}/v1/chat/completions"
+            async with asking.stream("POST", url, json=body) as answer:
+                text = ""
+                async for line in answer.aiter_lines():
+                    if i % 2 and len(text) > 5:
+                        return text
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                return text
+
+        said = await asyncio.gather(*(one(i) for i in range(20)))
+    assert all(text == LONG for text in said[::2])
+    wait_for(lambda: slow.engine.aborted == 10, "some were not aborted")
+    wait_for(lambda: all(slow.state.calls.rollout(f"r{i}") for i in range(20)), "some are lost")
+    found = [slow.state.calls.rollout(f"r{i}")[0].abandoned for i in range(20)]
+    assert found == [False, True] * 10

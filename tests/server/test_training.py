@@ -1,0 +1,319 @@
+"""The training API over HTTP: models and jobs, and everything that may be wrong with them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.api import AGENT, JOBS, Api, Open, group, job, opening
+from tests.server.worlds import by_tokens
+
+from hone.server.settings import Settings
+from hone.server.training import inference_url
+from hone.types import JobInfo, RecordedCall
+
+
+@pytest.fixture
+async def open_api(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> AsyncIterator[Open]:
+    async with opening(tmp_path / "hone", tokenizer, tiny_model) as make:
+        yield make
+
+
+@pytest.fixture
+async def api(open_api: Open) -> Api:
+    """With the model `agent`; jobs wait for ever."""
+    api = await open_api(held=True)
+    await api.register()
+    return api
+
+
+# ---- models -----------------------------------------------------------------------------------
+
+
+async def test_a_model_is_registered_once(open_api: Open):
+    api = await open_api(held=True)
+    first = await api.register(alpha=8, seed=3, not_applicable=["gpu_memory_utilization"])
+    again = await api.register(
+        status=200, alpha=8, seed=3, not_applicable=["gpu_memory_utilization"]
+    )
+    assert first == again
+    assert first.model_dump() == {
+        "project": "default",
+        "name": "agent",
+        "base_model": api.base_model,
+        "step": 0,
+        "best_step": None,
+        "rank": 4,
+        "alpha": 8.0,
+        "seed": 3,
+        "inference_base_url": "http://localhost:8000/v1",
+        "inference_name": "agent",
+        "not_applicable": ["gpu_memory_utilization"],
+        "created_at": first.created_at,
+    }
+    assert await api.ask("GET", AGENT) == first.model_dump()
+    assert await api.ask("GET", "/v1/training/models") == [first.model_dump()]
+    said = await api.ask(
+        "POST",
+        "/v1/training/models",
+        json={"name": "agent", "base_model": api.base_model, "rank": 8},
+        status=409,
+    )
+    assert "registered with rank 4" in said["error"]["message"]
+
+
+async def test_a_name_of_two_projects_is_asked_for_with_its_project(api: Api):
+    other = await api.register(project="other")
+    assert other.inference_name == "other/agent"
+    assert (await api.ask("GET", AGENT))["inference_name"] == "default/agent"
+    said = await api.refused(409)
+    assert "say 'default/agent' or 'other/agent'" in said["error"]["message"]
+
+
+async def test_an_unknown_model_is_not_found(api: Api):
+    said = await api.ask("GET", "/v1/training/models/default/agnet", status=404)
+    assert "Did you mean 'default/agent'?" in said["error"]["message"]
+    said = await api.refused(404, model="agnet")
+    assert "Did you mean 'agent'?" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "why"),
+    [
+        ({"defaults": {"learning_rat": 1}}, "defaults.learning_rat", "you mean 'learning_rate'?"),
+        ({"defaults": {"epsilon": -1}}, "defaults.epsilon", "greater than 0"),
+        ({"base_model": "a\x00b"}, "base_model", "cannot be the name"),
+        ({"base_model": "a/" + "b" * 300}, "base_model", "cannot be the name"),
+        ({"seed": 10**30}, "seed", "expected less than"),
+        ({"name": "a/b"}, "name", "should match pattern"),
+        ({"rank": 0}, "rank", "greater than 0"),
+        ({"colour": "red"}, "colour", "not permitted"),
+    ],
+)
+async def test_a_wrong_model_is_refused_by_its_field(
+    open_api: Open, fields: dict[str, Any], path: str, why: str
+):
+    api = await open_api(held=True)
+    spec = {"name": "agent", "base_model": api.base_model} | fields
+    said = await api.ask("POST", "/v1/training/models", json=spec, status=422)
+    assert said["error"]["param"] == path
+    assert said["detail"][0]["loc"] == ["body", *path.split(".")]
+    assert why in said["detail"][0]["msg"]
+    assert await api.ask("GET", "/v1/training/models") == []
+
+
+@pytest.mark.parametrize("value", ["1e999", "NaN"])
+async def test_numbers_that_json_cannot_hold_are_refused(api: Api, value: str):
+    text = '{"name": "b", "base_model": "c", "alpha": ' + value + "}"
+    said = await api.ask("POST", "/v1/training/models", content=text, status=422)
+    assert said["error"]["param"] == "alpha"
+    text = '{"split": "val", "metrics": {"reward": ' + value + "}}"
+    said = await api.ask("POST", f"{AGENT}/metrics", content=text, status=422)
+    assert said["error"]["param"] == "metrics.reward"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("", "http://127.0.0.1:8000/v1"),
+        ("gpu.lan", "http://gpu.lan:8000/v1"),
+        ("gpu.lan:7623", "http://gpu.lan:8000/v1"),
+        ("[::1]:7623", "http://[::1]:8000/v1"),
+        ("0.0.0.0:7623", "http://127.0.0.1:8000/v1"),
+        ("a/b?c", "http://127.0.0.1:8000/v1"),
+    ],
+)
+def test_the_address_is_the_one_the_caller_used(host: str, url: str):
+    assert inference_url(Settings(), host) == url
+
+
+def test_without_a_second_port_it_is_the_first():
+    settings = Settings(inference_port=None)
+    assert inference_url(settings, "gpu.lan:80", "https") == "https://gpu.lan:7623/v1"
+
+
+async def test_preparing_loads_the_engine_and_writes_step_0(api: Api):
+    assert await api.ask("GET", f"{AGENT}/checkpoints") == []
+    info = await api.ask("POST", f"{AGENT}/prepare")
+    assert info["step"] == 0
+    (first,) = await api.ask("GET", f"{AGENT}/checkpoints")
+    assert first["step"] == 0 and first["job"] is None
+    assert await api.ask("POST", f"{AGENT}/prepare") == info
+
+
+async def test_logged_metrics_choose_the_best_step(api: Api):
+    await api.ask("POST", f"{AGENT}/prepare")
+    body = {"split": "val", "metrics": {"reward": 0.5}}
+    assert await api.ask("POST", f"{AGENT}/metrics", json=body) == {"step": 0}
+    assert (await api.ask("GET", AGENT))["best_step"] == 0
+    body = {"split": "val", "step": 4, "metrics": {"reward": 0.9}}
+    assert await api.ask("POST", f"{AGENT}/metrics", json=body) == {"step": 4}
+    # Step 4 is better but not retained.
+    assert (await api.ask("GET", AGENT))["best_step"] == 0
+
+
+# ---- jobs -------------------------------------------------------------------------------------
+
+
+async def test_a_job_says_what_it_is_trained_with(open_api: Open):
+    api = await open_api(held=True)
+    await api.register(defaults={"learning_rate": 1e-4, "epsilon": 0.3})
+    accepted = await api.submit(config={"epsilon": 0.1}, seed=5, plot_tensors=True)
+    config = accepted.config
+    assert (config.learning_rate, config.epsilon, config.beta) == (1e-4, 0.1, 0.0)
+    assert (accepted.state, accepted.seed, accepted.plot_tensors) == ("queued", 5, True)
+    assert accepted.model == "default/agent" and accepted.counts == {"by_tokens": 2}
+    assert (await api.ask("GET", f"{JOBS}/{accepted.id}"))["config"] == config.model_dump()
+
+
+async def test_jobs_are_listed_the_newest_first(api: Api):
+    await api.register(name="other")
+    first = await api.submit()
+    second = await api.submit(model="other")
+    third = await api.submit(model="default/agent")
+    await api.ask("POST", f"{JOBS}/{third.id}/cancel")
+
+    async def ids(**query: Any) -> list[str]:
+        return [one["id"] for one in await api.ask("GET", JOBS, params=query)]
+
+    assert await ids() == [third.id, second.id, first.id]
+    assert await ids(model="agent") == [third.id, first.id]
+    assert await ids(state="cancelled") == [third.id]
+    assert await ids(limit=1) == [third.id]
+    assert (await api.ask("GET", JOBS, params={"state": "over"}, status=422))["detail"]
+    await api.ask("GET", JOBS, params={"model": "nobody"}, status=404)
+    await api.ask("GET", f"{JOBS}/job-0", status=404)
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "why"),
+    [
+        ({"learning_rte": 1e-5}, "config.learning_rte", "Did you mean 'learning_rate'? Known: "),
+        ({"colour": 1}, "config.colour", "no such key. Known: learning_rate, loss"),
+        ({"learning_rate": -1}, "config.learning_rate", "greater than or equal to 0"),
+        ({"learning_rate": "inf"}, "config.learning_rate", "expected a finite number, got inf"),
+        ({"loss": "ppo"}, "config.loss", "'grpo', 'dapo', 'dr_grpo' or 'cispo'"),
+        ({"baseline": None}, "config.baseline", "'group' or 'batch'"),
+    ],
+)
+async def test_a_wrong_config_is_refused_by_its_key(
+    api: Api, config: dict[str, Any], path: str, why: str
+):
+    said = await api.refused(config=config)
+    assert said["error"]["param"] == path and why in said["error"]["message"]
+    assert await api.ask("GET", JOBS) == []
+
+
+async def test_what_is_wrong_with_a_trajectory_is_named_by_its_path(api: Api):
+    wrong = group(1.0, 0.0)
+    wrong["trajectories"][1]["calls"][0]["completion_ids"][1] = 99999
+    said = await api.refused(groups=[group(1.0, 0.0), wrong])
+    loc = ["body", "groups", 1, "trajectories", 1, "calls", 0, "completion_ids", 1]
+    assert [field["loc"] for field in said["detail"]] == [loc]
+    assert said["error"]["type"] == "Unprocessable"
+    assert said["error"]["param"] == "groups.1.trajectories.1.calls.0.completion_ids.1"
+    # And by pydantic where the types are wrong, in the same shape.
+    wrong["trajectories"][1]["calls"][0]["completion_ids"][1] = "x"
+    said = await api.refused(groups=[wrong])
+    loc[2] = 0
+    assert [field["loc"] for field in said["detail"]] == [loc]
+
+
+async def test_text_that_cannot_be_written_is_refused(api: Api):
+    body = json.dumps(job(groups=[group(1.0, 0.0, example="\ud800")]))
+    said = await api.ask("POST", JOBS, content=body, status=422)
+    assert "half of a surrogate pair" in said["error"]["message"]
+
+
+async def test_groups_of_one_name_the_baseline_to_set(api: Api):
+    alone = [group(1.0), group(0.0)]
+    said = await api.refused(groups=alone)
+    assert said["error"]["param"] == "groups" and "baseline: batch" in said["error"]["message"]
+    await api.submit(groups=alone, config={"baseline": "batch"})
+    # One of two failed: it was meant to be compared, and the job will say that it was not.
+    failed = [{"type": "ValueError", "message": "boom"}]
+    accepted = await api.submit(groups=[group(1.0, exceptions=failed)])
+    assert accepted.counts == {"by_tokens": 1, "exceptions": 1}
+    await api.submit(groups=alone, advance_when_flat=True)
+
+
+async def test_the_same_key_and_request_are_the_same_job(api: Api):
+    first = await api.submit(idempotency_key="k")
+    assert (await api.submit(idempotency_key="k")).id == first.id
+    said = await api.refused(409, idempotency_key="k", seed=1)
+    assert f"which made job {first.id!r}" in said["error"]["message"]
+    assert (await api.submit()).id != first.id
+    assert len(await api.ask("GET", JOBS)) == 2
+
+
+async def test_a_full_queue_refuses_new_jobs_and_knows_old_ones(open_api: Open):
+    api = await open_api(held=True, max_queued_jobs=2)
+    await api.register()
+    running = await api.submit()
+    async with asyncio.timeout(60):
+        while api.state.jobs.get(running.id).state != "running":
+            await asyncio.sleep(0.01)
+    first, _ = await api.submit(idempotency_key="k"), await api.submit()
+    answer = await api.client.post(JOBS, json=job())
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "10"
+    assert "2 jobs are queued, as many as this server keeps" in answer.text
+    assert (await api.submit(idempotency_key="k")).id == first.id
+    await api.ask("POST", f"{JOBS}/{first.id}/cancel")
+    await api.submit()
+
+
+async def test_cancelling_a_queued_job_ends_it(api: Api):
+    await api.submit()
+    waiting = await api.submit()
+    cancelled = JobInfo.model_validate(await api.ask("POST", f"{JOBS}/{waiting.id}/cancel"))
+    assert cancelled.state == "cancelled"
+    assert [event["event"] for event in await api.events(waiting)] == ["queued", "cancelled"]
+    assert await api.ask("POST", f"{JOBS}/{waiting.id}/cancel") == cancelled.model_dump()
+    await api.ask("POST", f"{JOBS}/job-0/cancel", status=404)
+
+
+async def record(api: Api, *rollouts: str) -> list[dict[str, Any]]:
+    """One recorded call per rollout; a group that refers to them."""
+    language = await api.state.serving.template(api.base_model)
+    for rollout in rollouts:
+        call = RecordedCall(
+            id=f"call-{rollout}",
+            rollout=rollout,
+            index=0,
+            model="default/agent",
+            base_model=api.base_model,
+            adapter_sha256=None,
+            fingerprint=language.fingerprint,
+            created_at=0.0,
+            messages=None,
+            reply={},
+            finish="stop",
+            call=by_tokens().calls[0],
+        )
+        api.state.calls.add(call)
+    scored = [{"rollout": rollout, "reward": i} for i, rollout in enumerate(rollouts)]
+    return [{"trajectories": scored}]
+
+
+async def test_calls_are_kept_until_the_job_that_needs_them_has_ended(open_api: Open):
+    api = await open_api()
+    await api.register()
+    body = job(groups=await record(api, "a", "b"), idempotency_key="k")
+    accepted = JobInfo.model_validate(await api.ask("POST", JOBS, json=body, status=202))
+    assert accepted.counts == {"by_rollout": 2}
+    assert api.state.jobs.calls(accepted.id) == ["call-a", "call-b"]
+    await api.ended(accepted)
+    assert api.state.calls.prune(max_age_s=0, max_bytes=0) == 2
+    # Sent again after its calls are gone, it is still the same job.
+    assert (await api.ask("POST", JOBS, json=body, status=202))["id"] == accepted.id
+
+
+async def test_calls_of_a_waiting_job_are_not_pruned(api: Api):
+    groups = await record(api, "a", "b")
+    await api.submit()  # so that the next one waits
+    waiting = await api.submit(groups=groups)
+    assert api.state.calls.prune(max_age_s=0, max_bytes=0) == 0
+    await api.ask("POST", f"{JOBS}/{waiting.id}/cancel")
+    assert api.state.calls.prune(max_age_s=0, max_bytes=0) == 2
