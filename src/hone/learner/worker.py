@@ -327,7 +327,9 @@ def _load(spec: LearnerSpec) -> tuple[Any, WorkerInfo]:
     from hone.models.lora import Lora
 
     torch.set_num_threads(spec.threads)
-    torch.use_deterministic_algorithms(True)
+    # What torch.use_deterministic_algorithms does, less the compiler it imports to tell it too:
+    # five seconds of a learner's ten, for something that never runs here.
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     # Else every new tensor is first filled with NaN, to make reads of unset memory repeatable;
     # we make none, and it costs a tenth of the step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
