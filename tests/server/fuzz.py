@@ -223,22 +223,13 @@ def trajectories(draw: st.DrawFn, choices: list[dict[str, Any]]) -> dict[str, An
     if form == 0:
         calls = draw(st.lists(token_calls(), min_size=1, max_size=2))
         trained = sum(call.get("trained", True) for call in calls)
-        shaped = {"shaped_rewards": [0.5] * trained} if draw(st.booleans()) else {}
+        shaped = {"shaped_rewards": [draw(st.floats(-1, 1))] * trained}
+        shaped = shaped if draw(st.booleans()) else {}
         return {"calls": calls, **shaped} | scored
     if form == 1:
         return {"rollout": draw(st.sampled_from(ROLLOUTS))} | scored
     said = [USER, draw(st.sampled_from(choices))] * (form - 1)
     return {"messages_and_choices": said} | scored
-
-
-def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place inside a JSON value."""
-    items: Any = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    return [(*at, k) for k, _ in items] + [p for k, v in items for p in paths(v, (*at, k))]
 
 
 @st.composite
@@ -248,7 +239,7 @@ def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
         lambda found: {"trajectories": found},
         st.lists(trajectories(choices), min_size=2, max_size=3),
     )
-    groups = draw(st.lists(group, min_size=1, max_size=3))
+    groups = deepcopy(draw(st.lists(group, min_size=1, max_size=3)))
     job: dict[str, Any] = {"model": "agent", "groups": groups}
     if draw(st.integers(0, 3)) == 0:
         keys = ["learning_rate", "epsilon", "credit", "baseline", "loss", "lr", "\ud800"]
@@ -256,23 +247,27 @@ def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
         job["config"] = draw(st.dictionaries(st.sampled_from(keys), values, max_size=2))
         job["advance_when_flat"] = draw(st.integers(0, 9)) == 0
         job["idempotency_key"] = f"key {draw(st.integers(0, 99))}"
-    job = deepcopy(job)
+    # At every level, since a walk from the top seldom ends at the bottom.
+    found = [t for g in groups for t in g["trajectories"]]
+    inner = [*found, *(call for t in found for call in t.get("calls", ()))]
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 1, 2, 5]))):
-        mutate(draw, job)
+        mutate(draw, draw(st.sampled_from([job, draw(st.sampled_from(inner))])))
     text = json.dumps(job).replace('"@huge@"', "1" + "0" * 5000)
     cut = draw(st.integers(0, 60))
     return text.encode()[: -cut if cut < 3 and cut else None]
 
 
-def mutate(draw: st.DrawFn, job: dict[str, Any]) -> None:
+def mutate(draw: st.DrawFn, value: dict[str, Any]) -> None:
     """Change one place: another value of its kind, any value, none, or something beside it."""
-    found = paths(job)
-    if not found:
+    parent: Any = value
+    while parent:  # walk down at random, so that a long list does not draw all changes to itself
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+        key = draw(st.sampled_from(keys))
+        if not isinstance(parent[key], dict | list) or draw(st.integers(0, 5)) == 0:
+            break
+        parent = parent[key]
+    else:
         return
-    *above, key = found[draw(st.integers(0, len(found) - 1))]
-    parent: Any = job
-    for step in above:
-        parent = parent[step]
     kind = draw(st.integers(0, 9))
     if kind == 0:
         del parent[key]
