@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
-from tests.server.fuzz import CASES, Target, bodies
+from tests.server.target import CASES, Target, bodies
 
 from hone.server.app import State
 from hone.server.settings import Settings

@@ -1,0 +1,299 @@
+"""Requests nobody meant to send, and jobs bent out of shape.
+
+In:   HONE_FUZZ_CASES (2,000 in `make test`), a tiny model
+Out:  Target: a whole server in this process that says 5xx to nothing, hangs on nothing, loses nothing
+Used: test_fuzz.py
+"""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from hypothesis import strategies as st
+from tests.fakes import ScriptedEngine
+
+from hone.learner.samples import make_samples
+from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
+from hone.server.app import State, create_apps
+from hone.server.jobs import FINAL
+from hone.server.settings import Settings
+from hone.types import JobInfo, ModelSpec
+
+T = TypeVar("T")
+
+CASES = int(os.environ.get("HONE_FUZZ_CASES", "2000"))
+DEADLINE_S = 30.0
+"""A request that takes longer hangs."""
+ROLLOUTS = [f"r{i}" for i in range(6)]
+USER = {"role": "user", "content": "the weather"}
+
+
+class QuickLearner(LearnerProcess):
+    """Reads a job as the learner would, and learns nothing: what was accepted can be trained."""
+
+    def __init__(self, spec: LearnerSpec, *, env: object = None) -> None:
+        said = json.loads((spec.model_dir / "config.json").read_text())
+        self.vocab, self.positions = said["vocab_size"], said["max_position_embeddings"]
+        self.sha256 = ""
+        self.info = WorkerInfo(
+            pid=0, torch="", threads=1, device="cpu", deterministic=True, sha256=""
+        )
+
+    def load(self, directory: Path, **_: Any) -> str:
+        self.sha256 = json.loads((directory / "manifest.json").read_text())["sha256"]
+        return self.sha256
+
+    def train(self, groups: Any, config: Any, **_: Any) -> dict[str, Any]:
+        made = make_samples(groups, config, vocab=self.vocab, max_positions=self.positions)
+        return {
+            "steps": 0,
+            "reason": "nothing is learned here",
+            "metrics": {"learn/rollouts": float(len(made.samples))},
+            "dropped": {},
+            "movement": {"sequences": [], "tokens": []},
+            "sha256": self.sha256,
+            "logprobs": None,
+        }
+
+    def save(self, directory: Path, **_: Any) -> str:
+        (directory / "adapter").write_text(self.sha256)
+        return self.sha256
+
+    def cancel(self) -> None: ...
+
+    def close(self, **_: Any) -> None: ...
+
+
+@dataclass
+class Target:
+    """A server in an event loop of its own; requests go to its ASGI app without a socket."""
+
+    root: Path
+    base_model: Path
+    tokenizer: Any
+    statuses: Counter[int] = field(default_factory=Counter)
+    accepted: list[str] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    """Answers of this server to USER."""
+
+    def start(self) -> "Target":
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server")
+        self._thread.start()
+        self._run(self._open())
+        return self
+
+    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> httpx.Response:
+        """The answer; fails on a 5xx, on silence, and on an error that is not in the one shape."""
+        told = {"content-type": "application/json", **headers}
+        try:
+            answer = self._run(self._client.request(method, path, content=body, headers=told))
+        except TimeoutError:
+            raise AssertionError(f"no answer in {DEADLINE_S:g} s: {method} {path}") from None
+        self.statuses[answer.status_code] += 1
+        assert answer.status_code < 500 or answer.status_code == 501, answer.text
+        if answer.status_code >= 400:
+            said = answer.json()
+            assert set(said["error"]) == {"message", "type", "param", "code"}, said
+            assert "Traceback" not in answer.text
+        if answer.status_code == 202:
+            self.accepted.append(JobInfo.model_validate_json(answer.content).id)
+        return answer
+
+    def ended(self) -> dict[str, JobInfo]:
+        """Every job once it has ended; those that were accepted must be among them."""
+        give_up = time.monotonic() + 60
+        while True:
+            jobs = {job.id: job for job in self.state.jobs.list(limit=-1)}
+            open_jobs = [job for job in jobs.values() if job.state not in FINAL]
+            if not open_jobs:
+                break
+            assert time.monotonic() < give_up, open_jobs[0]
+            time.sleep(0.01)
+        lost = [job for job in self.accepted if job not in jobs]
+        assert not lost, lost
+        return jobs
+
+    def stop(self) -> None:
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    async def _open(self) -> None:
+        settings = Settings(root=self.root, device="cpu", max_queued_jobs=10**6)
+        engine = ScriptedEngine(("cold and the wind is strong", "warm"), tokenizer=self.tokenizer)
+        self.state = State.open(
+            settings, open_engine=lambda name: engine, start_learner=QuickLearner
+        )
+        self._running = self.state.running()
+        await self._running.__aenter__()
+        app = create_apps(self.state)[0]
+        self.openapi = app.openapi()
+        # An error inside the app must come back as the answer a client would get.
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+        base = str(self.base_model)
+        self.state.models.register(ModelSpec(name="agent", base_model=base, rank=2))
+        for rollout in ROLLOUTS:
+            body = {"model": "agent", "messages": [USER], "logprobs": True, "n": 2}
+            answer = await self._client.post(f"/rollout/{rollout}/v1/chat/completions", json=body)
+            self.choices += answer.raise_for_status().json()["choices"]
+
+    async def _close(self) -> None:
+        await self._client.aclose()
+        await self._running.__aexit__(None, None, None)
+        await self._loop.shutdown_default_executor()
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+TEXTS = st.sampled_from(
+    [
+        "",
+        "\ud800",
+        "a\x00b",
+        "../../etc",
+        "token_id:7",
+        "token_id:" + "9" * 5000,
+        "call-" + "0" * 20,
+        "r0",
+        "assistant",
+        "tool",
+        "length",
+        "@huge@",
+    ]
+)
+"""`@huge@` becomes a number of 5,000 digits."""
+
+ODD = TEXTS | st.sampled_from(
+    [None, True, -1, 2**63, 10**400, 1e308, float("nan"), float("inf"), [], {}, [[]], {"\ud800": 1}]
+)
+"""What JSON can say and few expect."""
+
+ANY = st.recursive(
+    ODD | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+).map(deepcopy)  # it may be changed again later, and the next case must not see that
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@st.composite
+def token_calls(draw: st.DrawFn) -> dict[str, Any]:
+    ids = draw(st.lists(st.integers(0, 511), min_size=1, max_size=6))
+    call: dict[str, Any] = {
+        "prompt_ids": draw(st.lists(st.integers(0, 511), min_size=1, max_size=6)),
+        "completion_ids": ids,
+        "logprobs": [-0.5] * len(ids),
+    }
+    if draw(st.booleans()):
+        call["temperature"] = draw(st.floats(0, 2))
+        call["trained"] = draw(st.booleans())
+        call["forced"] = draw(st.lists(st.integers(0, len(ids) - 1), max_size=2))
+    return call
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """One that is right: by tokens, by rollout, or by messages and choices."""
+    scored: dict[str, Any] = {"reward": draw(st.floats(-2, 2))}
+    form = draw(st.integers(0, 3))
+    if form == 0:
+        calls = draw(st.lists(token_calls(), min_size=1, max_size=2))
+        trained = sum(call.get("trained", True) for call in calls)
+        shaped = {"shaped_rewards": [draw(st.floats(-1, 1))] * trained}
+        shaped = shaped if draw(st.booleans()) else {}
+        return {"calls": calls, **shaped} | scored
+    if form == 1:
+        return {"rollout": draw(st.sampled_from(ROLLOUTS))} | scored
+    said = [USER, draw(st.sampled_from(choices))] * (form - 1)
+    return {"messages_and_choices": said} | scored
+
+
+@st.composite
+def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
+    """A job, right or with a few places changed."""
+    group = st.builds(
+        lambda found: {"trajectories": found},
+        st.lists(trajectories(choices), min_size=2, max_size=3),
+    )
+    groups = deepcopy(draw(st.lists(group, min_size=1, max_size=3)))
+    job: dict[str, Any] = {"model": "agent", "groups": groups}
+    if draw(st.integers(0, 3)) == 0:
+        keys = ["learning_rate", "epsilon", "credit", "baseline", "loss", "lr", "\ud800"]
+        values = st.sampled_from([0.1, 1, 16, "per_call", "batch", "dapo"]) | ANY
+        job["config"] = draw(st.dictionaries(st.sampled_from(keys), values, max_size=2))
+        job["advance_when_flat"] = draw(st.integers(0, 9)) == 0
+        job["idempotency_key"] = f"key {draw(st.integers(0, 99))}"
+    # At every level, since a walk from the top seldom ends at the bottom.
+    found = [t for g in groups for t in g["trajectories"]]
+    inner = [*found, *(call for t in found for call in t.get("calls", ()))]
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 1, 2, 5]))):
+        mutate(draw, draw(st.sampled_from([job, draw(st.sampled_from(inner))])))
+    text = json.dumps(job).replace('"@huge@"', "1" + "0" * 5000)
+    cut = draw(st.integers(0, 60))
+    return text.encode()[: -cut if cut < 3 and cut else None]
+
+
+def mutate(draw: st.DrawFn, value: dict[str, Any]) -> None:
+    """Change one place: another value of its kind, any value, none, or something beside it."""
+    parent: Any = value
+    while parent:  # walk down at random, so that a long list does not draw all changes to itself
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+        key = draw(st.sampled_from(keys))
+        if not isinstance(parent[key], dict | list) or draw(st.integers(0, 5)) == 0:
+            break
+        parent = parent[key]
+    else:
+        return
+    kind = draw(st.integers(0, 9))
+    if kind == 0:
+        del parent[key]
+    elif kind == 1 and isinstance(parent, list):
+        parent.insert(key, deepcopy(parent[key]))
+    elif kind == 2 and isinstance(parent, dict):
+        names = st.sampled_from(["\ud800", "trained", "tools"]) | st.text(max_size=6)
+        parent[draw(names)] = draw(ANY)
+    elif kind == 3:
+        parent[key] = deep(draw(st.sampled_from([50, 300, 900])))
+    elif kind == 4:
+        parent[key] = draw(ANY)
+    else:
+        parent[key] = draw(alike(parent[key]))
+
+
+def alike(value: Any) -> st.SearchStrategy[Any]:
+    """Values of the same kind, which pass the first look: a wrong id, an impossible number."""
+    if isinstance(value, bool):
+        return st.booleans()
+    if isinstance(value, int):
+        return st.sampled_from([-1, 0, 511, 512, 2**31, 2**63, 10**30]) | st.integers(-600, 600)
+    if isinstance(value, float):
+        odd = [float("nan"), float("inf"), 0.0, 1e308, -1e308, 1e-320]
+        return st.sampled_from(odd) | st.floats(-2, 2)
+    if isinstance(value, str):
+        return TEXTS
+    if isinstance(value, list):
+        return st.sampled_from([value[:1], value + value, value[::-1]]).map(deepcopy)
+    return ANY
