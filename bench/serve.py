@@ -14,6 +14,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -90,6 +91,7 @@ class _Server:
 
     def __init__(self, scratch: Path, model: str) -> None:
         self._model = model
+        self._running = AsyncExitStack()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._instant = self.ask(self._up(scratch / "instant", instant=True))
@@ -100,11 +102,11 @@ class _Server:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
 
     async def _up(self, root: Path, *, instant: bool) -> tuple[Any, str]:
-        import uvicorn
         from tests.fakes import ScriptedEngine
 
         from hone.models.find import find, load_tokenizer
         from hone.server.app import State, create_apps
+        from hone.server.listen import serving
         from hone.server.settings import Settings
 
         opener = None
@@ -115,17 +117,9 @@ class _Server:
         state = State.open(
             Settings(root=root, learner_threads=THREADS, max_queued_jobs=1000), open_engine=opener
         )
-        config = uvicorn.Config(
-            create_apps(state)[0], port=0, log_config=None, access_log=False, lifespan="off"
-        )
-        server = uvicorn.Server(config)
-        self._running = getattr(self, "_running", [])
-        running = state.running()
-        await running.__aenter__()
-        self._running += [running, asyncio.create_task(server.serve())]
-        while not server.started:
-            await asyncio.sleep(0.01)
-        return state, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        # Until the process ends.
+        await self._running.enter_async_context(state.running())
+        return state, await self._running.enter_async_context(serving(create_apps(state)[0]))
 
     async def overhead(self, calls: int) -> dict[str, float]:
         import httpx2
@@ -183,7 +177,9 @@ class _Server:
         from hone.trajectory import JobRequest
 
         state, _ = self._real
-        request = JobRequest.model_validate({"model": "bench", "groups": made})
+        # The same groups again and again, whatever step they are trained from.
+        asked = {"model": "bench", "groups": made, "config": {"max_staleness": None}}
+        request = JobRequest.model_validate(asked)
         began = time.perf_counter()
         for _ in range(jobs):
             job = await submit(state, request)

@@ -10,7 +10,6 @@ it is kept by its backend, so two programs that name the same model mean the sam
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 from urllib.parse import urlsplit
 
@@ -20,7 +19,7 @@ from typing_extensions import TypeVar  # with default=, which typing has from 3.
 from hone.backends.base import Backend, TrainResult
 from hone.capture.scope import host_of
 from hone.errors import ConfigError, NotInThisVersion
-from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.trajectory import Trajectory, TrajectoryGroup, means
 from hone.types import ModelSpec, Name, TrainConfig
 
 if TYPE_CHECKING:
@@ -156,6 +155,12 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """Arguments of the chat template for every call of this model."""
     defaults: dict[str, JsonValue] = {}
     """Keys of TrainConfig that jobs of this model use unless they say otherwise."""
+    init_args: dict[str, JsonValue] = {}
+    """How Unsloth would load the base model; max_seq_length becomes every job's default."""
+    engine_args: dict[str, JsonValue] = {}
+    """What vLLM would be started with; the server names the keys that mean nothing to it."""
+    peft_args: dict[str, JsonValue] = {}
+    """PEFT's words for the adapter: r is rank, lora_alpha alpha, random_state seed."""
 
     def __init__(self, **fields: Any) -> None:
         if "_internal_config" in fields:
@@ -169,9 +174,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     @_internal_config.setter
     def _internal_config(self, _: Any) -> NoReturn:
         raise NotInThisVersion(
-            "_internal_config (ART's) is not taken by hone.TrainableModel. peft_args.r is rank here, "
-            "lora_alpha is alpha, trainer_args go to TrainConfig or defaults, engine_args to the "
-            "server; ART's own client may send it to a hone server as it is."
+            "_internal_config (ART's) is not taken by hone.TrainableModel. Its init_args, "
+            "engine_args and peft_args are fields of their own here, and trainer_args go to "
+            "TrainConfig or defaults; ART's own client may send it to a hone server as it is."
         )
 
     @property
@@ -180,8 +185,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     def spec(self) -> ModelSpec:
         """What the server is told."""
-        keys = {"name", "project", "base_model", "rank", "alpha", "seed"}
-        return ModelSpec(**self.model_dump(include=keys | {"chat_template_kwargs", "defaults"}))
+        return ModelSpec(**self.model_dump(include=set(ModelSpec.model_fields)))
 
     async def register(self, backend: Backend) -> None:
         """Make it known to the backend and ready to answer; loads the base model if need be."""
@@ -233,33 +237,6 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         step = await self.get_step() if step is None else step
         await self.backend().log(self, written, split=split, step=step)
         return {f"{split}/{name}": value for name, value in written.items()}
-
-
-def means(items: Iterable[Trajectory | TrajectoryGroup | BaseException]) -> dict[str, float]:
-    """Mean reward and metrics of all trajectories, and how many rollouts failed.
-
-    `reward_std_dev` is the mean over groups of the standard deviation inside each;
-    metrics of a group are called `group_NAME`.
-    """
-    values: dict[str, list[float]] = {}
-
-    def add(name: str, value: float) -> None:
-        values.setdefault(name, []).append(float(value))
-
-    for item in items:
-        group = item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item])
-        for trajectory in group:
-            add("reward", trajectory.reward)
-            add("exception_rate", 0.0)
-            for name, value in trajectory.metrics.items():
-                add(name, value)
-        for _ in group.exceptions:
-            add("exception_rate", 1.0)
-        if len(group) > 1:
-            add("reward_std_dev", pstdev(trajectory.reward for trajectory in group))
-        for name, value in group.metrics.items():
-            add(f"group_{name}", value)
-    return {name: fmean(of_one) for name, of_one in values.items()}
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -13,11 +13,13 @@ first, by what it recorded, and refuses to guess. This module knows nothing of t
 it loads on a laptop without torch.
 """
 
+import math
 import time
 import traceback
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -63,6 +65,8 @@ class Trajectory(History):
     """What was sampled, to the token."""
     rollout: str = ""
     """Id of the rollout whose recorded calls these are."""
+    trained_calls: list[str] | None = None
+    """Ids of the recorded calls of `rollout` to be trained; the others are context. None: all."""
     additional_histories: list[History] = []
     """Further conversations of the same rollout, worth the same."""
     reward: float = Field(default=0.0, allow_inf_nan=False)
@@ -196,6 +200,73 @@ def failure_of(error: BaseException) -> Failure:
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+class _Scored(Protocol):
+    """A trajectory, ours or as ART's clients send it."""
+
+    @property
+    def reward(self) -> float: ...
+    @property
+    def metrics(self) -> Mapping[str, float | None]: ...
+
+
+class _Group(Protocol):
+    """A group, ours or as ART's clients send it."""
+
+    @property
+    def trajectories(self) -> Sequence[_Scored]: ...
+    @property
+    def exceptions(self) -> Sequence[object]: ...
+    @property
+    def metrics(self) -> Mapping[str, float | None]: ...
+
+
+def means(items: Iterable[_Group | Trajectory | BaseException]) -> dict[str, float]:
+    """Mean reward and metrics of all trajectories, and how many rollouts failed.
+
+    `reward_std_dev` is the mean over groups of the standard deviation inside each; metrics of a
+    group are called `group_NAME`. What no number can be said of is left out.
+    """
+    own: dict[str, list[float]] = defaultdict(list)
+    custom: dict[str, list[float]] = defaultdict(list)
+    for item in items:
+        alone = isinstance(item, Trajectory | BaseException)
+        group: _Group = TrajectoryGroup([item]) if alone else item
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        own["reward"] += rewards
+        own["exception_rate"] += [0.0] * len(rewards) + [1.0] * len(group.exceptions)
+        if len(rewards) > 1:
+            own["reward_std_dev"].append(_deviation(rewards))
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                custom[name].append(_number(value))
+        for name, value in group.metrics.items():
+            custom[f"group_{name}"].append(_number(value))
+    averages = {name: _mean(values) for name, values in (custom | own).items()}
+    return {name: value for name, value in averages.items() if math.isfinite(value)}
+
+
+def _number(value: float | None) -> float:
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:  # an integer that no float can hold
+        return math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN of no values, and where the sum is beyond all floats."""
+    known = [value for value in values if not math.isnan(value)]
+    try:
+        return math.fsum(known) / len(known) if known else math.nan
+    except (OverflowError, ValueError):  # too large, or infinities of both signs
+        return math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Of the population."""
+    centre = _mean(values)
+    return math.sqrt(_mean([min(abs(value - centre), 1e150) ** 2 for value in values]))
 
 
 def _as_dict(item: Any) -> Any:

@@ -91,6 +91,8 @@ class TrainConfig(Strict):
     """Weight of the divergence from the base model, as a penalty in the advantage."""
     importance_cap: float | None = Field(default=2.0, gt=0)
     """Upper bound of pi_old / pi_sampler; None switches the correction off."""
+    max_staleness: int | None = Field(default=0, ge=0)
+    """How many steps behind the one it starts from a job's answers may be; None: any."""
     groups_per_optimizer_step: int = Field(default=8, gt=0)
     """One optimizer step is taken per so many groups."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -155,6 +157,12 @@ class ModelSpec(Strict):
     """Arguments of the chat template for every call of this model."""
     defaults: dict[str, JsonValue] = {}
     """Keys of TrainConfig that jobs of this model use unless they say otherwise."""
+    init_args: dict[str, JsonValue] = {}
+    """How Unsloth would load the base model; max_seq_length becomes every job's default."""
+    engine_args: dict[str, JsonValue] = {}
+    """What vLLM would be started with. Each key is honoured, refused, or named in not_applicable."""
+    peft_args: dict[str, JsonValue] = {}
+    """PEFT's words for the adapter: r is rank, lora_alpha alpha, random_state seed."""
     not_applicable: list[str] = []
     """Keys that were sent and mean nothing here; reported back by name."""
 
@@ -258,7 +266,7 @@ class RecordedCall(Strict):
     base_model: str
     adapter_sha256: str | None
     fingerprint: str
-    """Of weights, tokenizer, template and its arguments."""
+    """WEIGHTS-TOKENIZER-TEMPLATE-ARGUMENTS-DATE, the beginnings of a hash of each."""
     created_at: float
     messages: list[dict[str, Any]] | None
     """None for /v1/completions."""

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.inference.conftest import build_tokenizer
+from tests.server.conftest import write_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -56,7 +58,7 @@ def main() -> int:
     """Every proof, in order."""
     with tempfile.TemporaryDirectory(prefix="hone-art-") as scratch:
         base = Path(scratch) / "tiny"
-        write_model(base)
+        write_model(base, build_tokenizer("smollm2-instruct"))
         try:
             for client in (ART, NAT):
                 install(client)
@@ -210,34 +212,6 @@ def server(root: Path) -> Iterator[dict[str, Any]]:
     finally:
         process.terminate()
         process.communicate(timeout=START_S)
-
-
-def write_model(directory: Path) -> None:
-    """A random Llama with ChatML; big enough that a step at 1e-3 shows in its answers."""
-    import torch
-    from tests.inference.conftest import build_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    tokenizer = build_tokenizer("smollm2-instruct")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    logging.disable_progress_bar()
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,18 @@ NewModel = Callable[..., TrainableModel]
 MESSAGES: list[Any] = [{"role": "user", "content": "Say a number."}]
 
 
-def token_groups(count: int = 2, *, rewards: tuple[float, ...] = (1.0, 0.0)) -> list[Any]:
-    """Groups that carry their tokens, all different."""
+def token_groups(
+    count: int = 2, *, rewards: tuple[float, ...] = (1.0, 0.0), step: int = 0
+) -> list[Any]:
+    """Groups that carry their tokens, all different, as that step would have sampled them."""
+
+    def call(g: int, i: int) -> Call:
+        prompt = [1, 20, 30 + g]
+        return Call(prompt_ids=prompt, completion_ids=[40 + i], logprobs=[-5.0], step=step)
+
     return [
         TrajectoryGroup(
-            Trajectory(
-                calls=[Call(prompt_ids=[1, 20, 30 + g], completion_ids=[40 + i], logprobs=[-5.0])],
-                reward=reward,
-            )
-            for i, reward in enumerate(rewards)
+            Trajectory(calls=[call(g, i)], reward=reward) for i, reward in enumerate(rewards)
         )
         for g in range(count)
     ]
@@ -134,7 +137,10 @@ class BackendConformance:
             {"config": said},
             {"config": said, "learning_rate": 2e-4},
         ]
-        used = [(await backend.train(model, token_groups(), **keys)).metrics for keys in asked]
+        used = [
+            (await backend.train(model, token_groups(step=step), **keys)).metrics
+            for step, keys in enumerate(asked)
+        ]
         assert [metrics["learn/learning_rate"] for metrics in used] == [3e-4, 1e-4, 2e-4]
 
     async def test_equal_rewards_teach_nothing_and_it_says_so(
@@ -181,7 +187,8 @@ class BackendConformance:
         await model.register(backend)
         for step, reward in enumerate((0.1, 0.9, 0.5, 0.2)):
             if step:
-                assert (await model.train(token_groups(), learning_rate=1e-3)).step == step
+                groups = token_groups(step=step - 1)
+                assert (await model.train(groups, learning_rate=1e-3)).step == step
             written = await model.log([Trajectory(reward=reward)], split="val")
             assert written == {"val/reward": reward, "val/exception_rate": 0.0}
         assert await model.delete_checkpoints() == [0, 2]

@@ -176,7 +176,7 @@ def test_what_the_library_lets_through_is_checked(llama3):
     reply = llama3.parse(say(llama3, listed), tools=TOOLS)
     assert reply.content == listed
     assert "expected a JSON object, got list" in reply.malformed[0]
-    endless = "{" + '"a": {' * 3000 + "}" * 3001
+    endless = "{" + '"a": {' * 30_000 + "}" * 30_001
     reply = llama3.parse(say(llama3, endless), tools=TOOLS, finish="length")
     assert reply.content == endless
     assert reply.malformed == ("JSON nested too deeply",)

@@ -6,23 +6,25 @@ event loop in a thread of its own, as `hone serve` does; `make_state` is the sam
 
 import asyncio
 import json
-import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-import uvicorn
 from tests.fakes import ScriptedEngine
 from tests.inference.conftest import build_tokenizer
+from tests.server.api import Api, Open, opening
 
 from hone.inference.base import Engine
+from hone.server import jobs, models
 from hone.server.app import State, create_apps
+from hone.server.jobs import JobStore
+from hone.server.listen import GRACE_S, AppServer, bind, port_of
 from hone.server.settings import Settings
+from hone.server.store import Store
 
 T = TypeVar("T")
 
@@ -103,11 +105,6 @@ def make_state(tmp_path: Path, tokenizer: Any) -> MakeState:
     return make
 
 
-class _Uvicorn(uvicorn.Server):
-    def capture_signals(self) -> Any:
-        return nullcontext()
-
-
 @dataclass
 class Server:
     """A running server, from the outside and from the inside."""
@@ -117,8 +114,9 @@ class Server:
     """The engine of every base model; a ScriptedEngine unless the test gave another."""
     control_url: str = ""
     inference_url: str = ""
+    grace_s: int = GRACE_S
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-    _servers: list[_Uvicorn] = field(default_factory=list)
+    _servers: list[AppServer] = field(default_factory=list)
     _thread: threading.Thread | None = None
 
     @property
@@ -137,6 +135,7 @@ class Server:
         return self
 
     def stop(self) -> None:
+        self.state.jobs.stop_waiting()
         for server in self._servers:
             server.should_exit = True
         assert self._thread is not None
@@ -150,31 +149,18 @@ class Server:
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
     async def _serve(self, ready: threading.Event) -> None:
-        bound = [_bind(), _bind()]
-        urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in bound]
-        self.control_url, self.inference_url = urls
-        for app in create_apps(self.state):
-            config = uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
-            )
-            self._servers.append(_Uvicorn(config))
+        bound = [bind(), bind()]
+        self.control_url, self.inference_url = (f"http://127.0.0.1:{port_of(b)}" for b in bound)
+        self._servers += [AppServer(app, grace_s=self.grace_s) for app in create_apps(self.state)]
         async with self.state.running():
             serving = [
                 asyncio.create_task(server.serve(sockets=[sock]))
                 for server, sock in zip(self._servers, bound, strict=True)
             ]
-            while not all(server.started for server in self._servers):
-                await asyncio.sleep(0.005)
+            for server in self._servers:
+                await server.ready.wait()
             ready.set()
             await asyncio.gather(*serving)
-
-
-def _bind() -> socket.socket:
-    # With the protocol named: asyncio switches Nagle off only then, and each answer takes 40 ms else.
-    sock = socket.socket(proto=socket.IPPROTO_TCP)
-    sock.bind(("127.0.0.1", 0))
-    sock.listen(1024)
-    return sock
 
 
 MakeServer = Callable[..., Server]
@@ -185,9 +171,15 @@ def make_server(make_state: MakeState, tokenizer: Any) -> Iterator[MakeServer]:
     """`make_server(script, engine=None, **settings)`: started; stopped when the test ends."""
     started: list[Server] = []
 
-    def make(script: Any = ("ok",), *, engine: Engine | None = None, **settings: Any) -> Server:
+    def make(
+        script: Any = ("ok",),
+        *,
+        engine: Engine | None = None,
+        grace_s: int = GRACE_S,
+        **settings: Any,
+    ) -> Server:
         used = engine or ScriptedEngine(script, tokenizer=tokenizer)
-        server = Server(make_state(engine=used, **settings), used)
+        server = Server(make_state(engine=used, **settings), used, grace_s=grace_s)
         started.append(server)
         return server.start()
 
@@ -201,3 +193,31 @@ def make_server(make_state: MakeState, tokenizer: Any) -> Iterator[MakeServer]:
 def server(make_server: MakeServer) -> Server:
     """A server that answers "ok" to everything."""
     return make_server()
+
+
+@pytest.fixture
+async def open_api(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> AsyncIterator[Open]:
+    """`await open_api(held=False, **settings)`: a running server without sockets."""
+    async with opening(tmp_path / "hone", tokenizer, tiny_model) as make:
+        yield make
+
+
+@pytest.fixture
+async def api(open_api: Open) -> Api:
+    """With the model `agent`; jobs wait for ever."""
+    api = await open_api(held=True)
+    await api.register()
+    return api
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Of models and jobs alone."""
+    opened = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def queue(store: Store) -> JobStore:
+    return JobStore(store)

@@ -1,7 +1,7 @@
 """A whole small server without HTTP: what the tests of the loop run, here or in a child to be killed.
 
 In:   a root directory and a tiny base model
-Out:  parts wired as app.py wires them; as a program, what came of one job
+Out:  a State as app.py opens it; as a program, what came of one job
 Used: test_service.py in its own process; test_crash.py and chaos.py as a program:
       `small_server.py ROOT MODEL` runs one job with a learner in its own process;
       `small_server.py` reads runs as JSON lines and forks for each, so that torch is loaded once
@@ -16,26 +16,22 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hone.inference.base import Engine
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
-from hone.server import calls, failpoints, jobs, models
-from hone.server.calls import CallStore
-from hone.server.checkpoints import Checkpoints
-from hone.server.jobs import FINAL, JobStore
-from hone.server.models import ModelRecord, ModelStore
-from hone.server.service import TrainingService
-from hone.server.serving import Serving
+from hone.server import failpoints
+from hone.server.app import State
+from hone.server.jobs import FINAL
+from hone.server.models import ModelRecord
 from hone.server.settings import Settings
-from hone.server.store import Store
-from hone.server.telemetry import Metrics
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, JobInfo, ModelSpec, TrainConfig
 
-CONFIG = TrainConfig(learning_rate=1e-3, groups_per_optimizer_step=1)
+CONFIG = TrainConfig(learning_rate=1e-3, groups_per_optimizer_step=1, max_staleness=None)
+"""Its groups say step 0, whichever step they are trained from."""
 ENDED = "ended.json"
 
 
@@ -84,45 +80,21 @@ class LearnerHere(LearnerProcess):
         self.closed = True
 
 
-@dataclass
-class SmallServer:
-    """Everything between the routes and the disk."""
-
-    store: Store
-    models: ModelStore
-    jobs: JobStore
-    calls: CallStore
-    checkpoints: Checkpoints
-    serving: Serving
-    service: TrainingService
-    metrics: Metrics
+class SmallServer(State):
+    """A server's state, with a learner in this process, and what tests ask of it."""
 
     @classmethod
-    def open(
+    def at(
         cls,
         root: Path,
         *,
         open_engine: Callable[[str], Engine] | None = None,
         start_learner: Callable[..., LearnerProcess] = LearnerHere,
         **changes: Any,
-    ) -> "SmallServer":
+    ) -> Self:
+        """Opened, not started."""
         settings = Settings(**{"root": root, "learner_threads": 1, "device": "cpu", **changes})
-        root.mkdir(parents=True, exist_ok=True)
-        store = Store(root / "state.sqlite", (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA))
-        known, queue, recorded = ModelStore(store), JobStore(store), CallStore(store)
-        checkpoints, metrics = Checkpoints(root), Metrics()
-        serving = Serving(known, checkpoints, settings, open_engine)
-        service = TrainingService(
-            jobs=queue,
-            models=known,
-            checkpoints=checkpoints,
-            serving=serving,
-            calls=recorded,
-            settings=settings,
-            metrics=metrics,
-            start_learner=start_learner,
-        )
-        return cls(store, known, queue, recorded, checkpoints, serving, service, metrics)
+        return cls.open(settings, open_engine=open_engine, start_learner=start_learner)
 
     def submit(
         self, record: ModelRecord, groups: Sequence[TrajectoryGroup], **changes: Any
@@ -146,14 +118,11 @@ class SmallServer:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, root: Path, **changes: Any) -> AsyncIterator["SmallServer"]:
+    async def started(cls, root: Path, **changes: Any) -> AsyncIterator[Self]:
         """Opened, started, and closed at the end of the block."""
-        server = cls.open(root, **changes)
-        try:
-            await server.service.start()
+        server = cls.at(root, **changes)
+        async with server.running():
             yield server
-        finally:
-            await server.close()
 
     def told(self, job_id: str) -> list[str]:
         """The types of a job's events, but for progress."""
@@ -205,7 +174,7 @@ def digest(directory: Path) -> str:
 
 async def one_job(root: Path, base_model: Path, **changes: Any) -> dict[str, Any]:
     """Submit a job if there is none, work until it has ended, and say what came of it."""
-    server = SmallServer.open(root, **changes)
+    server = SmallServer.at(root, **changes)
     record = server.models.register(spec(base_model))
     job = server.submit(record, token_groups(6), idempotency_key="the job")
     await server.service.start()
@@ -247,13 +216,13 @@ def run(order: dict[str, Any], **changes: Any) -> None:
 
 def fork_for_each_order() -> None:
     """Load everything once; then a child for each line of stdin, its exit status as a line out."""
-    import torch.optim  # noqa: F401
+    import torch
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     import hone.inference.embedded
     import hone.learner.learner  # noqa: F401
 
-    _make_first_optimizer()
+    torch.set_num_threads(1)  # no pool of threads that a fork would lose
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -262,13 +231,6 @@ def fork_for_each_order() -> None:
         _, status = os.waitpid(child, 0)
         sys.stdout.write(json.dumps(os.waitstatus_to_exitcode(status)) + "\n")
         sys.stdout.flush()
-
-
-def _make_first_optimizer() -> None:
-    import torch
-
-    torch.set_num_threads(1)  # no pool of threads that a fork would lose
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ class Target:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         base = str(self.base_model)
-        self.state.models.register(ModelSpec(name="agent", base_model=base, rank=2))
+        for name in ("agent", "spare"):
+            self.state.models.register(ModelSpec(name=name, base_model=base, rank=2))
         for rollout in ROLLOUTS:
             body = {"model": "agent", "messages": [USER], "logprobs": True, "n": 2}
             answer = await self._client.post(f"/rollout/{rollout}/v1/chat/completions", json=body)
@@ -239,11 +240,13 @@ def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
         st.lists(trajectories(choices), min_size=2, max_size=3),
     )
     groups = deepcopy(draw(st.lists(group, min_size=1, max_size=3)))
-    job: dict[str, Any] = {"model": "agent", "groups": groups}
+    # Its answers are all of step 0, and jobs that were accepted before have moved the model on.
+    config = {"max_staleness": None}
+    job: dict[str, Any] = {"model": "agent", "groups": groups, "config": config}
     if draw(st.integers(0, 3)) == 0:
         keys = ["learning_rate", "epsilon", "credit", "baseline", "loss", "lr", "\ud800"]
         values = st.sampled_from([0.1, 1, 16, "per_call", "batch", "dapo"]) | ANY
-        job["config"] = draw(st.dictionaries(st.sampled_from(keys), values, max_size=2))
+        config |= draw(st.dictionaries(st.sampled_from(keys), values, max_size=2))
         job["advance_when_flat"] = draw(st.integers(0, 9)) == 0
         job["idempotency_key"] = f"key {draw(st.integers(0, 99))}"
     # At every level, since a walk from the top seldom ends at the bottom.

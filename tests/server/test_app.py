@@ -15,6 +15,7 @@ from hone.errors import Conflict, EngineError, NotInThisVersion, Unavailable
 from hone.server.app import create_apps, status_of
 from hone.server.settings import Settings
 from hone.server.telemetry import Metrics, say, start_logging, stop_logging
+from hone.types import ModelSpec
 
 
 def client(app: FastAPI) -> httpx.AsyncClient:
@@ -29,6 +30,25 @@ async def test_health_says_what_the_server_does(make_state: MakeState):
             for path in ("/health", "/healthcheck"):
                 said = (await http.get(path)).json()
                 assert (said["status"], said["state"], said["queued"]) == ("ok", "idle", 0)
+
+
+async def test_health_tells_those_with_the_key_what_is_served_and_where(
+    make_state: MakeState, tiny_model: Path
+):
+    state = make_state(api_key="secret", port=7001, inference_port=8001)
+    state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
+    state.models.register(ModelSpec(name="other", base_model="elsewhere"))
+    await state.serving.base(str(tiny_model))
+    key = {"Authorization": "Bearer secret"}
+    for app in create_apps(state):
+        async with client(app) as http:
+            stranger = (await http.get("/health")).json()
+            assert stranger["status"] == "ok"
+            assert not {"port", "inference_port", "base_models"} & set(stranger)
+            said = (await http.get("/health", headers=key)).json()
+            assert (said["port"], said["inference_port"]) == (7001, 8001)
+            assert said["base_models"] == {str(tiny_model): True, "elsewhere": False}
+    await state.serving.close()
 
 
 async def test_training_routes_exist_only_on_the_control_port(make_state: MakeState):
@@ -63,6 +83,32 @@ async def test_a_body_that_does_not_parse_names_the_field(make_state: MakeState)
     assert answer.json()["error"]["param"] == "name"
     assert answer.json()["detail"][0]["loc"] == ["body", "name"]
     assert "input" not in answer.json()["detail"][0]
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        ("application/x-www-form-urlencoded", "the body's Content-Type is 'application/x-www-form"),
+        (
+            None,
+            "no Content-Type is sent; send JSON, and -H 'Content-Type: application/json' with it",
+        ),
+    ],
+)
+async def test_a_body_that_is_not_said_to_be_json(
+    make_state: MakeState, sent: str | None, why: str
+):
+    """What `curl -d` sends unless it is told otherwise."""
+    control, _ = create_apps(make_state())
+    content = json.dumps({"name": "agent", "base_model": "b"}).encode()
+    async with client(control) as http:
+        headers = {} if sent is None else {"Content-Type": sent}
+        answer = await http.post("/v1/training/models", content=content, headers=headers)
+        assert answer.status_code == 415
+        assert answer.json()["error"]["message"].startswith(why)
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        answer = await http.post("/v1/training/models", content=content, headers=headers)
+        assert answer.status_code == 201
 
 
 async def test_a_defect_gives_json_and_its_trace_goes_to_the_log(

@@ -221,6 +221,18 @@ def _check_what_was_left(art: ArtServer) -> None:
     assert (art.directory() / "trajectories" / "train" / "0001.jsonl").exists()
 
 
+def test_answers_of_an_older_step_are_trained_and_the_metric_tells(art: ArtServer) -> None:
+    art.prepared()
+    groups = art.groups(1)
+    for step in (1, 2):
+        (line,) = lines_of(art.post("/_train_model", art.training_call(groups)))
+        assert art.step() == step
+        # Both jobs were sampled at step 0.
+        assert line["learn/staleness"] == step - 1
+    # Who wants the bound asks for it in the model's defaults, which ART's words cannot say.
+    assert [job.config.max_staleness for job in art.state.jobs.list()] == [None, None]
+
+
 def test_one_line_for_every_gradient_step(art: ArtServer) -> None:
     art.prepared()
     # Nine groups at eight to an optimizer step.
@@ -290,6 +302,43 @@ def test_a_client_that_leaves_does_not_take_its_job_with_it(art: ArtServer) -> N
         time.sleep(0.02)
     assert art.state.jobs.list()[0].state == "done"
     assert art.step() == 1
+
+
+def test_a_server_that_stops_breaks_the_body_and_keeps_the_job(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    settings = Settings(root=tmp_path / "hone", device="cpu", learner_threads=1)
+    state = State.open(settings, start_learner=Learner)
+    # Nobody is cut off by the end of this grace: who waits for it waits too long.
+    server = Server(state, None, grace_s=600).start()
+    art = ArtServer(server, tiny_model).prepared()
+    Learner.reached.clear()
+    Learner.go_on.clear()
+    call = art.training_call(art.groups(9))
+    got: list[httpx.Response] = []
+    with art.http.stream("POST", "/_train_model", json=call) as reply:
+        lines = reply.iter_lines()
+        assert json.loads(next(lines))["num_gradient_steps"] == 2
+        # The second one waits behind it, and has no status yet.
+        second = threading.Thread(target=lambda: got.append(art.post("/_train_model", call)))
+        second.start()
+        while len(state.jobs.list()) < 2:
+            time.sleep(0.02)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+        second.join(60)
+    Learner.go_on.set()
+    stopping.join(60)
+    (answer,) = got
+    assert answer.status_code == 503
+    assert "this server stops. The job goes back to the queue" in answer.json()["detail"]
+    again = State.open(settings)
+    # The learner went on as soon as it could, so the first may have come to its end.
+    assert {job.state for job in again.jobs.list()} <= {"queued", "done"}
+    again.store.close()
+    art.http.close()
 
 
 def test_a_cancelled_job_is_a_conflict(art: ArtServer) -> None:

@@ -11,6 +11,7 @@ from hone.errors import ConfigError, Unprocessable
 from hone.server import art_log
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
+from hone.trajectory import means
 from hone.types import ModelSpec
 
 # As openpipe-art 0.5.4 sends it, through NAT 1.6.0's adapter.
@@ -229,7 +230,7 @@ def test_half_a_line_of_a_crash_stays_alone(tmp_path: Path) -> None:
 
 def test_means_are_those_of_arts_server() -> None:
     groups = [group(0.0, 1.0, metrics={"tries": 3}), group(2.0, exceptions=[{"type": "E"}])]
-    found = art_log.means([ArtGroup.model_validate(one) for one in groups])
+    found = means([ArtGroup.model_validate(one) for one in groups])
     # 3 trajectories and 1 exception; the only group of two has rewards 0 and 1, so sigma 0.5.
     assert found == {
         "reward": 1.0,
@@ -239,13 +240,13 @@ def test_means_are_those_of_arts_server() -> None:
         "turns": 2.0,
         "group_tries": 3.0,
     }
-    assert art_log.means([]) == {}
+    assert means([]) == {}
 
 
 def test_means_that_no_float_can_hold_are_left_out() -> None:
     one = group(1e308, 1e308)
     one["trajectories"][0]["metrics"] = {"huge": 10**400, "nan": math.nan}
-    found = art_log.means([ArtGroup.model_validate(one)])
+    found = means([ArtGroup.model_validate(one)])
     assert "huge" not in found
     assert "nan" not in found
     assert all(math.isfinite(value) for value in found.values())

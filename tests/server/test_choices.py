@@ -125,8 +125,20 @@ async def test_other_ids_or_logprobs_are_not_that_call(world: World):
     world.add(ids, abandoned=True)
     world.add(ids, fingerprint="other-weights")
     world.add(ids, base_model="other")
+    own = world.language.fingerprint.split("-")
+    world.add(ids, fingerprint="-".join([own[0], "0" * 16, *own[2:]]))
+    world.add(ids, fingerprint="-".join([*own[:2], "0" * 16, *own[3:]]))
     resolved = await world.resolve(talk(USER, choice(ids, "Yes.")))
     assert resolved.counts == {"rerendered": 1}
+
+
+async def test_a_call_under_other_template_arguments_is_found_and_counted(world: World):
+    ids = world.ids("Yes.")
+    own = world.language.fingerprint.split("-")
+    call = world.add(ids, fingerprint="-".join([*own[:3], "0" * 16, own[4]]))
+    resolved = await world.resolve(talk(USER, choice(ids, "Yes.")))
+    assert resolved.groups[0].trajectories[0].calls == [call.call]
+    assert resolved.counts == {"matched": 1, "other_template_args": 1}
 
 
 async def test_what_was_found_need_not_be_rendered(world: World):

@@ -3,29 +3,15 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hone.errors import NotFound, Unprocessable
-from hone.server import events, jobs, models
+from hone.server import events
 from hone.server.jobs import JobStore
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.store import Store
 from hone.types import JobEvent, ModelSpec, TrainConfig
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA))
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def queue(store: Store) -> JobStore:
-    return JobStore(store)
 
 
 @pytest.fixture

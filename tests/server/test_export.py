@@ -42,7 +42,7 @@ def adapter(model: Path, directory: Path, seed: int) -> str:
 @pytest.fixture
 def root(tmp_path: Path, tiny_model: Path) -> Path:
     """Where a server trained `agent` three steps far, the second of them best."""
-    server = SmallServer.open(tmp_path / "hone")
+    server = SmallServer.at(tmp_path / "hone")
     server.models.register(spec(tiny_model))
     weights = find(str(tiny_model)).weights_sha256
     for step, reward in ((1, 0.2), (2, 0.9), (3, 0.5)):
@@ -131,7 +131,7 @@ def test_the_template_has_the_arguments_it_was_used_with(tmp_path: Path, tokeniz
     )
     model = write_model(tmp_path / "model", dressed)
     root = tmp_path / "hone"
-    server = SmallServer.open(root)
+    server = SmallServer.at(root)
     kwargs = {"mood": 'say "so" \\ \u00e9', "limits": {"most": 3, "least": None}, "on": [True]}
     server.models.register(spec(model, chat_template_kwargs=kwargs))
     server.checkpoints.write(KEY, 1, lambda to: adapter(model, to, 1))
@@ -163,7 +163,7 @@ def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path)
         export(root, "agent@9", out)
     with pytest.raises(NotFound, match=r"expected NAME, NAME@N, NAME@latest or NAME@best"):
         export(root, "agent@newest", out)
-    server = SmallServer.open(root)
+    server = SmallServer.at(root)
     server.models.register(spec(tiny_model, "fresh"))
     server.store.close()
     with pytest.raises(NotFound, match="'fresh': the model has no step yet"):
@@ -176,7 +176,7 @@ def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path)
 def test_weights_that_changed_are_not_merged(tmp_path: Path, tokenizer: Any):
     model = write_model(tmp_path / "model", tokenizer)
     root = tmp_path / "hone"
-    server = SmallServer.open(root)
+    server = SmallServer.at(root)
     server.models.register(spec(model))
     weights = find(str(model)).weights_sha256
     server.checkpoints.write(KEY, 1, lambda to: adapter(model, to, 1), weights_sha256=weights)

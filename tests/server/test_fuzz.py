@@ -64,7 +64,9 @@ def test_requests_nobody_meant(target: Target):
 def _fuzz(target: Target, operation: Any, mode: GenerationMode, count: int) -> None:
     from hypothesis.errors import Unsatisfiable
 
-    known = {"project": "default", "name": "agent", "rollout_id": "r0", "step": 0}
+    # A model that was renamed is gone; the one that jobs are sent for must stay.
+    name = "spare" if operation.label.endswith("/rename") else "agent"
+    known = {"project": "default", "name": name, "rollout_id": "r0", "step": 0}
 
     @examples(count)
     @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
@@ -108,7 +110,13 @@ def test_nothing_accepted_is_lost(target: Target):
     """After all of the above: every job is there, was trained or cancelled, and outlives the server."""
     assert target.statuses.total() >= CASES, "the tests above run first"
     jobs = target.ended()
-    bad = [job for job in jobs.values() if job.state not in ("done", "cancelled")]
+    # A body bent where it said max_staleness may have been on time when it was accepted only.
+    bad = [
+        job
+        for job in jobs.values()
+        if job.state not in ("done", "cancelled")
+        and not (job.failure and job.failure.type == "SampleRefused")
+    ]
     assert not bad, bad[0]
     listed = json.loads(target.send("GET", f"{JOBS}?limit=1000").content)
     assert {job["id"] for job in listed} == set(list(jobs)[:1000])

@@ -5,14 +5,12 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from hone.errors import Conflict, NotFound
-from hone.server import jobs, models
+from hone.errors import BadRequest, Conflict, NotFound
 from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.store import Store
@@ -21,18 +19,6 @@ from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, Tr
 
 PIN = Pin(3, "ab" * 32)
 NO_FAILURE = Failure(type="X", message="y")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA))
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def queue(store: Store) -> JobStore:
-    return JobStore(store)
 
 
 @pytest.fixture
@@ -242,6 +228,38 @@ async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queu
     writing = asyncio.to_thread(write)
     *readers, _ = await asyncio.gather(read(), read(), read(), writing)
     assert readers == [list(range(1, 102))] * 3
+
+
+async def test_a_server_that_stops_lets_nobody_wait(queue, agent):
+    job = add(queue, agent)
+    waiting = [asyncio.create_task(queue.wait_event(job.id, 1, 600.0)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    queue.stop_waiting()
+    await asyncio.gather(*waiting)
+    assert not await queue.wait_event(job.id, 1, 600.0)
+    assert await queue.wait_event(job.id, 0, 600.0), "what there is may still be read"
+    assert queue._listeners == {}
+
+
+# ---- pruning ----------------------------------------------------------------------------------
+
+
+def test_groups_of_ended_jobs_are_pruned_by_age_and_size(queue, agent):
+    ended = [reach(queue, add(queue, agent), state) for state in ("done", "failed", "cancelled")]
+    kept = [reach(queue, add(queue, agent), state) for state in ("queued", "running")]
+    size = len(queue._store.query("SELECT groups FROM jobs LIMIT 1")[0]["groups"])
+    assert queue.prune(max_age_s=600, max_bytes=3 * size) == 0
+    # The oldest of those that ended goes first; what is not over counts for nothing.
+    assert queue.prune(max_age_s=600, max_bytes=3 * size - 1) == 1
+    with pytest.raises(BadRequest, match="ended done and what it was trained on has been pruned"):
+        queue.groups(ended[0].id)
+    assert queue.calls(ended[0].id) == []
+    assert len(queue.groups(ended[1].id)) == 1
+    assert queue.prune(max_age_s=0, max_bytes=2**40) == 2
+    assert queue.prune(max_age_s=0, max_bytes=0) == 0
+    for job in kept:
+        assert [g.model_dump() for g in queue.groups(job.id)] == [g.model_dump() for g in groups()]
+    assert [queue.get(job.id) for job in ended] == ended
 
 
 async def test_waits_leave_nothing_behind(queue, agent):

@@ -1,13 +1,11 @@
 """What becomes of a job, over HTTP: events, tokens, checkpoints, a model that answers otherwise."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-from tests.server.api import AGENT, JOBS, Api, Open, group, opening
+from tests.server.api import AGENT, JOBS, Api, Open, group
 from tests.server.conftest import MakeServer, Server
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import by_tokens
@@ -17,21 +15,6 @@ from hone.server.app import State
 from hone.server.picture import PICTURE
 from hone.server.settings import Settings
 from hone.types import Call, CheckpointInfo, ModelKey, ModelSpec, TrainConfig
-
-
-@pytest.fixture
-async def open_api(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> AsyncIterator[Open]:
-    async with opening(tmp_path / "hone", tokenizer, tiny_model) as make:
-        yield make
-
-
-@pytest.fixture
-async def api(open_api: Open) -> Api:
-    """With the model `agent`; jobs wait for ever."""
-    api = await open_api(held=True)
-    await api.register()
-    return api
-
 
 # ---- events and tokens ------------------------------------------------------------------------
 
@@ -103,6 +86,19 @@ async def test_tokens_of_a_job_page_by_page(api: Api):
     await api.ask("GET", f"{JOBS}/job-0/samples", status=404)
 
 
+async def test_tokens_that_were_pruned_are_gone_and_said_to_be(open_api: Open):
+    api = await open_api()
+    await api.register()
+    job = await api.ended(await api.submit())
+    where = f"{JOBS}/{job.id}/samples"
+    await api.ask("GET", where)
+    assert api.state.jobs.prune(max_age_s=0, max_bytes=0) == 1
+    error = (await api.ask("GET", where, status=410))["error"]
+    assert error["code"] == "pruned"
+    assert "has been pruned (keep_calls_s, keep_calls_bytes)" in error["message"]
+    assert (await api.ask("GET", f"{JOBS}/{job.id}"))["metrics"] == job.metrics
+
+
 async def test_a_job_that_is_drawn_keeps_the_learners_logprobs(open_api: Open):
     api = await open_api()
     await api.register()
@@ -130,7 +126,8 @@ async def test_checkpoints_are_listed_kept_and_deleted(open_api: Open):
     api = await open_api()
     await api.register()
     for _ in range(4):
-        await api.ended(await api.submit(config={"learning_rate": 1e-3}))
+        config = {"learning_rate": 1e-3, "max_staleness": None}
+        await api.ended(await api.submit(config=config))
     where = f"{AGENT}/checkpoints"
     found = [CheckpointInfo.model_validate(one) for one in await api.ask("GET", where)]
     assert [one.step for one in found] == [0, 1, 2, 3, 4]

@@ -62,14 +62,51 @@ def test_another_hash_is_refused_whatever_the_logprobs_say():
 
 
 def test_a_movement_under_the_engines_noise_is_left_to_the_hash():
-    # The learner moved by sqrt(0.09) = 0.3 in all. The engine differs from it by 0.04 at each
-    # token: 4 sqrt(2) 0.04 = 0.226 is more than half of 0.3. By 0.02 it is 0.113, and less.
-    for noise, verdict in ((0.04, "unprovable by logprob"), (0.02, "proved")):
+    # 1 - p of the three tokens is 0.865, 0.950, 0.632 before and 0.850, 0.959, 0.551 after. The
+    # engine differs by 0.01 at each: 3 * 0.01^2 / (0.748 + 0.903 + 0.400) = 1.463e-4 is the square
+    # of the logits' noise, and 2.46 times that where three tokens tell it (1 + 4 * 1.535 / 4.206).
+    # Each movement's square noise: 3.60e-4 * (0.748 + 0.723) = 5.29e-4, and 6.56e-4, 2.53e-4; times
+    # the squares moved, 0.01, 0.04, 0.04: 4.17e-5, whose root is 0.00645. Four times that is under
+    # half of 0.09; with 0.02 instead of 0.01 it is 0.0516, and more.
+    for noise, verdict in ((0.02, "unprovable by logprob"), (0.01, "proved")):
         before = probe((-2.0 + noise, -3.0 - noise, -1.0 + noise), OLD)
         after = probe((-1.9 + noise, -3.2 - noise, -0.8 + noise))
         proof = prove(MOVEMENT, before, after, NEW)
         assert proof.verdict == verdict
         assert (proof.slope is None) == (verdict != "proved")
+
+
+def test_tokens_that_say_nothing_do_not_hide_the_noise():
+    """Seen on a GPU in bfloat16: engine and learner agreed by chance on what the job moved most."""
+    moved = [(-0.4971, -0.9976), (-1.2869, -1.152), (-1.105, -1.1506), (-0.0025, -0.0032)]
+    before = [-0.5512, -1.319, -1.0585, -0.0025]
+    after = [-0.7573, -1.152, -0.9095, -0.0037]
+    tokens = [
+        {"sequence": 0, "place": i + 1, "before": b, "after": a} for i, (b, a) in enumerate(moved)
+    ]
+    others = [(-2.1, -2.25), (-1.4, -1.22), (-3.0, -3.1), (-0.7, -0.79), (-0.001, -0.001)]
+    sequence = {"sequences": [list(range(10))], "tokens": tokens}
+    told = [*before, *(theirs for _, theirs in others)]
+    old, new = Probe(OLD, (tuple(told),)), Probe(NEW, ((*after, *told[4:]),))
+    known = [
+        {"sequence": 0, "place": i + 5, "before": ours, "after": ours}
+        for i, (ours, _) in enumerate(others)
+    ]
+    assert prove({**sequence, "others": known}, old, new, NEW).verdict == "unprovable by logprob"
+    # Where the others agree to the digit, the same four tokens are what they look like.
+    agreed = [{**token, "before": t, "after": t} for token, t in zip(known, told[4:], strict=True)]
+    still = [{**token, "before": b} for token, b in zip(tokens, before, strict=True)]
+    with pytest.raises(NotProved, match=r"over 4 trained tokens the engine moved 0\.4"):
+        prove({**sequence, "tokens": still, "others": agreed}, old, new, NEW)
+
+
+def test_tokens_that_are_all_but_certain_have_little_noise():
+    # p is 1 - 1e-4 before and 0.5 after: a difference of 1e-5 before is one of 0.05 after.
+    token = {"sequence": 0, "place": 1, "before": -1e-4, "after": math.log(0.5)}
+    movement = {"sequences": [[1, 2]], "tokens": [token]}
+    old = Probe(OLD, ((-1.1e-4,),))
+    # sqrt(5) * 0.1 * 0.5 = 0.11 of noise: four times that is more than half of the 0.69 moved.
+    assert prove(movement, old, Probe(NEW, ((-0.9,),)), NEW).verdict == "unprovable by logprob"
 
 
 def test_nothing_moved():

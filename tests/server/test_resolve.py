@@ -178,25 +178,72 @@ async def test_calls_of_other_models_are_context(world: World):
     assert resolved.counts == {"by_rollout": 1, "dropped/other_model": 1}
 
 
+async def test_only_the_named_calls_of_a_rollout_are_trained(world: World):
+    plan = world.add([4, 5], rollout="r1")
+    judge = world.add([6], rollout="r1", index=1, model="default/judge")
+    act = world.add([8, 9], rollout="r1", index=2)
+    lost = world.add([7], rollout="r1", index=3, abandoned=True)
+    trajectory = Trajectory(rollout="r1", trained_calls=[act.id], shaped_rewards=[2.0])
+    resolved = await world.resolve(trajectory)
+    context = [one.call.model_copy(update={"trained": False}) for one in (plan, judge)]
+    assert resolved.groups[0].trajectories[0].calls == [*context, act.call]
+    assert resolved.counts == {
+        "by_rollout": 1,
+        "dropped/abandoned": 1,
+        "dropped/not_named": 1,
+        "dropped/other_model": 1,
+    }
+    # What cannot be trained is not made trainable by its name.
+    named = Trajectory(rollout="r1", trained_calls=[act.id, plan.id, judge.id, lost.id])
+    resolved = await world.resolve(named)
+    calls = resolved.groups[0].trajectories[0].calls
+    assert [call.trained for call in calls] == [True, False, True]
+
+
+async def test_calls_that_a_rollout_does_not_have_cannot_be_named(world: World):
+    own = world.add([4, 5], rollout="r1")
+    other = world.add([6], rollout="r2")
+    said = await world.refusal(Trajectory(rollout="r1", trained_calls=[own.id, other.id]))
+    assert said == (
+        f"groups.0.trajectories.0.trained_calls.1: rollout 'r1' has no call {other.id!r}. "
+        f"Its calls: {own.id}."
+    )
+    said = await world.refusal(Trajectory(rollout="r1", trained_calls=[]))
+    assert "No valid assistant messages with logprobs" in said and "dropped/not_named: 1" in said
+    said = await world.refusal(by_tokens().model_copy(update={"trained_calls": [own.id]}))
+    assert said.startswith(
+        "groups.0.trajectories.0.trained_calls: names recorded calls of a rollout"
+    )
+
+
 async def test_a_rollout_that_called_only_other_models_says_which_to_call(world: World):
     world.add([4, 5], rollout="r1", model=world.record.spec.base_model)
     said = await world.refusal(Trajectory(rollout="r1"))
     assert "called other models than 'default/agent'; let the agent ask for 'agent'" in said
 
 
-async def test_calls_of_other_weights_are_refused(world: World):
-    template = world.language.fingerprint.partition("-")[2]
-    call = world.add([4, 5], rollout="r1", fingerprint=f"{'0' * 32}-{template}")
+@pytest.mark.parametrize(("part", "name"), [(0, "weights"), (1, "tokenizer"), (2, "chat template")])
+async def test_calls_of_other_files_are_refused(world: World, part: int, name: str):
+    parts = world.language.fingerprint.split("-")
+    parts[part] = "0" * len(parts[part])
+    call = world.add([4, 5], rollout="r1", fingerprint="-".join(parts))
     said = await world.refusal(Trajectory(rollout="r1"))
-    assert said.startswith(f"groups.0.trajectories.0.rollout: call {call.id!r} was answered by")
+    assert said == (
+        f"groups.0.trajectories.0.rollout: call {call.id!r} was answered with other {name} than "
+        f"{call.base_model!r} has now, and its ids may mean something else. Run the rollout again, "
+        "or put the old files back."
+    )
 
 
 async def test_calls_under_other_template_arguments_are_trained_and_counted(world: World):
-    weights = world.language.fingerprint.partition("-")[0]
-    call = world.add([4, 5], rollout="r1", fingerprint=f"{weights}-{'0' * 64}")
+    own = world.language.fingerprint.split("-")
+    made = [
+        world.add([4 + part], rollout="r1", index=part, fingerprint="-".join(parts))
+        for part, parts in enumerate((own, [*own[:3], "0" * 16, own[4]], [*own[:4], "0" * 16]))
+    ]
     resolved = await world.resolve(Trajectory(rollout="r1"))
-    assert resolved.groups[0].trajectories[0].calls == [call.call]
-    assert resolved.counts == {"by_rollout": 1, "other_template": 1}
+    assert resolved.groups[0].trajectories[0].calls == [one.call for one in made]
+    assert resolved.counts == {"by_rollout": 3, "other_template_args": 2}
 
 
 @pytest.mark.parametrize(

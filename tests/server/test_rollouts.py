@@ -295,6 +295,51 @@ def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: 
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_a_rollout_may_be_sampled_at_another_temperature_than_its_requests_say(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    url = f"{server.inference_url}/rollout/r/v1"
+    body = {"model": str(tiny_model), "temperature": 0.7}
+    chat = body | {"messages": [user("one")]}
+    for said in ("0", "0.25", "1e-1", None):
+        headers = {} if said is None else {"X-Hone-Temperature": said}
+        assert http.post(f"{url}/chat/completions", json=chat, headers=headers).status_code == 200
+    text = body | {"prompt": "one"}
+    assert http.post(f"{url}/completions", json=text, headers={"X-Hone-Temperature": "0"}).json()
+    expected = [0.0, 0.25, 0.1, 0.7, 0.0]
+    assert [asked.sampling.temperature for asked in server.engine.asked] == expected
+    assert [one.call.temperature for one in server.state.calls.rollout("r")] == expected
+
+
+@pytest.mark.parametrize("said", ["warm", "-1", "nan", "inf", "0.0001", "101", "1_0", ""])
+def test_a_temperature_that_is_none_is_refused(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client, said: str
+) -> None:
+    server = make_server()
+    body = {"model": str(tiny_model), "messages": [user("one")]}
+    answer = http.post(
+        f"{server.inference_url}/rollout/r/v1/chat/completions",
+        json=body,
+        headers={"X-Hone-Temperature": said},
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "X-Hone-Temperature")
+    assert f"X-Hone-Temperature is {said!r}; use 0 for greedy" in error["message"]
+    assert server.state.calls.rollout("r") == []
+
+
+def test_a_temperature_for_rollouts_needs_a_rollout(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    body = {"model": str(tiny_model), "messages": [user("one")]}
+    headers = {"X-Hone-Temperature": "0"}
+    answer = http.post(f"{server.openai_url}/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    assert "is for rollouts, and this request names none" in answer.json()["error"]["message"]
+
+
 def test_a_refused_request_takes_no_place(
     make_server: MakeServer, ask: Ask, tiny_model: Path, http: httpx.Client
 ) -> None:

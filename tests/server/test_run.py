@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.server.api import job
 
 SERVE = [sys.executable, "-m", "hone.cli", "serve"]
 
@@ -56,6 +57,24 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
     log = (tmp_path / "logs" / "server.log").read_text()
     assert re.search(r"request method=GET path=/health status=200 ms=[0-9.]+", log)
     assert log.splitlines()[-1].endswith("server stopping")
+
+
+def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_model: Path):
+    with serving("--root", str(tmp_path)) as (process, said):
+        control = f"http://127.0.0.1:{said['port']}/v1/training"
+        spec = {"name": "agent", "base_model": str(tiny_model)}
+        assert httpx.post(f"{control}/models", json=spec).status_code == 201
+        answer = httpx.post(f"{control}/jobs", json=job(), timeout=60)
+        assert answer.status_code == 202
+        with httpx.stream("GET", f"{control}/jobs/{answer.json()['id']}/events") as events:
+            lines = events.iter_lines()
+            assert next(lines) == "id: 1"  # its learner takes seconds to start
+            process.send_signal(signal.SIGTERM)
+            told = [line for line in lines if line.startswith("event: ")]
+        _, err = process.communicate(timeout=60)
+    assert not {"event: done", "event: failed", "event: cancelled"} & set(told)
+    # Who outlasts uvicorn's grace is cut off with an error in its log.
+    assert (process.returncode, err) == (0, "")
 
 
 def test_an_owned_server_ends_with_its_owner(tmp_path: Path):

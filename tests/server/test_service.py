@@ -43,7 +43,7 @@ async def open_server(tmp_path: Path) -> AsyncIterator[Open]:
     async with AsyncExitStack() as opened:
 
         async def make(root: str = "hone", **changes: Any) -> SmallServer:
-            running = SmallServer.running(tmp_path / root, **changes)
+            running = SmallServer.started(tmp_path / root, **changes)
             return await opened.enter_async_context(running)
 
         yield make

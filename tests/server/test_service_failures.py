@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.inference.conftest import build_tokenizer
 from tests.server.conftest import write_model
 from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
 
@@ -30,7 +31,7 @@ def threads_as_before() -> Iterator[None]:
 async def test_a_bad_job_fails_with_its_reason_and_the_next_one_runs(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    async with SmallServer.running(tmp_path / "hone") as server:
+    async with SmallServer.started(tmp_path / "hone") as server:
         record = server.models.register(spec(tiny_model))
         groups = token_groups()
         groups[0].trajectories[0].calls[0].completion_ids[0] = 9999
@@ -47,7 +48,7 @@ async def test_a_bad_job_fails_with_its_reason_and_the_next_one_runs(
 
 
 async def test_a_model_that_cannot_be_loaded_fails_its_jobs(tmp_path: Path):
-    async with SmallServer.running(tmp_path / "hone") as server:
+    async with SmallServer.started(tmp_path / "hone") as server:
         record = server.models.register(spec(tmp_path / "nothing"))
         job = await server.ended(server.submit(record, token_groups()).id)
         assert job.state == "failed" and job.failure is not None
@@ -55,17 +56,31 @@ async def test_a_model_that_cannot_be_loaded_fails_its_jobs(tmp_path: Path):
         assert server.told(job.id) == ["queued", "failed"]
 
 
-async def test_steps_over_other_weights_are_refused(tmp_path: Path, tokenizer: Any):
+@pytest.mark.parametrize(
+    ("seed", "family", "template", "parts"),
+    [
+        (1, "qwen2.5-instruct", None, "weights"),
+        (0, "smollm2-instruct", None, "tokenizer and chat template"),
+        (0, "qwen2.5-instruct", "{{ messages[0].content }}", "chat template"),
+    ],
+)
+async def test_steps_over_other_files_are_refused(
+    tmp_path: Path, tokenizer: Any, seed: int, family: str, template: str | None, parts: str
+):
     model = write_model(tmp_path / "model", tokenizer)
-    async with SmallServer.running(tmp_path / "hone") as server:
+    async with SmallServer.started(tmp_path / "hone") as server:
         await server.trained(model, 0)
-        write_model(tmp_path / "model", tokenizer, seed=1)
-    async with SmallServer.running(tmp_path / "hone") as again:
+        write_model(tmp_path / "model", build_tokenizer(family, template), seed=seed)
+    async with SmallServer.started(tmp_path / "hone") as again:
         record = again.models.find("agent")
-        with pytest.raises(
-            Conflict, match=r"step 1 of model 'default/agent' was trained over other w"
-        ):
+        refusal = (
+            rf"step 1 of model 'default/agent' was trained over other {parts} than .* has now .* "
+            "Put the old files back, or register a model of another name"
+        )
+        with pytest.raises(Conflict, match=refusal):
             await again.service.prepare(record)
+        with pytest.raises(Conflict, match=refusal):
+            await again.serving.resolve("agent")
         job = await again.ended(again.submit(record, token_groups()).id)
         assert job.failure is not None and job.failure.type == "Conflict"
 
@@ -75,10 +90,12 @@ class StuckEngine(EmbeddedEngine):
 
     honest = True
     """Whether it tells the hash of what it really serves."""
+    mended = False
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
-        if not self._adapters:
+        if self.mended or not self._adapters:
             await super().publish(adapter, directory)
+            return
         self._adapters[adapter.sha256] = next(iter(self._adapters.values()))
 
     async def probe(
@@ -105,7 +122,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         engine.honest = honest
         return engine
 
-    async with SmallServer.running(tmp_path / "hone", open_engine=stuck) as server:
+    async with SmallServer.started(tmp_path / "hone", open_engine=stuck) as server:
         record = server.models.register(spec(tiny_model))
         (first,) = await server.trained(tiny_model, 0)  # the first adapter it does take
         job = await server.ended(server.submit(record, token_groups(first=10)).id)
@@ -116,12 +133,30 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         assert server.serving.newest(record)[0] == 1
         disk = server.checkpoints.model_dir(KEY) / "checkpoints"
         assert sorted(p.name for p in disk.iterdir()) == ["0000", "0001", "0002.rejected"]
+        # It does not keep its place in the engine, or the same hash would never be loaded again.
+        engine = (await server.serving.base(str(tiny_model))).engine
+        assert isinstance(engine, StuckEngine)
+        assert engine.stats().adapters == (server.checkpoints.get(KEY, 1).sha256,)
     # A restart does not serve it either, and a sound engine gets the same job through.
-    async with SmallServer.running(tmp_path / "hone") as again:
+    async with SmallServer.started(tmp_path / "hone") as again:
         policy = await again.serving.resolve("agent")
         assert policy.step == 1 and digest(again.checkpoints.get(KEY, 1).path) == first
         (second,) = await again.trained(tiny_model, 10)
         assert second == digest(disk / "0002.rejected")
+
+
+async def test_what_was_not_proved_is_loaded_again_when_it_comes_again(
+    tiny_model: Path, tmp_path: Path
+):
+    engine = StuckEngine(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
+    async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
+        record = server.models.register(spec(tiny_model))
+        await server.trained(tiny_model, 0)
+        job = await server.ended(server.submit(record, token_groups(first=10)).id)
+        assert job.failure is not None and job.failure.type == "NotProved"
+        engine.mended = True
+        await server.trained(tiny_model, 10)  # the same bits
+        assert server.serving.newest(record)[0] == 2
 
 
 async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tmp_path: Path):
@@ -132,7 +167,7 @@ async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tm
     def full(name: str) -> Full:
         return Full(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
 
-    async with SmallServer.running(tmp_path / "hone", open_engine=full) as server:
+    async with SmallServer.started(tmp_path / "hone", open_engine=full) as server:
         record = server.models.register(spec(tiny_model))
         job = await server.ended(server.submit(record, token_groups()).id)
         assert job.failure is not None and job.failure.type == "MemoryError"
@@ -155,7 +190,7 @@ async def test_a_learner_that_dies_fails_its_job_and_is_replaced(tiny_model: Pat
                 raise LearnerDied("learner process 7, during 'train': it ended (signal SIGKILL)")
             return super().train(*args, **more)
 
-    async with SmallServer.running(
+    async with SmallServer.started(
         tmp_path / "hone", start_learner=Mortal, learner_threads=2
     ) as server:
         record = server.models.register(spec(tiny_model))

@@ -3,17 +3,19 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakes import ScriptedEngine
+from tests.inference.conftest import build_tokenizer
 from tests.server.conftest import MakeState, write_model
 
 from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel
 from hone.inference.base import AdapterRef, Engine, Sampling
 from hone.server.app import State
-from hone.server.language import Language
+from hone.server.language import FIXED, PARTS, Language, differing
 from hone.server.models import ModelRecord
 from hone.server.serving import Serving
 from hone.types import ModelSpec, RunSpec
@@ -117,6 +119,39 @@ async def test_the_fingerprint_is_of_weights_and_template(
     variant = language.spoken({"enable_thinking": False})
     # Qwen2.5's template has no such argument, so it is still the same template.
     assert language.fingerprint_of(variant) == language.fingerprint
+    assert len(language.fingerprint.split("-")) == len(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parts"),
+    [
+        ("qwen2.5-instruct", "{{ messages[0].content }}", ["chat template"]),
+        ("smollm2-instruct", None, ["tokenizer", "chat template"]),
+    ],
+)
+async def test_a_fingerprint_says_which_part_differs(
+    world: World, tmp_path: Path, family: str, template: str | None, parts: list[str]
+) -> None:
+    language = await world.serving.template(world.tiny)
+    model = write_model(tmp_path / "other", build_tokenizer(family, template))
+    other = Language.load(str(model), world.state.settings.root)
+    different = differing(language.fingerprint, other.fingerprint)
+    # Another template may have another renderer, which is told with the arguments.
+    assert [part for part in different if part in FIXED] == parts
+    # What an older hone wrote has fewer parts, and they are not guessed at.
+    assert differing(language.fingerprint.partition("-")[0], language.fingerprint) == []
+
+
+async def test_an_argument_of_one_request_is_its_own_part(world: World, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "thinking", build_tokenizer("qwen3"))
+    language = Language.load(str(model), world.state.settings.root)
+    variant = language.fingerprint_of(language.spoken({"enable_thinking": False}))
+    assert differing(language.fingerprint, variant) == ["template arguments"]
+    dated = build_tokenizer("qwen2.5-instruct", "{{ strftime_now('%Y') }}{{ messages[0].content }}")
+    model = write_model(tmp_path / "dated", dated)
+    language = Language.load(str(model), world.state.settings.root, today=date(2026, 1, 1))
+    variant = language.fingerprint_of(language.spoken({}, date(2026, 1, 2)))
+    assert differing(language.fingerprint, variant) == ["date"]
 
 
 async def test_the_hash_of_the_weights_is_noted_and_taken_again_when_they_change(

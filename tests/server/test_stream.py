@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import httpx
 import openai
 import pytest
 from tests.fakes import ScriptedEngine, logprob
-from tests.server.conftest import MakeServer, Server
+from tests.server.conftest import MakeServer, MakeState, Server
 from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
 
 from hone.errors import EngineError
@@ -263,6 +264,35 @@ def test_a_client_that_leaves_before_the_answer_abandons_its_call(
     metrics = httpx.get(f"{slow.control_url}/metrics").text
     assert "hone_calls_abandoned_total 1.0" in metrics
     assert "hone_requests_running 0.0" in metrics
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
+    make_server: MakeServer, make_state: MakeState, tokenizer: Any, tiny_model: Path, stream: bool
+) -> None:
+    engine = ScriptedEngine([LONG], tokenizer=tokenizer, delay_s=0.02)
+    server = make_server(engine=engine, grace_s=0)
+    url = f"{server.inference_url}/rollout/late/v1/chat/completions"
+    body = {"model": str(tiny_model), "messages": HELLO, "stream": stream}
+    got: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            httpx.post(url, json=body, timeout=30)
+        except httpx.RemoteProtocolError as error:
+            got.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: engine.running == 1, "the request did not begin")
+    server.stop()
+    asking.join(30)
+    assert stream is False or got, "a stream that is cut off does not look like one that ended"
+    again = make_state()
+    (call,) = again.calls.rollout("late")
+    assert (call.abandoned, call.finish) == (True, "abort")
+    assert len(call.call.completion_ids) < len(engine.asked[0].answers[0])
+    again.store.close()
 
 
 def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(

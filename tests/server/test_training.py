@@ -2,32 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.api import AGENT, JOBS, Api, Open, group, job, opening
+from tests.server.api import AGENT, JOBS, Api, Open, group, job
 from tests.server.worlds import by_tokens
 
 from hone.server.settings import Settings
 from hone.server.training import inference_url
 from hone.types import JobInfo, RecordedCall
-
-
-@pytest.fixture
-async def open_api(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> AsyncIterator[Open]:
-    async with opening(tmp_path / "hone", tokenizer, tiny_model) as make:
-        yield make
-
-
-@pytest.fixture
-async def api(open_api: Open) -> Api:
-    """With the model `agent`; jobs wait for ever."""
-    api = await open_api(held=True)
-    await api.register()
-    return api
-
 
 # ---- models -----------------------------------------------------------------------------------
 
@@ -62,6 +45,17 @@ async def test_a_model_is_registered_once(open_api: Open):
         status=409,
     )
     assert "registered with rank 4" in said["error"]["message"]
+
+
+async def test_keys_of_other_programs_are_honoured_refused_or_named(open_api: Open):
+    api = await open_api(held=True)
+    made = await api.register(
+        rank=8, peft_args={"r": 2}, engine_args={"gpu_memory_utilization": 0.9}
+    )
+    assert (made.rank, made.not_applicable) == (2, ["engine_args.gpu_memory_utilization"])
+    spec = {"name": "big", "base_model": api.base_model, "engine_args": {"tensor_parallel_size": 2}}
+    said = await api.ask("POST", "/v1/training/models", json=spec, status=400)
+    assert "engine_args.tensor_parallel_size: 2 devices" in said["error"]["message"]
 
 
 async def test_a_name_of_two_projects_is_asked_for_with_its_project(api: Api):

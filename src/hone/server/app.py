@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +32,7 @@ from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoints
 from hone.server.jobs import JobStore
 from hone.server.models import ModelStore
+from hone.server.rename import finish_renames
 from hone.server.service import TrainingService
 from hone.server.serving import Serving
 from hone.server.settings import Settings
@@ -43,7 +44,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 PRUNE_S = 600.0
-"""Recorded calls are pruned so often."""
+"""Recorded calls, and the groups of ended jobs, are pruned so often."""
+DRAIN_S = 5.0
+"""Requests that were cut off when the server stops have so long to be recorded."""
 
 _STATUS = (
     (errors.NotFound, 404),
@@ -82,7 +85,7 @@ class State:
         *,
         open_engine: Callable[[str], Engine] | None = None,
         start_learner: Callable[..., Any] | None = None,
-    ) -> "State":
+    ) -> Self:
         """Open or make the state under `settings.root`; loads no model."""
         settings.root.mkdir(parents=True, exist_ok=True)
         metrics = Metrics()
@@ -101,7 +104,7 @@ class State:
             metrics=metrics,
             **({} if start_learner is None else {"start_learner": start_learner}),
         )
-        return cls(
+        state = cls(
             settings=settings,
             store=store,
             models=known,
@@ -112,6 +115,8 @@ class State:
             service=service,
             metrics=metrics,
         )
+        finish_renames(state)
+        return state
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -127,19 +132,18 @@ class State:
                     await pruning
         finally:
             await self.service.close()
+            await self.serving.drain(DRAIN_S)
             await self.serving.close()
             self.store.close()
 
     async def _prune(self) -> None:
         settings = self.settings
+        bounds = {"max_age_s": settings.keep_calls_s, "max_bytes": settings.keep_calls_bytes}
         while True:
-            gone = await asyncio.to_thread(
-                self.calls.prune,
-                max_age_s=settings.keep_calls_s,
-                max_bytes=settings.keep_calls_bytes,
-            )
-            if gone:
+            if gone := await asyncio.to_thread(self.calls.prune, **bounds):
                 say("calls pruned", calls=gone)
+            if gone := await asyncio.to_thread(self.jobs.prune, **bounds):
+                say("groups of ended jobs pruned", jobs=gone)
             await asyncio.sleep(PRUNE_S)
 
 
@@ -169,10 +173,24 @@ def _own_routes(state: State, *, control: bool) -> APIRouter:
 
     @router.get("/health")
     @router.get("/healthcheck")
-    async def health() -> dict[str, Any]:
-        """Whether it lives, and what it does."""
+    async def health(request: Request) -> dict[str, Any]:
+        """Whether it lives, and what it does; to those who have the key, also what it serves where.
+
+        `base_models` says of each base model in use whether it is loaded.
+        """
         status = {"status": "ok", "version": hone.__version__}
-        return {**status, "uptime_s": time.time() - state.started_at, **state.service.status()}
+        status |= {"uptime_s": time.time() - state.started_at, **state.service.status()}
+        client = request.client.host if request.client else None
+        try:
+            auth.check(state.settings, "", request.headers, client, control=control)
+        except errors.Unauthorized:
+            return status
+        ports = {"port": state.settings.port, "inference_port": state.settings.inference_port}
+        return {
+            **status,
+            **ports,
+            "base_models": await asyncio.to_thread(state.serving.base_models),
+        }
 
     if control:
 
@@ -225,9 +243,16 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     return answer
 
 
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """A body that does not parse. `input` is left out: it may be megabytes, or a secret."""
     assert isinstance(error, RequestValidationError), error
+    sent = request.headers.get("content-type", "")
+    # FastAPI reads a body as JSON only if it is said to be: a page could send any other unasked.
+    if "json" not in sent and any(e["loc"] == ("body",) for e in error.errors()):
+        said = f"the body's Content-Type is {sent[:100]!r}" if sent else "no Content-Type is sent"
+        text = f"{said}; send JSON, and -H 'Content-Type: application/json' with it"
+        body = error_body(text, "invalid_request_error", param="Content-Type")
+        return JSONResponse(body | {"detail": text}, 415)
     detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
     first = detail[0]
     where = [str(part) for part in first["loc"] if part != "body"]

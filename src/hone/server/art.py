@@ -22,16 +22,23 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hone.errors import Conflict, NotFound, NotInThisVersion, TrainingFailed, Unprocessable
+from hone.errors import (
+    Conflict,
+    NotFound,
+    NotInThisVersion,
+    TrainingFailed,
+    Unavailable,
+    Unprocessable,
+)
 from hone.server import art_log
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
-from hone.server.checks import check_spec
+from hone.server.checks import checked_spec
 from hone.server.jobs import FINAL
 from hone.server.models import ModelRecord
 from hone.server.telemetry import say
 from hone.server.training import inference_url, submit
-from hone.trajectory import JobRequest
+from hone.trajectory import JobRequest, means
 from hone.types import FieldError, JobEvent, JobInfo, ModelKey, Name
 
 if TYPE_CHECKING:
@@ -187,8 +194,7 @@ async def _record(state: "State", model: ArtModel) -> ModelRecord:
         raise Unprocessable(
             [FieldError(("model", "base_model"), "a model without one cannot be trained; name one")]
         )
-    spec = model_spec(model)
-    check_spec(spec)
+    spec = checked_spec(model_spec(model))
     await asyncio.to_thread(_check_name, state, spec.key)
     return await asyncio.to_thread(state.models.register, spec)
 
@@ -234,6 +240,8 @@ async def _submit(state: "State", body: TrainRequest) -> JobInfo:
     """An accepted job; its trajectories are logged as ART's server does."""
     record = await _record(state, body.model)
     asked = job_config(body.config, body.dev_config, record.spec)
+    # ART has no such bound: its clients may send what was sampled a step ago, and the metric tells.
+    config = {"max_staleness": None, **record.spec.defaults, **asked.config}
     if asked.not_applicable:
         say("ART: keys that mean nothing here", model=str(record.key), keys=asked.not_applicable)
 
@@ -241,7 +249,7 @@ async def _submit(state: "State", body: TrainRequest) -> JobInfo:
         return JobRequest(
             model=str(record.key),
             groups=[group.to_hone() for group in body.trajectory_groups],
-            config=asked.config,
+            config=config,
             plot_tensors=asked.plot_tensors,
             advance_when_flat=True,
         )
@@ -310,8 +318,13 @@ async def _events(state: "State", job_id: str) -> AsyncIterator[JobEvent]:
             yield event
             if event.type in FINAL:
                 return
-        if not batch:
-            await state.jobs.wait_event(job_id, after, WAIT_S)
+        woken = bool(batch) or await state.jobs.wait_event(job_id, after, WAIT_S)
+        if not woken and state.jobs.stopping:
+            # Broken off, not ended: these clients would take an end for the end of the training.
+            raise Unavailable(
+                f"job {job_id!r}: this server stops. The job goes back to the queue, and goes on "
+                "when the server is started again."
+            )
 
 
 async def _from(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -363,7 +376,7 @@ def _log(
 ) -> None:
     step = _step(state, key) if step is None else step
     art_log.write(state.checkpoints.model_dir(key), split, step, groups)
-    if metrics := art_log.means(groups):
+    if metrics := means(groups):
         state.checkpoints.log(key, step, metrics, split)
 
 

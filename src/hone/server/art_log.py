@@ -1,7 +1,7 @@
-"""Trajectories that ART's clients log: files to look at, and means to plot.
+"""Trajectories that ART's clients log, as files to look at.
 
 In:   trajectory groups as they came over ART's wire
-Out:  MODEL/trajectories/SPLIT/STEP.jsonl, one group a line; means for history.jsonl
+Out:  MODEL/trajectories/SPLIT/STEP.jsonl, one group a line; the same groups as hone's own
 Used: art.py
 
 A line holds the group as it was sent, log-probabilities, exceptions and unknown keys included:
@@ -9,9 +9,7 @@ what a log leaves out is what one will look for in it.
 """
 
 import json
-import math
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,44 +111,3 @@ def write(model_dir: Path, split: str, step: int, groups: Sequence[ArtGroup]) ->
             lines = lines if out.read(1) == b"\n" else "\n" + lines
         out.write(lines.encode())
     return path
-
-
-def means(groups: Sequence[ArtGroup]) -> dict[str, float]:
-    """What the groups were like on average; what nothing can be said about is left out."""
-    custom: dict[str, list[float]] = defaultdict(list)
-    own: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        rewards = [trajectory.reward for trajectory in group.trajectories]
-        own["reward"] += rewards
-        own["exception_rate"] += [0.0] * len(rewards) + [1.0] * len(group.exceptions)
-        if len(rewards) > 1:
-            own["reward_std_dev"].append(_deviation(rewards))
-        for trajectory in group.trajectories:
-            for name, value in trajectory.metrics.items():
-                custom[name].append(_number(value))
-        for name, value in group.metrics.items():
-            custom[f"group_{name}"].append(_number(value))
-    averages = {name: _mean(values) for name, values in (custom | own).items()}
-    return {name: value for name, value in averages.items() if math.isfinite(value)}
-
-
-def _number(value: Number | None) -> float:
-    try:
-        return math.nan if value is None else float(value)
-    except OverflowError:  # an integer that no float can hold
-        return math.nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    """NaN of no values, and where the sum is beyond all floats."""
-    known = [value for value in values if not math.isnan(value)]
-    try:
-        return math.fsum(known) / len(known) if known else math.nan
-    except (OverflowError, ValueError):  # too large, or infinities of both signs
-        return math.nan
-
-
-def _deviation(values: Sequence[float]) -> float:
-    """Of the population."""
-    centre = _mean(values)
-    return math.sqrt(_mean([min(abs(value - centre), 1e150) ** 2 for value in values]))

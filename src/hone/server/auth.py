@@ -18,7 +18,7 @@ from hone.errors import Unauthorized
 from hone.server.settings import Settings
 
 OPEN = frozenset({"/health", "/healthcheck"})
-"""Answered to anyone: they say that the server lives, and nothing else."""
+"""Answered to anyone: without the key they say that the server lives, and nothing else."""
 _LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """What this machine is called; ART's client dials 0.0.0.0 unless told otherwise."""
 

@@ -20,7 +20,7 @@ from datetime import UTC, date, datetime
 from hone.errors import Conflict, NotFound
 from hone.server.rows import Row, assemble, chain, digest, insert, ints, marks, parts
 from hone.server.store import Store
-from hone.types import RecordedCall, RunSpec
+from hone.types import ModelKey, RecordedCall, RunSpec
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -70,13 +70,34 @@ class CallStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        rows = store.query("SELECT id, spec, opened_at FROM runs WHERE closed_at IS NULL")
-        self._open = {
-            row["id"]: (RunSpec.model_validate_json(row["spec"]), row["opened_at"]) for row in rows
-        }
+        self._open: dict[str, tuple[RunSpec, float]] = {}
         """Asked for with every request of a rollout, so kept in memory."""
+        self.read_runs()
 
     # ---- runs -------------------------------------------------------------------------------
+
+    def read_runs(self) -> None:
+        """Read again which runs are open."""
+        with self._lock:
+            rows = self._store.query("SELECT id, spec, opened_at FROM runs WHERE closed_at IS NULL")
+            self._open = {
+                row["id"]: (RunSpec.model_validate_json(row["spec"]), row["opened_at"])
+                for row in rows
+            }
+
+    def rename(self, db: sqlite3.Connection, key: ModelKey, new: ModelKey, *, bare: bool) -> None:
+        """Inside a transaction of the caller's: runs of a model are now another name's.
+
+        `bare`: its name without a project means this model and no other.
+        """
+        names = {str(key)} | ({key.name} if bare else set())
+        for row in db.execute("SELECT id, spec FROM runs").fetchall():
+            spec = RunSpec.model_validate_json(row["spec"])
+            if spec.model in names:
+                spec = spec.model_copy(update={"model": str(new)})
+                db.execute(
+                    "UPDATE runs SET spec = ? WHERE id = ?", (spec.model_dump_json(), spec.id)
+                )
 
     def open_run(self, spec: RunSpec) -> None:
         """Keep this run's calls until it is closed. Opening again goes on; another spec is refused."""

@@ -4,8 +4,11 @@ In:   requests of any OpenAI client
 Out:  answers with token ids, log-probabilities and the step that gave them; every call recorded
 Used: app.py mounts it on the control port and, alone, on the inference port
 
-A request belongs to a rollout by the header X-Hone-Rollout or by the address /rollout/ID/v1. The
-path of one request: parse -> admit -> resolve the name -> make the prompt -> sample -> record ->
+A request belongs to a rollout by the header X-Hone-Rollout or by the address /rollout/ID/v1. There
+the header X-Hone-Temperature goes before the request's own temperature, so that whoever runs the
+rollout can run it greedily (0) whatever its agent's code says.
+
+The path of one request: parse -> admit -> resolve the name -> make the prompt -> sample -> record ->
 answer. Its client leaving at any point of it ends it there.
 """
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from hone.server.app import State
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
+_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{0,40})?(e-?[0-9]{1,3})?")
 _MAX_FUNCTION = 512
 
 
@@ -172,7 +176,28 @@ def _where(request: Request) -> Where:
             f"X-Hone-Function has {len(function)} characters; at most {_MAX_FUNCTION}",
             param="X-Hone-Function",
         )
-    return Where(rollout, function)
+    return Where(rollout, function, _temperature(request, rollout))
+
+
+def _temperature(request: Request, rollout: str) -> float | None:
+    """What X-Hone-Temperature says, inside the same bounds as a request's own."""
+    text = request.headers.get("x-hone-temperature")
+    if text is None:
+        return None
+    param = "X-Hone-Temperature"
+    if not rollout:
+        raise BadRequest(
+            f"{param} is for rollouts, and this request names none; send X-Hone-Rollout with it, "
+            "or temperature in the request",
+            param=param,
+        )
+    value = float(text) if _NUMBER.fullmatch(text) else None
+    if value is None or not (value == 0 or 1e-3 <= value <= 100):
+        raise BadRequest(
+            f"{param} is {text[:40]!r}; use 0 for greedy, else a number from 0.001 to 100",
+            param=param,
+        )
+    return value
 
 
 def _listed(served: ServedName) -> dict[str, Any]:

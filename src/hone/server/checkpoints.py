@@ -126,7 +126,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         failpoint("checkpoint/before-rename")
-        _rename(partial, target)
+        move(partial, target)
         failpoint("checkpoint/after-rename")
         return Checkpoint(key, step, target, sha256, said)
 
@@ -136,7 +136,7 @@ class Checkpoints:
             return checkpoint
         target = checkpoint.path.with_name(f"{checkpoint.step:04d}")
         failpoint("checkpoint/before-promote")
-        _rename(checkpoint.path, target)
+        move(checkpoint.path, target)
         failpoint("checkpoint/after-promote")
         return Checkpoint(
             checkpoint.key, checkpoint.step, target, checkpoint.sha256, checkpoint.manifest
@@ -314,11 +314,12 @@ class Checkpoints:
         target = path.with_name(name)
         if target.exists():
             shutil.rmtree(target)
-        _rename(path, target)
+        move(path, target)
         return target
 
 
-def _rename(path: Path, target: Path) -> None:
+def move(path: Path, target: Path) -> None:
+    """Rename, on the disk when it returns."""
     path.rename(target)
     _sync(target.parent)
 

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hone.errors import Unprocessable
+from hone.server.model_args import OWN_SECTIONS, settled
 from hone.trajectory import JobRequest
 from hone.types import FieldError, ModelSpec, TrainConfig
 
@@ -26,8 +27,15 @@ MAX_SEED = 2**63
 _HALF = "half of a surrogate pair; send whole characters"
 
 
-def check_spec(spec: ModelSpec) -> None:
-    """Refuse a model that could not be written down, found or trained."""
+def checked_spec(spec: ModelSpec) -> ModelSpec:
+    """The model in hone's own words; refuses one that could not be written down or trained."""
+    _check_spec(spec)
+    spec = settled(spec)
+    _check_spec(spec)
+    return spec
+
+
+def _check_spec(spec: ModelSpec) -> None:
     wrong: list[FieldError] = []
     longest = max(
         len(part.encode(errors="replace")) for part in re.split(r"[/\\]", spec.base_model)
@@ -37,7 +45,8 @@ def check_spec(spec: ModelSpec) -> None:
         wrong.append(FieldError(("base_model",), message))
     wrong += _wrong_seed(spec.seed)
     wrong += unwritable(spec.alpha, ("alpha",))
-    wrong += unwritable(spec.chat_template_kwargs, ("chat_template_kwargs",))
+    for field in ("chat_template_kwargs", *OWN_SECTIONS):
+        wrong += unwritable(getattr(spec, field), (field,))
     wrong += unwritable(spec.not_applicable, ("not_applicable",))
     if wrong:
         raise Unprocessable(wrong)

@@ -19,6 +19,7 @@ from hone.errors import NotFound, TemplateError
 from hone.inference.bridge import Conversation, RenderedCall
 from hone.inference.messages import check_messages
 from hone.inference.template import ChatTemplate
+from hone.server.language import FIXED, differing
 from hone.server.sampled import Path, Refused, Sampled, TokenReader, brief
 from hone.trajectory import History
 from hone.types import Call, RecordedCall
@@ -45,6 +46,10 @@ class Taken:
     how: Literal["matched", "rerendered"]
     recorded: str | None
     """Id of the recorded call it is."""
+    where: Path
+    """The choice in the request."""
+    other_args: bool = False
+    """Its chat template had other arguments, or printed another date, than the model's own."""
 
 
 class Choices:
@@ -102,7 +107,13 @@ class Choices:
         found = self._named(choice, sampled) or self._match(sampled, talk.said)
         if found is not None:
             call = found.call.model_copy(update={"trained": True})
-            return Taken(call=call, how="matched", recorded=found.id)
+            return Taken(
+                call=call,
+                how="matched",
+                recorded=found.id,
+                where=where,
+                other_args=bool(differing(found.fingerprint, self._fingerprint)),
+            )
         try:
             prompt = talk.prompt()
             self._same_text(choice, message, sampled.ids, prompt, talk.history, where)
@@ -116,7 +127,7 @@ class Choices:
             logprobs=sampled.logprobs,
             step=self._step,
         )
-        return Taken(call=call, how="rerendered", recorded=None)
+        return Taken(call=call, how="rerendered", recorded=None, where=where)
 
     # ---- which call it was --------------------------------------------------------------------
 
@@ -157,7 +168,9 @@ class Choices:
         return self._found[key]
 
     def _usable(self, call: RecordedCall) -> bool:
-        return same_weights(call.fingerprint, self._fingerprint) and not call.abandoned
+        # Arguments of its template and its date are the call's own: its ids are what they are.
+        fixed = FIXED.isdisjoint(differing(call.fingerprint, self._fingerprint))
+        return fixed and not call.abandoned
 
     # ---- whether ids and message agree --------------------------------------------------------
 
@@ -250,15 +263,6 @@ def _message(message: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in message):
         raise Refused(where, f"expected text for keys, got {brief([*message])}")
     return {"content": ""} | {key: value for key, value in message.items() if value is not None}
-
-
-def same_weights(one: str, other: str) -> bool:
-    """Whether two fingerprints are of the same weights.
-
-    Templates may differ, by an argument of one request or by the date one prints: ids and
-    log-probabilities of a recorded call are what they are, whatever rendered its prompt.
-    """
-    return one.partition("-")[0] == other.partition("-")[0]
 
 
 def _same(call: Call, sampled: Sampled) -> bool:

@@ -6,7 +6,8 @@ Used: training.py for GET /v1/training/jobs/{id}/events
 
 Nothing is missed and nothing is sent twice: events are read from disk by their ascending ids, and
 a client that lost its connection names the last one it saw. Nobody polls: the stream sleeps until
-the store wakes it, and only says every so often that it is still there.
+the store wakes it, and only says every so often that it is still there. It ends when the server
+stops, which would else wait for it; its client asks again where it left off.
 """
 
 import asyncio
@@ -41,6 +42,8 @@ async def stream(
         if not batch and job.state in FINAL:
             return
         if not batch and not await jobs.wait_event(job_id, after, heartbeat_s):
+            if jobs.stopping:
+                return
             yield ": still here\n\n"
 
 

@@ -34,6 +34,8 @@ class Where:
     rollout: str = ""
     """Empty outside any rollout."""
     function: str = ""
+    temperature: float | None = None
+    """What the rollout is sampled at, whatever its requests say; None leaves it to them."""
 
 
 @dataclass(frozen=True)

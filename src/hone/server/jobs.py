@@ -9,6 +9,7 @@ it: a listener never sees what a crash could take back.
 """
 
 import asyncio
+import itertools
 import json
 import secrets
 import threading
@@ -19,9 +20,10 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any, get_args
 
-from hone.errors import Conflict, NotFound
+from hone.errors import BadRequest, Conflict, NotFound
 from hone.server.failpoints import failpoint
 from hone.server.models import ModelRecord
+from hone.server.rows import marks
 from hone.server.store import Store
 from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
@@ -90,6 +92,8 @@ class JobStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.stopping = False
+        """Nobody waits for an event any more: the server stops."""
         self._listening = threading.Lock()
         self._listeners: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
@@ -103,8 +107,15 @@ class JobStore:
 
     def groups(self, job_id: str) -> Groups:
         """What it trains on: every trajectory carries its calls."""
-        self.get(job_id)
+        job = self.get(job_id)
         row = self._store.query("SELECT groups FROM jobs WHERE id = ?", (job_id,))[0]
+        if not row["groups"]:
+            raise BadRequest(
+                f"job {job_id!r} ended {job.state} and what it was trained on has been pruned "
+                "(keep_calls_s, keep_calls_bytes); its metrics and its step are kept",
+                code="pruned",
+                status=410,
+            )
         return [TrajectoryGroup(**group) for group in json.loads(zlib.decompress(row["groups"]))]
 
     def calls(self, job_id: str) -> Sequence[str]:
@@ -204,6 +215,21 @@ class JobStore:
             _insert_event(db, job.id, "queued", {})
         return job
 
+    def prune(self, *, max_age_s: float, max_bytes: int) -> int:
+        """Forget the groups of jobs that ended too long ago, then of the oldest beyond the size."""
+        before = time.time() - max_age_s
+        rows = self._store.query(
+            "SELECT id, length(groups) AS size, json_extract(info, '$.ended_at') AS ended FROM jobs "
+            f"WHERE state IN ({marks(FINAL)}) AND length(groups) > 0 ORDER BY ended DESC",
+            FINAL,
+        )
+        kept = itertools.accumulate(row["size"] for row in rows)
+        both = zip(rows, kept, strict=True)
+        doomed = [(row["id"],) for row, n in both if row["ended"] < before or n > max_bytes]
+        with self._store.transaction() as db:
+            db.executemany("UPDATE jobs SET groups = x'', calls = '[]' WHERE id = ?", doomed)
+        return len(doomed)
+
     def oldest(self, base_model: str) -> JobInfo | None:
         """The job of a base model that is next, still queued."""
         rows = self._store.query(
@@ -259,6 +285,15 @@ class JobStore:
         self._wake(job_id)
         return event
 
+    def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
+        """Inside a transaction of the caller's: the jobs of a model are now another name's."""
+        for row in db.execute("SELECT id, info FROM jobs WHERE model = ?", (str(key),)).fetchall():
+            job = JobInfo.model_validate_json(row["info"]).model_copy(update={"model": str(new)})
+            db.execute(
+                "UPDATE jobs SET model = ?, info = ? WHERE id = ?",
+                (job.model, job.model_dump_json(), job.id),
+            )
+
     def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> Recovered:
         """At start-up: what was running goes back to the queue, or fails as the likely cause.
 
@@ -298,6 +333,8 @@ class JobStore:
         try:
             if await asyncio.to_thread(self.events, job_id, after, 1):
                 return True
+            if self.stopping:
+                return False
             await asyncio.wait_for(listener[1].wait(), deadline_s)
             return True
         except TimeoutError:
@@ -307,6 +344,12 @@ class JobStore:
                 self._listeners[job_id].discard(listener)
                 if not self._listeners[job_id]:
                     del self._listeners[job_id]
+
+    def stop_waiting(self) -> None:
+        """Wake all who wait for an event, and let nobody wait again. From any thread."""
+        self.stopping = True
+        for job_id in list(self._listeners):
+            self._wake(job_id)
 
     def _change(
         self,

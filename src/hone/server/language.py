@@ -4,8 +4,9 @@ In:   the name of a base model
 Out:  Language, with the fingerprint that recorded calls carry
 Used: serving.py (Base is a Language with an engine), resolve.py to render what was not recorded
 
-The fingerprint holds weights, tokenizer, template and its arguments: a call recorded under another
-is never continued and never trained on. Hashing the weights reads every byte of them, so the hash
+The fingerprint holds weights, tokenizer, template, its arguments and the date it prints, each by
+itself. What was made under another of the first three is never continued and never trained on: its
+ids would mean something else. Arguments and date are a request's own. Hashing the weights reads every byte of them, so the hash
 is kept beside the state with size and time of each file, and computed again when one changes.
 """
 
@@ -19,10 +20,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hone.errors import ModelUnsupported
+from hone.errors import Conflict, ModelUnsupported
 from hone.inference.reply import ByteDecoder, TextDecoder, WindowDecoder, byte_pieces
 from hone.inference.template import ChatTemplate
 from hone.models.find import ModelFiles, find, load_tokenizer
+from hone.server.checkpoints import Checkpoint
+
+PARTS = ("weights", "tokenizer", "chat template", "template arguments", "date")
+"""Of a fingerprint, in this order."""
+FIXED = frozenset(PARTS[:3])
+"""What ids mean depends on these; a mismatch is refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +64,17 @@ class Language:
     def fingerprint_of(self, template: ChatTemplate) -> str:
         """Of the model under this template, which may have arguments of its own."""
         return f"{self.weights_sha256[:32]}-{template.fingerprint}"
+
+    def check_made_for(self, checkpoint: Checkpoint) -> None:
+        """Refuse a step that was trained over other files than this model has now."""
+        made = checkpoint.manifest.get("fingerprint", self.fingerprint)
+        other = [part for part in differing(made, self.fingerprint) if part in FIXED]
+        if other:
+            raise Conflict(
+                f"step {checkpoint.step} of model {str(checkpoint.key)!r} was trained over other "
+                f"{' and '.join(other)} than {self.name!r} has now ({self.files.path}). Put the "
+                "old files back, or register a model of another name over the new ones."
+            )
 
     def spoken(self, kwargs: Mapping[str, Any], day: date | None = None) -> ChatTemplate:
         """The template under these arguments, on this day if it prints one. May block."""
@@ -95,6 +113,12 @@ class Language:
     @cached_property
     def _pieces(self) -> list[bytes] | None:
         return byte_pieces(self.template.tokenizer)
+
+
+def differing(one: str, other: str) -> list[str]:
+    """Which parts of two fingerprints are not the same; what one of them lacks is not compared."""
+    both = zip(PARTS, one.split("-"), other.split("-"), strict=False)
+    return [part for part, a, b in both if a != b]
 
 
 def _weights_sha256(files: ModelFiles, root: Path) -> str:

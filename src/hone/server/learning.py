@@ -21,6 +21,7 @@ from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.language import Language
 from hone.server.settings import Settings
+from hone.server.staleness import check_fresh
 from hone.trajectory import TrajectoryGroup
 from hone.types import JobInfo, ModelKey, ModelSpec
 
@@ -86,6 +87,7 @@ def learn(
 ) -> dict[str, Any]:
     """Train the job from its base; `stop_if_asked` raises before any micro-batch to end it."""
     stop_if_asked()
+    check_fresh(job.id, groups, base.step, job.config)
     found = learner.load(base.path)
     if found != base.sha256:
         raise StateError(

@@ -6,12 +6,13 @@ Used: training.py, art.py, serving.py, service.py
 
 A key never changes what it stands on: base model, rank, alpha and seed are those of its first
 registration, because its checkpoints have that shape. How it is called and trained by default
-may be registered anew at any time.
+may be registered anew at any time. Its name is changed by rename.py, with all that is kept of it.
 """
 
 import difflib
 import time
 from dataclasses import dataclass
+from sqlite3 import Connection
 
 from hone.errors import Conflict, NotFound
 from hone.server.store import Store
@@ -25,6 +26,14 @@ CREATE TABLE IF NOT EXISTS models (
     spec TEXT NOT NULL,
     created_at REAL NOT NULL,
     PRIMARY KEY (project, name)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS renames (
+    project TEXT NOT NULL,
+    name TEXT NOT NULL,
+    new_name TEXT NOT NULL,
+    at REAL NOT NULL,
+    done INTEGER NOT NULL,
+    PRIMARY KEY (project, name, new_name)
 ) WITHOUT ROWID;
 """
 
@@ -90,6 +99,20 @@ class ModelStore:
             )
             for row in rows
         ]
+
+    def check_name(self, spec: ModelSpec) -> None:
+        """Refuse a name that means something else already."""
+        _check_name(spec, self.list())
+
+    def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
+        """Inside a transaction of the caller's; no record of the old name changes nothing."""
+        for record in self.list():
+            if record.key == key:
+                spec = record.spec.model_copy(update={"name": new.name})
+                db.execute(
+                    "UPDATE models SET name = ?, spec = ? WHERE project = ? AND name = ?",
+                    (new.name, spec.model_dump_json(), key.project, key.name),
+                )
 
     def on_base(self, base_model: str) -> Records:
         return [record for record in self.list() if record.spec.base_model == base_model]

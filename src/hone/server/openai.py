@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hone.errors import BadRequest
 from hone.inference.base import SampledToken
 from hone.server.language import Language
+from hone.server.sampled import brief
 
 IGNORED = {
     "user": "names who asks; there are no accounts here",
@@ -153,7 +154,7 @@ class _Request(BaseModel):
                 f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
             )
             raise BadRequest(
-                f"{key}: {_brief(value)} is not in this version; {instead}",
+                f"{key}: {brief(value)} is not in this version; {instead}",
                 param=key,
                 code="unsupported_parameter",
             )
@@ -170,7 +171,7 @@ class _Request(BaseModel):
             guess = f" Did you mean {close[0]!r}?" if close else ""
             what = _INSTEAD.get(str(key)) or f"{cls._kind} has no such key.{guess}"
             raise BadRequest(
-                f"{_brief(key)}: {what}", param=str(key)[:100], code="unknown_parameter"
+                f"{brief(key)}: {what}", param=str(key)[:100], code="unknown_parameter"
             )
         if first["type"] == "missing":
             raise BadRequest(
@@ -178,7 +179,7 @@ class _Request(BaseModel):
             )
         message = first["msg"].removeprefix("Value error, ")
         raise BadRequest(
-            f"{where}: {message}, got {_brief(first['input'])}", param=where, code="invalid_value"
+            f"{where}: {message}, got {brief(first['input'])}", param=where, code="invalid_value"
         )
 
 
@@ -251,7 +252,7 @@ class CompletionRequest(_Request):
         ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not prompt or not (ids or isinstance(prompt, str)):
             raise BadRequest(
-                f"prompt: expected text or token ids, at least one, got {_brief(self.prompt)}",
+                f"prompt: expected text or token ids, at least one, got {brief(self.prompt)}",
                 param="prompt",
             )
         return prompt
@@ -264,7 +265,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise BadRequest(f"the body is {_brief(value)}; send a JSON object", code="invalid_json")
+        raise BadRequest(f"the body is {brief(value)}; send a JSON object", code="invalid_json")
     if body.count(b"{") + body.count(b"[") > _MAX_DEPTH:
         _check_depth(value)
     if b"\\u" in body:
@@ -353,8 +354,3 @@ def _finite(logprob: float) -> float:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

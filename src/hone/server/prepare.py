@@ -136,6 +136,11 @@ class Preparation:
         most = min(settings.max_tokens, limit - prompt) if asked is None else answer
         return max(most - forced, 1)
 
+    def _temperature(self, asked: ChatRequest | CompletionRequest) -> float:
+        if self.where.temperature is not None:
+            return self.where.temperature
+        return 1.0 if asked.temperature is None else asked.temperature
+
     def _sampling(
         self,
         asked: ChatRequest | CompletionRequest,
@@ -150,7 +155,7 @@ class Preparation:
         return Sampling(
             n=asked.n or 1,
             max_tokens=room,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
+            temperature=self._temperature(asked),
             top_p=1.0 if asked.top_p is None else asked.top_p,
             top_k=max(asked.top_k or 0, 0),
             min_p=asked.min_p or 0.0,

@@ -11,7 +11,7 @@ the hash alone decides, which the engine reads back from its own tensors, and th
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,20 +46,18 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
             f"{sha256[:16]}. The step before stays served. Restart the server and send the job again."
         )
     tokens = movement["tokens"]
-    places = [(token["sequence"], token["place"] - 1) for token in tokens]
-    old = [before.logprobs[sequence][place] for sequence, place in places]
-    new = [after.logprobs[sequence][place] for sequence, place in places]
+    old, new = _at(tokens, before), _at(tokens, after)
     if not all(map(math.isfinite, [*old, *new])):
         raise NotProved("the engine gives a probe token a logprob that is not finite")
     ours = [token["after"] - token["before"] for token in tokens]
     theirs = [b - a for a, b in zip(old, new, strict=True)]
-    noise = _noise([a - token["before"] for a, token in zip(old, tokens, strict=True)])
-    length = math.sqrt(sum(x * x for x in ours))
-    # A movement is the difference of two noisy values; over the tokens its slope's standard
-    # error is sqrt(2) * noise / length.
-    if length * (SLOPE[1] - SLOPE[0]) / 2 < SIGMAS * math.sqrt(2) * noise:
+    square = sum(x * x for x in ours)
+    # The slope is sum(ours * theirs) / square; this is what noise in `theirs` makes of it.
+    per_token = _noise(tokens, [*tokens, *movement.get("others", ())], before)
+    error = math.sqrt(sum((x * n) ** 2 for x, n in zip(ours, per_token, strict=True)))
+    if square * (SLOPE[1] - SLOPE[0]) / 2 <= SIGMAS * error:
         return Proof("unprovable by logprob", None, len(tokens))
-    slope = sum(x * y for x, y in zip(ours, theirs, strict=True)) / length**2
+    slope = sum(x * y for x, y in zip(ours, theirs, strict=True)) / square
     if not SLOPE[0] <= slope <= SLOPE[1]:
         raise NotProved(
             f"over {len(tokens)} trained tokens the engine moved {slope:.3g} times as far as the "
@@ -69,9 +67,39 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     return Proof("proved", slope, len(tokens))
 
 
-def _noise(differences: list[float]) -> float:
-    """How far engine and learner disagree about one policy, as a root mean square."""
-    if not differences:
-        return LEAST_NOISE
-    mean = sum(x * x for x in differences) / len(differences)
-    return max(math.sqrt(mean), LEAST_NOISE)
+def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:
+    """What the engine says of these tokens."""
+    return [probe.logprobs[token["sequence"]][token["place"] - 1] for token in tokens]
+
+
+def _noise(
+    tokens: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]], before: Probe
+) -> list[float]:
+    """By how much engine and learner may differ about each movement, by arithmetic alone.
+
+    Rounding moves logits, and a logit moves the logprob of a token of probability p by 1 - p: what
+    is all but certain shows no noise, before or after, however coarse the numbers are. So the
+    noise of the logits is taken from how far both disagree about the old policy, over every token
+    that is known, and each movement gets its share for where its token was and where it went.
+    """
+    old = _at(known, before)
+    seen = sum((a - token["before"]) ** 2 for a, token in zip(old, known, strict=True))
+    doubts = [_doubt(token["before"]) ** 2 for token in known]
+    told_by = sum(doubts)
+    if told_by == 0:
+        return [LEAST_NOISE] * len(tokens)
+    # Few doubtful tokens tell little of the noise: four of them are taken for half of what it is.
+    few = 1 + 4 * sum(d * d for d in doubts) / told_by**2
+    of_logits = few * seen / told_by
+    return [
+        math.sqrt(
+            of_logits * (_doubt(token["before"]) ** 2 + _doubt(token["after"]) ** 2)
+            + 2 * LEAST_NOISE**2
+        )
+        for token in tokens
+    ]
+
+
+def _doubt(logprob: float) -> float:
+    """1 - p."""
+    return -math.expm1(min(logprob, 0.0))

@@ -10,10 +10,11 @@ counted by reason. Nothing is guessed: a call that this server did not record is
 its tokens, its text and its log-probabilities agree.
 
 What is counted: calls by how they were found (`by_tokens`, `by_rollout`, `matched`, `rerendered`);
-`dropped/abandoned`, `dropped/other_model` and `dropped/no_logprobs` are calls that became context;
+`dropped/abandoned`, `dropped/other_model`, `dropped/not_named` (by `trained_calls`) and
+`dropped/no_logprobs` are calls that became context;
 `dropped/no_calls` and `dropped/too_long` are trajectories, `dropped/empty_group` groups, and
-`exceptions` rollouts that failed. `other_template` are calls of a rollout whose chat template had
-other arguments than the model's own; they are trained like any other.
+`exceptions` rollouts that failed. `other_template_args` are calls whose chat template had other
+arguments than the model's own, or printed another date; they are trained like any other.
 """
 
 import asyncio
@@ -27,10 +28,12 @@ from typing import Any, get_args
 from hone.errors import Unprocessable
 from hone.models.architecture import DecoderConfig
 from hone.server.calls import CallStore
-from hone.server.choices import Choices, same_weights
+from hone.server.choices import Choices
+from hone.server.language import FIXED, differing
 from hone.server.models import ModelRecord
-from hone.server.sampled import Path, Refused, wrong_logprob
+from hone.server.sampled import Path, Refused, brief, wrong_logprob
 from hone.server.serving import Serving
+from hone.server.staleness import too_stale
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Call, FieldError, RecordedCall, RolloutId, TrainConfig
 
@@ -70,7 +73,7 @@ async def resolve(
         fingerprint = language.fingerprint_of(template)
         config_file = language.files.path / "config.json"
         shape = DecoderConfig.parse(language.files.config, where=str(config_file))
-        step, _ = serving.newest(record)
+        step, adapter = serving.newest(record)
         choices = Choices(
             template,
             calls,
@@ -81,7 +84,17 @@ async def resolve(
             step=step,
         )
         limit = min(config.max_seq_length, shape.max_positions)
-        resolver = _Resolver(record, fingerprint, calls, choices, config, shape.vocab, limit)
+        resolver = _Resolver(
+            record=record,
+            fingerprint=fingerprint,
+            calls=calls,
+            choices=choices,
+            config=config,
+            vocab=shape.vocab,
+            limit=limit,
+            step=step,
+            adapter_sha256=None if adapter is None else adapter.sha256,
+        )
         return resolver.run(groups)
 
     # Blocking from here on: the store, the disk, rendering.
@@ -93,6 +106,7 @@ class _Resolver:
 
     def __init__(
         self,
+        *,
         record: ModelRecord,
         fingerprint: str,
         calls: CallStore,
@@ -100,7 +114,10 @@ class _Resolver:
         config: TrainConfig,
         vocab: int,
         limit: int,
+        step: int,
+        adapter_sha256: str | None,
     ) -> None:
+        """`step`, `adapter_sha256`: the newest, from which the job would start."""
         self._record = record
         self._fingerprint = fingerprint
         self._calls = calls
@@ -108,6 +125,8 @@ class _Resolver:
         self._config = config
         self._vocab = vocab
         self._limit = limit
+        self._step = step
+        self._adapter_sha256 = adapter_sha256
         self._counts: Counter[str] = Counter()
         self._errors: list[FieldError] = []
         self._used: list[str] = []
@@ -154,11 +173,17 @@ class _Resolver:
                 f"{' and '.join(forms)} each say what was sampled; send one of them and leave the "
                 "others out",
             )
+        if trajectory.trained_calls is not None and forms != ["rollout"]:
+            raise Refused(
+                (*path, "trained_calls"),
+                "names recorded calls of a rollout, and there is no rollout here; send its id as "
+                "rollout, or leave trained_calls out",
+            )
         calls: list[Call] = []
         if forms == ["calls"]:
             calls = self._by_tokens(trajectory, path)
         elif forms == ["rollout"]:
-            calls = self._by_rollout(trajectory.rollout, (*path, "rollout"))
+            calls = self._by_rollout(trajectory, path)
         elif forms:
             calls = self._by_messages(trajectory, path)
         if not any(call.trained and call.completion_ids for call in calls):
@@ -184,7 +209,8 @@ class _Resolver:
         self._counts["by_tokens"] += len(trajectory.calls)
         return trajectory.calls
 
-    def _by_rollout(self, rollout: str, path: Path) -> list[Call]:
+    def _by_rollout(self, trajectory: Trajectory, inside: Path) -> list[Call]:
+        rollout, path = trajectory.rollout, (*inside, "rollout")
         if not _ROLLOUT.fullmatch(rollout):
             raise Refused(path, f"{rollout!r} is no rollout id; send the id the agent ran under")
         if rollout in self._rollouts:
@@ -199,12 +225,26 @@ class _Resolver:
                 "server under that id, or its calls were pruned; open a run to keep them "
                 "(POST /v1/runs)",
             )
-        calls = [call for one in recorded if (call := self._recorded(one, path))]
+        wanted = self._wanted(trajectory, [one.id for one in recorded], inside)
+        calls = [call for one in recorded if (call := self._recorded(one, wanted, path))]
         self._used += [one.id for one in recorded]
         self._counts["by_rollout"] += sum(call.trained for call in calls)
         return calls
 
-    def _recorded(self, one: RecordedCall, path: Path) -> Call | None:
+    def _wanted(self, trajectory: Trajectory, known: list[str], path: Path) -> set[str]:
+        """Ids of the calls that may be trained: those named, or all."""
+        if trajectory.trained_calls is None:
+            return set(known)
+        for i, name in enumerate(trajectory.trained_calls):
+            if name not in known:
+                raise Refused(
+                    (*path, "trained_calls", i),
+                    f"rollout {trajectory.rollout!r} has no call {brief(name)}. Its calls: "
+                    f"{', '.join(known[:20])}{', ...' if len(known) > 20 else ''}.",
+                )
+        return set(trajectory.trained_calls)
+
+    def _recorded(self, one: RecordedCall, wanted: set[str], path: Path) -> Call | None:
         """One call of a rollout; other models' are context, and abandoned ones nothing at all."""
         if one.abandoned:
             self._counts["dropped/abandoned"] += 1
@@ -212,15 +252,32 @@ class _Resolver:
         if one.model != str(self._record.key):
             self._counts["dropped/other_model"] += 1
             return one.call.model_copy(update={"trained": False})
-        if not same_weights(one.fingerprint, self._fingerprint):
+        if one.id not in wanted:
+            self._counts["dropped/not_named"] += 1
+            return one.call.model_copy(update={"trained": False})
+        different = differing(one.fingerprint, self._fingerprint)
+        if other := [part for part in different if part in FIXED]:
             raise Refused(
                 path,
-                f"call {one.id!r} was answered by other weights than those that "
-                f"{one.base_model!r} names now, and its ids may mean something else. Run the "
-                "rollout again.",
+                f"call {one.id!r} was answered with other {' and '.join(other)} than "
+                f"{one.base_model!r} has now, and its ids may mean something else. Run the rollout "
+                "again, or put the old files back.",
             )
-        self._counts["other_template"] += one.fingerprint != self._fingerprint
+        self._counts["other_template_args"] += bool(different)
+        self._check_fresh(one.call.step, path, f"call {one.id!r} ")
+        same = one.adapter_sha256 == self._adapter_sha256 or one.call.step != self._step
+        if not same and self._config.max_staleness is not None:
+            raise Refused(
+                path,
+                f"call {one.id!r} was answered by another step {self._step} than "
+                f"{str(self._record.key)!r} has now: the model was renamed, or its steps were "
+                "deleted and trained anew. Run the rollout again.",
+            )
         return one.call
+
+    def _check_fresh(self, step: int, path: Path, what: str = "it ") -> None:
+        if why := too_stale(step, self._step, self._config):
+            raise Refused(path, what + why)
 
     def _by_messages(self, trajectory: Trajectory, path: Path) -> list[Call]:
         histories: list[tuple[History, Path]] = [(trajectory, path)]
@@ -230,6 +287,9 @@ class _Resolver:
         ]
         taken = [one for history, where in histories for one in self._choices.read(history, where)]
         self._counts.update(one.how for one in taken)
+        self._counts["other_template_args"] += sum(one.other_args for one in taken)
+        for one in taken:
+            self._check_fresh(one.call.step, one.where)
         self._used += [one.recorded for one in taken if one.recorded is not None]
         return [one.call for one in taken]
 
@@ -242,6 +302,7 @@ class _Resolver:
             raise Refused((*path, "step"), f"expected a step, got {call.step}")
         if not call.trained:
             return  # another model's calls keep their own vocabulary; they are never computed
+        self._check_fresh(call.step, (*path, "step"))
         for field in ("prompt_ids", "completion_ids"):
             ids = getattr(call, field)
             if ids and not (min(ids) >= 0 and max(ids) < self._vocab):

@@ -15,17 +15,19 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
 
-import uvicorn
 from filelock import FileLock, Timeout
 
 from hone.errors import ServerError
 from hone.server.app import State, create_apps
 from hone.server.auth import settle_key
+from hone.server.listen import AppServer, bind, port_of
 from hone.server.settings import Settings
 from hone.server.telemetry import say, start_logging, stop_logging
+
+TAKE_OVER_S = 60.0
+"""The server of an owner that was killed is still putting its job back; it is waited for."""
 
 
 def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
@@ -33,19 +35,22 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     settings = settings.model_copy(update={"root": settings.root.resolve()})
     settings.root.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.root / "server.lock")
+    owned = os.environ.get("HONE_OWNED") == "1"
+    owner = settings.root / "server.owner"
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=TAKE_OVER_S if owned and _is_orphan(owner) else 0)
     except Timeout:
         raise ServerError(
             f"--root {settings.root}: another server uses it. Stop that one, or name another root."
         ) from None
+    owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
     settings, fresh_key = settle_key(settings)
-    control = _bind(settings.host, settings.port, "--port")
+    control = bind(settings.host, settings.port)
     inference = None
     if settings.inference_port is not None:
-        inference = _bind(settings.host, settings.inference_port, "--inference-port")
+        inference = bind(settings.host, settings.inference_port, option="--inference-port")
     settings = settings.model_copy(
-        update={"port": _port(control), "inference_port": inference and _port(inference)}
+        update={"port": port_of(control), "inference_port": inference and port_of(inference)}
     )
     start_logging(settings)
     try:
@@ -53,6 +58,19 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     finally:
         stop_logging()
         lock.release()
+
+
+def _is_orphan(owner: Path) -> bool:
+    """Whether the server that uses the root belongs to a process that is gone."""
+    import psutil  # here, because nobody else needs it to start
+
+    try:
+        pid = int(owner.read_text(encoding="utf-8"))
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except (OSError, ValueError):  # it has no owner, or is older than this file
+        return False
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def _serve(
@@ -65,12 +83,13 @@ async def _serve(
     state = State.open(settings)
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
-    servers = [_server(app) for app, _ in zip(apps, sockets, strict=False)]
+    servers = [AppServer(app) for app, _ in zip(apps, sockets, strict=False)]
 
     closing: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        # The job goes back to the queue first; streams that wait for it then have little to wait for.
+        # Streams that wait for a job end at once: the server would wait for them.
+        state.jobs.stop_waiting()
         closing.append(asyncio.create_task(state.service.close()))
         for server in servers:
             server.should_exit = True
@@ -93,33 +112,6 @@ async def _serve(
         _tell_owner(settings)
         await asyncio.gather(*tasks)
         say("server stopping")
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server that says when it accepts, and leaves signals to us."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    def capture_signals(self) -> Any:
-        return nullcontext()
-
-
-def _server(app: Any) -> _Server:
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=5,
-        timeout_keep_alive=75,
-    )
-    return _Server(config)
 
 
 def banner(state: State, fresh_key: str | None) -> list[str]:
@@ -154,26 +146,6 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         "Try it:",
         f"  curl {openai}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
     ]
-
-
-def _bind(host: str, port: int, option: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its protocol, or asyncio leaves Nagle on and every answer takes 40 ms longer.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise ServerError(
-            f"{option} {port}: cannot listen on {host}:{port} ({error.strerror}). "
-            "Stop what uses it, or choose another port."
-        ) from None
-    return bound
-
-
-def _port(bound: socket.socket) -> int:
-    return int(bound.getsockname()[1])
 
 
 def _tell_owner(settings: Settings) -> None:

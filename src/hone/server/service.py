@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hone.errors import Cancelled, Conflict, LearnerDied, NotProved
+from hone.errors import Cancelled, LearnerDied, NotProved
 from hone.inference.base import AdapterRef
 from hone.learner.worker import LearnerProcess
 from hone.server import learning
@@ -224,12 +224,7 @@ class TrainingService:
         """The newest step; step 0 is drawn from the model's seed where there is none."""
         language = await self._serving.template(record.spec.base_model)
         newest = await asyncio.to_thread(self._newest_or_first, record, language)
-        if newest.manifest["weights_sha256"] != language.weights_sha256:
-            raise Conflict(
-                f"step {newest.step} of model {str(record.key)!r} was trained over other weights "
-                f"than those that {language.name!r} names now ({language.files.path}). Put the old "
-                "weights back, or register a model of another name over the new ones."
-            )
+        language.check_made_for(newest)
         return newest
 
     def _newest_or_first(self, record: ModelRecord, language: Language) -> Checkpoint:
@@ -314,6 +309,7 @@ class TrainingService:
             proof = prove(movement, old, new, checkpoint.sha256)
         except NotProved:
             self._metrics.publishes.labels("not proved").inc()
+            await self._serving.withdraw(base, after)
             raise
         self._metrics.publishes.labels(proof.verdict).inc()
         await asyncio.to_thread(self._jobs.emit, job.id, "proved", asdict(proof))

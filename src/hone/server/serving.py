@@ -12,9 +12,9 @@ it. Adapters in use, the newest ones, and those still to be proved are never unl
 import asyncio
 import contextlib
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hone.errors import Busy, ModelNotFound, NotFound, Unavailable, UnknownModel
@@ -23,6 +23,7 @@ from hone.models.find import find
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.language import Language
 from hone.server.models import ModelRecord, ModelStore
+from hone.server.seats import Seats
 from hone.server.settings import Settings
 from hone.server.talks import Talks
 from hone.server.telemetry import say
@@ -70,16 +71,6 @@ class ServedName:
     created_at: float
 
 
-class _Seats:
-    """The adapters one engine holds, least recently used first."""
-
-    def __init__(self) -> None:
-        self.loaded: OrderedDict[str, AdapterRef] = OrderedDict()
-        self.users: Counter[str] = Counter()
-        self.changing = asyncio.Lock()
-        """Held while an adapter is loaded or unloaded, so that no unload overtakes a load."""
-
-
 class Serving:
     """Engines and templates by base model, and the newest step of every model."""
 
@@ -99,11 +90,13 @@ class Serving:
         self._bases: dict[str, asyncio.Task[Base]] = {}
         self._first: dict[ModelKey, asyncio.Task[None]] = {}
         self._newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
-        self._seats: dict[str, _Seats] = {}
+        self._seats: dict[str, Seats] = {}
         self._said: set[tuple[str, str]] = set()
         self._open = asyncio.Event()
         self._open.set()
         self._answering = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.talks = Talks()
         """The conversations going on, so that the next turn continues the last one's ids."""
 
@@ -220,30 +213,41 @@ class Serving:
     async def publish(self, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         """Load a step into its engine. It becomes what NAME means only by `promote`."""
         base = await self.base(record.spec.base_model)
+        base.check_made_for(checkpoint)
         adapter = AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
-        seats = self._seats.setdefault(base.name, _Seats())
-        async with seats.changing:
-            if adapter.sha256 not in seats.loaded:
-                await base.engine.publish(adapter, checkpoint.path)
-            seats.loaded[adapter.sha256] = adapter
-            seats.loaded.move_to_end(adapter.sha256)
-            await self._make_room(base, seats, keep=adapter.sha256)
+        await self._seats_of(base).load(adapter, checkpoint.path, needed=self._needed)
         return adapter
 
-    async def _make_room(self, base: Base, seats: _Seats, *, keep: str) -> None:
-        needed = {ref.sha256 for _, ref in self._newest.values() if ref is not None} | {keep}
+    async def withdraw(self, base: Base, adapter: AdapterRef) -> None:
+        """Take out a step that could not be proved, so that it is loaded anew if it comes again."""
+        if adapter.sha256 not in self._promoted():
+            await self._seats_of(base).unload(adapter)
+
+    def _seats_of(self, base: Base) -> Seats:
+        if base.name not in self._seats:
+            self._seats[base.name] = Seats(base.engine, self._settings.max_adapters)
+        return self._seats[base.name]
+
+    def _promoted(self) -> set[str]:
+        return {adapter.sha256 for _, adapter in self._newest.values() if adapter is not None}
+
+    def _needed(self, adapter: AdapterRef) -> bool:
+        """The newest of its model, or one that is still to be proved."""
         newest = {str(key): step for key, (step, _) in self._newest.items()}
-        for sha256, adapter in list(seats.loaded.items()):
-            if len(seats.loaded) <= self._settings.max_adapters:
-                return
-            unproved = adapter.step > newest.get(adapter.model, -1)
-            if sha256 not in needed and not seats.users[sha256] and not unproved:
-                del seats.loaded[sha256]
-                await base.engine.unload(adapter)
+        return adapter.sha256 in self._promoted() or adapter.step > newest.get(adapter.model, -1)
 
     def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
         """From now on NAME means this step."""
         self._newest[record.key] = (step, adapter)
+
+    def rename(self, key: ModelKey, new: ModelKey) -> None:
+        """What is loaded of a model is now another name's; the old one may be begun anew."""
+        self._first.pop(key, None)
+        if key in self._newest:
+            step, adapter = self._newest.pop(key)
+            self._newest[new] = step, adapter and replace(adapter, model=str(new))
+        for seats in self._seats.values():
+            seats.rename(str(key), str(new))
 
     def newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
         """The step NAME means. Reads the disk if nobody has asked for the model yet."""
@@ -262,18 +266,20 @@ class Serving:
             yield
             return
         assert policy.record is not None, policy
-        seats = self._seats.setdefault(policy.base.name, _Seats())
-        while adapter.sha256 not in seats.loaded:  # unloaded since it was resolved
+        seats = self._seats_of(policy.base)
+        while adapter not in seats:  # unloaded since it was resolved
             checkpoint = await asyncio.to_thread(
                 self._checkpoints.get, policy.record.key, policy.step
             )
             await self.publish(policy.record, checkpoint)
-        seats.loaded.move_to_end(adapter.sha256)
-        seats.users[adapter.sha256] += 1
-        try:
+        with seats.using(adapter):
             yield
-        finally:
-            seats.users[adapter.sha256] -= 1
+
+    def base_models(self) -> dict[str, bool]:
+        """Base models in use, and whether each is loaded. Blocking."""
+        known = (record.spec.base_model for record in self._models.list())
+        loaded = {base.name for base in self._loaded()}
+        return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(self) -> list[ServedName]:
         """Every name that can be asked for. Blocking: reads the disk."""
@@ -331,10 +337,18 @@ class Serving:
                 "once (max_concurrent); try again in a second"
             )
         self._answering += 1
+        self._idle.clear()
         try:
             yield
         finally:
             self._answering -= 1
+            if not self._answering:
+                self._idle.set()
+
+    async def drain(self, deadline_s: float) -> None:
+        """Wait until no request is being answered: those cut off still have to be recorded."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
 
     async def close(self) -> None:
         """Close every engine; loads under way are let go."""

@@ -49,9 +49,10 @@ class Settings(Strict):
     max_seq_length: int = Field(default=8192, gt=1)
     """Prompt and answer together, at most."""
     keep_calls_s: float = Field(default=7 * 86400.0, gt=0)
-    """Recorded calls older than this are pruned, unless a run is open or a job refers to them."""
+    """Recorded calls older than this are pruned, unless a run is open or a job refers to them; so
+    are the groups of jobs that ended longer ago."""
     keep_calls_bytes: int = Field(default=4 * 2**30, gt=0)
-    """And the oldest ones beyond this size."""
+    """And the oldest ones beyond this size, of the calls and of the groups each."""
     learner_threads: int | None = Field(default=None, gt=0)
     """None: all cores."""
     device: str | None = None

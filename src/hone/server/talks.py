@@ -72,7 +72,7 @@ class Talk:
                 messages=call.messages,
                 reply=call.reply,
                 tools=call.tools,
-                template=call.fingerprint.rpartition("-")[2],
+                template=call.fingerprint.partition("-")[2],
             )
         )
         self._calls.append(call)

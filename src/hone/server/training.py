@@ -19,9 +19,10 @@ from pydantic import Field
 from hone.errors import Busy, Conflict, NotFound, Unprocessable
 from hone.server import events
 from hone.server.checkpoints import Checkpoint
-from hone.server.checks import check_request, check_spec, digest, train_config
+from hone.server.checks import check_request, checked_spec, digest, train_config
 from hone.server.jobs import FINAL
 from hone.server.models import ModelRecord
+from hone.server.rename import rename
 from hone.server.resolve import resolve
 from hone.server.settings import Settings
 from hone.server.telemetry import say
@@ -60,6 +61,13 @@ class MetricsRequest(Strict):
     """By `val/reward` the best step is chosen."""
 
 
+class RenameRequest(Strict):
+    """Another name for a model."""
+
+    to: Name
+    """In the same project; neither registered nor a base model in use."""
+
+
 def routes(state: "State") -> APIRouter:
     """Every route of the training API."""
     router = APIRouter(prefix="/v1/training", tags=["training"])
@@ -76,7 +84,7 @@ def _model_routes(state: "State", router: APIRouter) -> None:
     @router.post("/models", status_code=201, responses={200: {"model": ModelInfo}})
     async def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
         """Register a model over a base model; 200 if it was registered before. Loads nothing."""
-        check_spec(spec)
+        spec = checked_spec(spec)
         before = await asyncio.to_thread(state.models.list)
         record = await asyncio.to_thread(state.models.register, spec)
         if any(known.key == record.key for known in before):
@@ -101,6 +109,14 @@ def _model_routes(state: "State", router: APIRouter) -> None:
         """Load its engine, write step 0 if there is no step yet, and serve the newest."""
         record = await _record(state, project, name)
         await state.service.prepare(record)
+        return await _info(state, record, request)
+
+    @router.post("/models/{project}/{name}/rename")
+    async def rename_model(
+        project: Name, name: Name, body: RenameRequest, request: Request
+    ) -> ModelInfo:
+        """Give it another name, with its steps, history, jobs and runs; the old one is free then."""
+        record = await rename(state, ModelKey(project, name), body.to)
         return await _info(state, record, request)
 
     @router.post("/models/{project}/{name}/metrics")

@@ -1,0 +1,134 @@
+"""Another name for a model: all that is kept of it goes along, whenever the server is killed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.server.api import AGENT, JOBS, Api, Open
+from tests.server.conftest import MakeState
+
+from hone.server.rename import FAILPOINTS
+from hone.types import ModelKey, ModelSpec, RunSpec
+
+OLD, NEW = ModelKey("default", "agent"), ModelKey("default", "agent.old")
+
+
+@pytest.fixture
+async def trained(open_api: Open) -> Api:
+    """A server whose model `agent` has one trained step."""
+    api = await open_api()
+    await api.register()
+    await api.ended(await api.submit(config={"learning_rate": 1e-3}, idempotency_key="k"))
+    return api
+
+
+async def test_steps_history_jobs_and_runs_go_along(trained: Api):
+    api, state = trained, trained.state
+    await api.ask("POST", f"{AGENT}/metrics", json={"metrics": {"reward": 0.5}})
+    for run, model in (("short", "agent"), ("long", "default/agent"), ("none", None)):
+        await api.ask("POST", "/v1/runs", json={"id": run, "model": model})
+    (job,) = await api.ask("GET", JOBS)
+    steps = await api.ask("GET", f"{AGENT}/checkpoints")
+    before = await api.ask("GET", AGENT)
+
+    said = await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"})
+    assert said == before | {"name": "agent.old", "inference_name": "agent.old"}
+    assert (said["step"], said["best_step"]) == (1, 1)
+    assert await api.ask("GET", JOBS) == [job | {"model": "default/agent.old"}]
+    assert await api.ask("GET", f"{AGENT}.old/checkpoints") == steps
+    assert state.checkpoints.history(NEW)[-1]["val/reward"] == 0.5
+    assert not state.checkpoints.model_dir(OLD).exists()
+    for run, model in (("short", str(NEW)), ("long", str(NEW)), ("none", None)):
+        assert (await api.ask("GET", f"/v1/runs/{run}"))["model"] == model
+        found = state.calls.run_of(f"{run}:a")
+        assert found is not None and found.model == model
+    await api.ask("GET", AGENT, status=404)
+    # An answer that was lost is asked for again.
+    assert await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"}) == said
+
+
+async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
+    api, serving = trained, trained.state.serving
+    await serving.resolve("agent")
+    (adapter,) = serving._seats[api.base_model].loaded
+    await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"})
+    (renamed,) = serving._seats[api.base_model].loaded
+    assert (renamed.model, renamed.sha256) == (str(NEW), adapter.sha256)
+    assert (await api.register(seed=5)).step == 0
+    fresh, old = await serving.resolve("agent"), await serving.resolve("agent.old")
+    assert (fresh.step, fresh.adapter) == (0, None)
+    assert (old.step, old.adapter) == (1, renamed)
+    job = await api.ended(await api.submit(config={"learning_rate": 1e-3}, idempotency_key="k"))
+    assert (job.base_step, job.step) == (0, 1)
+    assert (await serving.resolve("agent.old")).adapter == renamed
+
+
+async def test_a_model_at_work_keeps_its_name(api: Api):
+    job = await api.submit()
+    said = await api.ask("POST", f"{AGENT}/rename", json={"to": "b"}, status=409)
+    assert f"job {job.id!r} is" in said["error"]["message"]
+    assert "Wait for its end, or cancel it" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("to", "status", "why"),
+    [
+        ("other", 409, "'default/other' exists already"),
+        ("logged", 409, "or its directory"),
+        ("tiny", 409, "'tiny' is the name of a base model in use"),
+        ("../x", 422, "to: "),
+    ],
+)
+async def test_a_name_that_is_taken_is_refused(open_api: Open, to: str, status: int, why: str):
+    api = await open_api(held=True)
+    await api.register()
+    await api.register(name="other")
+    api.state.models.register(ModelSpec(name="third", base_model="tiny"))
+    api.state.checkpoints.log(ModelKey("default", "logged"), 0, {"a": 1.0}, "val")
+    said = await api.ask("POST", f"{AGENT}/rename", json={"to": to}, status=status)
+    assert why in said["error"]["message"]
+    await api.ask("POST", "/v1/training/models/default/agnet/rename", json={"to": "x"}, status=404)
+
+
+RENAME = """
+import asyncio, sys
+from pathlib import Path
+from hone.server.app import State
+from hone.server.rename import rename
+from hone.server.settings import Settings
+from hone.types import ModelKey
+
+state = State.open(Settings(root=Path(sys.argv[1])))
+asyncio.run(rename(state, ModelKey("default", "agent"), "agent.old"))
+"""
+
+
+@pytest.mark.parametrize("point", FAILPOINTS)
+def test_a_rename_that_was_killed_is_finished_at_the_next_start(
+    make_state: MakeState, tmp_path: Path, point: str
+):
+    state = make_state()
+    state.models.register(ModelSpec(name="agent", base_model="tiny"))
+    state.calls.open_run(RunSpec(id="run", model="agent"))
+    state.checkpoints.log(OLD, 3, {"reward": 1.0}, "val")
+    state.store.close()
+    killed = subprocess.run(
+        [sys.executable, "-c", RENAME, str(tmp_path / "hone")],
+        env=os.environ | {"HONE_FAILPOINT": point},
+        timeout=60,
+    )
+    assert killed.returncode == -9
+    state = make_state()
+    assert [record.key for record in state.models.list()] == [NEW]
+    assert json.loads(state.models.get(NEW).spec.model_dump_json())["name"] == "agent.old"
+    assert state.checkpoints.history(NEW)[0]["step"] == 3
+    found = state.calls.run_of("run:a")
+    assert found is not None and found.model == str(NEW)
+    # Done once: a new model under the old name stays where it is.
+    state.models.register(ModelSpec(name="agent", base_model="tiny"))
+    state.store.close()
+    state = make_state()
+    assert [record.key for record in state.models.list()] == [OLD, NEW]
