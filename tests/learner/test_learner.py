@@ -308,7 +308,11 @@ def test_movement_tells_the_new_adapter_from_the_old(learner: Learner, groups):
     assert 0 < len(movement.tokens) <= 32
     moves = [abs(token.after - token.before) for token in movement.tokens]
     assert moves == sorted(moves, reverse=True) and moves[0] > 1e-3
-    for token in movement.tokens[:5]:
+    places = {(token.sequence, token.place) for token in movement.tokens}
+    others = {(token.sequence, token.place) for token in movement.others}
+    assert others and not places & others
+    assert any(place < 4 for _, place in others), "prompts are looked at too"
+    for token in movement.tokens[:5] + movement.others[:5]:
         ids = list(movement.sequences[token.sequence])
         prompt, target = ids[: token.place], ids[token.place]
         call = Call(prompt_ids=prompt, completion_ids=[target])

@@ -1,7 +1,8 @@
 """What a job moved most: the tokens by which a publisher can tell the new adapter from the old.
 
 In:   the job's samples, the decoder, the adapter before and after
-Out:  Movement: a few sequences and up to 32 of their tokens with both log-probabilities
+Out:  Movement: a few sequences, up to 32 of their tokens with both log-probabilities, and some
+      more by which noise can be told
 Used: learner/learner.py; the server compares the engine's answers with it before it publishes
 
 Values are at temperature 1, whatever the call was sampled at, because that is what an engine
@@ -11,7 +12,9 @@ reports for a given sequence.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.learner.forward import row_logprobs, twin
@@ -21,8 +24,11 @@ from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 
 CALLS = 4
-TOKENS = 512
-"""The probe is two extra forward passes over so many calls and tokens (one call at least)."""
+TOKENS = 320
+"""The probe is two extra forward passes over so many calls and tokens (one call at least), here and
+in the engine: on a CPU it was half of a small job's time with 512."""
+OTHERS = 32
+"""So many more tokens of the same calls are priced, whether they moved or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,17 @@ class Movement:
 
     sequences: tuple[tuple[int, ...], ...]
     tokens: tuple[MovedToken, ...]
+    others: tuple[MovedToken, ...] = ()
+    """Some more, prompts included, evenly spread: the moved ones are too few to tell from them how
+    far two programs' arithmetic differs, and in bfloat16 that is as much as a small step moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeCalls:
-    """The calls that are looked at."""
+    """The calls that are looked at, labelled where their tokens are priced."""
 
     calls: tuple[LabelledCall, ...]
+    trained: Tensor  # [M] bool, per label of the calls: whether the job trains it
 
     @classmethod
     def choose(cls, samples: Sequence[Sample]) -> "ProbeCalls":
@@ -58,9 +68,14 @@ class ProbeCalls:
         left = TOKENS
         for call in calls[:CALLS]:
             if not chosen or len(call.ids) <= left:
-                chosen.append(replace(call, temperature=1.0))
+                chosen.append(call)
                 left -= len(call.ids)
-        return cls(tuple(chosen))
+        watched = [_watched(call, OTHERS // len(chosen)) for call in chosen]
+        trained = [torch.as_tensor(of_call) for _, of_call in watched]
+        return cls(
+            tuple(call for call, _ in watched),
+            torch.cat(trained) if trained else torch.empty(0, dtype=torch.bool),
+        )
 
     def logprobs(self, decoder: Decoder, lora: Lora) -> Tensor:
         """Of every label of the calls, in their order, under this adapter."""
@@ -74,12 +89,25 @@ class ProbeCalls:
         return values
 
     def movement(self, before: Tensor, after: Tensor, *, limit: int) -> Movement:
-        """The `limit` tokens that moved most."""
+        """The `limit` trained tokens that moved most, and the others."""
         where = [
             (i, call.prompt + int(p)) for i, call in enumerate(self.calls) for p in call.places
         ]
-        furthest = (after - before).abs().argsort(descending=True, stable=True)[:limit]
-        return Movement(
-            tuple(tuple(call.ids.tolist()) for call in self.calls),
-            tuple(MovedToken(*where[i], float(before[i]), float(after[i])) for i in furthest),
-        )
+
+        def moved(labels: Tensor) -> tuple[MovedToken, ...]:
+            return tuple(MovedToken(*where[i], float(before[i]), float(after[i])) for i in labels)
+
+        trained, others = self.trained.nonzero()[:, 0], (~self.trained).nonzero()[:, 0]
+        furthest = (after - before)[trained].abs().argsort(descending=True, stable=True)[:limit]
+        sequences = tuple(tuple(call.ids.tolist()) for call in self.calls)
+        return Movement(sequences, moved(trained[furthest]), moved(others))
+
+
+def _watched(call: LabelledCall, others: int) -> tuple[LabelledCall, NDArray[np.bool_]]:
+    """The call at temperature 1, labelled at its own places and at `others` more; which are its own."""
+    own = call.prompt + call.places
+    rest = np.setdiff1d(np.arange(1, len(call.ids)), own)
+    spread = rest[np.linspace(0, len(rest) - 1, min(others, len(rest))).round().astype(int)]
+    places = np.union1d(own, spread)
+    labelled = replace(call, prompt=1, places=places - 1, logprobs=None, temperature=1.0)
+    return labelled, np.isin(places, own)
