@@ -13,6 +13,7 @@
     |   |-- NotInThisVersion              known, but not built yet
     |   `-- Unauthorized                  no key, or not the right one
     |-- RolloutError (RuntimeError)       the agent or its world must act
+    |   |-- PolicyFailure                 the model, not its world, made the rollout fail
     |   |-- RequestTooLarge               a request that could never fit the engine
     |   `-- TemplateError                 messages that the chat template cannot express
     |-- TrainingError (RuntimeError)      the job must be changed
@@ -25,7 +26,8 @@
     `-- ServerError (RuntimeError)        the operator must act
         |-- EngineError                   the engine cannot do what was asked of it
         |-- Unavailable                   not now: full, loading or closing; try again
-        |   `-- Busy                      too many requests at once
+        |   |-- Busy                      too many requests at once
+        |   `-- Unreachable (ConnectionError)   nobody answers at that address
         `-- StateError                    the state on disk cannot be used as it is
 
 A message says where (key, job, file), what (got and expected), and what to do.
@@ -104,6 +106,18 @@ class RolloutError(HoneError, RuntimeError):
     """The agent, or the world it acts in, failed."""
 
 
+class PolicyFailure(RolloutError):
+    """The model made the rollout fail: an answer of no use, a limit it ran into.
+
+    Agents raise it; `finetuning.on_policy_failure` says what becomes of the rollout.
+    """
+
+    def __init__(self, message: str, *, reason: str = "policy") -> None:
+        """`reason` is one word, by which such failures are counted: `step_limit`."""
+        super().__init__(message)
+        self.reason = reason
+
+
 class RequestTooLarge(RolloutError):
     """A request that could never fit the engine, however long it waited."""
 
@@ -161,6 +175,10 @@ class Busy(Unavailable):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.headers = {"Retry-After": str(retry_after_s)}
+
+
+class Unreachable(Unavailable, ConnectionError):
+    """Nobody answers at that address, or not the server that was expected there."""
 
 
 class StateError(ServerError):

@@ -1,6 +1,7 @@
 """hone.rollout: who gets the header, who does not, and that nothing stays patched."""
 
 import asyncio
+import contextlib
 import contextvars
 import subprocess
 import sys
@@ -62,7 +63,7 @@ async def test_async_clients_carry_the_scope_they_are_used_in(serve: Serve, libr
 
 
 @pytest.mark.parametrize("library", [httpx, httpx2])
-async def test_sync_clients_do_too_also_in_threads_that_get_the_context(serve: Serve, library: Any):
+async def test_sync_clients_do_too_also_in_pools_of_threads(serve: Serve, library: Any):
     url = await serve(echo()) + CHAT
 
     def ask() -> str | None:
@@ -71,10 +72,9 @@ async def test_sync_clients_do_too_also_in_threads_that_get_the_context(serve: S
 
     with hone.rollout("game-2"):
         assert await asyncio.to_thread(ask) == "game-2"
-        # A pool does not hand the context on by itself, and what is outside is left alone.
         with ThreadPoolExecutor(1) as pool:
             loop = asyncio.get_running_loop()
-            assert await loop.run_in_executor(pool, ask) is None
+            assert await loop.run_in_executor(pool, ask) == "game-2"
             context = contextvars.copy_context()
             assert await loop.run_in_executor(pool, context.run, ask) == "game-2"
     assert await asyncio.to_thread(ask) is None
@@ -170,6 +170,19 @@ async def test_functions_extend_the_path(serve: Serve):
             assert await where() == "judge"
         with scope.within("nobody"):  # outside a rollout there is nothing to mark
             assert await where() is None
+
+
+def test_a_path_that_is_too_long_for_a_header_keeps_its_innermost_functions():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hone.rollout("r"))
+        stack.enter_context(scope.within("<workflow>"))
+        for _ in range(100):
+            stack.enter_context(scope.within("solve"))
+        stack.enter_context(scope.within("search"))
+        here = scope.current()
+    assert here is not None
+    # "...", then as many ".solve" as fit into 200 with ".search" at the end: 3 + 31 * 6 - 1 + 7
+    assert here.function == "..." + "solve." * 31 + "search" and len(here.function) <= 200
 
 
 async def test_a_scope_for_one_host_tells_no_other(serve: Serve):

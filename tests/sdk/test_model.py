@@ -8,7 +8,7 @@ import pytest
 import hone
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
 from hone.errors import ConfigError, NotInThisVersion
-from hone.model import means
+from hone.trajectory import means
 
 
 def prompted(**more: str) -> Model:
@@ -70,6 +70,9 @@ def test_the_server_is_told_what_was_written():
         rank=4,
         chat_template_kwargs={"enable_thinking": False},
         defaults={"learning_rate": 1e-4},
+        init_args={"max_seq_length": 512},
+        engine_args={"gpu_memory_utilization": 0.5},
+        peft_args={"lora_alpha": 8},
         config={"mine": 1},
     )
     assert model.trainable
@@ -80,6 +83,9 @@ def test_the_server_is_told_what_was_written():
         "rank": 4,
         "chat_template_kwargs": {"enable_thinking": False},
         "defaults": {"learning_rate": 1e-4},
+        "init_args": {"max_seq_length": 512},
+        "engine_args": {"gpu_memory_utilization": 0.5},
+        "peft_args": {"lora_alpha": 8},
     }
 
 
@@ -97,10 +103,10 @@ def test_what_hone_does_not_take_is_refused_by_name():
         TrainableModel(name="a", base_model="b", base_path=".art")
     with pytest.raises(ValueError, match="name"):
         TrainableModel(name="../a", base_model="b")
-    with pytest.raises(NotInThisVersion, match="is rank here"):
+    with pytest.raises(NotInThisVersion, match="are fields of their own here"):
         TrainableModel(name="a", base_model="b", _internal_config={})
     model = TrainableModel(name="a", base_model="b")
-    with pytest.raises(NotInThisVersion, match="is rank here"):
+    with pytest.raises(NotInThisVersion, match="are fields of their own here"):
         model._internal_config = {}
 
 
@@ -127,3 +133,14 @@ def test_means_by_hand():
     alone = [Trajectory(reward=1), Trajectory(reward=2), ValueError("x")]
     assert means(alone) == {"reward": 1.5, "exception_rate": pytest.approx(1 / 3)}
     assert means([]) == {}
+
+
+def test_means_that_no_float_can_hold_are_left_out():
+    group = TrajectoryGroup(
+        [
+            Trajectory(reward=1e308, metrics={"huge": 10**400, "won": True}),
+            Trajectory(reward=1e308, metrics={"won": float("nan")}),
+        ]
+    )
+    # The sum of the rewards is beyond all floats; of `won` one value is known.
+    assert means([group]) == {"exception_rate": 0.0, "won": 1.0}

@@ -8,12 +8,14 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from tests.sdk.conftest import serving
 from tests.sdk.standin import Link, StandIn, refusal
 
 from hone import RemoteBackend, TrainableModel, TrainConfig, Trajectory, TrajectoryGroup, errors
-from hone.backends import remote
+from hone.backends import http, remote
 from hone.backends.base import Backend, TrainResult
+from hone.trajectory import JobRequest
 from hone.types import Call
 
 MODEL = TrainableModel(name="agent", project="p", base_model="b")
@@ -193,7 +195,7 @@ async def test_a_stream_that_ends_early_is_opened_again(
 async def test_silence_is_not_waited_out(
     backend: RemoteBackend, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.2)
+    monkeypatch.setattr(http, "SILENCE_S", 0.2)
     task = await start(backend, standin)
     async with asyncio.timeout(10):
         while sum(path.endswith("/events") for _, path, _ in standin.asked) < 2:
@@ -203,7 +205,7 @@ async def test_silence_is_not_waited_out(
 
 
 async def test_patience_ends_and_the_job_is_named(
-    backend: RemoteBackend, standin: StandIn, link: Link
+    backend: RemoteBackend, standin: StandIn, link: Link, caplog: pytest.LogCaptureFixture
 ):
     backend.patience_s = 0.3
     task = await start(backend, standin)
@@ -215,10 +217,12 @@ async def test_patience_ends_and_the_job_is_named(
     with pytest.raises(errors.Unavailable, match="no hone server answers there") as caught:
         await asyncio.wait_for(task, 10)
     assert caught.value.__notes__ == ["Job job-0 was accepted and goes on when its server does."]
+    (waits,) = [r.message for r in caplog.records if "Waiting up to" in r.message]  # told once
+    assert "no hone server answers there" in waits and waits.endswith("0.3 s for it to come back.")
 
 
 async def test_a_wrong_address_fails_soon_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote, "FIRST_S", 0.3)
+    monkeypatch.setattr(http, "FIRST_S", 0.3)
     backend = RemoteBackend("http://127.0.0.1:1")  # patience is for servers that answered once
     with pytest.raises(errors.Unavailable, match=r"Start one with `hone serve`"):
         await asyncio.wait_for(backend.step(MODEL), 10)
@@ -264,7 +268,7 @@ async def test_a_refusal_is_the_exception_it_stands_for(
 async def test_wrong_fields_are_named(backend: RemoteBackend, standin: StandIn):
     # The stand-in checks bodies as the real one does: by hone's types, in FastAPI.
     with pytest.raises(errors.Unprocessable) as caught:
-        await backend._ask("POST", "/v1/training/models", '{"name": "../x", "base_model": "b"}')
+        await backend.ask("POST", "/v1/training/models", '{"name": "../x", "base_model": "b"}')
     assert [field.path for field in caught.value.fields] == [("name",)]
 
 
@@ -368,3 +372,58 @@ def test_one_backend_serves_many_event_loops(standin: StandIn):
             return await RemoteBackend(url).step(MODEL)
 
     assert [asyncio.run(step()) for _ in range(2)] == [4, 4]
+
+
+# ---- jobs by their ids ------------------------------------------------------------------------
+
+
+async def test_a_job_is_submitted_waited_for_and_asked_about(
+    backend: RemoteBackend, standin: StandIn
+):
+    request = JobRequest(model="p/agent", groups=groups(), idempotency_key="k")
+    job = await backend.submit(request)
+    assert (await backend.submit(request)).id == job.id, "the same key is the same job"
+    heard: list[str] = []
+    waiting = asyncio.create_task(
+        backend.wait(job.id, on_event=lambda event: heard.append(event.type))
+    )
+    standin.emit("queued")
+    standin.emit("done", step=3)
+    done = await asyncio.wait_for(waiting, 10)
+    assert (done.state, done.step, heard) == ("done", 3, ["queued", "done"])
+    assert await backend.job(job.id) == done
+    polled = [path for method, path, _ in standin.asked if method == "GET"]
+    assert polled.count(f"/v1/training/jobs/{job.id}") == 2, "once after the last event, once here"
+
+
+async def test_whoever_stops_waiting_leaves_the_job_alone(backend: RemoteBackend, standin: StandIn):
+    job = await backend.submit(JobRequest(model="p/agent", groups=groups(), idempotency_key="k"))
+    with pytest.raises(TimeoutError):
+        await backend.wait(job.id, timeout_s=0.1)
+    assert standin.job.info.state == "queued"
+    assert (await backend.cancel(job.id)).state == "cancelled"
+
+
+async def test_nobody_there_is_a_connection_error_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "FIRST_S", 0.1)
+    with pytest.raises(ConnectionError, match="no hone server answers there"):
+        await RemoteBackend("http://127.0.0.1:1").health()
+    assert issubclass(errors.Unreachable, errors.Unavailable)
+
+
+async def test_another_address_of_the_server_is_given_up_soon(
+    backend: RemoteBackend, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http, "FIRST_S", 0.1)
+    await backend.step(MODEL)  # it has answered, and would be waited for
+    with pytest.raises(errors.Unreachable, match=r"http://127\.0\.0\.1:1: no hone server"):
+        await backend.served_models("http://127.0.0.1:1/v1")
+
+
+async def test_what_a_newer_server_adds_is_not_this_clients_business(
+    backend: RemoteBackend, standin: StandIn
+):
+    told = await backend.register(MODEL)
+    added = {**told.model_dump(), "invented_later": {"deep": 1}}
+    standin.refuse = lambda request: JSONResponse(added)
+    assert await backend.model_info(MODEL) == told

@@ -2,33 +2,28 @@
 
 In:   models and groups; the server's address and key
 Out:  the step that was published; every refusal of the server as the exception it stands for
-Used: the user's training loop; local.py for the server it starts
+Used: the user's training loop; local.py for the server it starts; finetune/adapter.py
 
-Every request may be sent twice, so one whose answer was lost is simply sent again: a job carries
-an idempotency key, and the server gives back the job it made. A wait follows the job's events and
-goes on from the last one seen when the connection breaks; nothing polls.
+A job is known by its id as soon as `submit` returns, and then belongs to the server: who waits for
+it may be cancelled, or be another process, and the job goes on. `train` is the one that takes its
+job back when it is cancelled, because nobody else has the id.
 """
 
 import asyncio
 import json
-import os
-import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from difflib import get_close_matches
-from functools import cached_property
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote, urlsplit
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from urllib.parse import quote
 
-import httpx2
+from pydantic import BaseModel
 
 from hone import errors
 from hone.backends.base import TrainResult
-from hone.backends.refusal import refusal, retry_after_s
-from hone.capture.scope import host_of
-from hone.errors import ConfigError, HoneError, TrainingFailed, Unavailable
+from hone.backends.http import FINAL, Server
+from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.progress import Progress
 from hone.trajectory import JobRequest, TrajectoryGroup
 from hone.types import (
@@ -37,24 +32,23 @@ from hone.types import (
     JobInfo,
     ModelInfo,
     RecordedCall,
+    RunSpec,
     TrainConfig,
 )
 
 if TYPE_CHECKING:
     from hone.model import TrainableModel
 
-FIRST_S = 5.0
-"""A server that never answered yet is given up after so long: the address may be wrong."""
-CONNECT_S = 10.0
-ANSWER_S = 120.0
+T = TypeVar("T", bound=BaseModel)
+
 PREPARE_S = 1800.0
 """Loading a base model, and downloading it."""
-SILENCE_S = 60.0
-"""An event stream says every 15 s that it is there; after so much silence it is opened again."""
+HEALTH_S = 10.0
+"""A server that is up says so at once."""
 WITHDRAW_S = 10.0
 """How long a cancelled `train` tries to cancel its job."""
-_FINAL = frozenset({"done", "failed", "cancelled"})
-_LATER = frozenset({429, 502, 503, 504})
+DAYS_S = 7 * 86400.0
+"""No job takes longer."""
 
 _ART_KEYS = {
     "loss_fn": "loss ('cispo', or 'grpo' where ART says 'ppo')",
@@ -63,7 +57,16 @@ _ART_KEYS = {
 }
 
 
-class RemoteBackend:
+class Named(Protocol):
+    """Anything that says which model it means: a TrainableModel, a ModelSpec, a ModelInfo."""
+
+    @property
+    def project(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+class RemoteBackend(Server):
     """A hone server that somebody else started."""
 
     def __init__(
@@ -81,10 +84,7 @@ class RemoteBackend:
                 asks for none unless it was started with one.
             patience_s: how long a server that has answered before may be out of reach.
         """
-        self.base_url = _checked_url(base_url)
-        self.api_key = api_key or os.environ.get("HONE_API_KEY") or None
-        self.patience_s = patience_s
-        self._met = False
+        super().__init__(base_url, api_key, patience_s)
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -93,18 +93,6 @@ class RemoteBackend:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def connect(self) -> None:
-        """Called before every request: the place to start what is not there yet."""
-
-    def lost(self) -> HoneError | None:
-        """Why it is hopeless to go on asking; None while it is not."""
-        return None
-
-    @property
-    def log_place(self) -> str:
-        """Where the server's log is, for messages."""
-        return f"logs/server.log under the root of the server at {self.base_url}"
-
     async def close(self) -> None:
         """Nothing is held open between requests."""
 
@@ -112,16 +100,16 @@ class RemoteBackend:
 
     async def register(self, model: "TrainableModel[Any]") -> ModelInfo:
         body = model.spec().model_dump_json()
-        return ModelInfo.model_validate(await self._ask("POST", "/v1/training/models", body))
+        return _read(ModelInfo, await self.ask("POST", "/v1/training/models", body))
 
-    async def prepare(self, model: "TrainableModel[Any]") -> tuple[str, str]:
-        await self._ask("POST", f"{_path(model)}/prepare", read_s=PREPARE_S)
+    async def prepare(self, model: Named) -> tuple[str, str]:
+        await self.ask("POST", f"{_path(model)}/prepare", read_s=PREPARE_S)
         # The OpenAI API on the port that just answered, not the one the server names: behind a
         # tunnel or a proxy only this one is known to be reachable from here.
         return f"{self.base_url}/v1", self.api_key or "default"
 
-    async def step(self, model: "TrainableModel[Any]") -> int:
-        return ModelInfo.model_validate(await self._ask("GET", _path(model))).step
+    async def step(self, model: Named) -> int:
+        return (await self.model_info(model)).step
 
     async def train(
         self,
@@ -132,7 +120,7 @@ class RemoteBackend:
         verbose: bool = False,
         seed: int = 0,
         plot_tensors: bool = False,
-        timeout_s: float = 7 * 86400.0,
+        timeout_s: float = DAYS_S,
         **keys: Any,
     ) -> TrainResult:
         """Train on the groups and wait until the new step is served.
@@ -155,13 +143,14 @@ class RemoteBackend:
             seed=seed,
             plot_tensors=plot_tensors,
         )
-        submitting = asyncio.create_task(self._submit(request))
+        submitting = asyncio.create_task(self.submit(request))
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 # Shielded: a job whose answer is still on its way must be known to be cancelled.
                 job = await asyncio.shield(submitting)
-                job = await self._wait(job, verbose=verbose)
+                with Progress(f"train {job.model}", lines=verbose) as bar:
+                    job = await self.wait(job.id, on_event=lambda event: _show(event, bar))
         except asyncio.CancelledError:
             await _uninterrupted(self._withdraw(submitting))
             raise
@@ -175,81 +164,94 @@ class RemoteBackend:
             ) from None
         return self._result(job)
 
-    async def checkpoints(self, model: "TrainableModel[Any]") -> list[CheckpointInfo]:
-        found = await self._ask("GET", f"{_path(model)}/checkpoints")
-        return [CheckpointInfo.model_validate(item) for item in found]
+    async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
+        found = await self.ask("GET", f"{_path(model)}/checkpoints")
+        return [_read(CheckpointInfo, item) for item in found]
 
     async def delete_checkpoints(
-        self, model: "TrainableModel[Any]", best_checkpoint_metric: str = "val/reward"
+        self, model: Named, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1
     ) -> list[int]:
-        query = f"keep_last=1&keep_best={quote(best_checkpoint_metric, safe='')}"
-        return await self._ask("DELETE", f"{_path(model)}/checkpoints?{query}")
+        query = f"keep_last={keep_last}&keep_best={quote(best_checkpoint_metric, safe='')}"
+        return await self.ask("DELETE", f"{_path(model)}/checkpoints?{query}")
 
     async def log(
-        self, model: "TrainableModel[Any]", metrics: Mapping[str, float], *, split: str, step: int
+        self, model: Named, metrics: Mapping[str, float], *, split: str, step: int | None
     ) -> None:
         body = json.dumps({"split": split, "step": step, "metrics": dict(metrics)})
-        await self._ask("POST", f"{_path(model)}/metrics", body)
+        await self.ask("POST", f"{_path(model)}/metrics", body)
+
+    # ---- what else a hone server can tell ---------------------------------------------------
+
+    async def health(self) -> dict[str, Any]:
+        """Whether it lives, and what it does."""
+        return await self.ask("GET", "/health", read_s=HEALTH_S)
+
+    async def model_info(self, model: Named) -> ModelInfo:
+        """A registered model as the server sees it."""
+        return _read(ModelInfo, await self.ask("GET", _path(model)))
+
+    async def served_models(self, base_url: str | None = None) -> list[str]:
+        """The names an OpenAI client may ask for at this address (ends in /v1) of the server."""
+        address = None if base_url is None else base_url.rstrip("/").removesuffix("/v1")
+        found = await self.ask("GET", "/v1/models", read_s=HEALTH_S, base_url=address)
+        return [str(item["id"]) for item in found["data"]]
+
+    async def rename(self, model: Named, to: str) -> ModelInfo:
+        """Give a model, its steps and its history another name; its old one is free again."""
+        body = json.dumps({"to": to})
+        return _read(ModelInfo, await self.ask("POST", f"{_path(model)}/rename", body))
+
+    async def open_run(self, run: RunSpec) -> None:
+        """Keep the calls of this run's rollouts; opening it again goes on with it."""
+        await self.ask("POST", "/v1/runs", run.model_dump_json())
+
+    async def close_run(self, run_id: str) -> None:
+        """From now on its calls may be pruned."""
+        await self.ask("POST", f"/v1/runs/{quote(run_id, safe='')}/close")
 
     async def calls(self, rollout: str) -> list[RecordedCall]:
         """What the server recorded of a rollout."""
-        found = await self._ask("GET", f"/v1/rollouts/{quote(rollout, safe=':~')}")
-        return [RecordedCall.model_validate(item) for item in found["calls"]]
+        found = await self.ask("GET", f"/v1/rollouts/{quote(rollout, safe=':~')}")
+        return [_read(RecordedCall, item) for item in found["calls"]]
 
     # ---- jobs -----------------------------------------------------------------------------
 
-    async def _submit(self, request: JobRequest) -> JobInfo:
+    async def submit(self, request: JobRequest) -> JobInfo:
+        """The job the server made of it, or made of the same request and key before."""
         body = request.model_dump_json()
-        answer = await self._ask("POST", "/v1/training/jobs", body, read_s=PREPARE_S)
-        return JobInfo.model_validate(answer)
+        answer = await self.ask("POST", "/v1/training/jobs", body, read_s=PREPARE_S)
+        return _read(JobInfo, answer)
 
-    async def _wait(self, job: JobInfo, *, verbose: bool) -> JobInfo:
-        """Follow the job's events to its end."""
-        bar = Progress(f"train {job.model}", lines=verbose)
-        async with aclosing(self._events(job.id)) as events:
-            with bar:
-                async for event in events:
-                    _show(event, bar)
-                    if event.type in _FINAL:
-                        break
-        return await self._job(job.id)
+    async def wait(
+        self,
+        job_id: str,
+        *,
+        on_event: Callable[[JobEvent], None] | None = None,
+        timeout_s: float = DAYS_S,
+    ) -> JobInfo:
+        """Follow the job's events to its end. TimeoutError after `timeout_s`; the job goes on."""
+        async with asyncio.timeout(timeout_s), aclosing(self.job_events(job_id)) as events:
+            async for event in events:
+                if on_event is not None:
+                    on_event(event)
+                if event.type in FINAL:
+                    break
+        return await self.job(job_id)
 
-    async def _job(self, job_id: str) -> JobInfo:
-        return JobInfo.model_validate(await self._ask("GET", f"/v1/training/jobs/{job_id}"))
+    async def job(self, job_id: str) -> JobInfo:
+        """Where a job stands, and what came of it."""
+        return _read(JobInfo, await self.ask("GET", f"/v1/training/jobs/{job_id}"))
 
-    async def _events(self, job_id: str) -> AsyncGenerator[JobEvent, None]:
-        """Every event of the job once, over as many connections as it takes."""
-        seen, pause, lost_at = 0, 0.1, None
-        url = f"{self.base_url}/v1/training/jobs/{job_id}/events"
-        while True:
-            try:
-                headers = {"Last-Event-ID": str(seen)}
-                async with self._client(SILENCE_S) as client, client.sse(url, headers=headers) as s:
-                    if s.response.status_code != HTTPStatus.OK:
-                        await s.response.aread()
-                        raise refusal(s.response, self.log_place)
-                    lost_at = None
-                    async for message in s:
-                        event = JobEvent.model_validate_json(message.data)
-                        seen, pause = event.id, 0.1
-                        yield event
-                if (await self._job(job_id)).state in _FINAL:
-                    return
-            except (httpx2.TransportError, Unavailable) as error:
-                lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > self.patience_s or self.lost():
-                    failure = self._unreachable(error)
-                    failure.add_note(f"Job {job_id} was accepted and goes on when its server does.")
-                    raise failure from None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+    async def cancel(self, job_id: str) -> JobInfo:
+        """Take a queued job back, or stop a running one within a micro-batch."""
+        return _read(JobInfo, await self.ask("POST", f"/v1/training/jobs/{job_id}/cancel"))
 
     async def _withdraw(self, submitting: "asyncio.Task[JobInfo]") -> None:
         """Cancel the job of a `train` that was cancelled, if it came to be; never raises."""
         try:
             async with asyncio.timeout(WITHDRAW_S):
                 job = await submitting
-                await self._ask("POST", f"/v1/training/jobs/{job.id}/cancel")
+                await self.cancel(job.id)
         except (HoneError, TimeoutError):
             submitting.cancel()  # out of reach or refused: there is nothing left to cancel
 
@@ -266,57 +268,6 @@ class RemoteBackend:
         assert step is not None, job
         return TrainResult(
             step=step, metrics=job.metrics, job=job.id, counts=job.counts, reason=job.reason
-        )
-
-    # ---- HTTP -----------------------------------------------------------------------------
-
-    async def _ask(
-        self, method: str, path: str, body: str | None = None, *, read_s: float = ANSWER_S
-    ) -> Any:
-        """One request, sent again while the server is out of reach or says `later`."""
-        pause, give_up_at = 0.1, None
-        await self.connect()
-        while True:
-            try:
-                async with self._client(read_s) as client:
-                    response = await client.request(method, self.base_url + path, content=body)
-            except httpx2.TransportError as error:
-                failure = self._unreachable(error)
-            else:
-                self._met = True
-                if response.is_success:
-                    return response.json() if response.content else None
-                failure = refusal(response, self.log_place)
-                if response.status_code not in _LATER:
-                    raise failure
-                pause = max(pause, retry_after_s(response))
-            patience_s = self.patience_s if self._met else FIRST_S
-            give_up_at = give_up_at or time.monotonic() + patience_s
-            if time.monotonic() + pause > give_up_at or self.lost():
-                raise failure from None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
-
-    def _client(self, read_s: float) -> httpx2.AsyncClient:
-        """One per request: usable from any event loop, and there is nothing to close at the end."""
-        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx2.AsyncClient(
-            headers={"Content-Type": "application/json", **key},
-            timeout=httpx2.Timeout(read_s, connect=CONNECT_S),
-            verify=self._certificates,
-            trust_env=host_of(urlsplit(self.base_url).hostname or "") != "localhost",
-        )
-
-    @cached_property
-    def _certificates(self) -> Any:
-        # Reading the certificate store takes 50 ms, and plain HTTP uses none.
-        return httpx2.create_ssl_context() if self.base_url.startswith("https:") else False
-
-    def _unreachable(self, error: Exception) -> HoneError:
-        said = str(error) or type(error).__name__
-        return self.lost() or Unavailable(
-            f"{self.base_url}: no hone server answers there ({said}). Start one with `hone serve`, "
-            "name its address, or let hone.LocalBackend() start one."
         )
 
 
@@ -363,17 +314,13 @@ def _show(event: JobEvent, bar: Progress) -> None:
         bar.update(done=bar.total, note=event.type)
 
 
-def _path(model: "TrainableModel[Any]") -> str:
+def _read(kind: type[T], answer: Any) -> T:
+    """What the server said. Fields that a newer one adds are none of this client's business."""
+    return kind.model_validate(answer, extra="ignore")
+
+
+def _path(model: Named) -> str:
     return f"/v1/training/models/{model.project}/{model.name}"
-
-
-def _checked_url(base_url: str) -> str:
-    parts = urlsplit(base_url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"base_url {base_url!r}: expected http://HOST:PORT")
-    url = base_url.rstrip("/").removesuffix("/v1")
-    # 0.0.0.0 is where one listens, not where one calls.
-    return url.replace("//0.0.0.0", "//127.0.0.1", 1)
 
 
 async def _uninterrupted(coroutine: Coroutine[Any, Any, None]) -> None:
