@@ -41,6 +41,7 @@ def test_public_names():
         "gather_trajectory_groups",
         "retry",
         "rollout",
+        "step",
         "trajectory_group_batches",
     ]
     assert set(hone.__all__) <= set(dir(hone))

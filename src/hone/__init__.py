@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hone.backends.base import Backend, TrainResult
     from hone.backends.local import LocalBackend
     from hone.backends.remote import RemoteBackend
-    from hone.capture.scope import Rollout, rollout
+    from hone.capture.scope import Rollout, rollout, step
     from hone.gather import (
         gather_trajectories,
         gather_trajectory_groups,
@@ -51,6 +51,7 @@ __all__ = [
     "gather_trajectory_groups",
     "retry",
     "rollout",
+    "step",
     "trajectory_group_batches",
 ]
 
@@ -76,6 +77,7 @@ _HOME = {
     "gather_trajectory_groups": "gather",
     "retry": "retries",
     "rollout": "capture.scope",
+    "step": "capture.scope",
     "trajectory_group_batches": "gather",
 }
 

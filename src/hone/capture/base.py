@@ -1,15 +1,137 @@
-"""What a capture adapter works with: the scope a call belongs to, and the taps that mark calls.
+"""What capturing works with: whose call it is, what was seen of it, and the taps that see it.
 
 In:   nothing; protocols and values only
-Out:  Scope, Tap
-Used: capture/scope.py opens scopes; every tap puts the open one on the calls of one library
+Out:  Scope, SeenCall, Step, Recorder, Tap
+Used: capture/scope.py opens scopes; every tap marks the calls of one library with the open one
+      and writes what it saw into that scope's recorder; evaluators and builders read SeenCalls
+
+A SeenCall is what the harness saw on the wire: text, for evaluators, files and reports. The tokens
+that are trained are the server's, which recorded them where they were sampled.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
+TEMPERATURE_HEADER = "X-Hone-Temperature"
+
+
+@dataclass(frozen=True, slots=True)
+class SeenCall:
+    """One call of a rollout as it was seen on the wire, answered or not."""
+
+    index: int
+    """Its place among the rollout's calls, in the order in which they were sent."""
+    function: str
+    """Path of the function that made it, outermost first, joined by dots."""
+    model: str
+    """The name that was asked for."""
+    host: str
+    """Where it went; all names of this machine are `localhost`."""
+    messages: list[dict[str, Any]] | None
+    """What was asked; None where it was no chat, or cannot be read."""
+    tools: list[dict[str, Any]] | None
+    choices: list[dict[str, Any]]
+    """The answer's, put together if it was streamed. Where a hone server recorded them (they have
+    a `call_id`) their `logprobs` are left out: a thousand calls of them fill the memory."""
+    usage: dict[str, int] | None
+    id: str | None
+    """The recorded call's where a hone server answered, otherwise the answer's."""
+    policy_step: int | None
+    """The step that answered; None where a foreign server did."""
+    started_at: float
+    """Unix seconds."""
+    seconds: float
+    """Until the last byte, the client's own retries included."""
+    status: int | None
+    """Of HTTP; None where no answer came."""
+    error: str | None
+    """Why it did not succeed."""
+
+    @property
+    def reply(self) -> dict[str, Any] | None:
+        """The first choice's message."""
+        if not self.choices:
+            return None
+        first = self.choices[0]
+        if "message" in first:
+            return first["message"]
+        return {"role": "assistant", "content": first.get("text") or ""}
+
+    @property
+    def finish(self) -> str | None:
+        """Why the first choice ended."""
+        return self.choices[0].get("finish_reason") if self.choices else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something the agent said of its own course, with `hone.step`."""
+
+    name: str
+    value: float | None
+    metadata: dict[str, Any]
+    function: str
+    """Path of the function that said it."""
+    calls: int
+    """How many calls the rollout had sent before it."""
+
+
+class Unread(Protocol):
+    """A call that a tap watches."""
+
+    def read(self) -> SeenCall:
+        """What was seen of it so far."""
+        ...
+
+
+UnreadT = TypeVar("UnreadT", bound=Unread)
+
+
+class Recorder:
+    """What one rollout did: its calls in the order they were sent, and its steps. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        """The rollout is over: calls that would still be marked as its own are refused."""
+        self._calls: list[Unread] = []
+        self._steps: list[Step] = []
+        self._lock = threading.Lock()
+
+    @property
+    def sent(self) -> int:
+        """How many calls were sent; a client's own retry is not a new one."""
+        return len(self._calls)
+
+    @property
+    def calls(self) -> list[SeenCall]:
+        """All calls sent so far; one without an answer yet says so in `error`."""
+        return [call.read() for call in tuple(self._calls)]
+
+    @property
+    def steps(self) -> list[Step]:
+        return list(self._steps)
+
+    def add_call(self, make: Callable[[int], UnreadT]) -> UnreadT:
+        """A call is sent; `make` gets its index."""
+        with self._lock:
+            call = make(len(self._calls))
+            self._calls.append(call)
+        return call
+
+    def resume(self, takes_up: Callable[[Unread], bool]) -> Unread | None:
+        """The newest call that `takes_up` what is sent now, or None."""
+        with self._lock:
+            return next((call for call in reversed(self._calls) if takes_up(call)), None)
+
+    def add_step(
+        self, name: str, value: float | None, metadata: dict[str, Any], function: str
+    ) -> None:
+        with self._lock:
+            self._steps.append(Step(name, value, metadata, function, len(self._calls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +143,24 @@ class Scope:
     """Path of the function that runs, outermost first, joined by dots; empty outside any."""
     host: str | None = None
     """Only calls to this host are marked; None marks calls to any."""
+    recorder: Recorder | None = field(default=None, compare=False)
+    """Where calls are seen; None marks them only."""
+    temperature: float | None = None
+    """What the server samples with, whatever the agent asks for."""
 
     @property
     def headers(self) -> dict[str, str]:
         """What tells the server."""
-        function = {FUNCTION_HEADER: self.function} if self.function else {}
-        return {ROLLOUT_HEADER: self.rollout, **function}
+        named = {ROLLOUT_HEADER: self.rollout}
+        if self.function:
+            named[FUNCTION_HEADER] = self.function
+        if self.temperature is not None:
+            named[TEMPERATURE_HEADER] = f"{self.temperature:g}"
+        return named
 
 
 class Tap(Protocol):
-    """Marks the calls of one library with the scope they are made in."""
+    """Marks and sees the calls of one library in the scope they are made in."""
 
     def attach(self) -> None:
         """Called when the first scope of the process opens."""

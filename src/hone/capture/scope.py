@@ -1,7 +1,8 @@
 """hone.rollout: a scope in which every model call is recorded under one rollout's id.
 
-In:   `async with hone.rollout() as r:` or `with`, around the agent
-Out:  calls that carry the id; `r.trajectory(reward=...)` refers to what the server recorded
+In:   `async with hone.rollout() as r:` or `with`, around the agent; `hone.step(...)` inside it
+Out:  calls that carry the id; `r.trajectory(reward=...)` refers to what the server recorded; in
+      the harness's rollouts, calls and steps in the scope's recorder
 Used: the user's rollouts; the harness around each run of a workflow
 
 The open scope lives in a ContextVar: rollouts that run at once in one event loop each see their
@@ -9,6 +10,7 @@ own, and code outside sees none. Libraries are patched only while at least one s
 the process, and calls made outside a scope pass through them unchanged.
 """
 
+import math
 import re
 import secrets
 import threading
@@ -19,13 +21,14 @@ from dataclasses import replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from hone.capture.base import Scope, Tap
+from hone.capture.base import Recorder, Scope, Tap
 from hone.errors import ConfigError
 from hone.trajectory import Trajectory
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
-_FUNCTION = re.compile(r"[!-~]{1,200}")
+_MAX_PATH = 200
+_FUNCTION = re.compile(rf"[!-~]{{1,{_MAX_PATH}}}")
 
 _current: ContextVar[Scope | None] = ContextVar("hone_scope", default=None)
 
@@ -94,15 +97,38 @@ def rollout(
         base_url: mark only calls to this host (on any port), so that no other one sees the id.
         backend: the same, for the host of the backend's server.
     """
-    id = f"rollout-{secrets.token_hex(10)}" if id is None else id
-    if not _ROLLOUT.fullmatch(id):
-        raise ConfigError(
-            f"hone.rollout(id={id!r}): an id is 1 to 200 letters, digits and . _ ~ : -, and begins "
-            "with a letter or a digit"
-        )
     address = base_url if backend is None else backend.base_url
     host = None if address is None else host_of(urlsplit(address).hostname or "")
-    return Rollout(Scope(id, _checked(function), host))
+    return Rollout(Scope(_checked_id(id), _checked(function), host))
+
+
+def recorded(
+    id: str | None = None, *, host: str | None = None, temperature: float | None = None
+) -> tuple[Rollout, Recorder]:
+    """A rollout of the harness: all its calls are seen here, and those to `host` are marked."""
+    recorder = Recorder()
+    where = None if host is None else host_of(urlsplit(f"//{host}").hostname or "")
+    scope = Scope(_checked_id(id), host=where, recorder=recorder, temperature=temperature)
+    return Rollout(scope), recorder
+
+
+def step(name: str, value: float | None = None, **metadata: Any) -> None:
+    """Say something of the rollout's course: `hone.step("board_score", value=0.4)`.
+
+    A value becomes a shaped reward of the last call sent before it. Outside the harness's rollouts
+    nothing happens, so agents may keep the line wherever they run.
+
+    Args:
+        name: of what is said.
+        value: what it was worth; a finite number.
+        **metadata: whatever a reader of the run's files should see beside it.
+    """
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"hone.step({name!r}, value={value!r}): a value is a finite number")
+    scope = _current.get()
+    if scope is not None and scope.recorder is not None:
+        worth = None if value is None else float(value)
+        scope.recorder.add_step(name, worth, metadata, scope.function)
 
 
 @contextmanager
@@ -112,7 +138,9 @@ def within(function: str) -> Iterator[None]:
     if scope is None:
         yield
         return
-    path = f"{scope.function}.{function}" if scope.function else function
+    path = f"{scope.function}.{function}" if scope.function else _checked(function)
+    if len(path) > _MAX_PATH:  # a function that calls itself: the innermost names are kept
+        path = "..." + path[3 - _MAX_PATH :].partition(".")[2]
     token = _current.set(replace(scope, function=_checked(path)))
     try:
         yield
@@ -120,9 +148,30 @@ def within(function: str) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def kept_open() -> Iterator[None]:
+    """Libraries stay tapped inside, also when the scope is closed meanwhile by another thread."""
+    _taps.open()
+    try:
+        yield
+    finally:
+        _taps.close()
+
+
 def host_of(name: str) -> str:
     """The name of a host; all names of this machine are one."""
     return "localhost" if name in _LOCAL else name
+
+
+def _checked_id(id: str | None) -> str:
+    if id is None:
+        return f"rollout-{secrets.token_hex(10)}"
+    if not _ROLLOUT.fullmatch(id):
+        raise ConfigError(
+            f"hone.rollout(id={id!r}): an id is 1 to 200 letters, digits and . _ ~ : -, and begins "
+            "with a letter or a digit"
+        )
+    return id
 
 
 def _checked(function: str) -> str:
@@ -145,9 +194,11 @@ class _Taps:
     def open(self) -> None:
         with self._lock:
             if not self._open:
-                from hone.capture.wire import HttpxTap  # here: `import hone` stays without httpx
+                # Here, because `import hone` stays without httpx.
+                from hone.capture.threads import ThreadPoolTap
+                from hone.capture.wire import HttpxTap
 
-                self._attached = [HttpxTap()]
+                self._attached = [HttpxTap(), ThreadPoolTap()]
                 for tap in self._attached:
                     tap.attach()
             self._open += 1

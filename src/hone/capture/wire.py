@@ -1,8 +1,8 @@
-"""Put the scope on the wire: a header on the OpenAI calls of any httpx or httpx2 client.
+"""The calls of any httpx or httpx2 client to an OpenAI API: mark them with their scope, see them.
 
 In:   the scope that is open where a request is sent
 Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, .../completions and
-      .../responses
+      .../responses; those calls in the scope's recorder, if it has one
 Used: capture/scope.py, while at least one scope is open
 
 The one seam all clients of the two libraries pass, whatever their transport, is `send`: it is
@@ -10,20 +10,26 @@ replaced on the four client classes and put back. openai 2 speaks httpx, openai 
 so both are watched; under httpx2's alias they are one library, and its classes are taken once.
 """
 
+import asyncio
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from hone.capture.base import Scope
+from hone.capture.openai import Exchange
 from hone.capture.scope import current, host_of
 
 LIBRARIES = ("httpx", "httpx2")
 _PATHS = ("/chat/completions", "/completions", "/responses")
+_RETRIES = "x-stainless-retry-count"
+"""Where the openai client counts how often it has sent a request before."""
 
 
 class HttpxTap:
-    """Marks requests of httpx and httpx2, sync and async."""
+    """Marks and sees requests of httpx and httpx2, sync and async."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
@@ -31,15 +37,15 @@ class HttpxTap:
     def attach(self) -> None:
         for kind in _clients():
             original = kind.__dict__["send"]
-            marked = _marking(original)
-            kind.send = marked
-            self._replaced.append((kind, original, marked))
+            tapped = _tapped(original)
+            kind.send = tapped
+            self._replaced.append((kind, original, tapped))
 
     def detach(self) -> None:
-        for kind, original, marked in self._replaced:
+        for kind, original, tapped in self._replaced:
             # Somebody who patched `send` over us calls ours, which outside scopes does nothing;
             # taking ours away would take theirs away too.
-            if kind.__dict__["send"] is marked:
+            if kind.__dict__["send"] is tapped:
                 kind.send = original
         self._replaced.clear()
 
@@ -53,24 +59,69 @@ def _clients() -> frozenset[Any]:
     return frozenset(kind for lib in libraries for kind in (lib.Client, lib.AsyncClient))
 
 
-def _marking(send: Callable[..., Any]) -> Callable[..., Any]:
+def _tapped(send: Callable[..., Any]) -> Callable[..., Any]:
     # Not a coroutine function even over an async `send`: it returns what that returns.
     @functools.wraps(send)
     def sending(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _mark(request)
-        return send(self, request, *args, **kwargs)
+        scope = current()
+        if scope is None or not _is_call(request):
+            return send(self, request, *args, **kwargs)
+        _mark(scope, request)
+        exchange = _exchange(scope, request)
+        if exchange is None:
+            return send(self, request, *args, **kwargs)
+        streamed = bool(kwargs.get("stream"))
+        try:
+            answer = send(self, request, *args, **kwargs)
+            if inspect.isawaitable(answer):
+                return _awaited(answer, exchange, streamed)
+        except BaseException as error:
+            exchange.ended(error)
+            raise
+        exchange.answered(answer, streamed=streamed)
+        return answer
 
     return sending
 
 
-def _mark(request: Any) -> None:
-    scope = current()
-    if scope is None or request.method != "POST":
-        return
-    if not request.url.path.rstrip("/").endswith(_PATHS):
-        return
+async def _awaited(answer: Awaitable[Any], exchange: Exchange, streamed: bool) -> Any:
+    try:
+        response = await answer
+    except BaseException as error:
+        exchange.ended(error)
+        raise
+    exchange.answered(response, streamed=streamed)
+    return response
+
+
+def _is_call(request: Any) -> bool:
+    return request.method == "POST" and request.url.path.rstrip("/").endswith(_PATHS)
+
+
+def _mark(scope: Scope, request: Any) -> None:
     if scope.host is not None and host_of(request.url.host) != scope.host:
         return
+    if scope.recorder is not None and scope.recorder.closed:
+        # Nothing an agent retries on: the rollout was scored without this call, and the server
+        # would record it as part of it.
+        raise asyncio.CancelledError(f"rollout {scope.rollout!r} is over; it makes no more calls")
     for name, value in scope.headers.items():
         # What the agent set itself wins: it may name another rollout on purpose.
         request.headers.setdefault(name, value)
+
+
+def _exchange(scope: Scope, request: Any) -> Exchange | None:
+    """The entry in the scope's recorder that this request belongs to."""
+    recorder, function = scope.recorder, scope.function
+    if recorder is None or recorder.closed:
+        return None
+    try:
+        sent = request.content
+    except RuntimeError:  # a body that is read as it is sent
+        sent = b""
+    if request.headers.get(_RETRIES, "0") != "0":
+        held = recorder.resume(lambda e: isinstance(e, Exchange) and e.takes_up(function, sent))
+        if isinstance(held, Exchange):
+            return held
+    host = host_of(request.url.host)
+    return recorder.add_call(lambda index: Exchange(index, function, host, sent))

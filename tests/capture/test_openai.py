@@ -1,0 +1,360 @@
+"""What the harness sees of a call: whole, streamed, refused, broken off, repeated."""
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+from tests.workflow.endpoint import Endpoint, Reply, serving
+
+import hone
+from hone.capture.base import ROLLOUT_HEADER, TEMPERATURE_HEADER, Recorder, SeenCall
+from hone.capture.scope import recorded, within
+
+ASK: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def client(url: str, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url, api_key="k", **{"max_retries": 0, **options})
+
+
+def only(recorder: Recorder) -> SeenCall:
+    (call,) = recorder.calls
+    return call
+
+
+async def test_an_answer_is_seen_whole():
+    reply = Reply(
+        "the sum",
+        tools=[("add", '{"a": 1}')],
+        more={"call_id": "c-7", "token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1}]}},
+        top={"policy_step": 4},
+    )
+    async with serving(Endpoint(reply)) as url, client(url) as ask:
+        rollout, recorder = recorded("r")
+        with rollout, within("<workflow>"), within("plan"):
+            await ask.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
+    call = only(recorder)
+    assert (call.index, call.function, call.model) == (0, "<workflow>.plan", "m")
+    assert (call.host, call.status, call.error) == ("localhost", 200, None)
+    assert call.messages == ASK and call.tools == TOOLS
+    asked = {"name": "add", "arguments": '{"a": 1}'}
+    said = {"role": "assistant", "content": "the sum"}
+    assert call.reply == said | {
+        "tool_calls": [{"id": "t0", "type": "function", "function": asked}]
+    }
+    assert call.finish == "tool_calls"
+    assert call.usage == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert (call.id, call.policy_step) == ("c-7", 4)
+    # What a hone server recorded is left with it; the ids stay.
+    assert call.choices[0]["token_ids"] == [5, 6] and "logprobs" not in call.choices[0]
+    assert call.seconds > 0 and call.started_at > 1e9
+
+
+async def test_logprobs_of_a_foreign_server_are_kept():
+    reply = Reply(more={"logprobs": {"content": [{"token": "ok", "logprob": -0.5}]}})
+    async with serving(Endpoint(reply)) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            await ask.chat.completions.create(model="m", messages=ASK, logprobs=True)
+    call = only(recorder)
+    assert call.choices[0]["logprobs"]["content"][0]["logprob"] == -0.5
+    assert (call.id, call.policy_step) == ("answer-1", None)
+
+
+def as_chat(call: SeenCall) -> tuple[Any, ...]:
+    """What must not depend on how the answer came."""
+    usage = call.usage and {k: call.usage[k] for k in ("prompt_tokens", "completion_tokens")}
+    return call.reply, call.finish, usage, call.id, call.policy_step, call.status, call.error
+
+
+REPLIES = [
+    Reply("two words"),
+    Reply("", tools=[("add", '{"a": 1}'), ("sub", '{"b": [2]}')]),
+    Reply("cut sh", finish="length", more={"call_id": "c", "policy_step": 2}),
+]
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("library", [httpx, httpx2])
+async def test_a_stream_says_what_the_whole_answer_says(reply: Reply, library: Any):
+    async with serving(Endpoint(reply, reply)) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            await ask.chat.completions.create(model="m", messages=ASK)
+            async with library.AsyncClient() as http:
+                body = {"model": "m", "messages": ASK, "stream": True}
+                async with http.stream("POST", f"{url}/chat/completions", json=body) as response:
+                    lines = [line async for line in response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    whole, streamed = recorder.calls
+    assert as_chat(streamed) == as_chat(whole)
+    assert streamed.messages == whole.messages
+
+
+async def test_a_stream_reaches_the_openai_client_unchanged():
+    async with serving(Endpoint(Reply("hello"), Reply("hello"))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            stream = await ask.chat.completions.create(model="m", messages=ASK, stream=True)
+            got = [c.choices[0].delta.content async for c in stream if c.choices]
+        outside = await ask.chat.completions.create(model="m", messages=ASK, stream=True)
+        assert got == [c.choices[0].delta.content async for c in outside if c.choices]
+    call = only(recorder)
+    assert call.reply == {"role": "assistant", "content": "hello"} and call.error is None
+
+
+async def test_sync_clients_in_threads_are_seen_too():
+    endpoint = Endpoint(Reply("one"), Reply("two"))
+    async with serving(endpoint) as url:
+
+        def play() -> str:
+            with openai.OpenAI(base_url=url, api_key="k") as ask:
+                whole = ask.chat.completions.create(model="m", messages=ASK)
+                stream = ask.chat.completions.create(model="m", messages=ASK, stream=True)
+                said = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+                return f"{whole.choices[0].message.content} {said}"
+
+        rollout, recorder = recorded("r")
+        with rollout:
+            assert await asyncio.to_thread(play) == "one two"
+    assert [call.reply and call.reply["content"] for call in recorder.calls] == ["one", "two"]
+    assert endpoint.header(ROLLOUT_HEADER) == ["r", "r"]
+
+
+async def test_a_compressed_stream_is_read():
+    async with serving(Endpoint(Reply("squeezed", compressed=True))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            stream = await ask.chat.completions.create(model="m", messages=ASK, stream=True)
+            assert [c async for c in stream]
+    assert only(recorder).reply == {"role": "assistant", "content": "squeezed"}
+
+
+async def test_a_stream_that_is_left_says_so_and_what_came():
+    async with serving(Endpoint(Reply("a long answer" * 200))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            stream = await ask.chat.completions.create(model="m", messages=ASK, stream=True)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+    call = only(recorder)
+    assert call.error == "the client left the stream before its end" and call.finish is None
+    assert call.reply is not None and call.reply["content"].startswith("a")
+
+
+async def test_a_stream_that_breaks_is_seen_as_far_as_it_came():
+    async with serving(Endpoint(Reply("abcdef", cut_after=4))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        # openai wraps what breaks in the middle of a stream, or lets the library's own pass.
+        with rollout, pytest.raises((openai.OpenAIError, httpx.HTTPError, httpx2.HTTPError)):
+            stream = await ask.chat.completions.create(model="m", messages=ASK, stream=True)
+            async for _ in stream:
+                pass
+    call = only(recorder)
+    assert call.reply == {"role": "assistant", "content": "abc"}
+    assert call.error is not None and "RemoteProtocolError" in call.error
+
+
+async def test_a_refusal_is_seen_with_its_reason():
+    error = {"error": {"message": "no model is called 'm'", "code": "model_not_found"}}
+    async with serving(Endpoint(Reply(status=404, error=error))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout, pytest.raises(openai.NotFoundError):
+            await ask.chat.completions.create(model="m", messages=ASK)
+    call = only(recorder)
+    assert (call.status, call.error) == (404, "HTTP 404: no model is called 'm'")
+    assert call.choices == [] and call.reply is None and call.finish is None
+    assert call.messages == ASK
+
+
+async def test_a_call_that_reaches_nobody_is_seen():
+    rollout, recorder = recorded()
+    with rollout, pytest.raises(openai.APIConnectionError):
+        async with client("http://127.0.0.1:9/v1") as ask:
+            await ask.chat.completions.create(model="m", messages=ASK)
+    call = only(recorder)
+    assert call.status is None and call.error is not None and "ConnectError" in call.error
+
+
+async def test_a_client_s_own_retry_is_the_same_call():
+    broken = Reply(status=500, error={"error": {"message": "busy"}})
+    async with (
+        serving(Endpoint(broken, broken, Reply("at last"))) as url,
+        client(url, max_retries=2) as ask,
+    ):
+        rollout, recorder = recorded()
+        with rollout:
+            await ask.chat.completions.create(model="m", messages=ASK)
+            assert recorder.sent == 1
+            await ask.chat.completions.create(model="m", messages=ASK)  # the same, not a retry
+    first, second = recorder.calls
+    assert (first.index, first.status, first.error) == (0, 200, None)
+    assert first.reply == {"role": "assistant", "content": "at last"}
+    assert second.index == 1 and first.seconds > second.seconds
+
+
+async def test_retries_of_equal_calls_at_once_are_not_confused():
+    broken = [Reply(status=500)] * 8
+    async with serving(Endpoint(*broken)) as url, client(url, max_retries=1) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            jobs = (ask.chat.completions.create(model="m", messages=ASK) for _ in range(8))
+            await asyncio.gather(*jobs)
+    assert [call.index for call in recorder.calls] == list(range(8))
+    assert [call.status for call in recorder.calls] == [200] * 8
+
+
+async def test_a_call_under_way_is_there_and_says_so():
+    gate = asyncio.Event()
+    async with serving(Endpoint(Reply(gate=gate))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            task = asyncio.create_task(ask.chat.completions.create(model="m", messages=ASK))
+            while not recorder.sent:
+                await asyncio.sleep(0)
+            call = only(recorder)
+            assert (call.error, call.status, call.messages) == ("no answer yet", None, ASK)
+            gate.set()
+            await task
+        assert only(recorder).error is None
+
+
+async def test_a_cancelled_call_is_seen_as_cancelled():
+    async with serving(Endpoint(Reply(gate=asyncio.Event()))) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            task = asyncio.create_task(ask.chat.completions.create(model="m", messages=ASK))
+            while not recorder.sent:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert only(recorder).error == "CancelledError"
+
+
+async def test_the_other_two_apis_are_seen():
+    replies = Reply("plain"), Reply("both", tools=[("add", "{}")], finish="length")
+    async with serving(Endpoint(*replies)) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            await ask.completions.create(model="m", prompt="once")
+            await ask.responses.create(model="m", input="hi", instructions="be brief")
+    text, answer = recorder.calls
+    assert text.messages is None and text.choices[0]["text"] == "plain"
+    assert text.reply == {"role": "assistant", "content": "plain"}
+    assert answer.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+    ]
+    assert answer.reply is not None and answer.reply["content"] == "both"
+    assert answer.reply["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
+    assert answer.finish == "length" and answer.id == "resp-1"
+    assert answer.usage == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+
+
+async def test_other_hosts_are_seen_and_not_told():
+    endpoint = Endpoint()
+    async with serving(endpoint) as url, client(url) as ask:
+        rollout, recorder = recorded("r", host="models.example:8000")
+        with rollout:
+            await ask.chat.completions.create(model="m", messages=ASK)
+        other, _ = recorded("s", host="127.0.0.1:1", temperature=0)
+        with other:
+            await ask.chat.completions.create(model="m", messages=ASK)
+    assert only(recorder).host == "localhost"
+    assert endpoint.header(ROLLOUT_HEADER) == [None, "s"]
+    assert endpoint.header(TEMPERATURE_HEADER) == [None, "0"]
+
+
+async def test_a_rollout_that_is_over_makes_no_more_calls():
+    endpoint = Endpoint()
+    async with serving(endpoint) as url, client(url) as ask, client(url) as judge:
+        rollout, recorder = recorded("r", host="127.0.0.1")
+        with rollout:
+            await ask.chat.completions.create(model="m", messages=ASK)
+            recorder.closed = True
+            with pytest.raises(asyncio.CancelledError, match="rollout 'r' is over"):
+                await ask.chat.completions.create(model="m", messages=ASK)
+        elsewhere, closed = recorded("r", host="models.example")
+        closed.closed = True
+        with elsewhere:  # calls that would not be marked are nobody's business
+            await judge.chat.completions.create(model="m", messages=ASK)
+    assert recorder.sent == 1 and closed.sent == 0
+    assert endpoint.header(ROLLOUT_HEADER) == ["r", None]
+
+
+async def test_rollouts_at_once_each_see_their_own():
+    async with serving(Endpoint()) as url, client(url) as ask:
+
+        async def play(number: int) -> list[str]:
+            rollout, recorder = recorded(f"r{number}")
+            with rollout:
+                for turn in range(3):
+                    said: Any = [{"role": "user", "content": f"{number}.{turn}"}]
+                    await ask.chat.completions.create(model="m", messages=said)
+            return [call.messages[0]["content"] for call in recorder.calls if call.messages]
+
+        found = await asyncio.gather(*(play(i) for i in range(12)))
+    assert found == [[f"{i}.{turn}" for turn in range(3)] for i in range(12)]
+
+
+async def test_steps_know_how_many_calls_were_sent_before_them():
+    async with serving(Endpoint()) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout, within("<workflow>"):
+            hone.step("start")
+            await ask.chat.completions.create(model="m", messages=ASK)
+            with within("judge"):
+                hone.step("good move", value=1, move="e4")
+    first, second = recorder.steps
+    assert (first.name, first.value, first.calls, first.function) == (
+        "start",
+        None,
+        0,
+        "<workflow>",
+    )
+    assert (second.value, second.metadata, second.calls) == (1.0, {"move": "e4"}, 1)
+    assert second.function == "<workflow>.judge"
+
+
+def test_a_step_outside_a_rollout_of_the_harness_is_nothing():
+    hone.step("anywhere", value=0.5)
+    with hone.rollout():
+        hone.step("the SDK keeps none")
+    with pytest.raises(hone.errors.ConfigError, match=r"hone\.step\('x', value=nan\)"):
+        hone.step("x", value=float("nan"))
+
+
+def test_a_recorder_counts_what_many_threads_send():
+    recorder, start = Recorder(), threading.Barrier(8)
+
+    class Sent:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def read(self) -> SeenCall:
+            raise AssertionError(self.index)
+
+    def send() -> None:
+        start.wait()
+        for _ in range(500):
+            recorder.add_call(Sent)
+            recorder.add_step("s", None, {}, "")
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorder.sent == 8 * 500 and len(recorder.steps) == 8 * 500
+    found: list[int] = []
+    recorder.resume(lambda call: isinstance(call, Sent) and bool(found.append(call.index)))
+    assert found == list(range(4000))[::-1]
