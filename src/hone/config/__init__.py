@@ -1,0 +1,1 @@
+"""YAML in, checked objects out: components by name, problems by file and line."""

@@ -1,0 +1,260 @@
+"""A Document -> live components, each made when it is first asked for.
+
+In:   a checked Document; the factories that the registry holds
+Out:  a Builder: functions, models, evaluators and the three parts of a training run, by name
+Used: workflow/run.py, evaluation/run.py and finetune/run.py; factories, for what they need
+
+What was made last is closed first, and everything is closed, even after a failure: the code after
+a factory's `yield` always runs, so a factory needs no `try`. A server that a run started would
+otherwise outlive it.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hone.config import registry
+from hone.config.base import ComponentConfig, DatasetBaseConfig, LLMBaseConfig
+from hone.config.problems import dotted
+from hone.config.schema import Document
+from hone.errors import ConfigError, NotInThisVersion
+
+if TYPE_CHECKING:
+    from hone.evaluation.base import Evaluator
+    from hone.finetune.base import Trainer, TrainerAdapter, TrajectoryBuilder
+    from hone.workflow.function import Function
+    from hone.workflow.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+WORKFLOW = "<workflow>"
+"""What the workflow is called among functions."""
+
+_TITLES = {
+    "function": "Function",
+    "llm_provider": "LLM",
+    "evaluator": "Evaluator",
+    "dataset_loader": "Dataset loader",
+    "trajectory_builder": "Trajectory builder",
+    "trainer_adapter": "Trainer adapter",
+    "trainer": "Trainer",
+}
+
+_SECTIONS = {
+    "function": ("functions",),
+    "llm_provider": ("llms",),
+    "evaluator": ("eval", "evaluators"),
+    "trajectory_builder": ("trajectory_builders",),
+    "trainer_adapter": ("trainer_adapters",),
+    "trainer": ("trainers",),
+}
+"""Where the entries of a kind stand; a dataset has a place of its own."""
+
+Key = tuple[str, str]
+_under: ContextVar[tuple[Key, ...]] = ContextVar("hone_building", default=())
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where the model that is trained can be asked."""
+
+    base_url: str
+    """Ends in /v1."""
+    api_key: str
+    model: str
+    """The name to ask for."""
+    host: str | None = None
+    """The server's host and port, as rollouts address it."""
+
+
+class Builder:
+    """What a Document describes, alive. Factories get it too, to ask for what they need."""
+
+    def __init__(self, document: Document, stack: AsyncExitStack) -> None:
+        self.document = document
+        self.served: Served | None = None
+        """Set once the training server is reached, and before the first `trainable` LLM is made."""
+        self.close_failures: list[Exception] = []
+        self._stack = stack
+        self._live: dict[Key, Any] = {}
+        self._turn = asyncio.Lock()
+        self._locks: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def get_llm(self, name: str, wrapper_type: str | None = None) -> "LLM":
+        """The client of one entry of `llms`."""
+        if wrapper_type not in (None, "openai"):
+            raise NotInThisVersion(
+                f"get_llm({name!r}, wrapper_type={wrapper_type!r}): not in this version of hone. "
+                f"Leave wrapper_type out and give your framework the LLM's client, or its base_url."
+            )
+        return await self._named("llm_provider", name, self.document.llms)
+
+    def get_llm_config(self, name: str) -> LLMBaseConfig:
+        """One entry of `llms`, as it is written."""
+        return _pick("llm_provider", name, self.document.llms)
+
+    async def get_function(self, name: str) -> "Function":
+        """One entry of `functions`."""
+        return await self._named("function", name, self.document.functions)
+
+    async def get_workflow(self) -> "Function":
+        """The workflow, as a function called `<workflow>`."""
+        config = self.document.workflow
+        if config is None:
+            raise ConfigError(
+                f"{self.document.file}: there is no `workflow:`; add one, for instance "
+                f"{{_type: python, target: my_package.agent:run}}"
+            )
+        return await self._get("function", WORKFLOW, config)
+
+    async def get_evaluator(self, name: str) -> "Evaluator":
+        """One entry of `eval.evaluators`."""
+        return await self._named("evaluator", name, self.document.eval.evaluators)
+
+    def get_max_concurrency(self) -> int:
+        """How many rollouts run at a time."""
+        return self.document.eval.general.max_concurrency
+
+    def get_output_dir(self) -> Path:
+        """Where an evaluation writes."""
+        return self.document.eval.general.output_dir
+
+    async def get_dataset_loader(self, config: DatasetBaseConfig) -> Any:
+        """What reads the rows that `config` names."""
+        return await self._get("dataset_loader", f"{config.type_name} {id(config):x}", config)
+
+    async def get_trajectory_builder(self, name: str) -> "TrajectoryBuilder":
+        """One entry of `trajectory_builders`."""
+        builders = self.document.trajectory_builders
+        return await self._named("trajectory_builder", name, builders)
+
+    async def get_trainer_adapter(self, name: str) -> "TrainerAdapter":
+        """One entry of `trainer_adapters`."""
+        return await self._named("trainer_adapter", name, self.document.trainer_adapters)
+
+    async def get_trainer(
+        self,
+        name: str,
+        *,
+        trajectory_builder: "TrajectoryBuilder",
+        trainer_adapter: "TrainerAdapter",
+    ) -> "Trainer":
+        """One entry of `trainers`, bound to its two parts."""
+        trainer = await self._named("trainer", name, self.document.trainers)
+        await trainer.bind_components(trajectory_builder, trainer_adapter)
+        return trainer
+
+    async def serve(self) -> None:
+        """Reach or start the training server, if a model of this document is served only there."""
+        needing = [
+            name
+            for name, config in self.document.llms.items()
+            if config.type_name == "trainable" and getattr(config, "base_url", None) is None
+        ]
+        if self.served is not None or not needing:
+            return
+        finetuning = self.document.finetuning
+        if finetuning.trainer_adapter is None:
+            raise ConfigError(
+                f"{self.document.file}: llms.{needing[0]} has no base_url, and "
+                f"finetuning.trainer_adapter, which would say where it is served, is not set; "
+                f"set one of them"
+            )
+        adapter = await self.get_trainer_adapter(finetuning.trainer_adapter)
+        await adapter.initialize(finetuning)
+        self.served = adapter.served
+
+    async def _named(self, kind: str, name: str, held: Mapping[str, ComponentConfig]) -> Any:
+        return await self._get(kind, name, _pick(kind, name, held))
+
+    async def _get(self, kind: str, name: str, config: ComponentConfig) -> Any:
+        key, under = (kind, name), _under.get()
+        if key in self._live:
+            return self._live[key]
+        if key in under:
+            circle = " -> ".join(n for _, n in (*under[under.index(key) :], key))
+            raise ConfigError(
+                f"{self.document.file}: components need each other in a circle: {circle}"
+            )
+        # One tree of needs at a time: two that need each other's parts would wait for ever.
+        async with nullcontext() if under else self._turn, self._locks[key]:
+            if key not in self._live:
+                token = _under.set((*under, key))
+                try:
+                    self._live[key] = await self._make(kind, name, config)
+                finally:
+                    _under.reset(token)
+        return self._live[key]
+
+    async def _make(self, kind: str, name: str, config: ComponentConfig) -> Any:
+        found = registry.find(kind, config.type_name)
+        if found is None:
+            raise ConfigError(registry.unknown(kind, config.type_name))
+        source = cast("AsyncGenerator[Any]", found.factory(config, self))
+        try:
+            instance = await anext(source)
+        except StopAsyncIteration:
+            raise ConfigError(
+                f"{kind} {name!r}: the factory of {found.name!r} ended without a yield"
+            ) from None
+        except BaseException as error:
+            # The innermost component's place is told, once; a message may know its file already.
+            told = bool(getattr(error, "__notes__", ())) or str(error).startswith(
+                str(self.document.file)
+            )
+            if isinstance(error, ConfigError) and not told:
+                error.args = (f"{self._place(kind, name)}: {error}",)
+            error.add_note(f"while building {kind} {name!r} (_type: {found.name})")
+            raise
+        self._stack.push_async_callback(self._close, f"{kind} {name!r}", source)
+        if kind == "function":
+            from hone.workflow.function import Function
+
+            return Function.of(name, instance)
+        return instance
+
+    def _place(self, kind: str, name: str) -> str:
+        """Where the component stands, as the author of the file would look for it."""
+        path: tuple[str, ...] = ("eval", "general", "dataset")
+        if kind in _SECTIONS:
+            path = ("workflow",) if name == WORKFLOW else (*_SECTIONS[kind], name)
+        return f"{self.document.loaded.place(path)}: {dotted(path)}"
+
+    async def _close(self, what: str, source: AsyncGenerator[Any]) -> None:
+        try:
+            await anext(source)
+        except StopAsyncIteration:
+            return
+        except Exception as error:  # noqa: BLE001  # the others must be closed too; build() raises it
+            logger.warning("closing %s failed: %s: %s", what, type(error).__name__, error)
+            self.close_failures.append(error)
+            return
+        await source.aclose()
+        self.close_failures.append(ConfigError(f"{what}: its factory yields more than once"))
+
+
+@asynccontextmanager
+async def build(document: Document) -> AsyncIterator[Builder]:
+    """Components made on demand while this is open, and closed in reverse at its end."""
+    stack = AsyncExitStack()
+    builder = Builder(document, stack)
+    async with stack:
+        yield builder
+    if builder.close_failures:
+        raise builder.close_failures[0]
+
+
+def _pick(kind: str, name: str, held: Mapping[str, Any]) -> Any:
+    if name in held:
+        return held[name]
+    guess = get_close_matches(name, list(held), n=1)
+    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    names = ", ".join(held) or "none"
+    raise ConfigError(f"{_TITLES[kind]} {name!r} not found.{maybe} There are: {names}.")

@@ -1,0 +1,178 @@
+"""Loaded values -> a document, or every problem there is.
+
+In:   what load.py read, and the document's class
+Out:  the validated document and a list of Problems, one of which is empty
+Used: schema.read
+
+Names are checked on the values as loaded, not on the validated document: a misspelt reward is told
+together with a misspelt key, not after it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from hone.config import shape
+from hone.config.base import Strict
+from hone.config.load import Loaded
+from hone.config.problems import Path, Problem, dotted, named
+
+D = TypeVar("D", bound=BaseModel)
+
+_SHORT = {
+    "dict_type": "expected a block of keys",
+    "model_type": "expected a block of keys",
+    "model_attributes_type": "expected a block of keys",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list",
+    "none_required": "expected null",
+    "path_type": "expected a path",
+}
+
+
+def check(loaded: Loaded, root: type[D]) -> tuple[D | None, list[Problem]]:
+    """The document, or None and what is wrong. What load.py has told already is not told again."""
+    document, problems = None, []
+    try:
+        document = root.model_validate(loaded.data)
+    except ValidationError as error:
+        problems = _translated(error.errors(include_url=False), loaded, root)
+    problems += [Problem(loaded.place(p), p, m) for p, m in _suspects(root, loaded.data)]
+    problems += _names(loaded, root)
+    told = [p.path for p in loaded.problems]
+    fresh = [p for p in problems if not any(p.path[: len(t)] == t for t in told if t)]
+    ordered = sorted([*loaded.problems, *fresh], key=lambda p: (p.place.file, p.place.line or 0))
+    return document, list(dict.fromkeys(ordered))
+
+
+def _translated(
+    errors: Sequence[ErrorDetails], loaded: Loaded, root: type[BaseModel]
+) -> list[Problem]:
+    """One problem for each place, though pydantic tells a union's failure once per member."""
+    by_path: dict[Path, list[ErrorDetails]] = {}
+    for error in errors:
+        by_path.setdefault(_path(error, loaded.data), []).append(error)
+    problems = []
+    for path, here in by_path.items():
+        deeper = any(p[: len(path)] == path and p != path for p in by_path)
+        if deeper and isinstance(here[0]["input"], Mapping) and here[0]["type"] != "value_error":
+            continue  # the member of the union that was meant says it better
+        messages = list(dict.fromkeys(_message(e, path, loaded, root) for e in here))
+        got, same = _common(messages)
+        message = got + " or ".join(same) if same else "; ".join(messages)
+        problems.append(Problem(loaded.place(path), path, message))
+    return problems
+
+
+def _common(messages: list[str]) -> tuple[str, list[str]]:
+    """'got X; expected A' and 'got X; expected B' as 'got X; expected ' and [A, B]."""
+    heads = {m.partition("expected ")[0] for m in messages}
+    if len(messages) < 2 or len(heads) > 1 or not all("expected " in m for m in messages):
+        return "", []
+    return heads.pop() + "expected ", [m.partition("expected ")[2] for m in messages]
+
+
+def _path(error: ErrorDetails, data: Any) -> Path:
+    """pydantic's location without the names of union members and validators."""
+    path: list[str | int] = []
+    last = len(error["loc"]) - 1
+    for i, part in enumerate(error["loc"]):
+        if (isinstance(data, Mapping) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        ):
+            path.append(part)
+            data = shape.item(data, part)
+        elif i == last and error["type"] == "missing":
+            path.append(part)
+    return tuple(path)
+
+
+def _message(error: ErrorDetails, path: Path, loaded: Loaded, root: type[BaseModel]) -> str:
+    kind, said = error["type"], error["msg"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, loaded, root)
+    if kind == "missing":
+        return "is missing"
+    if kind in ("value_error", "assertion_error"):
+        return said.partition(", ")[2]
+    if kind in ("block", "no_type", "unknown_type"):
+        return said
+    what = _SHORT.get(kind) or said.replace("Input should be ", "expected ", 1)
+    what = what.partition(", unable to parse")[0]
+    secret = any(word in str(path[-1:]) for word in ("key", "password", "secret", "token"))
+    return f"got {'something else' if secret else named(error['input'])}; {what}"
+
+
+def _unknown_key(path: Path, loaded: Loaded, root: type[BaseModel]) -> str:
+    *above, key = path
+    block = loaded.data
+    for part in above:
+        block = shape.item(block, part)
+    fields: list[str] = []
+    for model in shape.models(shape.at(root, tuple(above), loaded.data), block):
+        if issubclass(model, Strict) and key in model.not_yet:
+            return f"not in this version of hone; {model.not_yet[str(key)]}"
+        fields += [name for name, field in model.model_fields.items() if not field.exclude]
+    guess = get_close_matches(str(key), fields, n=1)
+    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    return f"unknown key {key!r}.{maybe} Known: {', '.join(fields) or 'none'}."
+
+
+def _suspects(annotation: Any, value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Keys that pydantic accepts and nobody means.
+
+    They are hone's own ones, and misspelt ones of a block that takes extra keys.
+    """
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        yield from _suspects(shape.below(annotation, key, value), inner, (*path, key))
+        for model in shape.models(annotation, value):
+            field = model.model_fields.get(key)
+            if field is not None and field.exclude:
+                yield (*path, key), "is filled in by hone; remove it"
+            elif model.model_config.get("extra") == "allow" and field is None and key != "_type":
+                guess = get_close_matches(str(key), list(model.model_fields), n=1, cutoff=0.81)
+                if guess:
+                    yield (*path, key), f"unknown key {key!r}. Did you mean {guess[0]!r}?"
+
+
+def _names(loaded: Loaded, root: type[BaseModel]) -> Iterator[Problem]:
+    """Components that are named but not there, and functions that need each other."""
+    needs: dict[str, list[str]] = {}
+    for path, section, name in shape.names(root, loaded.data):
+        held: Any = loaded.data
+        for key in section:
+            held = shape.item(held, key)
+        keys = [str(k) for k in held] if isinstance(held, Mapping) else []
+        if name not in keys:
+            guess = get_close_matches(name, keys, n=1)
+            maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+            message = (
+                f"{dotted(section)} has no {name!r}.{maybe} It has: {', '.join(keys) or 'nothing'}."
+            )
+            yield Problem(loaded.place(path), path, message)
+        elif path[0] == "functions" and section == ("functions",):
+            needs.setdefault(str(path[1]), []).append(name)
+    circle = _circle(needs)
+    if circle:
+        path = ("functions", circle[0])
+        message = f"functions need each other in a circle: {' -> '.join(circle)}"
+        yield Problem(loaded.place(path), path, message)
+
+
+def _circle(needs: Mapping[str, Sequence[str]]) -> list[str]:
+    done: set[str] = set()
+
+    def walk(name: str, above: list[str]) -> list[str]:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name in done:
+            return []
+        done.add(name)
+        return next((c for n in needs.get(name, ()) if (c := walk(n, [*above, name]))), [])
+
+    return next((c for name in needs if (c := walk(name, []))), [])

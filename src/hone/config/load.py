@@ -1,0 +1,286 @@
+"""A YAML file -> plain values, and the place of each.
+
+In:   a file; the environment; the files that `base:` and `file://` name
+Out:  Loaded: nested dicts and lists, and file:line of every key
+Used: schema.py, which checks what was loaded
+
+YAML as the seed documents write it: `1e-6` is a number, `${VAR}` and `${VAR:-default}` come from
+the environment, `base: other.yml` is the file underneath this one, and a string `file://prompt.md`
+is that file's text. A value from the environment has no type until the schema gives it one: a key
+of digits stays the text it is, and a port becomes a number.
+"""
+
+import os
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hone.config.problems import Path as Keys
+from hone.config.problems import Place, Problem
+from hone.errors import ConfigError
+
+TEXT_SUFFIXES = (".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", ".template")
+"""What `file://` may name."""
+
+_VARIABLE = re.compile(r"\$?\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}\n]*))?\}")
+# Stands for a ${...} while YAML is parsed: two characters of the private use area around its number.
+# In the text itself its braces would end a list in brackets, and a default could hold ": ".
+_STAND_IN = re.compile("\ue000([0-9]+)\ue001")
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
+    r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+
+
+class _Yaml(yaml.SafeLoader):
+    """PyYAML's YAML 1.1, with the numbers of 1.2 and without dates and sexagesimals."""
+
+
+_UNWANTED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int"}
+_Yaml.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in rules if tag not in _UNWANTED]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
+)
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A file as it was written, with everything it refers to put in."""
+
+    file: Path
+    data: dict[str, Any]
+    places: dict[Keys, Place]
+    """Where each key and list element stands, by its path."""
+    untyped: dict[Keys, str] = field(default_factory=dict)
+    """Values that are text because the environment or the command line gave them."""
+    problems: list[Problem] = field(default_factory=list)
+    """What was wrong beside the YAML itself: variables that are not set, files that are not there."""
+
+    def place(self, path: Keys) -> Place:
+        """Of a key, or of what it would stand in."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+        return Place(str(self.file))
+
+
+def load(file: Path) -> Loaded:
+    """Read a file and those under it; raises ConfigError if one of them is not YAML."""
+    return _load(Path(file), ())
+
+
+def parsed(text: str) -> Any:
+    """One scalar, as YAML reads it; text that is none stays text."""
+    loader = _Yaml("")
+    try:
+        tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+        node = yaml.ScalarNode(tag, text)
+        return _constructed(loader, node)
+    except (yaml.YAMLError, ValueError):
+        return text
+    finally:
+        loader.dispose()
+
+
+def _load(file: Path, above: tuple[Path, ...]) -> Loaded:
+    chain = (*above, file.resolve())
+    if file.resolve() in above:
+        names = " -> ".join(f.name for f in chain)
+        raise ConfigError(f"{file}: base: the files name each other in a circle: {names}")
+    reader = _Reader(file)
+    loaded = reader.read()
+    base = loaded.data.pop("base", None)
+    if base is None:
+        return loaded
+    place = loaded.place(("base",))
+    if not isinstance(base, str):
+        raise ConfigError(f"{place}: base: got {base!r}; expected the name of a YAML file")
+    under = file.parent / base
+    if not under.is_file():
+        raise ConfigError(f"{place}: base: no file {str(under)!r}; it is looked for beside {file}")
+    return _merge(_load(under, chain), loaded)
+
+
+def _merge(under: Loaded, over: Loaded) -> Loaded:
+    """Blocks are merged key by key; anything else above replaces what is below."""
+    places, untyped = dict(under.places), dict(under.untyped)
+
+    def put(below: Any, above: Any, path: Keys) -> Any:
+        if isinstance(below, dict) and isinstance(above, dict):
+            merged = dict(below)
+            for key, value in above.items():
+                merged[key] = put(below[key], value, (*path, key)) if key in below else value
+            return merged
+        for gone in [p for p in places if p[: len(path)] == path]:
+            places.pop(gone)
+            untyped.pop(gone, None)
+        return above
+
+    data = put(under.data, over.data, ())
+    places.update(over.places)
+    untyped.update(over.untyped)
+    return Loaded(over.file, data, places, untyped, [*under.problems, *over.problems])
+
+
+class _Reader:
+    """One file. Nodes become values, and every place is remembered on the way."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.variables: list[re.Match[str]] = []
+        self.out = Loaded(file, {}, {}, {}, [])
+
+    def read(self) -> Loaded:
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(f"{self.file}: there is no such file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.file}: cannot be read as text: {error}") from None
+        self.loader = _Yaml(_VARIABLE.sub(self._stand_in, text))
+        try:
+            node = self.loader.get_single_node()
+            data = {} if node is None else self._value(node, (), ())
+        except yaml.YAMLError as error:
+            raise ConfigError(self._syntax(error)) from None
+        finally:
+            self.loader.dispose()
+        if data is None:
+            data = {}
+        if not isinstance(data, dict):
+            raise ConfigError(
+                f"{self.file}:1: the document is {_kind(data)}; expected keys such as `llms:`"
+            )
+        self.out.data.update(data)
+        return self.out
+
+    def _stand_in(self, match: re.Match[str]) -> str:
+        self.variables.append(match)
+        return f"\ue000{len(self.variables) - 1}\ue001"
+
+    def _syntax(self, error: yaml.YAMLError) -> str:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        line = f":{mark.line + 1}" if mark is not None else ""
+        hint = "; indent with spaces" if "'\\t'" in what else ""
+        return f"{self.file}{line}: not YAML: {what}{hint}"
+
+    def _value(self, node: yaml.Node, path: Keys, above: tuple[yaml.Node, ...]) -> Any:
+        line = node.start_mark.line + 1
+        self.out.places.setdefault(path, Place(str(self.file), line))
+        if any(node is n for n in above):
+            raise ConfigError(f"{self.file}:{line}: this block holds an alias to itself")
+        above = (*above, node)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, above)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(n, (*path, i), above) for i, n in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode), node
+        return self._scalar(node, path)
+
+    def _mapping(
+        self, node: yaml.MappingNode, path: Keys, above: tuple[yaml.Node, ...]
+    ) -> dict[Any, Any]:
+        lines: dict[Hashable, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag != "tag:yaml.org,2002:merge":
+                key, line = self._key(key_node, path), key_node.start_mark.line + 1
+                if key in lines:
+                    message = f"written twice, on lines {lines[key]} and {line}; keep one of them"
+                    self._problem((*path, key), line, message)
+                lines[key] = line
+        self.loader.flatten_mapping(node)  # puts the keys of `<<: *block` before the others
+        block: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path)
+            self.out.places[*path, key] = Place(str(self.file), key_node.start_mark.line + 1)
+            block[key] = self._value(value_node, (*path, key), above)
+        return block
+
+    def _key(self, node: yaml.Node, path: Keys) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(
+                f"{self.file}:{node.start_mark.line + 1}: a key is a block; expected a name "
+                f"(a value that starts with '{{' or '[' wants quotes)"
+            )
+        if _STAND_IN.search(node.value):
+            return self._substituted(node.value, path, node.start_mark.line + 1)
+        return self.loader.construct_object(node)
+
+    def _scalar(self, node: yaml.ScalarNode, path: Keys) -> Any:
+        line = node.start_mark.line + 1
+        if not _STAND_IN.search(node.value):
+            value = _constructed(self.loader, node)
+        else:
+            value = self._substituted(node.value, path, line)
+            if node.style is None and value is not None:
+                self.out.untyped[path] = value
+        if isinstance(value, str) and value.startswith("file://"):
+            return self._text_of(value, path, line)
+        return value
+
+    def _substituted(self, text: str, path: Keys, line: int) -> str | None:
+        missing = []
+
+        def value(match: re.Match[str]) -> str:
+            variable = self.variables[int(match[1])]
+            if variable[0].startswith("$$"):  # $${x} is how one writes ${x}
+                return variable[0][1:]
+            held = os.environ.get(variable[1])
+            if not held and variable[2] is not None:
+                return variable[2]
+            if held is None:
+                missing.append(variable[1])
+            return held or ""
+
+        done = _STAND_IN.sub(value, text)
+        for name in missing:
+            self._problem(
+                path,
+                line,
+                f"${{{name}}} is not set in the environment; set it, or write ${{{name}:-DEFAULT}}",
+            )
+        return None if missing else done
+
+    def _text_of(self, value: str, path: Keys, line: int) -> str | None:
+        name = Path(value.removeprefix("file://"))
+        if name.suffix not in TEXT_SUFFIXES:
+            self._problem(
+                path, line, f"{value!r} is no text file hone reads; it may end in {_listed()}"
+            )
+            return None
+        try:
+            return (self.file.parent / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            self._problem(path, line, f"{value!r} cannot be read from {self.file.parent}: {reason}")
+            return None
+
+    def _problem(self, path: Keys, line: int, message: str) -> None:
+        self.out.problems.append(Problem(Place(str(self.file), line), path, message))
+
+
+def _constructed(loader: _Yaml, node: yaml.ScalarNode) -> Any:
+    digits = node.value.lstrip("+-")
+    if node.tag == "tag:yaml.org,2002:int" and digits.startswith("0o"):  # YAML 1.2's octals
+        number = int(digits[2:].replace("_", ""), 8)
+        return -number if node.value.startswith("-") else number
+    return loader.construct_object(node)
+
+
+def _listed() -> str:
+    return ", ".join(TEXT_SUFFIXES[:-1]) + f" or {TEXT_SUFFIXES[-1]}"
+
+
+def _kind(value: Any) -> str:
+    return "a list" if isinstance(value, list) else f"{value!r}"

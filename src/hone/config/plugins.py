@@ -1,0 +1,55 @@
+"""Import whatever registers components: hone's own modules, and what is installed beside them.
+
+In:   the entry points of group `hone.components`
+Out:  a filled registry
+Used: schema.read and `hone info components`, before a `_type` is looked up
+
+A plugin that cannot be imported does not stop a run that does not need it. The reason is kept: the
+error about an unknown `_type` repeats it, because that is when somebody looks for it.
+"""
+
+import logging
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+GROUP = "hone.components"
+
+BUILT_IN = (
+    "hone.workflow.python",
+    "hone.workflow.llm",
+    "hone.evaluation.datasets",
+    "hone.evaluation.evaluators",
+    "hone.evaluation.judge",
+    "hone.finetune.builder",
+    "hone.finetune.adapter",
+    "hone.finetune.trainer",
+)
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def discover() -> tuple[str, ...]:
+    """Import them all, once; returns one line for each plugin that failed."""
+    for module in BUILT_IN:
+        import_module(module)
+    failed = []
+    for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
+        reason = _load(entry)
+        if reason is not None:
+            failed.append(reason)
+            logger.warning("%s", reason)
+    return tuple(failed)
+
+
+def _load(entry: EntryPoint) -> str | None:
+    try:
+        entry.load()
+    except Exception as error:  # noqa: BLE001  # a stranger's module; any failure is the reason told
+        package = entry.dist.name if entry.dist else "?"
+        return (
+            f"plugin {entry.name!r} of package {package!r} could not be imported "
+            f"({entry.value}: {type(error).__name__}: {error})"
+        )
+    return None

@@ -1,0 +1,63 @@
+"""Everything that is wrong with a file, all of it at once, each with its place.
+
+In:   pydantic's errors on a document, and where each of its keys stands
+Out:  Problems: file:line, the dotted key, what was got and expected, the nearest known name
+Used: load.py and schema.py; `hone validate` prints them
+
+A problem is told at the place the author can change. So a key that came from `base:` names the
+base's line, and one that came from `-o` names the option.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hone.errors import ConfigError
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of the document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something was written."""
+
+    file: str
+    """A file as it was named, or the option `-o KEY`."""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to change."""
+
+    place: Place
+    path: Path
+    message: str
+
+    def __str__(self) -> str:
+        key = dotted(self.path)
+        said = not key or self.place.file == f"-o {key}"
+        return f"{self.place}: {self.message}" if said else f"{self.place}: {key}: {self.message}"
+
+
+class ConfigProblems(ConfigError):
+    """All that is wrong with a configuration, one problem a line."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """As `-o` takes it: keys that hold a dot in quotes."""
+    return ".".join(f'"{key}"' if "." in str(key) else str(key) for key in path)
+
+
+def named(value: Any, limit: int = 60) -> str:
+    """A value as an error shows it: in short."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,278 @@
+"""(kind, `_type`) -> configuration class and factory: the project's only global.
+
+In:   `@register_function(config_type=MyConfig)` over an async generator that yields the instance
+Out:  what schema.py checks a block against, and what build.py makes of it
+Used: every component once, when it is imported; schema.py, build.py and `hone info components`
+
+A `_type` is registered once. Of two with one name, the order of imports would choose the reward
+that a run is trained on.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import GetCoreSchemaHandler, SerializationInfo, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from hone.config import plugins
+from hone.config.base import (
+    ComponentConfig,
+    ComponentRef,
+    DatasetBaseConfig,
+    EvaluatorBaseConfig,
+    EvaluatorRef,
+    FunctionBaseConfig,
+    FunctionRef,
+    LLMBaseConfig,
+    LLMRef,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+)
+from hone.config.problems import named
+from hone.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hone.config.build import Builder
+
+__all__ = [
+    "BASES",
+    "KINDS",
+    "ByType",
+    "ComponentConfig",
+    "ComponentRef",
+    "DatasetBaseConfig",
+    "EvaluatorBaseConfig",
+    "EvaluatorRef",
+    "FunctionBaseConfig",
+    "FunctionRef",
+    "LLMBaseConfig",
+    "LLMRef",
+    "Registered",
+    "TrainerAdapterConfig",
+    "TrainerConfig",
+    "TrajectoryBuilderConfig",
+    "find",
+    "known",
+    "register_dataset_loader",
+    "register_evaluator",
+    "register_function",
+    "register_llm_provider",
+    "register_trainer",
+    "register_trainer_adapter",
+    "register_trajectory_builder",
+]
+
+BASES: dict[str, type[ComponentConfig]] = {
+    "function": FunctionBaseConfig,
+    "llm_provider": LLMBaseConfig,
+    "evaluator": EvaluatorBaseConfig,
+    "dataset_loader": DatasetBaseConfig,
+    "trajectory_builder": TrajectoryBuilderConfig,
+    "trainer_adapter": TrainerAdapterConfig,
+    "trainer": TrainerConfig,
+}
+"""Each kind, and the class its configurations derive from."""
+
+KINDS = tuple(BASES)
+
+NOT_YET: dict[str, frozenset[str]] = {
+    "function": frozenset({"adk", "command", "http", "langgraph", "llama_index", "react_agent"}),
+    "llm_provider": frozenset(
+        {"aws_bedrock", "azure_openai", "dynamo", "huggingface", "huggingface_inference"}
+        | {"litellm", "nim", "oci"}
+    ),
+    "evaluator": frozenset(
+        {"langsmith", "langsmith_custom", "langsmith_judge", "ragas", "red_teaming_evaluator"}
+        | {"tunable_rag_evaluator"}
+    ),
+    "dataset_loader": frozenset({"langsmith"}),
+    "trajectory_builder": frozenset({"dpo_traj_builder"}),
+    "trainer_adapter": frozenset({"nemo_customizer_trainer_adapter"}),
+    "trainer": frozenset({"nemo_customizer_trainer"}),
+}
+"""Types that the originals or the design have, refused by name. A plugin may register them."""
+
+C = TypeVar("C", bound=ComponentConfig)
+Factory = Callable[[C, "Builder"], AsyncIterator[Any]]
+Decorator = Callable[[Factory[C]], Factory[C]]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One component that a YAML file can name."""
+
+    kind: str
+    name: str
+    """What `_type` says."""
+    config_type: type[ComponentConfig]
+    factory: Callable[[Any, "Builder"], AsyncIterator[Any]]
+    """Yields the instance; what stands after the `yield` closes it."""
+    package: str
+    """The Python package it came from."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of what it says of itself."""
+        said = inspect.getdoc(self.factory) or self.config_type.__dict__.get("__doc__") or ""
+        return said.strip().partition("\n")[0]
+
+
+_components: dict[tuple[str, str], Registered] = {}
+
+
+def register_function(config_type: type[C], framework_wrappers: Sequence[str] = ()) -> Decorator[C]:
+    """The instance is an async callable with annotations, or a `workflow.function.Function`.
+
+    `framework_wrappers` is accepted so that functions written for NeMo Agent Toolkit load.
+    """
+    del framework_wrappers
+    return _register("function", config_type)
+
+
+def register_llm_provider(config_type: type[C]) -> Decorator[C]:
+    """The instance is a `workflow.llm.LLM`."""
+    return _register("llm_provider", config_type)
+
+
+def register_evaluator(config_type: type[C]) -> Decorator[C]:
+    """The instance is an `evaluation.base.Evaluator`, or an `EvaluatorInfo`."""
+    return _register("evaluator", config_type)
+
+
+def register_dataset_loader(config_type: type[C]) -> Decorator[C]:
+    """The instance has `load(path) -> list[dict]`."""
+    return _register("dataset_loader", config_type)
+
+
+def register_trajectory_builder(config_type: type[C]) -> Decorator[C]:
+    """The instance is a `finetune.base.TrajectoryBuilder`."""
+    return _register("trajectory_builder", config_type)
+
+
+def register_trainer_adapter(config_type: type[C]) -> Decorator[C]:
+    """The instance is a `finetune.base.TrainerAdapter`."""
+    return _register("trainer_adapter", config_type)
+
+
+def register_trainer(config_type: type[C]) -> Decorator[C]:
+    """The instance is a `finetune.base.Trainer`."""
+    return _register("trainer", config_type)
+
+
+def _register(kind: str, config_type: type[C]) -> Decorator[C]:
+    where = f"{config_type.__module__}.{config_type.__qualname__}"
+    base = BASES[kind]
+    if not issubclass(config_type, base):
+        raise ConfigError(
+            f"{where}: configures a component of kind {kind}; derive it from {base.__name__}"
+        )
+    if not config_type.type_name:
+        raise ConfigError(
+            f'{where}: has no name; write class {config_type.__name__}({base.__name__}, name="...")'
+        )
+
+    def decorate(factory: Factory[C]) -> Factory[C]:
+        if not inspect.isasyncgenfunction(factory):
+            raise ConfigError(
+                f"{where}: its factory {getattr(factory, '__qualname__', factory)} is no async "
+                f"generator; write `async def ...(config, builder): yield instance`"
+            )
+        key = kind, config_type.type_name
+        held = _components.get(key)
+        if held is not None:
+            raise ConfigError(
+                f"{where}: {kind} {key[1]!r} is already registered, by "
+                f"{held.config_type.__module__}.{held.config_type.__qualname__}; rename one of them"
+            )
+        package = factory.__module__.partition(".")[0]
+        _components[key] = Registered(kind, key[1], config_type, factory, package)
+        return factory
+
+    return decorate
+
+
+def known(kind: str | None = None) -> list[Registered]:
+    """What is registered, in the order of KINDS and then by name."""
+    kinds = KINDS if kind is None else (kind,)
+    return [r for k in kinds for r in sorted(_of(k), key=lambda r: r.name)]
+
+
+def _of(kind: str) -> list[Registered]:
+    return [r for r in _components.values() if r.kind == kind]
+
+
+def find(kind: str, name: str) -> Registered | None:
+    """The component called `name`, or `package/name`."""
+    package, slash, last = name.rpartition("/")
+    held = _components.get((kind, last if slash else name))
+    return held if held and (not slash or held.package == package) else None
+
+
+def unknown(kind: str, name: str) -> str:
+    """What to say of a `_type` that is not registered, and of plugins that may have held it."""
+    names = [r.name for r in known(kind)]
+    if name in NOT_YET[kind]:
+        first, guess = f"{kind} {name!r}: not in this version of hone", []
+    else:
+        first, guess = f"no {kind} is called {name!r}", get_close_matches(name, names, n=1)
+    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    failed = "".join(f" Note: {reason}." for reason in plugins.discover())
+    return f"{first}.{maybe} Known: {', '.join(names) or 'none'}.{failed}"
+
+
+@dataclass(frozen=True, slots=True)
+class ByType:
+    """Annotates a block whose `_type` says which configuration class reads it."""
+
+    kind: str
+
+    def __get_pydantic_core_schema__(
+        self, source: type[Any], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.read,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                self._write, info_arg=True
+            ),
+        )
+
+    def read(self, block: Any) -> ComponentConfig:
+        """The block as its class; pydantic puts its errors under the block's own path."""
+        if isinstance(block, BASES[self.kind]):
+            return block
+        if not isinstance(block, Mapping):
+            raise PydanticCustomError(
+                "block", "got {got}; expected a block with `_type`", {"got": named(block)}
+            )
+        key = type_key(block)
+        if key is None:
+            names = ", ".join(r.name for r in known(self.kind))
+            raise PydanticCustomError("no_type", "`_type` is missing; known: {n}", {"n": names})
+        found = find(self.kind, block[key]) if isinstance(block[key], str) else None
+        if found is None:
+            raise ValidationError.from_exception_data(
+                self.kind,
+                [
+                    {
+                        "type": PydanticCustomError(
+                            "unknown_type", "{m}", {"m": unknown(self.kind, str(block[key]))}
+                        ),
+                        "loc": (key,),
+                        "input": block[key],
+                    }
+                ],
+            )
+        return found.config_type.model_validate({k: v for k, v in block.items() if k != key})
+
+    @staticmethod
+    def _write(config: ComponentConfig, info: SerializationInfo) -> dict[str, Any]:
+        return {"_type": config.type_name, **config.model_dump(mode=info.mode)}
+
+
+def type_key(block: Mapping[str, Any]) -> str | None:
+    """`_type`; or `type`, which the originals read too."""
+    return next((key for key in ("_type", "type") if key in block), None)

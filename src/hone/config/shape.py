@@ -1,0 +1,134 @@
+"""What the schema says of one path of the document: its type, its keys, what it names.
+
+In:   the document's class, a path, and the values found there
+Out:  the type at that path; every value that names another component
+Used: check.py for what a problem should say, override.py for the type of an `-o` value
+
+Types are read from the values too, because a block is of the class that its `_type` names. So
+`-o trainer_adapters.art.backend.port 7624` knows that it is a number, for a plugin's adapter too.
+"""
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from hone.config.base import ComponentRef, Names
+from hone.config.problems import Path
+from hone.config.registry import ByType, find, type_key
+
+LISTS = (list, tuple, set, frozenset, Sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """What there is no such key of."""
+
+
+UNKNOWN = Unknown()
+
+
+def options(annotation: Any, value: Any) -> Iterator[Any]:
+    """What a value may be: the members of unions, and the class that `_type` names."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *notes = get_args(annotation)
+        for note in notes:
+            if isinstance(note, ByType):
+                yield Block(note.kind, value)
+                return
+            if isinstance(note, Names):
+                yield note
+        yield from options(inner, value)
+    elif origin in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from options(member, value)
+    else:
+        yield annotation
+
+
+class Block:
+    """A block whose class is found by its `_type`."""
+
+    def __init__(self, kind: str, value: Any) -> None:
+        self.kind = kind
+        self.model: type[BaseModel] | None = None
+        if isinstance(value, Mapping) and (key := type_key(value)) is not None:
+            found = find(kind, str(value[key]))
+            self.model = found.config_type if found else None
+
+
+def below(annotation: Any, key: str | int, value: Any) -> Any:
+    """The type of `value[key]`, where `value` is of this type; UNKNOWN if it has no such key."""
+    for option in options(annotation, value):
+        if option is Any:
+            return Any
+        if isinstance(option, Block):
+            if (key in ("_type", "type") and option.model is None) or key == "_type":
+                return str
+            option = option.model
+            if option is None:
+                return Any
+        origin, args = get_origin(option) or option, get_args(option)
+        if isinstance(origin, type) and issubclass(origin, BaseModel):
+            if key in origin.model_fields:
+                return field_type(origin, str(key))
+            if origin.model_config.get("extra") == "allow":
+                return Any
+        elif origin is dict or origin is Mapping:
+            return args[1] if args else Any
+        elif origin in LISTS and isinstance(key, int):
+            return args[0] if args else Any
+    return UNKNOWN
+
+
+def field_type(model: type[BaseModel], name: str) -> Any:
+    """The annotation of a field, with the notes that pydantic keeps apart from it."""
+    field = model.model_fields[name]
+    notes = tuple(note for note in field.metadata if isinstance(note, ByType | Names))
+    return Annotated[field.annotation, *notes] if notes else field.annotation
+
+
+def at(root: Any, path: Path, data: Any) -> Any:
+    """The type at a path of the document."""
+    for key in path:
+        root = below(root, key, data)
+        data = item(data, key)
+    return root
+
+
+def item(value: Any, key: str | int) -> Any:
+    """`value[key]`, or None."""
+    if isinstance(value, list):
+        return value[key] if isinstance(key, int) and key < len(value) else None
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def models(annotation: Any, value: Any) -> list[type[BaseModel]]:
+    """The classes that could read a block."""
+    found = []
+    for option in options(annotation, value):
+        model = option.model if isinstance(option, Block) else option
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            found.append(model)
+    return found
+
+
+def names(
+    annotation: Any, value: Any, path: Path = ()
+) -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """Each value that names another component: its path, the section, and the name."""
+    if isinstance(value, str):
+        for option in options(annotation, value):
+            if isinstance(option, Names) or (
+                isinstance(option, type) and issubclass(option, ComponentRef)
+            ):
+                yield path, option.section, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from names(below(annotation, key, value), inner, (*path, key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from names(below(annotation, i, value), inner, (*path, i))

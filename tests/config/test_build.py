@@ -1,0 +1,224 @@
+"""build.py: components are made when asked for, once, and closed in reverse, whatever happened."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from hone.config.build import Builder, build
+from hone.config.registry import (
+    EvaluatorBaseConfig,
+    FunctionBaseConfig,
+    FunctionRef,
+    register_evaluator,
+    register_function,
+)
+from hone.config.schema import read
+from hone.errors import ConfigError, NotInThisVersion
+
+Write = Callable[..., Path]
+
+happened: list[str] = []
+"""What the factories of this file did, in order."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_happened() -> None:
+    happened.clear()
+
+
+class Part(FunctionBaseConfig, name="test_build_part"):
+    """Notes when it is made and closed."""
+
+    label: str
+    needs: list[FunctionRef] = Field(default_factory=list)
+    hidden: list[str] = Field(default_factory=list)
+    """Needed as well, but not visible in the configuration."""
+    fails: str = ""
+    """`making` or `closing`."""
+
+
+@register_function(config_type=Part)
+async def part(config: Part, builder: Builder) -> AsyncIterator[object]:
+    needed = [await builder.get_function(name) for name in (*config.needs, *config.hidden)]
+    await asyncio.sleep(0)
+    if config.fails == "making":
+        raise RuntimeError(f"{config.label} cannot be made")
+    happened.append(f"made {config.label}")
+
+    async def say(text: str) -> str:
+        inner = [await one(text) for one in needed]
+        return f"{config.label}({text}){''.join(inner)}"
+
+    yield say
+    happened.append(f"closed {config.label}")
+    if config.fails == "closing":
+        raise RuntimeError(f"{config.label} cannot be closed")
+
+
+class Odd(FunctionBaseConfig, name="test_build_odd"):
+    """A factory with a mistake in it."""
+
+    yields: int
+
+
+@register_function(config_type=Odd)
+async def odd(config: Odd, builder: Builder) -> AsyncIterator[object]:
+    for _ in range(config.yields):
+        yield lambda text: text
+
+
+class Scored(EvaluatorBaseConfig, name="test_build_scored"):
+    """Not an evaluator at all; only its name counts here."""
+
+
+@register_evaluator(config_type=Scored)
+async def scored(config: Scored, builder: Builder) -> AsyncIterator[object]:
+    yield "an evaluator"
+
+
+YAML = """
+functions:
+  a: {_type: test_build_part, label: a, needs: [b, c]}
+  b: {_type: test_build_part, label: b, needs: [c]}
+  c: {_type: test_build_part, label: c}
+workflow: {_type: test_build_part, label: w, needs: [a]}
+eval:
+  general: {max_concurrency: 3, output_dir: out}
+  evaluators: {reward: {_type: test_build_scored}}
+"""
+
+
+async def test_needs_are_made_first_and_once_and_closed_in_reverse(write: Write):
+    async with build(read(write(YAML))) as builder:
+        assert happened == []  # nothing is made before it is asked for
+        workflow = await builder.get_workflow()
+        assert happened == ["made c", "made b", "made a", "made w"]
+        assert workflow.name == "<workflow>"
+        assert await builder.get_function("c") is await builder.get_function("c")
+        # w calls a; a calls b and c; b calls c.
+        assert await workflow("x") == "w(x)a(x)b(x)c(x)c(x)"
+    assert happened[4:] == ["closed w", "closed a", "closed b", "closed c"]
+
+
+async def test_many_ask_at_once_and_it_is_made_once(write: Write):
+    async with build(read(write(YAML))) as builder:
+        found = await asyncio.gather(*(builder.get_function(n) for n in "abcabc"))
+        assert found[0] is found[3] and found[2] is found[5]
+        assert sorted(happened) == ["made a", "made b", "made c"]
+
+
+async def test_everything_is_closed_after_a_failure(write: Write):
+    with pytest.raises(ZeroDivisionError):
+        async with build(read(write(YAML))) as builder:
+            await builder.get_function("b")
+            raise ZeroDivisionError
+    assert happened == ["made c", "made b", "closed b", "closed c"]
+
+
+async def test_what_was_made_is_closed_when_the_next_cannot_be_made(write: Write):
+    file = write(YAML.replace("label: a,", "label: a, fails: making,"))
+    with pytest.raises(RuntimeError, match="a cannot be made") as error:
+        async with build(read(file)) as builder:
+            await builder.get_workflow()
+    assert happened == ["made c", "made b", "closed b", "closed c"]
+    assert error.value.__notes__[0] == "while building function 'a' (_type: test_build_part)"
+
+
+async def test_a_close_that_fails_does_not_keep_the_others_open(
+    write: Write, caplog: pytest.LogCaptureFixture
+):
+    file = write(YAML.replace("label: a,", "label: a, fails: closing,"))
+    with pytest.raises(RuntimeError, match="a cannot be closed"):
+        async with build(read(file)) as builder:
+            await builder.get_workflow()
+    assert happened[4:] == ["closed w", "closed a", "closed b", "closed c"]
+    assert "closing function 'a' failed: RuntimeError: a cannot be closed" in caplog.text
+
+
+async def test_a_close_that_fails_does_not_hide_what_failed_before(write: Write):
+    file = write(YAML.replace("label: a,", "label: a, fails: closing,"))
+    with pytest.raises(ZeroDivisionError):
+        async with build(read(file)) as builder:
+            await builder.get_workflow()
+            raise ZeroDivisionError
+
+
+async def test_a_circle_that_the_configuration_does_not_show_is_named(write: Write):
+    file = write(YAML.replace("label: c}", "label: c, hidden: [a]}"))
+    with pytest.raises(ConfigError, match="need each other in a circle: a -> b -> c -> a"):
+        async with build(read(file)) as builder:
+            await builder.get_workflow()
+
+
+async def test_names_that_are_not_there(write: Write):
+    async with build(read(write(YAML))) as builder:
+        with pytest.raises(ConfigError) as error:
+            await builder.get_function("aa")
+        assert str(error.value) == "Function 'aa' not found. Did you mean 'a'? There are: a, b, c."
+        for get, title in [
+            (builder.get_llm, "LLM"),
+            (builder.get_evaluator, "Evaluator"),
+            (builder.get_trajectory_builder, "Trajectory builder"),
+            (builder.get_trainer_adapter, "Trainer adapter"),
+        ]:
+            with pytest.raises(ConfigError, match=f"^{title} 'x' not found"):
+                await get("x")
+
+
+async def test_what_cannot_be_made_names_its_place_once(write: Write):
+    # Lines 2 to 5 hold a, b, c and the workflow; c is what cannot be made.
+    file = write(YAML.strip().replace("label: c}", "label: c, hidden: [d]}"))
+    with pytest.raises(ConfigError) as error:
+        async with build(read(file)) as builder:
+            await builder.get_workflow()
+    assert str(error.value) == ("a.yml:4: functions.c: Function 'd' not found. There are: a, b, c.")
+
+
+async def test_there_may_be_no_workflow(write: Write):
+    async with build(read(write("llms: {}"))) as builder:
+        with pytest.raises(ConfigError, match=r"^a.yml: there is no `workflow:`; add one"):
+            await builder.get_workflow()
+
+
+async def test_the_clients_of_other_frameworks_are_refused_by_name(write: Write):
+    async with build(read(write(YAML))) as builder:
+        with pytest.raises(NotInThisVersion, match="wrapper_type='langchain'"):
+            await builder.get_llm("m", wrapper_type="langchain")
+
+
+async def test_evaluators_and_what_they_ask_for(write: Write):
+    async with build(read(write(YAML))) as builder:
+        assert await builder.get_evaluator("reward") == "an evaluator"
+        assert builder.get_max_concurrency() == 3
+        assert builder.get_output_dir() == Path("out")
+
+
+@pytest.mark.parametrize(
+    ("yields", "message"),
+    [(0, "'test_build_odd' ended without a yield"), (2, "its factory yields more than once")],
+)
+async def test_a_factory_yields_once(write: Write, yields: int, message: str):
+    file = write(f"workflow: {{_type: test_build_odd, yields: {yields}}}")
+    with pytest.raises(ConfigError, match=message):
+        async with build(read(file)) as builder:
+            await builder.get_workflow()
+
+
+async def test_a_model_without_an_address_needs_an_adapter(write: Write):
+    file = write("llms: {m: {_type: trainable}}")
+    async with build(read(file)) as builder:
+        with pytest.raises(ConfigError) as error:
+            await builder.serve()
+    assert str(error.value) == (
+        "a.yml: llms.m has no base_url, and finetuning.trainer_adapter, which would say where it "
+        "is served, is not set; set one of them"
+    )
+
+
+async def test_nobody_is_reached_where_every_model_has_an_address(write: Write):
+    async with build(read(write(YAML))) as builder:
+        await builder.serve()
+        assert builder.served is None

@@ -1,0 +1,94 @@
+"""registry.py: what may be registered, under which name, and what is said of other names."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from hone.config import registry
+from hone.config.build import Builder
+from hone.config.registry import (
+    EvaluatorBaseConfig,
+    FunctionBaseConfig,
+    register_evaluator,
+    register_function,
+    register_trainer,
+)
+from hone.errors import ConfigError
+
+
+class Doubler(FunctionBaseConfig, name="test_registry_doubler"):
+    """Doubles text."""
+
+    times: int = 2
+
+
+@register_function(config_type=Doubler, framework_wrappers=["langchain"])
+async def doubler(config: Doubler, builder: Builder) -> AsyncIterator[object]:
+    async def double(text: str) -> str:
+        return text * config.times
+
+    yield double
+
+
+def test_a_component_is_found_by_its_name_and_by_its_package():
+    found = registry.find("function", "test_registry_doubler")
+    assert found is not None
+    assert (found.config_type, found.factory) == (Doubler, doubler)
+    assert (found.kind, found.name, found.summary) == (
+        "function",
+        "test_registry_doubler",
+        "Doubles text.",
+    )
+    assert registry.find("function", f"{found.package}/test_registry_doubler") is found
+    assert registry.find("function", "elsewhere/test_registry_doubler") is None
+    assert registry.find("evaluator", "test_registry_doubler") is None
+
+
+def test_the_decorated_function_is_what_it_was():
+    assert doubler.__name__ == "doubler" and Doubler.type_name == "test_registry_doubler"
+
+
+def test_a_name_is_taken_once():
+    class Again(FunctionBaseConfig, name="test_registry_doubler"):
+        pass
+
+    with pytest.raises(ConfigError) as error:
+        register_function(Again)(doubler)  # pyright: ignore[reportArgumentType]  # any factory will do
+    assert "function 'test_registry_doubler' is already registered, by " in str(error.value)
+    assert str(error.value).endswith("test_registry.Doubler; rename one of them")
+
+
+def test_a_configuration_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="kind evaluator; derive it from EvaluatorBaseConfig"):
+        register_evaluator(Doubler)
+    with pytest.raises(ConfigError, match="derive it from TrainerConfig"):
+        register_trainer(Doubler)
+
+
+def test_a_configuration_without_a_name_is_refused():
+    class Nameless(EvaluatorBaseConfig):
+        pass
+
+    with pytest.raises(ConfigError, match=r'write class Nameless\(EvaluatorBaseConfig, name="..."'):
+        register_evaluator(Nameless)
+
+
+def test_a_factory_must_yield():
+    class Returns(FunctionBaseConfig, name="test_registry_returns"):
+        pass
+
+    async def factory(config: Returns, builder: Builder) -> object:
+        return None
+
+    with pytest.raises(ConfigError, match=r"factory\b.* is no async generator; write `async def"):
+        register_function(Returns)(factory)  # pyright: ignore[reportArgumentType]  # the mistake
+    assert registry.find("function", "test_registry_returns") is None
+
+
+def test_unknown_names_are_told_with_what_there_is():
+    said = registry.unknown("function", "test_registry_dubler")
+    assert said.startswith(
+        "no function is called 'test_registry_dubler'. Did you mean 'test_registry_doubler'? Known:"
+    )
+    names = said.partition("Known: ")[2]
+    assert "python" in names and names.endswith(".")

@@ -1,0 +1,20 @@
+"""The plugin of this folder, installed as a user would install it.
+
+In:   a directory
+Out:  the same directory with the package and its metadata, ready for sys.path or PYTHONPATH
+Used: tests that need `my_workflow` and the other components of a third party
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+
+
+def install(directory: Path, package: Path = PACKAGE) -> Path:
+    """pip, into a directory of its own: this environment stays as it is."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(directory)]
+    subprocess.run([*command, str(package)], check=True, timeout=100, capture_output=True)
+    return directory
