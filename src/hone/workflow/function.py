@@ -1,0 +1,159 @@
+"""A function of the workflow: a name, a description, what it takes, and the code behind it.
+
+In:   a Python function, async or plain, of one parameter or several
+Out:  Function: an async callable that fits its input to the parameters and runs under its name
+Used: config/build.py for `workflow` and every entry of `functions`; agents that call functions
+
+Whatever runs inside a Function is inside `within(name)`, so every model call carries the path of
+functions it came from. Plain functions run in a thread of their own with the context copied: a
+pool would cap the rollouts at its size, and one that hangs would keep the process from ending.
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import BaseModel
+
+from hone.capture.scope import kept_open, within
+from hone.errors import ConfigError, NotInThisVersion
+from hone.workflow.fit import Fit
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionInfo:
+    """A function and what to say of it; what a registered function may yield."""
+
+    fn: Callable[..., Any]
+    description: str | None = None
+    """What an agent that chooses among functions is told."""
+    input_schema: type[BaseModel] | None = None
+    """What it takes; read from its parameters if left out."""
+
+    @classmethod
+    def from_fn(
+        cls,
+        fn: Callable[..., Any],
+        *,
+        input_schema: type[BaseModel] | None = None,
+        description: str | None = None,
+    ) -> Self:
+        """The docstring is the description if none is given."""
+        return cls(fn, description or inspect.getdoc(fn), input_schema)
+
+
+class Function:
+    """An async callable with a name; model calls made while it runs carry the name."""
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *,
+        description: str | None = None,
+        input_schema: type[BaseModel] | None = None,
+    ) -> None:
+        if _is(inspect.isasyncgenfunction, fn) or _is(inspect.isgeneratorfunction, fn):
+            raise NotInThisVersion(
+                f"function {name!r} yields its output in pieces, which is not in this version: "
+                "return the whole of it"
+            )
+        self.name = name
+        self.description = description
+        self._fn = fn
+        self._async = _is(inspect.iscoroutinefunction, fn)
+        self._fit = Fit.of(name, fn, input_schema)
+
+    @classmethod
+    def of(cls, name: str, fn: Any, description: str | None = None) -> "Function":
+        """From whatever a registered function yields: a callable, a FunctionInfo, a Function."""
+        if isinstance(fn, FunctionInfo):
+            said = description or fn.description
+            return cls(name, fn.fn, description=said, input_schema=fn.input_schema)
+        if isinstance(fn, Function):
+            said = description or fn.description
+            return cls(name, fn._fn, description=said, input_schema=fn._fit.given)
+        if not callable(fn):
+            raise ConfigError(
+                f"function {name!r}: its factory yielded {fn!r}; it must yield an async callable, "
+                "a FunctionInfo or a Function"
+            )
+        return cls(name, fn, description=description or _said(fn))
+
+    @property
+    def input_schema(self) -> type[BaseModel] | None:
+        """What it takes, where that is a model or several parameters; None for anything else."""
+        return self._fit.schema
+
+    async def __call__(self, input: Any = None, /, **arguments: Any) -> Any:
+        """Run on one input (text, JSON text, a dict, a model), or on arguments by name."""
+        with within(self.name):
+            if arguments and input is not None:
+                raise ConfigError(
+                    f"function {self.name!r} was given an input and the arguments "
+                    f"{', '.join(arguments)}; give one or the other"
+                )
+            positional, named = self._fit.arguments(arguments or input, by_name=bool(arguments))
+            if self._async:
+                return await self._fn(*positional, **named)
+            result = await in_thread(self._fn, *positional, **named)
+            return await result if inspect.isawaitable(result) else result
+
+    async def ainvoke(self, value: Any) -> Any:
+        """The same, under NeMo Agent Toolkit's name."""
+        return await self(value)
+
+    def __repr__(self) -> str:
+        return f"Function({self.name!r})"
+
+
+async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a plain function in a daemon thread of its own, in a copy of this context.
+
+    If the waiter is cancelled the thread goes on, as threads do; its calls stay tapped until it
+    ends, so that those of a rollout that is over are refused.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    context = copy_context()
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def work() -> None:
+        with kept_open():
+            try:
+                outcome.append(context.run(fn, *args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  # raised again where it is awaited
+                errors.append(error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=work, name=f"hone-{_name(fn)}", daemon=True).start()
+    await done
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def _is(kind: Callable[[Any], bool], fn: Any) -> bool:
+    """Whether the function, or what an object does when called, is of the kind."""
+    return kind(fn) or (not inspect.isroutine(fn) and kind(type(fn).__call__))
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _said(fn: Any) -> str | None:
+    """The docstring of a function; of an object's class only its own."""
+    if inspect.isroutine(fn):
+        return inspect.getdoc(fn)
+    return type(fn).__doc__ if type(fn).__module__ != "builtins" else None

@@ -1,0 +1,326 @@
+"""One `llms:` entry -> a model that agents call with OpenAI's clients.
+
+In:   the entry: address, key, name of the model, what goes with every request
+Out:  LLM: `client`, `sync_client`, `await llm.chat(messages)`
+Used: config/build.py; every agent that gets `llm`
+
+An LLM holds no connection of its own kind and hides nothing: the clients are plain OpenAI clients,
+so that an agent written against them runs here unchanged and goes on running elsewhere.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from pydantic import Field, SecretStr, model_validator
+
+from hone.capture.scope import host_of
+from hone.config.registry import LLMBaseConfig, register_llm_provider
+from hone.errors import ConfigError
+from hone.model import CONNECT_S, MAX_CONNECTIONS, TIMEOUT_S
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+    from openai.types.chat import ChatCompletion
+
+    from hone.config.build import Builder
+
+OPENAI_URL = "https://api.openai.com/v1"
+MAX_RETRIES = 10
+
+
+class LLM:
+    """A model at an address, and what goes with every request to it."""
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        api_key: str = "default",
+        name: str = "",
+        params: dict[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        max_retries: int = MAX_RETRIES,
+        verify_ssl: bool = True,
+    ) -> None:
+        """Contacts nobody yet.
+
+        Args:
+            base_url: of the OpenAI API, usually ending in /v1.
+            model: the name to ask for.
+            api_key: servers on this machine take any.
+            name: its key under `llms`.
+            params: what goes with every request, by OpenAI's names or the server's own.
+            timeout_s: of one answer.
+            max_retries: how often the client repeats a request that failed on the way.
+            verify_ssl: check the server's certificate.
+        """
+        self.name, self.model, self.api_key = name, model, api_key
+        self.base_url = dialled(base_url)
+        self._params = dict(params or {})
+        self._timeout_s, self._max_retries, self._verify = timeout_s, max_retries, verify_ssl
+        self._clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
+        self._sync: OpenAI | None = None
+
+    @cached_property
+    def params(self) -> dict[str, Any]:
+        """What goes with every request, as arguments of `chat.completions.create`."""
+        return _as_arguments(self._params)
+
+    @property
+    def client(self) -> "AsyncOpenAI":
+        """One AsyncOpenAI per event loop: `llm.client.chat.completions.create(model=llm.model, ...)`."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            import openai  # here: it takes a second, and commands that call nobody need it not
+
+            http = openai.DefaultAsyncHttpxClient(**self._connection())
+            self._clients[loop] = openai.AsyncOpenAI(**self._options(), http_client=http)
+        return self._clients[loop]
+
+    @property
+    def sync_client(self) -> "OpenAI":
+        """One OpenAI client for plain functions; threads share it."""
+        if self._sync is None:
+            import openai
+
+            http = openai.DefaultHttpxClient(**self._connection())
+            self._sync = openai.OpenAI(**self._options(), http_client=http)
+        return self._sync
+
+    async def chat(self, messages: Iterable[Any], **more: Any) -> "ChatCompletion":
+        """Ask the model: `params` and whatever is given here, which wins, go with the request."""
+        both = {**self.params, **more}
+        if "extra_body" in self.params and "extra_body" in more:
+            both["extra_body"] = {**self.params["extra_body"], **more["extra_body"]}
+        both.setdefault("model", self.model)
+        return await self.client.chat.completions.create(messages=list(messages), **both)
+
+    async def close(self) -> None:
+        """Close the connections; the next use opens new ones."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
+        sync, self._sync = self._sync, None
+        if sync is not None:
+            sync.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self.name!r}: {self.model!r} at {self.base_url})"
+
+    def _options(self) -> dict[str, Any]:
+        timeout = self._connection()["timeout"]
+        return {
+            "base_url": self.base_url,
+            "api_key": self.api_key,
+            "timeout": timeout,
+            "max_retries": self._max_retries,
+        }
+
+    def _connection(self) -> dict[str, Any]:
+        import openai
+
+        # Of the class openai's own HTTP library has: httpx up to version 2, httpx2 from 3 on.
+        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
+            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
+        )
+        return {
+            "timeout": openai.Timeout(self._timeout_s, connect=min(CONNECT_S, self._timeout_s)),
+            "limits": limits,
+            "verify": self._verify,
+            # No proxy on the way to this machine, whatever the environment says of proxies.
+            "trust_env": host_of(urlsplit(self.base_url).hostname or "") != "localhost",
+        }
+
+
+def dialled(base_url: str) -> str:
+    """The address to connect to: 0.0.0.0 listens everywhere and is nowhere to be reached."""
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"base_url is {base_url!r}; it must look like http://127.0.0.1:8000/v1 or https://..."
+        )
+    if parts.hostname != "0.0.0.0":
+        return base_url
+    return parts._replace(netloc=parts.netloc.replace("0.0.0.0", "127.0.0.1")).geturl()
+
+
+def _as_arguments(params: dict[str, Any]) -> dict[str, Any]:
+    """Keys that OpenAI does not know go into `extra_body`, where its client lets them pass."""
+    import inspect
+
+    from openai.resources.chat.completions import AsyncCompletions
+
+    known = set(inspect.signature(AsyncCompletions.create).parameters)
+    own = {key: value for key, value in params.items() if key not in known}
+    given = {key: value for key, value in params.items() if key in known}
+    if own:
+        given["extra_body"] = {**own, **given.get("extra_body", {})}
+    return given
+
+
+# ---- the configuration -------------------------------------------------------------------------
+
+_SECOND_LAYER = ("num_retries", "retry_on_status_codes", "retry_on_errors")
+
+
+class _OpenAIFields(LLMBaseConfig):
+    """What both types take. Further keys (`max_tokens`, `logprobs`, ...) go with every request."""
+
+    model_name: str | None = None
+    """The name to ask for; `model` is the same."""
+    base_url: str | None = None
+    """Of the OpenAI API; $OPENAI_BASE_URL if left out, then OpenAI itself."""
+    api_key: SecretStr | None = None
+    """$OPENAI_API_KEY if left out; servers on this machine need none."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Goes with every request."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Goes with every request."""
+    seed: int | None = None
+    """Goes with every request. The same seed gives the same answer: leave it out in training."""
+    request_timeout: float = Field(default=TIMEOUT_S, gt=0)
+    """Seconds that one answer may take."""
+    max_retries: int = Field(default=MAX_RETRIES, ge=0)
+    """How often the client repeats a request that failed on the way (408, 409, 429, 5xx)."""
+    do_auto_retry: bool = True
+    """`false` is `max_retries: 0`, unless that is set too."""
+    num_retries: int = 5
+    """Of a second layer of retries, which hone does not have: `max_retries` says how often."""
+    retry_on_status_codes: list[int | str] = Field(default=[429, 500, 502, 503, 504])
+    """Of the same layer."""
+    retry_on_errors: list[str] | None = None
+    """Of the same layer."""
+    thinking: bool | None = None
+    """Goes with every request as `chat_template_kwargs: {enable_thinking: ...}`."""
+    verify_ssl: bool = True
+    """Check the server's certificate."""
+    api_type: Literal["chat_completion", "responses"] = "chat_completion"
+    """Only `chat_completion` in this version."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_is_model_name(cls, block: Any) -> Any:
+        if not isinstance(block, Mapping) or "model" not in block:
+            return block
+        if "model_name" in block:
+            raise ValueError("has both 'model' and 'model_name'; keep one of them")
+        return {"model_name" if key == "model" else key: value for key, value in block.items()}
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Self:
+        for name in _SECOND_LAYER:
+            if getattr(self, name) != type(self).model_fields[name].get_default():
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: not in this version of hone, whose client "
+                    "has one layer of retries; remove it and set max_retries"
+                )
+        if self.api_type != "chat_completion":
+            raise ValueError(
+                f"api_type is {self.api_type!r}: not in this version of hone; 'chat_completion' is"
+            )
+        return self
+
+    def params(self) -> dict[str, Any]:
+        """What goes with every request."""
+        own = {key: getattr(self, key) for key in ("temperature", "top_p", "seed")}
+        given = {key: value for key, value in own.items() if value is not None}
+        if self.thinking is not None:
+            given["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        return given | (self.model_extra or {})
+
+    def llm(self, name: str, *, base_url: str, api_key: str | None, model: str | None) -> LLM:
+        """The model at this address; `name` is its key under `llms`."""
+        assert model, f"llms.{name} was checked to name a model where it has an address"
+        retries = self.max_retries
+        if not self.do_auto_retry and "max_retries" not in self.model_fields_set:
+            retries = 0
+        return LLM(
+            name=name,
+            base_url=base_url,
+            api_key=api_key or _key(name, base_url),
+            model=model,
+            params=self.params(),
+            timeout_s=self.request_timeout,
+            max_retries=retries,
+            verify_ssl=self.verify_ssl,
+        )
+
+
+class OpenAIConfig(_OpenAIFields, name="openai"):
+    """A model behind an OpenAI API. Further keys (`max_tokens`, ...) go with every request."""
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> Self:
+        if not self.model_name:
+            raise ValueError("model_name is not set; name the model to ask for")
+        return self
+
+
+class TrainableConfig(_OpenAIFields, name="trainable"):
+    """The model that is trained. Without `base_url` it is where `finetuning.trainer_adapter` says."""
+
+    base_url: str | None = None
+    """Of the OpenAI API; the address of the training server if left out."""
+
+    @model_validator(mode="after")
+    def _has_a_model_where_it_has_an_address(self) -> Self:
+        if self.base_url and not self.model_name:
+            raise ValueError(
+                "base_url is set and model_name is not; name the model to ask for there"
+            )
+        return self
+
+
+@register_llm_provider(config_type=OpenAIConfig)
+async def openai_llm(config: OpenAIConfig, builder: "Builder") -> AsyncIterator[LLM]:
+    """A model behind an OpenAI API."""
+    llm = config.llm(
+        _name_of(config, builder),
+        base_url=config.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL,
+        api_key=config.api_key.get_secret_value() if config.api_key else None,
+        model=config.model_name,
+    )
+    yield llm
+    await llm.close()
+
+
+@register_llm_provider(config_type=TrainableConfig)
+async def trainable_llm(config: TrainableConfig, builder: "Builder") -> AsyncIterator[LLM]:
+    """The model that is trained, wherever it is served."""
+    name, served = _name_of(config, builder), builder.served
+    key = config.api_key.get_secret_value() if config.api_key else None
+    if config.base_url is not None:
+        llm = config.llm(name, base_url=config.base_url, api_key=key, model=config.model_name)
+    elif served is not None:
+        model = config.model_name or served.model
+        llm = config.llm(name, base_url=served.base_url, api_key=key or served.api_key, model=model)
+    else:
+        raise ConfigError(
+            f"llms.{name}: base_url is not set, and nothing serves the model yet; set base_url, or "
+            "name a trainer adapter in finetuning.trainer_adapter, which starts or finds the server"
+        )
+    yield llm
+    await llm.close()
+
+
+def _name_of(config: LLMBaseConfig, builder: "Builder") -> str:
+    """The entry's key."""
+    return next((key for key, held in builder.document.llms.items() if held is config), "")
+
+
+def _key(name: str, base_url: str) -> str:
+    key = os.environ.get("OPENAI_API_KEY")
+    if key:
+        return key
+    if host_of(urlsplit(base_url).hostname or "") == "localhost":
+        return "default"
+    raise ConfigError(
+        f"llms.{name}: {base_url} wants a key; set api_key (${{MY_KEY}} takes it from the "
+        "environment), or OPENAI_API_KEY"
+    )

@@ -1,0 +1,212 @@
+"""Run the workflow once: one input in, one rollout out, whatever happens.
+
+In:   a Function and an input; the rollout's id, the host of the trained model, a deadline
+Out:  RolloutResult: output, the calls and steps that were seen, the failure if it failed
+Used: evaluation/run.py for every rollout; `hone run`
+
+A bad rollout is data, not a crash: here, and nowhere else in the harness, everything the user's
+code raises is caught. When the deadline has passed the rollout is over, also for code that goes
+on: its calls to the trained model are refused, so that nothing is recorded that was not scored.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.capture.base import Recorder, SeenCall, Step
+from hone.capture.scope import recorded
+from hone.errors import ConfigError
+from hone.workflow.failure import RolloutFailure, raised, timed_out
+from hone.workflow.function import Function
+
+GRACE_S = 5.0
+"""How long an agent may take to end after it was cancelled."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """One run of the workflow on one input."""
+
+    id: str
+    output: Any
+    """What the workflow returned; None where it failed."""
+    calls: tuple[SeenCall, ...]
+    """Its model calls, in the order they were sent."""
+    steps: tuple[Step, ...]
+    """What it said with `hone.step`."""
+    failure: RolloutFailure | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What `hone run` was asked for."""
+
+    config_file: Path
+    override: tuple[tuple[str, str], ...] = ()
+    input: tuple[str, ...] = ()
+    """Each is one input."""
+    input_file: Path | None = None
+    """Its text is one more input."""
+
+
+async def run_rollout(
+    workflow: Function,
+    input: Any,
+    *,
+    id: str | None = None,
+    host: str | None = None,
+    timeout_s: float | None = None,
+    temperature: float | None = None,
+) -> RolloutResult:
+    """Run the workflow on the input; raises nothing of what the agent raises.
+
+    Args:
+        workflow: what is run.
+        input: what it is given.
+        id: of the rollout; one is drawn if there is none. `RUN:REST` belongs to the open run RUN.
+        host: where the trained model is served: only calls to it are marked; None marks all.
+        timeout_s: after so long it is ended, and has failed.
+        temperature: what the server samples with, whatever the agent asks for; 0 is greedy.
+    """
+    rollout, recorder = recorded(id, host=host, temperature=temperature)
+    began = time.perf_counter()
+    with rollout:
+        try:
+            ended = await _ended(workflow, input, timeout_s, recorder)
+        finally:
+            recorder.closed = True
+    calls = tuple(recorder.calls)
+    failure = None
+    if isinstance(ended, _Late):
+        failure = timed_out(ended.after_s, ended.place, calls)
+    elif ended.error is not None:
+        failure = raised(ended.error, calls)
+    return RolloutResult(
+        id=rollout.id,
+        output=None if failure else ended.output,
+        calls=calls,
+        steps=tuple(recorder.steps),
+        failure=failure,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def run_inputs(options: RunOptions) -> list[RolloutResult]:
+    """`hone run`: build the workflow and run it once on each input."""
+    inputs = list(options.input)
+    if options.input_file is not None:
+        try:
+            inputs.append(options.input_file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--input_file {options.input_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--input_file {options.input_file}: not UTF-8 text ({error.reason} at byte "
+                f"{error.start}); save it so"
+            ) from error
+    if not inputs:
+        raise ConfigError("hone run: nothing to run on; give --input TEXT or --input_file FILE")
+    return asyncio.run(_run_inputs(options, inputs))
+
+
+async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutResult]:
+    from hone.config.build import build  # here: a workflow is also run without any YAML
+    from hone.config.schema import read
+
+    document = read(options.config_file, options.override)
+    async with build(document) as builder:
+        await builder.serve()
+        workflow = await builder.get_workflow()
+        host = builder.served.host if builder.served else None
+        budget = asyncio.Semaphore(builder.get_max_concurrency())
+
+        async def one(input: str) -> RolloutResult:
+            async with budget:
+                timeout_s = document.finetuning.rollout_timeout_s
+                return await run_rollout(workflow, input, host=host, timeout_s=timeout_s)
+
+        return list(await asyncio.gather(*(one(input) for input in inputs)))
+
+
+# ---- the agent's task --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Ended:
+    """How the workflow ended by itself."""
+
+    output: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """It did not end in time."""
+
+    after_s: float
+    place: str
+    output: None = None
+
+
+async def _ended(
+    workflow: Function, input: Any, timeout_s: float | None, recorder: Recorder
+) -> _Ended | _Late:
+    # A task of its own: an agent that catches its cancellation and goes on can then be left.
+    task = asyncio.create_task(_attempt(workflow, input))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        recorder.closed = True
+        await _stop(task, workflow.name)
+        raise
+    if done:
+        if task.cancelled():  # the agent cancelled itself
+            return _Ended(error=asyncio.CancelledError("the agent cancelled its own task"))
+        return task.result()
+    assert timeout_s is not None, "wait() returned without a deadline and without a result"
+    place = _place(task)
+    recorder.closed = True
+    await _stop(task, workflow.name)
+    return _Late(timeout_s, place)
+
+
+async def _attempt(workflow: Function, input: Any) -> _Ended:
+    try:
+        return _Ended(output=await workflow(input))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return _Ended(error=error)  # it cancelled something of its own, and waited for that
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
+        return _Ended(error=error)
+
+
+async def _stop(task: "asyncio.Task[_Ended]", name: str) -> None:
+    """Cancel it and give it time to clean up."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=GRACE_S)
+    if not task.done():
+        _log.warning(
+            "workflow %r did not end within %g s of being cancelled and is left running; its calls "
+            "to the trained model are refused. Let CancelledError pass in it.",
+            name,
+            GRACE_S,
+        )
+
+
+def _place(task: "asyncio.Task[Any]") -> str:
+    """Where the task waits: file, line and function of each coroutine, innermost last."""
+    lines: list[str] = []
+    inner: Any = task.get_coro()
+    while inner is not None and getattr(inner, "cr_frame", None) is not None:
+        code = inner.cr_frame.f_code
+        lines.append(f"  {code.co_filename}:{inner.cr_frame.f_lineno} in {code.co_name}\n")
+        inner = inner.cr_await
+    return "waiting at\n" + "".join(lines)

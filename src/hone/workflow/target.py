@@ -1,0 +1,127 @@
+"""`package.module:function` or `file.py:function` -> the function.
+
+In:   a target as YAML writes it; the directory of the YAML
+Out:  the Python object it names
+Used: workflow/python.py; evaluators and rewards that name a function of the user's
+
+The directory is importable while the target loads, so that an agent in one file finds the others
+beside it. A file is loaded under its own name where that is free: another module of that name
+stays what it is.
+"""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hone.errors import ConfigError, HoneError
+
+
+def load_target(target: str, directory: Path, *, where: str = "target") -> Any:
+    """The object that the target names; `where` is the key it stands under, for messages."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name.replace(".", "_").isidentifier():
+        raise ConfigError(
+            f"{where} is {target!r}; it must be package.module:function, or file.py:function with "
+            "the file relative to the YAML"
+        )
+    with _importable(directory):
+        try:
+            if place.endswith(".py"):
+                module = _from_file(directory / place, where, target)
+            else:
+                module = importlib.import_module(place)
+        except ImportError as error:
+            raise ConfigError(
+                f"{where}: {target!r} cannot be imported: {error}. Modules are looked for in "
+                f"{directory} and where Python finds its packages."
+            ) from error
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever the user's module does when it is loaded
+            if isinstance(error, HoneError):
+                raise
+            raise ConfigError(
+                f"{where}: {target!r} cannot be loaded: {_said(error, directory)}"
+            ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            guess = get_close_matches(part, vars(found) if hasattr(found, "__dict__") else (), n=1)
+            maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+            raise ConfigError(
+                f"{where}: {target!r}: {module.__file__ or place} has no {part!r}.{maybe}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _said(error: BaseException, directory: Path) -> str:
+    """What went wrong, and on which line: the innermost one beside the YAML, if there is one."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if Path(f.filename).is_relative_to(directory.resolve())]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    entry = str(directory.resolve())
+    sys.path.insert(0, entry)
+    importlib.invalidate_caches()  # for files that were written after the directory was first read
+    try:
+        yield
+    finally:
+        # What was loaded may have changed the path itself; only our own entry goes.
+        if entry in sys.path:
+            sys.path.remove(entry)
+
+
+def _from_file(file: Path, where: str, target: str) -> ModuleType:
+    file = file.resolve()
+    if not file.is_file():
+        raise ConfigError(f"{where}: {target!r}: there is no file {file}")
+    for name in (file.stem, f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"):
+        held = sys.modules.get(name)
+        if held is None and (name != file.stem or _finds(name, file)):
+            return _load(name, file)
+        if held is not None and _file_of(held) == file:
+            return held
+    raise AssertionError(f"two modules of one name at {file}")
+
+
+def _finds(name: str, file: Path) -> bool:
+    """Whether `import name` would load this file; otherwise the name is another module's."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
+
+
+def _load(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"{file} is a Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None

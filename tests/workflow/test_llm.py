@@ -1,0 +1,215 @@
+"""`llms:` entries: addresses, keys, what goes with every request."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tests.workflow.endpoint import Endpoint, Reply, serving
+
+from hone.config.build import Builder, Served, build
+from hone.config.problems import ConfigProblems
+from hone.config.schema import read
+from hone.errors import ConfigError, NotInThisVersion
+from hone.workflow.llm import LLM, OpenAIConfig, TrainableConfig, dialled
+
+ASK: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+async def made(directory: Path, entry: str, served: Served | None = None) -> LLM:
+    file = directory / "config.yml"
+    file.write_text(f"llms:\n  chat: {{{entry}}}\n")
+    async with build(read(file)) as builder:
+        builder.served = served
+        return await builder.get_llm("chat")
+
+
+async def test_params_go_with_every_request():
+    endpoint = Endpoint()
+    async with serving(endpoint) as url:
+        params = {"temperature": 0.4, "max_tokens": 8, "top_k": 3, "logprobs": True}
+        llm = LLM(base_url=url, model="tiny", params=params)
+        answer = await llm.chat(ASK)
+        await llm.chat(ASK, temperature=0.0, extra_body={"min_p": 0.1})
+        await llm.client.chat.completions.create(model=llm.model, messages=ASK, **llm.params)
+        await llm.close()
+    assert answer.choices[0].message.content == "ok"
+    first, second, third = endpoint.bodies
+    assert first == {"model": "tiny", "messages": ASK, **params}
+    assert second == first | {"temperature": 0.0, "min_p": 0.1}
+    assert third == first
+
+
+async def test_one_client_per_loop_and_one_for_threads():
+    async with serving(Endpoint()) as url:
+        llm = LLM(base_url=url, model="m")
+        assert llm.client is llm.client and llm.sync_client is llm.sync_client
+        assert llm.client.max_retries == 10
+
+        def in_a_loop_of_its_own() -> str | None:
+            async def ask() -> str | None:
+                answer = await llm.chat(ASK)
+                await llm.close()
+                return answer.choices[0].message.content
+
+            return asyncio.run(ask())
+
+        assert await asyncio.to_thread(in_a_loop_of_its_own) == "ok"
+        raw = await asyncio.to_thread(
+            llm.sync_client.chat.completions.create, model="m", messages=ASK
+        )
+        assert raw.choices[0].message.content == "ok"
+        first = llm.client
+        await llm.close()
+        assert first.is_closed() and llm.client is not first
+        await llm.close()
+
+
+async def test_no_proxy_stands_before_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    async with serving(Endpoint()) as url:
+        llm = LLM(base_url=url, model="m", max_retries=0)
+        assert (await llm.chat(ASK)).choices[0].message.content == "ok"
+        await llm.close()
+
+
+async def test_no_pool_on_this_side_limits_the_rollouts():
+    gate, together = asyncio.Event(), 120  # httpx's own pool holds 100 connections
+    endpoint = Endpoint(*(Reply(gate=gate) for _ in range(together)))
+    async with serving(endpoint) as url:
+        llm = LLM(base_url=url, model="m")
+        calls = [asyncio.create_task(llm.chat(ASK)) for _ in range(together)]
+        while len(endpoint.asked) < together:
+            await asyncio.sleep(0.01)
+        gate.set()
+        await asyncio.gather(*calls)
+        await llm.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("http://0.0.0.0:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("http://localhost:8000/v1", "http://localhost:8000/v1"),
+        ("https://models.example/v1", "https://models.example/v1"),
+    ],
+)
+def test_an_address_is_one_that_can_be_reached(address: str, expected: str):
+    assert dialled(address) == expected == LLM(base_url=address, model="m").base_url
+
+
+@pytest.mark.parametrize("wrong", ["localhost:8000", "8000", "", "ftp://x/v1"])
+def test_an_address_that_is_none_is_refused(wrong: str):
+    with pytest.raises(ConfigError, match=f"base_url is '{wrong}'; it must look like http://127"):
+        dialled(wrong)
+
+
+async def test_the_seed_s_entry(tmp_path: Path):
+    llm = await made(
+        tmp_path,
+        "_type: openai, model_name: Qwen/Qwen2.5-3B-Instruct, api_key: default, temperature: 0.4, "
+        "base_url: 'http://localhost:8000/v1'",
+    )
+    assert (llm.name, llm.model) == ("chat", "Qwen/Qwen2.5-3B-Instruct")
+    assert (llm.base_url, llm.api_key) == ("http://localhost:8000/v1", "default")
+    assert llm.params == {"temperature": 0.4}
+
+
+async def test_the_environment_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"llms\.chat: https://api\.openai\.com/v1 wants a key"):
+        await made(tmp_path, "_type: openai, model: gpt")
+    monkeypatch.setenv("OPENAI_API_KEY", "from env")
+    monkeypatch.setenv("OPENAI_BASE_URL", "https://proxy.example/v1")
+    llm = await made(tmp_path, "_type: openai, model: gpt")
+    assert (llm.base_url, llm.api_key) == ("https://proxy.example/v1", "from env")
+    llm = await made(tmp_path, "_type: openai, model: gpt, base_url: 'http://[::1]:1', api_key: k")
+    assert (llm.base_url, llm.api_key) == ("http://[::1]:1", "k")
+
+
+async def test_a_trainable_model_is_where_it_is_served(tmp_path: Path):
+    served = Served("http://127.0.0.1:7/v1", "secret", "default/mine", "localhost")
+    llm = await made(tmp_path, "_type: trainable, temperature: 1.0", served)
+    assert (llm.base_url, llm.api_key, llm.model) == (served.base_url, "secret", "default/mine")
+    llm = await made(tmp_path, "_type: trainable, model_name: base", served)
+    assert llm.model == "base"
+    llm = await made(
+        tmp_path, "_type: trainable, model: m, base_url: 'http://0.0.0.0:9/v1'", served
+    )
+    assert (llm.base_url, llm.model) == ("http://127.0.0.1:9/v1", "m")
+    with pytest.raises(ConfigError, match=r"llms\.chat: base_url is not set, and nothing serves"):
+        await made(tmp_path, "_type: trainable")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("_type: openai", "model_name is not set; name the model"),
+        ("_type: openai, model: a, model_name: b", "has both 'model' and 'model_name'"),
+        ("_type: openai, model: a, num_retries: 2", "num_retries is 2: not in this version"),
+        ("_type: openai, model: a, retry_on_errors: [x]", r"retry_on_errors is \['x'\]: not in"),
+        ("_type: openai, model: a, api_type: responses", "api_type is 'responses': not in this"),
+        ("_type: trainable, base_url: 'http://a/v1'", "base_url is set and model_name is not"),
+        ("_type: openai, model: a, temperature: -1", "temperature"),
+        ("_type: openai, model: a, temprature: 1", "temprature.*Did you mean 'temperature'"),
+    ],
+)
+async def test_what_is_wrong_with_an_entry_is_found_in_the_file(
+    tmp_path: Path, entry: str, message: str
+):
+    with pytest.raises(ConfigProblems, match=message):
+        await made(tmp_path, entry)
+
+
+async def test_a_framework_s_client_is_not_there_yet(tmp_path: Path):
+    file = tmp_path / "config.yml"
+    file.write_text("llms: {chat: {_type: openai, model: m, base_url: 'http://localhost:1'}}\n")
+    async with build(read(file)) as builder:
+        assert isinstance(builder, Builder)
+        assert await builder.get_llm("chat", "openai") is await builder.get_llm("chat")
+        with pytest.raises(NotInThisVersion, match="wrapper_type='langchain'"):
+            await builder.get_llm("chat", wrapper_type="langchain")
+
+
+def test_keys_of_the_entry_and_what_becomes_of_them():
+    config = OpenAIConfig.model_validate(
+        {"model": "m", "seed": 7, "top_p": 0.9, "thinking": False, "max_tokens": 5}
+    )
+    assert config.params() == {
+        "seed": 7,
+        "top_p": 0.9,
+        "max_tokens": 5,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+
+    def retries(**keys: Any) -> int:
+        llm = TrainableConfig(**keys).llm(
+            "x", base_url="http://localhost:1", api_key="k", model="m"
+        )
+        return llm.sync_client.max_retries
+
+    assert retries() == 10
+    assert retries(max_retries=3) == 3
+    assert retries(do_auto_retry=False) == 0
+    assert retries(do_auto_retry=False, max_retries=3) == 3
+
+
+def test_secrets_are_not_shown():
+    config = OpenAIConfig.model_validate({"model": "m", "api_key": "hush"})
+    assert "hush" not in repr(config) and "hush" not in str(config.model_dump())
+    assert "hush" not in repr(LLM(base_url="http://localhost:1", model="m", api_key="hush"))
+
+
+async def test_request_timeout_is_the_client_s(tmp_path: Path):
+    async with serving(Endpoint(Reply(gate=asyncio.Event()))) as url:
+        entry = f"_type: openai, model: m, base_url: '{url}', request_timeout: 0.2, max_retries: 0"
+        llm = await made(tmp_path, entry)
+        with pytest.raises(openai.APITimeoutError):
+            await llm.chat(ASK)
+        await llm.close()
