@@ -1,0 +1,1 @@
+"""Score rollouts: datasets, evaluators, and one run of both."""

@@ -1,0 +1,278 @@
+"""A dataset of the YAML, or a file named on the command line -> the items of an evaluation.
+
+In:   a DatasetBaseConfig (json, jsonl, csv, parquet, xls, custom, or a plugin's), or a path
+Out:  EvalInputItems in the order of the rows, each id once
+Used: evaluation/run.py, once per run; config/plugins.py imports it for its registrations
+
+Ids are what groups, journals and curricula are keyed by. Rows without one get their number in the
+file, so that filters do not renumber the others; two rows with one id are an error, since the
+rewards of one would be taken for the other's.
+"""
+
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from hone.config.base import DatasetBaseConfig, EvalFilterConfig
+from hone.config.registry import register_dataset_loader
+from hone.errors import ConfigError
+from hone.evaluation import rows
+from hone.evaluation.base import DatasetLoader, EvalInput, EvalInputItem
+from hone.evaluation.rows import Row
+from hone.evaluation.steps import calls_of, steps_of
+from hone.workflow.target import load_target
+
+log = logging.getLogger("hone")
+
+WHERE = "eval.general.dataset"
+
+
+class JsonDataset(DatasetBaseConfig, name="json"):
+    """A file that holds a list of objects."""
+
+
+class JsonlDataset(DatasetBaseConfig, name="jsonl"):
+    """A file with an object on each line."""
+
+
+class CsvDataset(DatasetBaseConfig, name="csv"):
+    """A file of comma-separated values whose first line names the columns; all values are text."""
+
+
+class ParquetDataset(DatasetBaseConfig, name="parquet"):
+    """A Parquet file."""
+
+
+class XlsDataset(DatasetBaseConfig, name="xls"):
+    """The first sheet of an Excel workbook, .xlsx or .xls; its first row names the columns."""
+
+
+class CustomDataset(DatasetBaseConfig, name="custom"):
+    """What a function of yours returns."""
+
+    function: str
+    """`package.module.function` or `package.module:function`; called with `file_path` and
+    `kwargs`, it returns an EvalInput or a list of rows."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of the function."""
+
+
+class FileLoader:
+    """Reads rows in one format, or in the one a file's name says."""
+
+    def __init__(self, kind: str) -> None:
+        self._read = {
+            "json": rows.read_json,
+            "jsonl": rows.read_jsonl,
+            "csv": lambda path: (
+                rows.read_tsv(path) if path.suffix == ".tsv" else rows.read_csv(path)
+            ),
+            "parquet": rows.read_parquet,
+            "xls": lambda path: (
+                rows.read_xls(path) if path.suffix == ".xls" else rows.read_xlsx(path)
+            ),
+        }[kind]
+
+    def load(self, path: Path | None) -> list[Row]:
+        if path is None:
+            raise ConfigError(f"{WHERE}.file_path: missing; name the file, or use --dataset FILE")
+        return self._read(path)
+
+
+class FunctionLoader:
+    """Asks a function of the user's."""
+
+    def __init__(self, config: CustomDataset, directory: Path) -> None:
+        self._config = config
+        self._function = load_target(
+            as_target(config.function), directory, where=f"{WHERE}.function"
+        )
+
+    def load(self, path: Path | None) -> list[Row] | EvalInput:
+        told = self._function(path, **self._config.kwargs)
+        listed = isinstance(told, list) and all(isinstance(row, dict) for row in told)
+        if not listed and not isinstance(told, EvalInput):
+            raise ConfigError(
+                f"{WHERE}.function: {self._config.function} returned {type(told).__name__}; it must "
+                "return a hone.evaluation.base.EvalInput, or a list of dicts"
+            )
+        return told
+
+
+async def file_loader(config: DatasetBaseConfig, builder: Any) -> AsyncIterator[FileLoader]:
+    yield FileLoader(config.type_name)
+
+
+for _file in (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset):
+    register_dataset_loader(config_type=_file)(file_loader)
+
+
+@register_dataset_loader(config_type=CustomDataset)
+async def function_loader(config: CustomDataset, builder: Any) -> AsyncIterator[FunctionLoader]:
+    yield FunctionLoader(config, builder.document.file.resolve().parent)
+
+
+def as_target(function: str) -> str:
+    """NeMo Agent Toolkit's `module.function` as `module:function`."""
+    place, dot, name = function.rpartition(".")
+    return f"{place}:{name}" if dot and ":" not in function else function
+
+
+def load_items(
+    config: DatasetBaseConfig | None,
+    override: Path | None = None,
+    *,
+    reps: int = 1,
+    loader: DatasetLoader | None = None,
+    near: Path | None = None,
+) -> list[EvalInputItem]:
+    """The items of the configured dataset, or of the file that takes its place.
+
+    Args:
+        config: its structure and filters hold for `override` too.
+        override: a file of any known type, by its extension; a `custom` dataset's function gets
+            its path instead.
+        reps: each item so often, as ID_rep0, ID_rep1, ...
+        loader: of a dataset that is not built in.
+        near: where a relative `file_path` is looked for if it is not under the current directory.
+    """
+    if config is None and override is None:
+        raise ConfigError(
+            f"{WHERE}: there is none; add one with its `_type`, or use --dataset FILE"
+        )
+    shape = config or JsonDataset()
+    path = override or _found(shape.file_path, near)
+    if override is not None and not override.exists():
+        raise ConfigError(f"--dataset {override}: no such file")
+    if override is not None and not isinstance(shape, CustomDataset):
+        found: list[Row] | EvalInput = rows.read(override)
+    else:
+        found = (loader or _built_in(shape, near)).load(path)
+    where = str(path or WHERE)
+    items = found.eval_input_items if isinstance(found, EvalInput) else _items(found, shape, where)
+    _check_ids(items, [f"item {n}" for n in range(1, len(items) + 1)], where)
+    if not items:
+        raise ConfigError(f"{where}: no row is left to run; look at the file and at {WHERE}.filter")
+    if reps == 1:
+        return items
+    return [
+        item.copy_with_updates(id=f"{item.id}_rep{rep}") for rep in range(reps) for item in items
+    ]
+
+
+def _built_in(config: DatasetBaseConfig, near: Path | None) -> DatasetLoader:
+    if isinstance(config, CustomDataset):
+        return FunctionLoader(config, near or Path.cwd())
+    assert config.type_name in {"json", "jsonl", "csv", "parquet", "xls"}, (
+        f"{config.type_name}: a dataset that is not built in comes with its loader"
+    )
+    return FileLoader(config.type_name)
+
+
+def _found(path: Path | None, near: Path | None) -> Path | None:
+    """Where the file is: as it is written, or else beside the YAML."""
+    if path is None:
+        return None
+    places = [path] if near is None or path.is_absolute() else [path, near / path]
+    for place in places:
+        if place.exists():
+            return place
+    looked = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
+    raise ConfigError(f"{WHERE}.file_path: there is no {looked}; mend the path, or use --dataset")
+
+
+# ---- rows to items ----------------------------------------------------------------------------
+
+
+def _items(found: Sequence[Row], config: DatasetBaseConfig, where: str) -> list[EvalInputItem]:
+    numbered = list(enumerate(found, 1))
+    columns = sorted({column for row in found for column in row})
+    kept = [(n, row) for n, row in numbered if _matches(row, config.filter, columns)]
+    structure = config.structure
+    if not structure.disable:
+        if kept and structure.question_key not in columns:
+            raise ConfigError(
+                f"{where}: no row has a {structure.question_key!r}; there are: "
+                f"{', '.join(columns)}. Name the column of the workflow's input in "
+                f"{WHERE}.structure.question_key."
+            )
+        blank = [n for n, row in kept if _blank(row.get(structure.question_key))]
+        if blank:
+            log.warning(
+                "%s: %d of %d rows have no %s and are left out: %s",
+                *(where, len(blank), len(kept), structure.question_key),
+                ", ".join(map(str, blank[:10])) + (" ..." if len(blank) > 10 else ""),
+            )
+        kept = [(n, row) for n, row in kept if n not in set(blank)]
+    items = [_item(row, n, config) for n, row in kept]
+    _check_ids(items, [f"row {n}" for n, _ in kept], where)
+    return items
+
+
+def _item(row: Row, number: int, config: DatasetBaseConfig) -> EvalInputItem:
+    structure = config.structure
+    id = row.get(config.id_key)
+    common: dict[str, Any] = {
+        "id": str(number) if _blank(id) else _id(id),
+        "full_dataset_entry": row,
+    }
+    if structure.disable:
+        return EvalInputItem(input_obj=json.dumps(row, ensure_ascii=False), **common)
+    taken = row.get(structure.trajectory_key) or []
+    return EvalInputItem(
+        input_obj=row[structure.question_key],
+        expected_output_obj=row.get(structure.answer_key),
+        output_obj=row.get(structure.generated_answer_key),
+        expected_trajectory=row.get(structure.expected_trajectory_key) or [],
+        trajectory=calls_of(taken),
+        steps=steps_of(taken),
+        # Of an earlier evaluation, if this is its workflow_output.json.
+        seconds=row.get("seconds") if taken else None,
+        **common,
+    )
+
+
+def _id(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _blank(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _check_ids(items: Sequence[EvalInputItem], names: Sequence[str], where: str) -> None:
+    seen: dict[str, str] = {}
+    for item, name in zip(items, names, strict=True):
+        if item.id in seen:
+            raise ConfigError(
+                f"{where}: {seen[item.id]} and {name} both have the id {item.id!r}; give each row "
+                f"an id of its own, or name another column in {WHERE}.id_key"
+            )
+        seen[item.id] = name
+
+
+def _matches(row: Mapping[str, Any], filter: EvalFilterConfig, columns: Sequence[str]) -> bool:
+    allow = filter.allowlist.field if filter.allowlist else {}
+    deny = filter.denylist.field if filter.denylist else {}
+    for name, entries in (("allowlist", allow), ("denylist", deny)):
+        for column in entries:
+            if column not in columns:
+                raise ConfigError(
+                    f"{WHERE}.filter.{name}.field.{column}: no row has such a column; there are: "
+                    f"{', '.join(columns)}"
+                )
+    return all(_any(row.get(c), values) for c, values in allow.items()) and not any(
+        _any(row.get(c), values) for c, values in deny.items()
+    )
+
+
+def _any(value: Any, patterns: Sequence[Any]) -> bool:
+    return any(fnmatchcase(str(value), str(pattern)) for pattern in patterns)

@@ -1,0 +1,323 @@
+"""What `hone eval` leaves in its directory, and what it may remove from there.
+
+In:   results, one by one as they finish, then all of them; the configuration
+Out:  workflow_output.json, EVALUATOR_output.json, config_original.yml, config_effective.yml,
+      config_metadata.json; finished.jsonl until all of that is written
+Used: evaluation/run.py for `hone eval`; nothing else writes there
+
+Each finished item is on disk before the next is counted, so a crash loses nothing that was paid
+for. `.hone_files` lists what hone wrote, and cleaning removes nothing else: the directory is the
+user's, and may be his home.
+"""
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from hone.config.base import EvalDatasetStructure
+from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
+from hone.errors import ConfigError
+from hone.evaluation.base import EvalInputItem, EvalOutput, Score
+from hone.evaluation.steps import calls_of, intermediate_steps, steps_of
+
+if TYPE_CHECKING:
+    from hone.evaluation.results import ItemResult
+    from hone.evaluation.run import EvalOptions
+
+log = logging.getLogger("hone")
+
+WRITTEN = ".hone_files"
+ESCAPED = "backslashreplace"
+"""Half a pair, as `json.loads` makes of a lone \\ud800, is written as that escape again."""
+FINISHED = "finished.jsonl"
+OUTPUT = "workflow_output.json"
+_SECRET = re.compile(r"(api_?key|secret|password|access_?token)$", re.IGNORECASE)
+
+
+class OutputDir:
+    """The directory of one evaluation."""
+
+    def __init__(self, general: EvalGeneralConfig, structure: EvalDatasetStructure) -> None:
+        self._output = general.output or EvalOutputConfig()
+        self._structure = structure
+        self._root = general.output_dir
+        jobs = self._output.job_management
+        job = f"jobs/job_{uuid.uuid4()}" if jobs.append_job_id_to_output_dir else "."
+        self.path = self._root / job
+
+    # ---- before -------------------------------------------------------------------------------
+
+    def prepare(self, evaluators: Iterable[str], *, keep: bool) -> None:
+        """Make the directory; remove what an earlier evaluation wrote, unless it is to be kept."""
+        if OUTPUT in map(_file_name, evaluators):
+            raise ConfigError(
+                f"eval.evaluators.workflow: its scores would be written to {OUTPUT}, where the "
+                "workflow's output is; call it something else"
+            )
+        if keep:
+            self.path = max(self._jobs(), key=_modified, default=self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(
+                f"eval.general.output_dir: {self.path} is a file; name a directory"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"eval.general.output_dir: {self.path} cannot be made ({error.strerror}); name a "
+                "directory that can be written to"
+            ) from None
+        if keep:
+            _untear(self.path / FINISHED)
+        elif self._output.cleanup:
+            for name in [*self._written(), WRITTEN]:
+                (self.path / name).unlink(missing_ok=True)
+        else:
+            (self.path / FINISHED).unlink(missing_ok=True)
+        self._evict()
+
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """Entries that earlier evaluations answered, by id; of two the later counts."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in _listed(self.path / OUTPUT):
+            found[str(entry.get("id"))] = entry
+        for line in _lines(self.path / FINISHED):
+            found[str(line["entry"].get("id"))] = line["entry"]
+        key = self._structure.generated_answer_key
+        return {id: entry for id, entry in found.items() if entry.get(key) is not None}
+
+    def filled(self, items: Sequence[EvalInputItem]) -> list[EvalInputItem]:
+        """The items with what an earlier evaluation answered: same id, same question."""
+        entries, keys = self.finished(), self._structure
+        found = []
+        for item in items:
+            entry = entries.get(item.id)
+            if item.output_obj is None and entry is not None and self._answers(entry, item):
+                taken = entry.get(keys.trajectory_key)
+                item = item.copy_with_updates(
+                    output_obj=entry[keys.generated_answer_key],
+                    trajectory=calls_of(taken),
+                    steps=steps_of(taken),
+                    seconds=entry.get("seconds"),
+                )
+            found.append(item)
+        return found
+
+    def _answers(self, entry: Mapping[str, Any], item: EvalInputItem) -> bool:
+        if not self._structure.disable:
+            return entry.get(self._structure.question_key) == item.input_obj
+        row = item.full_dataset_entry if isinstance(item.full_dataset_entry, Mapping) else {}
+        return all(entry.get(name) == value for name, value in row.items() if name != "id")
+
+    def _evict(self) -> None:
+        """Remove the oldest job directories beyond `max_jobs`, as far as hone wrote them."""
+        jobs = self._output.job_management
+        if not jobs.append_job_id_to_output_dir or not jobs.max_jobs:
+            return
+        others = [job for job in self._jobs() if job != self.path]
+        age = _created if jobs.eviction_policy == "time_created" else _modified
+        for old in sorted(others, key=age)[: max(0, len(others) + 1 - jobs.max_jobs)]:
+            _remove_written(old)
+
+    def _jobs(self) -> list[Path]:
+        """Directories of jobs that hone wrote to."""
+        if not self._output.job_management.append_job_id_to_output_dir:
+            return []
+        return [job for job in self.path.parent.glob("job_*") if (job / WRITTEN).exists()]
+
+    def write_config(self, document: Document, options: "EvalOptions") -> list[Path]:
+        """The configuration as it was written, as it was used, and what the command line said."""
+        said = {
+            "config_file": str(options.config_file),
+            "config_file_type": "path",
+            "overrides": [{"path": path, "value": value} for path, value in options.override],
+            "dataset": None if options.dataset is None else str(options.dataset),
+            "result_json_path": options.result_json_path,
+            "skip_workflow": options.skip_workflow,
+            "skip_completed_entries": options.skip_completed_entries,
+            "reps": options.reps,
+            "workflow_alias": document.eval.general.workflow_alias,
+            "timestamp": datetime.now(UTC).isoformat(),
+        }
+        return [
+            self.write_text("config_original.yml", document.file.read_text("utf-8")),
+            self.write_text("config_effective.yml", effective(document)),
+            self._write("config_metadata.json", said),
+        ]
+
+    # ---- during -------------------------------------------------------------------------------
+
+    def add(self, result: "ItemResult") -> None:
+        """A finished item; on disk when this returns."""
+        self._note(FINISHED)
+        scores = {name: _score(one) for name, one in result.scores.items()}
+        line = json.dumps({"entry": self.entry(result), "scores": scores}, default=as_json)
+        with (self.path / FINISHED).open("a", encoding="utf-8", errors=ESCAPED) as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def entry(self, result: "ItemResult") -> dict[str, Any]:
+        """One entry of workflow_output.json: the row, and what the workflow made of it."""
+        item, keys = result.item, self._structure
+        row = item.full_dataset_entry if isinstance(item.full_dataset_entry, Mapping) else {}
+        kinds = self._output.workflow_output_step_filter
+        told: dict[str, Any] = {**row, "id": item.id}
+        told.pop("failure", None)  # of an earlier evaluation, if the row is an entry of its file
+        if not keys.disable:
+            told |= {keys.question_key: item.input_obj, keys.answer_key: item.expected_output_obj}
+        told |= {
+            keys.generated_answer_key: item.output_obj,
+            keys.trajectory_key: intermediate_steps(item.trajectory, item.steps, kinds=kinds),
+            keys.expected_trajectory_key: item.expected_trajectory,
+        }
+        if item.seconds is not None:
+            told["seconds"] = item.seconds
+        if result.failure is not None:
+            why = result.rollout.failure if result.rollout else None
+            told["failure"] = {
+                "kind": why.kind if why else "infrastructure",
+                "reason": why.reason if why else "not_run",
+                **result.failure.model_dump(),
+            }
+        return told
+
+    # ---- after --------------------------------------------------------------------------------
+
+    def write(
+        self, results: Sequence["ItemResult"], outputs: Iterable[tuple[str, EvalOutput]]
+    ) -> tuple[Path, list[Path]]:
+        """All results; the list of finished ones is then needless and goes."""
+        whole = self._write(OUTPUT, [self.entry(result) for result in results])
+        files = [
+            self._write(_file_name(name), output.model_dump(mode="json", fallback=as_json))
+            for name, output in outputs
+        ]
+        (self.path / FINISHED).unlink(missing_ok=True)
+        return whole, files
+
+    def write_text(self, name: str, content: str) -> Path:
+        """A file of the directory, whole or not at all."""
+        self._note(name)
+        fresh = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
+        fresh.write_text(content, "utf-8", ESCAPED)
+        os.replace(fresh, self.path / name)
+        return self.path / name
+
+    def _write(self, name: str, content: Any) -> Path:
+        said = json.dumps(content, indent=2, ensure_ascii=False, default=as_json)
+        return self.write_text(name, said + "\n")
+
+    def _note(self, name: str) -> None:
+        """Remember that a file is hone's, before it exists."""
+        written = self._written()
+        if name not in written:
+            (self.path / WRITTEN).write_text("\n".join([*written, name]) + "\n", "utf-8")
+
+    def _written(self) -> list[str]:
+        return _written(self.path)
+
+
+def effective(document: Document) -> str:
+    """The configuration as YAML after `base:`, variables and overrides; keys are hidden."""
+    import yaml
+
+    return yaml.safe_dump(_hidden(document.loaded.data), sort_keys=False, allow_unicode=True)
+
+
+def _hidden(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _hidden(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_hidden(inner) for inner in value]
+    # Files of a run are passed round; `default` is what servers on this machine take from anyone.
+    return "***" if _SECRET.search(name) and value not in (None, "default") else value
+
+
+def as_json(value: Any) -> Any:
+    """What json cannot write by itself: models by their fields, anything else as text."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)
+    return str(value)
+
+
+def _score(score: Score) -> dict[str, Any]:
+    error = None if score.failure is None else f"{score.failure.type}: {score.failure.message}"
+    return {"score": score.value, "reasoning": score.reasoning, "error": error}
+
+
+def _file_name(evaluator: str) -> str:
+    return re.sub(r"[^\w.-]", "_", evaluator) + "_output.json"
+
+
+def _created(job: Path) -> float:
+    # Written first and never again; file systems do not tell when a directory was made.
+    first = job / "config_original.yml"
+    return first.stat().st_mtime if first.exists() else 0.0
+
+
+def _modified(job: Path) -> float:
+    return job.stat().st_mtime
+
+
+def _written(directory: Path) -> list[str]:
+    """Names of files hone wrote here; a name that leads elsewhere is not one of them."""
+    try:
+        names = (directory / WRITTEN).read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    plain = [name for name in names if name and Path(name).name == name]
+    return [name for name in plain if not (directory / name).is_dir()]
+
+
+def _remove_written(directory: Path) -> None:
+    for name in [*_written(directory), WRITTEN]:
+        (directory / name).unlink(missing_ok=True)
+    if any(directory.iterdir()):
+        log.warning("%s: holds files that hone did not write, and stays", directory)
+    else:
+        directory.rmdir()
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return []
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); remove it to start anew") from None
+    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not JSON ({error}); remove the line") from None
+    return found
+
+
+def _untear(path: Path) -> None:
+    """Cut off a last line that a crash left without its end: the next would be glued to it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)

@@ -1,0 +1,33 @@
+"""JSONPath, as `result_json_path` and json_match use it.
+
+In:   a path (RFC 9535; the library's additions are allowed) and a value of JSON
+Out:  what the path finds, in order
+Used: evaluation/run.py on what a workflow returned; evaluators.py on what a row expects
+"""
+
+from typing import Any
+
+from hone.errors import ConfigError
+
+
+def json_path(path: str) -> str:
+    """The path, if it is one."""
+    if path == "$":
+        return path
+    import jsonpath  # here, because most runs have only `$`, which needs no library
+
+    try:
+        jsonpath.compile(path)
+    except jsonpath.JSONPathError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path!r} is no JSONPath ({reason}); for example $.answer") from None
+    return path
+
+
+def values_at(path: str, value: Any) -> list[Any]:
+    """What a checked path finds in a value; `$` is the value itself."""
+    if path == "$":
+        return [value]
+    import jsonpath
+
+    return list(jsonpath.findall(path, value)) if isinstance(value, dict | list) else []

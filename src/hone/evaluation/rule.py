@@ -1,0 +1,94 @@
+"""A built-in evaluator is its configuration: fields of the YAML, and a verdict on one item.
+
+In:   an item that the workflow has answered
+Out:  the verdict: a number and the reason for it
+Used: evaluators.py and calls.py derive their types from Rule; third parties may too
+
+What is wrong with the model's answer is a verdict (0, and why). What is wrong with the row or the
+configuration is raised: nobody learns anything from an item that could not be scored.
+"""
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hone.config.base import EvaluatorBaseConfig
+from hone.errors import ConfigError
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+
+Verdict = tuple[float, Any]
+"""A score and the reason for it."""
+
+_FENCE = re.compile(r"```[a-zA-Z0-9]*\s*\n(.*?)```", re.DOTALL)
+
+
+class Rule(EvaluatorBaseConfig):
+    """An evaluator that needs nothing but its configuration and the item."""
+
+    @abstractmethod
+    def verdict(self, item: EvalInputItem) -> Verdict:
+        """The score and the reason; raises what is not the model's fault."""
+
+
+class RuleEvaluator:
+    """A rule, as evaluators are called."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        value, reasoning = self.rule.verdict(item)
+        return EvalOutputItem(id=item.id, score=value, reasoning=reasoning)
+
+
+async def rule_evaluator(config: Rule, builder: Any) -> AsyncIterator[RuleEvaluator]:
+    yield RuleEvaluator(config)
+
+
+def expected_of(item: EvalInputItem) -> Any:
+    """What the row expects; without it there is nothing to compare with."""
+    if item.expected_output_obj is None:
+        raise ConfigError(
+            f"item {item.id!r}: its row has no expected output; fill the answer column, or name it "
+            "in eval.general.dataset.structure.answer_key"
+        )
+    return item.expected_output_obj
+
+
+def text(value: Any) -> str:
+    """A value as text; what is no text as JSON."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def parsed(value: Any) -> Any:
+    """JSON text as a value, in a code fence or bare; other values as they are.
+
+    Raises json.JSONDecodeError on text that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        fenced = _FENCE.search(value)
+        if fenced is None:
+            raise
+        return json.loads(fenced.group(1))
+
+
+def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
+    """Equal as JSON; numbers within the tolerance, and True is not 1."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other) <= tolerance
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k], tolerance) for k in one)
+    if isinstance(one, list) and isinstance(other, list):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(same(a, b, tolerance) for a, b in pairs)
+    return one == other

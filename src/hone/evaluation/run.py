@@ -1,0 +1,371 @@
+"""Dataset x workflow x evaluators: rollouts under one budget, then scored.
+
+In:   a Builder (or the parts), items, an id for each rollout
+Out:  ItemResults in the order of the items; for `hone eval` files and an EvalSummary
+Used: finetune/run.py builds one Evaluation and uses it in every epoch; cli.py for `hone eval`
+
+Everything is built once. The budget counts rollouts, not evaluations of them: an item that is
+being scored holds no slot, so a slow judge does not leave the engine idle. A rollout that failed
+is scored by nobody, since there is nothing to score.
+"""
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.errors import ConfigError, RolloutError
+from hone.evaluation.base import EvalInput, EvalInputItem, Evaluator, Score, score
+from hone.evaluation.datasets import JsonDataset, as_target, load_items
+from hone.evaluation.files import OutputDir
+from hone.evaluation.paths import json_path
+from hone.evaluation.results import (
+    EvalSummary,
+    EvaluationRunOutput,
+    ItemResult,
+    extracted,
+    output_by,
+    summary_of,
+    usage,
+)
+from hone.progress import Progress
+from hone.trajectory import failure_of
+from hone.workflow.function import Function
+from hone.workflow.run import run_rollout
+from hone.workflow.target import load_target
+
+if TYPE_CHECKING:
+    from hone.config.build import Builder
+
+log = logging.getLogger("hone")
+
+Prepare = Callable[[EvalInputItem], EvalInputItem | Awaitable[EvalInputItem]]
+
+
+class Evaluation:
+    """A workflow, a dataset and evaluators, built once and run as often as one likes."""
+
+    def __init__(
+        self,
+        *,
+        workflow: Function,
+        items: Sequence[EvalInputItem],
+        evaluators: Mapping[str, Evaluator],
+        max_concurrency: int,
+        result_json_path: str = "$",
+        timeout_s: float | None = None,
+        host: str | None = None,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """Runs nothing yet.
+
+        Args:
+            workflow: what runs on each item's input.
+            items: what `run` runs if it is given none.
+            evaluators: by name.
+            max_concurrency: rollouts at a time, over all runs of this evaluation.
+            result_json_path: what of the workflow's return value is its output.
+            timeout_s: for one rollout, and then for each evaluator.
+            host: of the trained model; None marks calls to any.
+            prepare: given each item between the workflow and the evaluators.
+        """
+        self.workflow = workflow
+        self.items = list(items)
+        self.evaluators = dict(evaluators)
+        self.max_concurrency = max_concurrency
+        self.result_json_path = json_path(result_json_path)
+        self.timeout_s = timeout_s
+        self.host = host
+        self._prepare = prepare
+        self._slots = asyncio.Semaphore(max_concurrency)
+
+    async def run_item(
+        self,
+        item: EvalInputItem,
+        *,
+        rollout: str | None = None,
+        temperature: float | None = None,
+        evaluators: Collection[str] | None = None,
+    ) -> ItemResult:
+        """One rollout under the budget, then scored.
+
+        Args:
+            item: its input is run; whatever output it holds is replaced.
+            rollout: id of the rollout; one is drawn if there is none.
+            temperature: what the server samples with, whatever the workflow asks for.
+            evaluators: score with these only.
+        """
+        names = self._names(evaluators)
+        async with self._slots:
+            result = await run_rollout(
+                self.workflow,
+                item.input_obj,
+                id=rollout,
+                host=self.host,
+                timeout_s=self.timeout_s,
+                temperature=temperature,
+            )
+        result = extracted(result, self.result_json_path)
+        answered = item.copy_with_updates(
+            output_obj=result.output,
+            trajectory=list(result.calls),
+            steps=list(result.steps),
+            seconds=result.seconds,
+        )
+        if result.failure is not None:
+            return ItemResult(answered, result, {})
+        return ItemResult(answered, result, await self._scores(answered, names))
+
+    async def score_item(
+        self, item: EvalInputItem, *, evaluators: Collection[str] | None = None
+    ) -> ItemResult:
+        """Score the output that the item holds, without running the workflow."""
+        names = self._names(evaluators)
+        if item.output_obj is None:
+            return ItemResult(item, None, {})
+        return ItemResult(item, None, await self._scores(item, names))
+
+    async def run(
+        self,
+        items: Sequence[EvalInputItem] | None = None,
+        *,
+        rollout_id: Callable[[EvalInputItem], str] | None = None,
+        temperature: float | None = None,
+        evaluators: Collection[str] | None = None,
+        on_result: Callable[[ItemResult], None] | None = None,
+        rerun: Callable[[EvalInputItem], bool] = lambda item: True,
+    ) -> EvaluationRunOutput:
+        """All items (or these), results in their order.
+
+        Args:
+            items: instead of the dataset's.
+            rollout_id: ids of the rollouts; drawn if there is none.
+            temperature: as in `run_item`.
+            evaluators: score with these only.
+            on_result: called with each result as it is there.
+            rerun: items for which it is false are scored as they are.
+        """
+        began = time.monotonic()
+        names = self._names(evaluators)
+
+        async def one(item: EvalInputItem) -> ItemResult:
+            if rerun(item):
+                id = rollout_id(item) if rollout_id else None
+                result = await self.run_item(
+                    item, rollout=id, temperature=temperature, evaluators=names
+                )
+            else:
+                result = await self.score_item(item, evaluators=names)
+            if on_result is not None:
+                on_result(result)
+            return result
+
+        results = await _all([one(item) for item in (self.items if items is None else items)])
+        return EvaluationRunOutput(
+            results=results,
+            eval_input=EvalInput(eval_input_items=[result.item for result in results]),
+            evaluation_results=[(name, output_by(name, results)) for name in names],
+            workflow_interrupted=any(result.failure is not None for result in results),
+            usage_stats=usage(results, time.monotonic() - began),
+        )
+
+    def _names(self, evaluators: Collection[str] | None) -> list[str]:
+        if evaluators is None:
+            return list(self.evaluators)
+        unknown = [name for name in evaluators if name not in self.evaluators]
+        if unknown:
+            raise ConfigError(
+                f"evaluator {unknown[0]!r} not found; there are: {', '.join(self.evaluators)}"
+            )
+        return list(evaluators)
+
+    async def _scores(self, item: EvalInputItem, names: Sequence[str]) -> dict[str, Score]:
+        if self._prepare is not None:
+            try:
+                prepared = self._prepare(item)
+                item = await prepared if isinstance(prepared, Awaitable) else prepared
+                _check_item(item)
+            except Exception as error:  # noqa: BLE001  # user code: whatever it raises is data
+                return dict.fromkeys(names, Score(None, failure=failure_of(error)))
+        deadline = self.timeout_s
+        scores = await _all(
+            [score(self.evaluators[name], item, timeout_s=deadline) for name in names]
+        )
+        return dict(zip(names, scores, strict=True))
+
+
+@asynccontextmanager
+async def evaluation(
+    builder: "Builder",
+    *,
+    dataset: Path | None = None,
+    result_json_path: str = "$",
+    reps: int = 1,
+    evaluators: Collection[str] | None = None,
+    timeout_s: float | None = None,
+) -> AsyncIterator[Evaluation]:
+    """Everything an evaluation needs, built once from a Builder.
+
+    The server of the trained model must be known to the Builder by then, if there is one.
+    """
+    yield Evaluation(
+        workflow=await builder.get_workflow(),
+        items=await dataset_items(builder, dataset, reps=reps),
+        **await scoring(builder, evaluators),
+        result_json_path=result_json_path,
+        timeout_s=timeout_s,
+        host=builder.served.host if builder.served else None,
+    )
+
+
+async def dataset_items(
+    builder: "Builder", dataset: Path | None = None, *, reps: int = 1
+) -> list[EvalInputItem]:
+    """The items of the document's dataset, or of the file that takes its place."""
+    config = builder.document.eval.general.dataset
+    loader = await builder.get_dataset_loader(config) if config is not None else None
+    near = builder.document.file.parent
+    return load_items(config, dataset, reps=reps, loader=loader, near=near)
+
+
+async def scoring(builder: "Builder", evaluators: Collection[str] | None = None) -> dict[str, Any]:
+    """What an Evaluation needs beside workflow and items, from the `eval:` section."""
+    general = builder.document.eval.general
+    names = builder.document.eval.evaluators if evaluators is None else evaluators
+    process = general.output.custom_pre_eval_process_function if general.output else None
+    return {
+        "evaluators": {name: await _evaluator(builder, name) for name in names},
+        "max_concurrency": general.max_concurrency,
+        "prepare": None if process is None else _prepare(process, builder.document.file),
+    }
+
+
+async def _evaluator(builder: "Builder", name: str) -> Evaluator:
+    found = await builder.get_evaluator(name)
+    method = getattr(found, "evaluate_item", None)
+    if not inspect.iscoroutinefunction(method):
+        raise ConfigError(
+            f"eval.evaluators.{name}: its factory yielded {type(found).__name__}; it must yield an "
+            "object with `async def evaluate_item(self, item)`, or an EvaluatorInfo"
+        )
+    return found
+
+
+def _prepare(function: str, file: Path) -> Prepare:
+    where = "eval.general.output.custom_pre_eval_process_function"
+    return load_target(as_target(function), file.resolve().parent, where=where)
+
+
+def _check_item(item: Any) -> None:
+    if not isinstance(item, EvalInputItem):
+        raise RolloutError(
+            f"custom_pre_eval_process_function returned {type(item).__name__}; it must return the "
+            "EvalInputItem it was given, or a copy of it"
+        )
+
+
+async def _all(coroutines: Sequence[Any]) -> list[Any]:
+    """Run all at once, results in order; when one raises, the others are ended first."""
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- hone eval --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What `hone eval` was asked for."""
+
+    config_file: Path
+    dataset: Path | None = None
+    """Instead of the document's; any type, by its extension."""
+    result_json_path: str = "$"
+    skip_workflow: bool = False
+    """Score the answers that are there: in the dataset, or from the last evaluation."""
+    skip_completed_entries: bool = False
+    """Run only what has no answer yet."""
+    reps: int = 1
+    override: Sequence[tuple[str, str]] = ()
+
+
+def evaluate(options: EvalOptions) -> EvalSummary:
+    """`hone eval`: run the workflow over the dataset, score it, and write the files."""
+    skips = options.skip_workflow or options.skip_completed_entries
+    if options.reps < 1:
+        raise ConfigError(f"--reps {options.reps}: at least 1")
+    if options.reps > 1 and skips:
+        raise ConfigError(
+            f"--reps {options.reps} runs each entry anew, so it does not go with --skip_workflow or "
+            "--skip_completed_entries; leave one of them out"
+        )
+    if options.skip_workflow and options.skip_completed_entries:
+        raise ConfigError(
+            "--skip_workflow runs no entry and --skip_completed_entries runs some; choose one"
+        )
+    try:
+        return asyncio.run(_evaluate(options))
+    except KeyboardInterrupt:
+        log.warning("interrupted; --skip_completed_entries goes on from here")
+        raise
+
+
+async def _evaluate(options: EvalOptions) -> EvalSummary:
+    from hone.config.build import build
+    from hone.config.schema import read
+
+    began = time.monotonic()
+    document = read(options.config_file, options.override)
+    general = document.eval.general
+    keep = options.skip_workflow or options.skip_completed_entries
+    output = OutputDir(general, (general.dataset or JsonDataset()).structure)
+    async with build(document) as builder:
+        run = Evaluation(
+            items=await dataset_items(builder, options.dataset, reps=options.reps),
+            workflow=await _workflow(builder, skipped=options.skip_workflow),
+            **await scoring(builder),
+            result_json_path=options.result_json_path,
+            timeout_s=document.finetuning.rollout_timeout_s,
+            host=builder.served.host if builder.served else None,
+        )
+        # Only now: an earlier evaluation's files are not given up for one that cannot begin.
+        output.prepare(document.eval.evaluators, keep=keep)
+        output.write_config(document, options)
+        items = output.filled(run.items) if keep else run.items
+        with Progress("eval") as bar:
+            bar.update(total=len(items))
+
+            def done(result: ItemResult) -> None:
+                output.add(result)
+                bar.update(done=bar.done + 1)
+
+            ended = await run.run(
+                items,
+                on_result=done,
+                rerun=lambda item: (
+                    not options.skip_workflow and not (keep and item.output_obj is not None)
+                ),
+            )
+        whole, files = output.write(ended.results, ended.evaluation_results)
+    return summary_of(ended, whole, files, time.monotonic() - began)
+
+
+async def _workflow(builder: "Builder", *, skipped: bool) -> Function:
+    if skipped:
+
+        async def never(input: Any) -> Any:
+            raise ConfigError("--skip_workflow: the workflow is not run")
+
+        return Function.of("<workflow>", never)
+    await builder.serve()
+    return await builder.get_workflow()

@@ -1,0 +1,168 @@
+"""Calls and steps of a rollout <-> the `intermediate_steps` of workflow_output.json.
+
+In:   SeenCalls and Steps; or such a list, written by hone or by NeMo Agent Toolkit
+Out:  dicts in that toolkit's form (parent_id, function_ancestry, payload); or calls and steps again
+Used: evaluation/files.py writes, evaluation/datasets.py reads (`--skip_workflow`)
+
+Log-probabilities and token ids are left out: they are many times the text, and training takes
+them from the server's records, never from this file.
+"""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hone.capture.base import SeenCall, Step
+
+LLM_END = "LLM_END"
+CUSTOM_END = "CUSTOM_END"
+_OURS = "hone"
+"""The key of a payload's metadata under which what the form has no place for stands."""
+_BULKY = frozenset({"logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs"})
+_FREE = uuid.UUID("8f0f0f52-7a1c-4a35-9d0e-2b7f6f3a1c55")
+_KEPT = (
+    *("index", "function", "model", "host", "tools", "usage", "id", "policy_step"),
+    *("seconds", "status", "error"),
+)
+
+
+def intermediate_steps(
+    calls: Sequence[SeenCall], steps: Sequence[Step], *, kinds: Iterable[str] | None = None
+) -> list[dict[str, Any]]:
+    """Calls and steps in the order in which they happened; only of these kinds of event."""
+    told = [(step.calls, 0, _custom_end(step, place)) for place, step in enumerate(steps)]
+    # A step that had seen n calls sent stands after call n-1 and before call n.
+    told += [(call.index, 1, _llm_end(call)) for call in calls]
+    ordered = [entry for _, _, entry in sorted(told, key=lambda one: one[:2])]
+    wanted = None if kinds is None else set(kinds)
+    return [e for e in ordered if wanted is None or e["payload"]["event_type"] in wanted]
+
+
+def calls_of(entries: Any) -> list[SeenCall]:
+    """The model calls of an `intermediate_steps` list."""
+    return [_call(payload, n) for n, payload in enumerate(_payloads(entries, LLM_END))]
+
+
+def steps_of(entries: Any) -> list[Step]:
+    """The steps of the workflow's own that stand in an `intermediate_steps` list."""
+    found = []
+    for payload in _payloads(entries, CUSTOM_END):
+        ours = _ours(payload)
+        if ours:
+            found.append(Step(**{"name": payload["name"], **ours}))
+    return found
+
+
+def _llm_end(call: SeenCall) -> dict[str, Any]:
+    usage = call.usage or {}
+    reply = call.reply or {}
+    return _entry(
+        call.function,
+        {
+            "event_type": LLM_END,
+            "event_timestamp": call.started_at + call.seconds,
+            "span_event_timestamp": call.started_at,
+            "name": call.model,
+            "metadata": {_OURS: {key: getattr(call, key) for key in _KEPT}},
+            "data": {
+                "input": call.messages,
+                "output": reply.get("content") or "",
+                "payload": [_slim(choice) for choice in call.choices],
+            },
+            "usage_info": {"token_usage": _tokens(usage), "num_llm_calls": 1},
+        },
+        key=f"{call.id}/{call.index}/{call.started_at}",
+    )
+
+
+def _custom_end(step: Step, place: int) -> dict[str, Any]:
+    ours = {
+        "value": step.value,
+        "metadata": step.metadata,
+        "function": step.function,
+        "calls": step.calls,
+    }
+    return _entry(
+        step.function,
+        {
+            "event_type": CUSTOM_END,
+            "name": step.name,
+            "metadata": {_OURS: ours},
+            "data": {"output": step.value},
+        },
+        key=f"{step.name}/{place}",
+    )
+
+
+def _entry(function: str, payload: dict[str, Any], *, key: str) -> dict[str, Any]:
+    path = function.split(".") if function else ["root"]
+    above = ".".join(path[:-1]) or "root"
+    ancestry = {
+        "function_id": function or "root",
+        "function_name": path[-1],
+        "parent_id": above,
+        "parent_name": path[-2] if len(path) > 1 else "root",
+    }
+    blank = {"input": None, "output": None, "chunk": None, "payload": None}
+    form = {
+        "event_timestamp": None,
+        "span_event_timestamp": None,
+        "framework": None,
+        "tags": None,
+        "usage_info": None,
+        **payload,
+        "data": {**blank, **payload["data"]},
+        "UUID": str(uuid.uuid5(_FREE, f"{function}/{key}")),
+    }
+    return {"parent_id": above, "function_ancestry": ancestry, "payload": form}
+
+
+def _tokens(usage: Mapping[str, Any]) -> dict[str, int]:
+    names = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+    counts = {name: int(usage.get(name) or 0) for name in names}
+    total = usage.get("total_tokens") or counts["prompt_tokens"] + counts["completion_tokens"]
+    return {**counts, "total_tokens": int(total)}
+
+
+def _slim(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in choice.items() if name not in _BULKY}
+
+
+# ---- reading ----------------------------------------------------------------------------------
+
+
+def _payloads(entries: Any, kind: str) -> list[Mapping[str, Any]]:
+    listed = entries if isinstance(entries, list) else []
+    payloads = [entry.get("payload") for entry in listed if isinstance(entry, Mapping)]
+    return [p for p in payloads if isinstance(p, Mapping) and p.get("event_type") == kind]
+
+
+def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
+    """A call as hone wrote it, or what can be known of one from another program's file."""
+    ours, data = _ours(payload), payload.get("data") or {}
+    ended = payload.get("event_timestamp") or 0.0
+    began = payload.get("span_event_timestamp") or ended
+    said, answer = data.get("input"), data.get("payload")
+    choices = [dict(one) for one in answer or () if isinstance(one, Mapping)]
+    if not ours:
+        said = said if isinstance(said, list) else [{"role": "user", "content": said}]
+        message = {"role": "assistant", "content": data.get("output") or ""}
+        choices = choices or [{"index": 0, "message": message}]
+    known: dict[str, Any] = {
+        **dict.fromkeys(_KEPT),
+        "index": place,
+        "function": "",
+        "model": payload.get("name") or "",
+        "host": "",
+        "usage": (payload.get("usage_info") or {}).get("token_usage"),
+        "seconds": ended - began,
+        **ours,
+    }
+    kept = {key: known[key] for key in _KEPT}
+    return SeenCall(**kept, messages=said, choices=choices, started_at=began)
+
+
+def _ours(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = payload.get("metadata")
+    ours = metadata.get(_OURS) if isinstance(metadata, Mapping) else None
+    return ours if isinstance(ours, Mapping) else {}

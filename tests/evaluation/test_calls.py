@@ -1,0 +1,105 @@
+"""The evaluators over calls: tools, time and tokens."""
+
+from typing import Any
+
+import pytest
+from tests.evaluation.made import call, item
+
+from hone.errors import ConfigError
+from hone.evaluation.calls import (
+    AvgLlmLatency,
+    AvgNumLlmCalls,
+    AvgTokensPerLlmEnd,
+    AvgWorkflowRuntime,
+    ToolCallMatch,
+)
+
+A = {"name": "search", "arguments": {"q": "x", "k": 3}}
+B = {"name": "open", "arguments": {"page": 1}}
+
+
+def as_openai(tool: dict[str, Any]) -> dict[str, Any]:
+    import json
+
+    arguments = json.dumps(tool["arguments"])
+    return {"id": "t", "type": "function", "function": {**tool, "arguments": arguments}}
+
+
+def value(output: Any, expected: Any, calls: Any = (), **options: Any) -> float:
+    return ToolCallMatch(**options).verdict(item(output, expected, trajectory=list(calls)))[0]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "options", "right"),
+    [
+        (A, A, {}, 1),
+        ('{"name": "search", "arguments": {"k": 3, "q": "x"}}', [A], {}, 1),
+        ([as_openai(A)], A, {}, 1),
+        ({"role": "assistant", "tool_calls": [as_openai(A)]}, A, {}, 1),
+        ([A, B], [B, A], {}, 1),
+        ([A, B], [B, A], {"ordered": True}, 0),
+        ([A, B], [B, A], {"ordered": True, "partial": True}, 0.5),
+        ([A, B], [A], {}, 0),
+        ([A, B], [A], {"extra": "allow"}, 1),
+        ([A, B], [A], {"partial": True}, 0.5),
+        ([A], [A, B], {"partial": True}, 0.5),
+        ([A, A], [A, B], {"partial": True}, 0.5),  # one call cannot answer for two
+        ({"name": "search", "arguments": {"q": "y", "k": 3}}, A, {}, 0),
+        ({"name": "search", "arguments": {"q": "y", "k": 3}}, A, {"arguments": "ignore"}, 1),
+        ({"name": "search", "arguments": {"q": "x", "k": 3, "z": 0}}, A, {}, 0),
+        (
+            {"name": "search", "arguments": {"q": "x", "k": 3, "z": 0}},
+            A,
+            {"arguments": "subset"},
+            1,
+        ),
+        ({"name": "search", "arguments": {"q": "x"}}, A, {"arguments": "subset"}, 0),
+        ({"name": "search", "arguments": {"q": "x", "k": 3.1}}, A, {"tolerance": 0.2}, 1),
+        ({"name": "search", "arguments": "not json"}, A, {}, 0),
+        ([], [], {}, 1),
+        ([A], [], {}, 0),
+        ({"name": "open"}, {"name": "open", "arguments": {}}, {}, 1),
+    ],
+)
+def test_tool_calls(output: Any, expected: Any, options: Any, right: float):
+    assert value(output, expected, **options) == right
+
+
+def test_the_calls_are_looked_at_where_the_output_is_text():
+    said = call({"role": "assistant", "content": None, "tool_calls": [as_openai(A)]})
+    then = call({"role": "assistant", "content": None, "tool_calls": [as_openai(B)]}, index=1)
+    assert value("It is done.", [A, B], [said, then, call("done")]) == 1
+    assert value("It is done.", [A, B], [said, then], source="output") == 0
+    assert value(B, [A], [said], source="calls") == 1
+    assert value(B, [A], [said]) == 0
+
+
+def test_what_was_made_is_told():
+    _, reasoning = ToolCallMatch().verdict(item([B], [A, B]))
+    assert reasoning == {"made": [B], "matched": 1, "expected": 2}
+
+
+@pytest.mark.parametrize("expected", ["prose", {"tool": "x"}, [A, 3]])
+def test_a_row_without_tool_calls_cannot_be_scored(expected: Any):
+    with pytest.raises(ConfigError, match=r"tool calls are written \{\"name\""):
+        value(A, expected)
+
+
+def test_time_and_tokens():
+    # Seconds 0.5 and 1.5: mean 1; tokens 5 and 10 + 1: mean 8; two calls.
+    more = call(seconds=1.5, usage={"prompt_tokens": 10, "completion_tokens": 1})
+    done = item("x", trajectory=[call(), more], seconds=2.25)
+    assert AvgLlmLatency().verdict(done) == (1.0, {"calls": 2})
+    assert AvgTokensPerLlmEnd().verdict(done) == (8.0, {"calls": 2})
+    assert AvgNumLlmCalls().verdict(done) == (2.0, None)
+    assert AvgWorkflowRuntime(max_concurrency=2).verdict(done) == (2.25, None)
+
+
+def test_what_was_not_measured_is_no_zero():
+    nothing = item("x")
+    assert AvgNumLlmCalls().verdict(nothing) == (0.0, None)
+    for rule in (AvgLlmLatency(), AvgTokensPerLlmEnd()):
+        with pytest.raises(ConfigError, match="no model call was seen that tells it"):
+            rule.verdict(nothing)
+    with pytest.raises(ConfigError, match="the workflow was not run, so it took no time"):
+        AvgWorkflowRuntime().verdict(nothing)

@@ -1,0 +1,227 @@
+"""The directory of an evaluation: what is written, when, and what may be removed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.evaluation.made import call, item, step
+
+from hone.capture.base import SeenCall
+from hone.config.base import EvalDatasetStructure
+from hone.config.schema import EvalGeneralConfig
+from hone.errors import ConfigError
+from hone.evaluation.base import Score, output_of
+from hone.evaluation.files import OutputDir
+from hone.evaluation.results import ItemResult
+from hone.types import Failure
+from hone.workflow.run import RolloutFailure, RolloutResult
+
+
+def opened(path: Path, *, keep: bool = False, structure: Any = None, **output: Any) -> OutputDir:
+    general = EvalGeneralConfig.model_validate({"output_dir": path, "output": output})
+    found = OutputDir(general, EvalDatasetStructure.model_validate(structure or {}))
+    found.prepare(["exact"], keep=keep)
+    return found
+
+
+def answered(output: Any = "out", **fields: Any) -> ItemResult:
+    row = {"id": 7, "question": "q", "answer": "exp", "level": 3}
+    done = item(output, "exp", **{"id": "7", "full_dataset_entry": row, **fields})
+    return ItemResult(done, None, {"exact": Score(0.5, "near")})
+
+
+def test_what_is_written(tmp_path: Path):
+    out = opened(tmp_path / "new" / "dir")
+    result = answered(trajectory=[call()], steps=[step()], seconds=1.5)
+    whole, files = out.write([result], [("exact", output_of([("7", Score(0.5, "near"))]))])
+    (entry,) = json.loads(whole.read_text())
+    assert [entry.pop(k)[0]["payload"]["event_type"] for k in ("intermediate_steps",)] == [
+        "LLM_END"
+    ]
+    assert entry == {
+        "id": "7",
+        "question": "q",
+        "answer": "exp",
+        "level": 3,
+        "generated_answer": "out",
+        "expected_intermediate_steps": [],
+        "seconds": 1.5,
+    }
+    assert [f.name for f in files] == ["exact_output.json"]
+    assert json.loads(files[0].read_text()) == {
+        "average_score": 0.5,
+        "eval_output_items": [{"id": "7", "score": 0.5, "reasoning": "near", "error": None}],
+    }
+
+
+def test_a_directory_that_cannot_be_made_is_named():
+    with pytest.raises(
+        ConfigError, match=r"eval.general.output_dir: /proc/x cannot be made \(No su"
+    ):
+        opened(Path("/proc/x"))
+
+
+def test_half_a_pair_of_surrogates_is_kept_as_its_escape(tmp_path: Path):
+    out = opened(tmp_path)
+    whole, _ = out.write([answered("cut \ud83d")], [])
+    assert b'"cut \\ud83d"' in whole.read_bytes()
+    assert json.loads(whole.read_text("utf-8"))[0]["generated_answer"] == "cut \ud83d"
+
+
+def test_the_steps_that_are_wanted(tmp_path: Path):
+    def kinds(**output: Any) -> list[str]:
+        result = answered(trajectory=[call()], steps=[step()])
+        entry = opened(tmp_path, **output).entry(result)
+        return [one["payload"]["event_type"] for one in entry["intermediate_steps"]]
+
+    assert kinds() == ["LLM_END", "CUSTOM_END"]
+    assert kinds(workflow_output_step_filter=["CUSTOM_END"]) == ["CUSTOM_END"]
+
+
+def test_columns_have_the_configured_names(tmp_path: Path):
+    structure = {"question": "q", "answer": "gold", "generated_answer": "mine", "trajectory": "t"}
+    result = answered(full_dataset_entry={"q": "q", "gold": "exp"})
+    entry = opened(tmp_path, structure=structure).entry(result)
+    assert entry == {
+        "id": "7",
+        "q": "q",
+        "gold": "exp",
+        "mine": "out",
+        "t": [],
+        "expected_intermediate_steps": [],
+    }
+
+
+def test_a_failure_is_told_and_leaves_no_output(tmp_path: Path):
+    failure = RolloutFailure("policy", "token_limit", Failure(type="T", message="m", traceback="t"))
+    calls: tuple[SeenCall, ...] = ()
+    rollout = RolloutResult("r", None, calls, (), failure, 0.1)
+    entry = opened(tmp_path).entry(ItemResult(item(None, "exp"), rollout, {}))
+    assert entry["generated_answer"] is None
+    assert entry["failure"] == {
+        "kind": "policy",
+        "reason": "token_limit",
+        "type": "T",
+        "message": "m",
+        "traceback": "t",
+    }
+    # Read as a dataset, answered at last: the old failure is gone.
+    again = answered(full_dataset_entry={"question": "q", "failure": entry["failure"]})
+    assert "failure" not in opened(tmp_path).entry(again)
+
+
+def test_what_is_finished_is_found_again_after_a_crash(tmp_path: Path):
+    crashed = opened(tmp_path)
+    crashed.add(answered("first"))
+    crashed.add(answered("second", id="8"))
+    with (tmp_path / "finished.jsonl").open("a") as file:
+        file.write('{"entry": {"id": "9", "generated_answer": "torn"')
+    later = opened(tmp_path, keep=True)
+    assert {k: v["generated_answer"] for k, v in later.finished().items()} == {
+        "7": "first",
+        "8": "second",
+    }
+    scores = json.loads((tmp_path / "finished.jsonl").read_text().splitlines()[0])["scores"]
+    assert scores == {"exact": {"score": 0.5, "reasoning": "near", "error": None}}
+    later.add(answered("third", id="9"))
+    assert opened(tmp_path, keep=True).finished()["9"]["generated_answer"] == "third"
+    later.write([answered("first")], [])
+    assert not (tmp_path / "finished.jsonl").exists()
+    assert list(opened(tmp_path, keep=True).finished()) == ["7"]
+
+
+def test_items_are_filled_where_id_and_question_are_the_same(tmp_path: Path):
+    out = opened(tmp_path)
+    out.add(answered("kept", trajectory=[call()], steps=[step()], seconds=2.0))
+    out.add(ItemResult(item(None, id="failed"), None, {}))
+    same, other = item(id="7"), item(id="7", input_obj="another question")
+    has_one, failed = item("its own", id="7"), item(id="failed")
+    filled = opened(tmp_path, keep=True).filled([same, other, has_one, failed])
+    assert [i.output_obj for i in filled] == ["kept", None, "its own", None]
+    assert (filled[0].trajectory, filled[0].steps, filled[0].seconds) == ([call()], [step()], 2.0)
+
+
+def test_items_without_structure_are_the_same_if_their_rows_are(tmp_path: Path):
+    structure = {"disable": True}
+    row = {"id": 7, "question": "q", "board": [1]}
+    out = opened(tmp_path, structure=structure)
+    out.add(answered("kept", input_obj=json.dumps(row), full_dataset_entry=row))
+    other = {**row, "board": [2]}
+    asked = [item(id="7", input_obj=json.dumps(r), full_dataset_entry=r) for r in (row, other)]
+    filled = opened(tmp_path, keep=True, structure=structure).filled(asked)
+    assert [i.output_obj for i in filled] == ["kept", None]
+
+
+def test_cleaning_removes_only_what_hone_wrote(tmp_path: Path):
+    out = opened(tmp_path)
+    out.write([answered()], [("old", output_of([]))])
+    (tmp_path / "mine.txt").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    opened(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "mine.txt"]
+
+
+def test_a_list_that_leads_elsewhere_is_not_followed(tmp_path: Path):
+    inside, outside = tmp_path / "in", tmp_path / "outside.txt"
+    inside.mkdir()
+    outside.write_text("precious")
+    (inside / ".hone_files").write_text(f"../outside.txt\n{outside}\n..\n\n")
+    opened(inside)
+    assert outside.read_text() == "precious"
+
+
+def test_without_cleanup_other_files_stay(tmp_path: Path):
+    out = opened(tmp_path)
+    out.add(answered())
+    out.write([], [("old", output_of([]))])
+    opened(tmp_path, cleanup=False)
+    assert (tmp_path / "old_output.json").exists()
+
+
+def test_jobs_have_directories_and_the_oldest_go(tmp_path: Path):
+    jobs = {"append_job_id_to_output_dir": True, "max_jobs": 2}
+    made = []
+    for n in range(3):
+        out = opened(tmp_path, job_management=jobs)
+        assert out.path.parent == tmp_path / "jobs" and out.path.name.startswith("job_")
+        out.write_text("config_original.yml", "a: 1")
+        os.utime(out.path / "config_original.yml", (n, n))
+        made.append(out.path)
+    assert [path.exists() for path in made] == [False, True, True]
+    # What somebody put into a job's directory stays, and so does the directory.
+    (made[1] / "mine.txt").write_text("precious")
+    opened(tmp_path, job_management=jobs)
+    assert [p.name for p in made[1].iterdir()] == ["mine.txt"]
+
+
+def test_going_on_with_jobs_means_the_last_one(tmp_path: Path):
+    jobs = {"append_job_id_to_output_dir": True}
+    first = opened(tmp_path, job_management=jobs)
+    first.add(answered("kept"))
+    later = opened(tmp_path, keep=True, job_management=jobs)
+    assert later.path == first.path
+    assert list(later.finished()) == ["7"]
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"eval\.general\.output_dir: .*file is a file"):
+        opened(tmp_path / "file")
+    out = OutputDir(EvalGeneralConfig(output_dir=tmp_path), EvalDatasetStructure())
+    with pytest.raises(ConfigError, match=r"eval\.evaluators\.workflow: its scores would be"):
+        out.prepare(["workflow"], keep=False)
+    (tmp_path / "workflow_output.json").write_text("[{")
+    with pytest.raises(ConfigError, match=r"not JSON .* remove it to start anew"):
+        out.finished()
+    (tmp_path / "workflow_output.json").unlink()
+    (tmp_path / "finished.jsonl").write_text("{}}\n")
+    with pytest.raises(ConfigError, match=r"finished\.jsonl:1: not JSON .* remove the line"):
+        out.finished()
+
+
+def test_names_of_evaluators_become_names_of_files(tmp_path: Path):
+    out = opened(tmp_path)
+    _, (file,) = out.write([], [("../a b", output_of([]))])
+    assert file == tmp_path / ".._a_b_output.json"

@@ -1,0 +1,117 @@
+"""intermediate_steps: the form, and there and back again."""
+
+import json
+from typing import Any
+
+from tests.evaluation.made import call, step
+
+from hone.evaluation.steps import calls_of, intermediate_steps, steps_of
+
+
+def test_the_form_of_a_call():
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    made = call("yes", function="<workflow>.search", tools=tools)
+    (entry,) = intermediate_steps([made], [])
+    assert entry["parent_id"] == "<workflow>"
+    assert entry["function_ancestry"] == {
+        "function_id": "<workflow>.search",
+        "function_name": "search",
+        "parent_id": "<workflow>",
+        "parent_name": "<workflow>",
+    }
+    payload = entry["payload"]
+    assert set(payload) == {
+        *("event_type", "event_timestamp", "span_event_timestamp", "framework", "name", "tags"),
+        *("metadata", "data", "usage_info", "UUID"),
+    }
+    assert (payload["event_type"], payload["name"]) == ("LLM_END", "m")
+    # It began at 100 and took half a second.
+    assert (payload["span_event_timestamp"], payload["event_timestamp"]) == (100.0, 100.5)
+    assert payload["data"]["input"] == [{"role": "user", "content": "q"}]
+    assert payload["data"]["output"] == "yes"
+    assert set(payload["data"]) == {"input", "output", "chunk", "payload"}
+    assert payload["usage_info"]["token_usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "cached_tokens": 0,
+        "reasoning_tokens": 0,
+    }
+
+
+def test_outside_any_function_is_root():
+    (entry,) = intermediate_steps([call(function="")], [])
+    assert entry["function_ancestry"]["function_name"] == "root"
+
+
+def test_calls_and_steps_stand_in_the_order_they_happened():
+    calls = [call("a", index=0), call("b", index=1)]
+    steps = [step("before", calls=0), step("between", calls=1), step("after", calls=2)]
+    told = intermediate_steps(calls, steps)
+    names = [
+        e["payload"]["data"]["output"]
+        if e["payload"]["event_type"] == "LLM_END"
+        else e["payload"]["name"]
+        for e in told
+    ]
+    assert names == ["before", "a", "between", "b", "after"]
+    assert len({e["payload"]["UUID"] for e in told}) == 5
+
+
+def test_only_the_kinds_that_are_wanted():
+    told = intermediate_steps([call()], [step()], kinds=["LLM_END", "TOOL_END"])
+    assert [e["payload"]["event_type"] for e in told] == ["LLM_END"]
+
+
+def test_there_and_back_again_through_json():
+    failed = call(
+        index=1,
+        choices=[],
+        messages=None,
+        usage=None,
+        id=None,
+        policy_step=None,
+        status=500,
+        error="x",
+    )
+    asked_tool = call(
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "search", "arguments": "{}"}}],
+        },
+        index=2,
+    )
+    calls, steps = [call(), failed, asked_tool], [step(), step("end", value=None, calls=3)]
+    told = json.loads(json.dumps(intermediate_steps(calls, steps)))
+    assert calls_of(told) == calls
+    assert steps_of(told) == steps
+
+
+def test_logprobs_and_ids_of_tokens_are_left_out():
+    bulky = {"message": {"role": "assistant", "content": "a"}, "logprobs": {"content": []}}
+    (entry,) = intermediate_steps([call(choices=[bulky | {"token_ids": [1]}])], [])
+    assert entry["payload"]["data"]["payload"] == [
+        {"message": {"role": "assistant", "content": "a"}}
+    ]
+
+
+def test_steps_of_another_program_are_read_as_far_as_they_go():
+    entry: dict[str, Any] = {
+        "parent_id": "root",
+        "payload": {
+            "event_type": "LLM_END",
+            "event_timestamp": 12.0,
+            "span_event_timestamp": 10.0,
+            "name": "meta/llama",
+            "metadata": {"provided_metadata": None},
+            "data": {"input": "2+2?", "output": "4", "payload": {"generations": []}},
+            "usage_info": {"token_usage": {"total_tokens": 9}},
+        },
+    }
+    (read,) = calls_of([{"payload": {"event_type": "TOOL_END"}}, entry, "nothing"])
+    assert (read.model, read.seconds, read.usage) == ("meta/llama", 2.0, {"total_tokens": 9})
+    assert read.messages == [{"role": "user", "content": "2+2?"}]
+    assert read.reply == {"role": "assistant", "content": "4"}
+    assert calls_of(None) == calls_of("text") == []
+    assert steps_of([{"payload": {"event_type": "CUSTOM_END", "name": "theirs"}}]) == []
