@@ -1,18 +1,32 @@
 """Real implementations of hone's protocols that answer from a script, type-checked.
 
 In:   what to answer, as text or as ids
-Out:  ScriptedEngine: an Engine that remembers what it was asked and under which adapter
+Out:  ScriptedEngine: an Engine that remembers what it was asked and under which adapter;
+      ScriptedBuilder and MemoryAdapter: the harness's parts without a model and without a server
 Used: every test of the server that does not need weights
 """
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hone.config.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
 from hone.errors import EngineError
+from hone.finetune.base import (
+    FailureRecord,
+    RolloutRecord,
+    TrainerAdapter,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryBuilder,
+    TrajectoryCollection,
+)
+from hone.finetune.base import Trajectory as HarnessTrajectory
+from hone.finetune.records import told
 from hone.inference.base import (
     AdapterRef,
     Delta,
@@ -199,3 +213,157 @@ def _in_turn(answers: Iterable[Answer]) -> Script:
 def _is_an_engine(engine: ScriptedEngine) -> Engine:
     """Checked by the type checker, not by running it."""
     return engine
+
+
+# ---- the harness: a builder and an adapter without a model ------------------------------------
+
+
+class ScriptedBuilder(TrajectoryBuilder):
+    """Rolls out nothing: `reward(epoch, example, generation)` is what a rollout was worth.
+
+    None is a rollout its world failed, a string a failure of the policy for that reason.
+    """
+
+    def __init__(
+        self,
+        reward: Callable[[int, str, int], float | str | None],
+        *,
+        generations: int = 2,
+        crash: Callable[[int, str, int], bool] = lambda *at: False,
+    ) -> None:
+        super().__init__(TrajectoryBuilderConfig())
+        self.num_generations = generations
+        self.reward, self.crash = reward, crash
+        self.ran: list[tuple[int, str, int]] = []
+        """Every rollout that was run, not those the journal knew."""
+        self._records: list[RolloutRecord] = []
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        assert meta is not None
+        journal, epoch, round = meta["journal"], meta["epoch"], meta["round"]
+        known = journal.finished("train", epoch, round)
+        self._records = []
+        for item in meta["items"]:
+            for generation in range(self.num_generations):
+                record = known.get((item.id, generation))
+                if record is None:
+                    record = self._rollout(run_id, epoch, round, item.id, generation)
+                    journal.add(record)
+                    meta["events"].append("rollout", **told(record))
+                self._records.append(record)
+
+    def _rollout(
+        self, run_id: str, epoch: int, round: int, example: str, generation: int
+    ) -> RolloutRecord:
+        if self.crash(epoch, example, generation):
+            raise RuntimeError(f"the agent's host fell over at {example}")
+        self.ran.append((epoch, example, generation))
+        reward = self.reward(epoch, example, generation)
+        failure = None
+        if reward is None:
+            failure = FailureRecord(kind="infrastructure", reason="connection", type="OSError")
+        elif isinstance(reward, str):
+            failure = FailureRecord(kind="policy", reason=reward)
+        return RolloutRecord(
+            epoch=epoch,
+            round=round,
+            split="train",
+            example=example,
+            generation=generation,
+            rollout=f"{run_id}:{epoch}.{example}.{generation}",
+            reward=None if failure else float(reward or 0),
+            failure=failure,
+        )
+
+    async def finalize(
+        self, run_id: str, meta: dict[str, Any] | None = None
+    ) -> TrajectoryCollection:
+        groups: dict[str, list[HarnessTrajectory]] = {}
+        self.dropped.clear()
+        for record in self._records:
+            if record.reward is None:
+                self.dropped[record.failure.reason if record.failure else "unscored"] += 1
+                continue
+            said = {"id": record.example, "rollout": record.rollout}
+            trajectory = HarnessTrajectory(episode=[], reward=record.reward, metadata=said)
+            groups.setdefault(record.example, []).append(trajectory)
+        return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id)
+
+    def log_progress(
+        self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None: ...
+
+
+class MemoryAdapter(TrainerAdapter):
+    """Trains nothing: keeps what it was sent, by key, as a server does."""
+
+    def __init__(self, *, fail: Callable[[str], str | None] = lambda key: None) -> None:
+        super().__init__(TrainerAdapterConfig())
+        self.fail = fail
+        """Why the job of a key fails; None: it does not."""
+        self.jobs: dict[str, TrajectoryCollection] = {}
+        """Every job there is; one that was sent twice is here once."""
+        self.sent: list[str] = []
+        self.step = 0
+        self.logged: list[tuple[str, int | None, dict[str, float]]] = []
+        self.kept: list[int] = []
+        self.opened: list[tuple[str, int]] = []
+        self.anew: list[str | None] = []
+        self.hangs = False
+        self._steps: dict[str, int] = {}
+
+    async def is_healthy(self) -> bool:
+        return True
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        key = (trajectories.metadata or {})["key"]
+        self.sent.append(key)
+        before = self.jobs.setdefault(key, trajectories)
+        assert before.model_dump_json() == trajectories.model_dump_json(), "another job, same key"
+        if key not in self._steps and self.fail(key) is None:
+            self.step += 1
+            self._steps[key] = self.step
+        return TrainingJobRef(
+            run_id=trajectories.run_id, backend="memory", metadata={"job": f"job-{key}", "key": key}
+        )
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        key = (ref.metadata or {})["key"]
+        why = self.fail(key)
+        told = {"job": f"job-{key}", "step": self._steps.get(key), "metrics": {"learn/loss": 0.5}}
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=ref.backend,
+            status=TrainingStatusEnum.FAILED if why else TrainingStatusEnum.COMPLETED,
+            message=why,
+            metadata=told,
+        )
+
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 10.0
+    ) -> TrainingJobStatus:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await self.status(ref)
+
+    def log_progress(
+        self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None: ...
+
+    async def open_run(self, run_id: str, seed: int) -> None:
+        self.opened.append((run_id, seed))
+
+    async def policy_step(self) -> int | None:
+        return self.step
+
+    async def log_metrics(
+        self, metrics: Mapping[str, float], *, split: str, step: int | None
+    ) -> None:
+        self.logged.append((split, step, dict(metrics)))
+
+    async def prune(self, keep_last: int) -> None:
+        self.kept.append(keep_last)
+
+    async def start_anew(self, old_run_id: str | None) -> None:
+        self.anew.append(old_run_id)
+        self.step = 0

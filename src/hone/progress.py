@@ -2,9 +2,10 @@
 
 In:   how much of how much is done, and a note (a mean reward, a phase)
 Out:  text on stderr, never on stdout, which belongs to the user's program
-Used: gather.py for rollouts, backends/remote.py for a job
+Used: gather.py for rollouts, backends/remote.py for a job; cli.py and display.py write through it
 
 A log file gets one line every ten seconds and one at the end, not a bar drawn a thousand times.
+All that hone says goes through one console, so that a line stands above a bar and never in it.
 """
 
 import sys
@@ -32,7 +33,7 @@ class Progress:
         self._written_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        if self.what is not None and _console().is_terminal:
+        if self.what is not None and console().is_terminal:
             from rich import progress  # here, because it takes 0.2 s and few programs need it
 
             self._bar = progress.Progress(
@@ -41,7 +42,7 @@ class Progress:
                 progress.MofNCompleteColumn(),
                 progress.TimeElapsedColumn(),
                 progress.TextColumn("{task.fields[note]}", markup=False),
-                console=_console(),
+                console=console(),
             )
             self._bar.add_task(self.what, total=self.total or None, note="")
             self._bar.start()
@@ -72,8 +73,16 @@ class Progress:
 
 
 @cache
-def _console() -> "Console":
-    """One for all bars: two at a time then share the screen. It looks up sys.stderr each time."""
+def console() -> "Console":
+    """The only one: what is shown at the same time shares the screen.
+
+    It looks up sys.stderr at every write.
+    """
     from rich.console import Console  # here for the same reason
 
     return Console(stderr=True)
+
+
+def write(line: str) -> None:
+    """One line, as it is, above whatever is being shown: no markup, no wrapping, no colours."""
+    console().print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""The harness: rollouts to groups, groups to jobs, epoch by epoch."""

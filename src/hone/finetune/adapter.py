@@ -1,0 +1,401 @@
+"""Bring groups to a hone server and tell what became of them.
+
+In:   a TrajectoryCollection; which server, which model, how to train
+Out:  a job on the server, its status, and the address where the model in training answers
+Used: trainer.py submits and waits; builder.py asks for recorded calls; run.py takes `served`
+
+The only place where the harness's trajectories become the SDK's. A trajectory whose calls the
+server recorded is sent as a reference: its rollout and the ids of the calls that are trained. Only
+where nothing was recorded is its text sent, with log-probabilities, and then its order is checked,
+because the server must render it again.
+"""
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from hone.backends.local import LocalBackend
+from hone.backends.remote import RemoteBackend
+from hone.capture.scope import host_of
+from hone.config.build import Served
+from hone.config.registry import register_trainer_adapter
+from hone.errors import ConfigError, Conflict, HoneError, NotFound, ServerError, Unreachable
+from hone.finetune.adapter_config import (
+    ARTBackendConfig,
+    ARTTrainerAdapterConfig,
+    ARTTrainingConfig,
+)
+from hone.finetune.base import (
+    TrainerAdapter,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+from hone.finetune.convert import sdk_groups
+from hone.finetune.records import append_line
+from hone.model import TrainableModel
+from hone.trajectory import JobRequest
+from hone.types import JobEvent, JobInfo, ModelInfo, RecordedCall, RunSpec
+
+if TYPE_CHECKING:
+    from hone.config.build import Builder
+    from hone.config.schema import FinetuneConfig
+
+__all__ = ["ARTBackendConfig", "ARTTrainerAdapter", "ARTTrainerAdapterConfig", "ARTTrainingConfig"]
+
+logger = logging.getLogger("hone")
+
+BACKEND = "openpipe-art"
+"""What a TrainingJobRef calls it."""
+NO_CONNECTION = "Failed to connect to ART backend"
+OUT_OF_MEMORY = "CUDA out of memory"
+LESS_MEMORY = (
+    "What to do: reduce backend.engine_args.gpu_memory_utilization, reduce "
+    "backend.init_args.max_seq_length (or training.max_seq_length) or training.row_tokens, reduce "
+    "num_generations of the trajectory builder, take a smaller backend.base_model, or increase "
+    "backend.engine_args.tensor_parallel_size where there are more GPUs."
+)
+
+
+class ARTTrainerAdapter(TrainerAdapter):
+    """A hone server as the harness's training backend."""
+
+    adapter_config: ARTTrainerAdapterConfig
+
+    def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
+        """Contacts nobody."""
+        super().__init__(adapter_config)
+        config = adapter_config.backend
+        key = None if config.api_key == "default" and config.ip is None else config.api_key
+        self.backend: RemoteBackend = (
+            LocalBackend(config.root, api_key=key, log_level="warning")
+            if config.ip is None
+            else RemoteBackend(f"http://{_bracketed(config.ip)}:{config.port}", key)
+        )
+        served_engine = (config.server_config or {}).get("engine_args")
+        engine_args = dict(served_engine) if isinstance(served_engine, dict) else {}
+        self.model: TrainableModel[Any] = TrainableModel(
+            name=config.name,
+            project=config.project,
+            base_model=config.base_model,
+            rank=config.rank,
+            alpha=config.alpha,
+            init_args=config.init_args or {},
+            engine_args={**engine_args, **(config.engine_args or {})},
+            peft_args=config.peft_args or {},
+        )
+        self.info: ModelInfo | None = None
+        """The model as the server sees it; known after `initialize`."""
+        self.dropped: Counter[str] = Counter()
+        """What the last `submit` left out, by reason."""
+        self._jobs: dict[str, asyncio.Task[JobInfo]] = {}
+
+    @property
+    def training_jobs(self) -> dict[str, "asyncio.Task[JobInfo]"]:
+        """By run id, the newest job of each, as a task that ends with it."""
+        return self._jobs
+
+    # ---- the server -------------------------------------------------------------------------
+
+    async def initialize(self, run_config: "FinetuneConfig") -> None:
+        """Reach or start the server, register the model, load what serving needs."""
+        await super().initialize(run_config)
+        if self.info is not None:
+            return
+        await self._meet()
+        try:
+            await self.model.register(self.backend)
+            info = await self.backend.model_info(self.model)
+        except ServerError as error:
+            self._refuse_for_memory(error)
+            raise
+        self.served = self._served()
+        if not await self.is_healthy():
+            raise Unreachable(self.no_connection(f"{self.served.base_url} does not answer"))
+        self.info = info
+        self._tell(info)
+
+    async def _meet(self) -> None:
+        try:
+            await self.backend.health()
+        except HoneError as error:
+            raise Unreachable(self.no_connection(str(error))) from error
+
+    def no_connection(self, why: str) -> str:
+        """What to say, and to do, where the server is not what the configuration says."""
+        config = self.adapter_config.backend
+        if config.ip is None:
+            return f"{NO_CONNECTION}. The server of this run's own did not start: {why}"
+        curl = f"curl {self.backend.base_url}/health"
+        other = config.inference_port
+        ports = f"port {config.port}" + ("" if other is None else f", inference_port {other}")
+        return (
+            f"{NO_CONNECTION}. {why}\nWhat to do: see whether the server runs ({curl}); check "
+            f"backend.ip {config.ip!r} and {ports} of the trainer adapter; check the network in "
+            "between (firewalls). Without ip and port, hone starts a server of its own."
+        )
+
+    def _served(self) -> Served:
+        base_url, key = self.model.inference_base_url, self.model.inference_api_key
+        assert base_url is not None and key is not None, "the model is registered"
+        host = urlsplit(base_url).hostname or ""
+        if (port := self.adapter_config.backend.inference_port) is not None:
+            base_url = f"http://{_bracketed(host)}:{port}/v1"
+        return Served(base_url, key, self.model.get_inference_name(), host_of(host))
+
+    def _tell(self, info: ModelInfo) -> None:
+        started = self.adapter_config.backend.ip is None
+        logger.info(
+            "%s %s: %s over %s at step %d",
+            "Started a server at" if started else "Connected to",
+            self.backend.base_url,
+            self.model.get_inference_name(),
+            info.base_model,
+            info.step,
+        )
+        config = self.adapter_config.backend.server_config or {}
+        ignored = [*info.not_applicable, *(k for k in config if k != "engine_args")]
+        if ignored:
+            logger.info("Not applicable to this server, and not used: %s", ", ".join(ignored))
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers, with success, on the ports of the configuration."""
+        try:
+            await self.backend.health()
+            await self.backend.served_models(self.served.base_url if self.served else None)
+        except HoneError as error:
+            logger.warning("%s: %s", NO_CONNECTION, error)
+            return False
+        return True
+
+    @property
+    def model_name(self) -> str:
+        """PROJECT/NAME, as the server records its calls."""
+        return f"{self.model.project}/{self.model.name}"
+
+    async def recorded(self, rollout: str) -> list[RecordedCall]:
+        """What the server recorded of a rollout."""
+        return await self.backend.calls(rollout)
+
+    async def open_run(self, run_id: str, seed: int) -> None:
+        await self.backend.open_run(RunSpec(id=run_id, model=self.model_name, seed=seed))
+
+    async def close_run(self, run_id: str) -> None:
+        await self.backend.close_run(run_id)
+
+    async def policy_step(self) -> int:
+        return await self.backend.step(self.model)
+
+    async def log_metrics(
+        self, metrics: Mapping[str, float], *, split: str, step: int | None
+    ) -> None:
+        await self.backend.log(self.model, metrics, split=split, step=step)
+
+    async def prune(self, keep_last: int) -> None:
+        await self.backend.delete_checkpoints(self.model, keep_last=keep_last)
+
+    async def start_anew(self, old_run_id: str | None) -> None:
+        """Rename what was trained under this name before; its steps are kept. Before `initialize`."""
+        await self._meet()
+        aside = f"{self.model.name}.{old_run_id or datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
+        try:
+            await self.backend.rename(self.model, aside)
+        except NotFound:
+            return  # nothing was trained under this name
+        logger.info("%s is called %s from now on", self.model.name, aside)
+        self.info = None
+
+    async def close(self) -> None:
+        """Stop waiting, and stop a server of this run's own; jobs go on when it is started again."""
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await self.backend.close()
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """A job on the server; it is on the server's disk when this returns."""
+        run_id, said = trajectories.run_id, trajectories.metadata or {}
+        training = self.adapter_config.training
+        running = self._jobs.get(run_id)
+        if running is not None and not running.done():
+            raise Conflict(
+                f"Training job for run {run_id} already exists and has not ended; wait for it "
+                "with wait_until_complete first"
+            )
+        groups, self.dropped = sdk_groups(trajectories)
+        if not groups:
+            why = ", ".join(f"{reason}: {n}" for reason, n in self.dropped.items())
+            raise ConfigError(
+                f"No valid trajectory groups to submit for run {run_id} ({why or 'there were none'})"
+            )
+        if self.adapter_config.backend.delete_old_checkpoints:
+            gone = await self.backend.delete_checkpoints(self.model)
+            logger.info("Deleted old checkpoints: %s", ", ".join(map(str, gone)) or "none")
+        epoch, rounds = int(said.get("epoch", 0)), int(said.get("rounds", 1))
+        place = epoch * rounds + int(said.get("round", 0))
+        planned = max(int(said.get("epochs", epoch + 1)) * rounds, place + 1)
+        request = JobRequest(
+            model=self.model_name,
+            groups=groups,
+            config=training.job_keys(place, planned),
+            idempotency_key=said.get("key"),
+            seed=0 if self.run_config is None else self.run_config.seed,
+            plot_tensors=training.plot_tensors,
+        )
+        try:
+            job = await self.backend.submit(request)
+        except ServerError as error:
+            self._refuse_for_memory(error)
+            raise
+        self._jobs[run_id] = asyncio.create_task(self._follow(job.id), name=f"train-{job.id}")
+        count = sum(map(len, groups))
+        logger.info("Submitted %d trajectories in %d groups for training", count, len(groups))
+        used = job.config.model_dump(exclude_defaults=True) | {"beta": job.config.beta}
+        logger.info("Job %s trains with %s", job.id, json.dumps(used))
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **said})
+
+    async def _follow(self, job_id: str) -> JobInfo:
+        timeout_s = 86400.0 if self.run_config is None else self.run_config.job_timeout_s
+        try:
+            return await self.backend.wait(job_id, on_event=self._heard, timeout_s=timeout_s)
+        except TimeoutError:
+            await self.backend.cancel(job_id)
+            raise ServerError(
+                f"job {job_id} did not end within finetuning.job_timeout_s={timeout_s:g} and was "
+                f"cancelled. Its log: {self.backend.log_place}"
+            ) from None
+
+    def _heard(self, event: JobEvent) -> None:
+        if event.type == "progress" and self.events is not None:
+            self.events.tell("job_progress", **event.data)
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        """Where the job stands now."""
+        following = self._jobs.get(ref.run_id)
+        job_id = (ref.metadata or {}).get("job")
+        if following is not None and job_id in (None, following.get_name().removeprefix("train-")):
+            if not following.done():
+                message = "Training is in progress."
+                return _status(ref, TrainingStatusEnum.RUNNING, message=message)
+            return self._ended(ref, following)
+        if job_id is None:
+            raise NotFound(f"No training job found with run_id {ref.run_id}")
+        return self._described(ref, await self.backend.job(str(job_id)))
+
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 10.0
+    ) -> TrainingJobStatus:
+        """Until its last event; whoever stops waiting does not stop the job."""
+        following = self._jobs.get(ref.run_id)
+        if following is None:
+            job_id = (ref.metadata or {}).get("job")
+            if job_id is None:
+                raise NotFound(f"No training job found with run_id {ref.run_id}")
+            following = self._jobs[ref.run_id] = asyncio.create_task(
+                self._follow(str(job_id)), name=f"train-{job_id}"
+            )
+        await asyncio.wait([following])
+        return self._ended(ref, following)
+
+    def _ended(self, ref: TrainingJobRef, following: "asyncio.Task[JobInfo]") -> TrainingJobStatus:
+        if following.cancelled():
+            return _status(ref, TrainingStatusEnum.CANCELED, message="Training was canceled.")
+        error = following.exception()
+        if error is None:
+            return self._described(ref, following.result())
+        if not isinstance(error, HoneError):
+            raise error
+        return _status(
+            ref,
+            TrainingStatusEnum.FAILED,
+            message=f"Training failed with error: {type(error).__name__}: {error}",
+        )
+
+    def _described(self, ref: TrainingJobRef, job: JobInfo) -> TrainingJobStatus:
+        """A job of the server in the harness's words."""
+        started = job.started_at or job.created_at
+        known = {
+            "job": job.id,
+            # A job without a gradient step publishes none: what it began from is still served.
+            "step": job.base_step if job.step is None else job.step,
+            "metrics": job.metrics,
+            "counts": job.counts,
+            "reason": job.reason,
+            "config": job.config.model_dump(),
+            "seconds": 0.0 if job.ended_at is None else job.ended_at - started,
+        }
+        if job.state == "done":
+            return _status(
+                ref,
+                TrainingStatusEnum.COMPLETED,
+                progress=100.0,
+                message=job.reason,
+                metadata=known,
+            )
+        if job.state == "cancelled":
+            message = f"job {job.id} was cancelled by somebody else"
+            return _status(ref, TrainingStatusEnum.CANCELED, message=message, metadata=known)
+        if job.state == "failed":
+            message = self._failed(job)
+            return _status(ref, TrainingStatusEnum.FAILED, message=message, metadata=known)
+        state = TrainingStatusEnum.PENDING if job.state == "queued" else TrainingStatusEnum.RUNNING
+        return _status(ref, state, message="Training is in progress.", metadata=known)
+
+    def _failed(self, job: JobInfo) -> str:
+        said = f"{job.failure.type}: {job.failure.message}" if job.failure else "no reason given"
+        message = (
+            f"Training failed with error: {said}\njob {job.id}; its log: {self.backend.log_place}"
+        )
+        return f"{message}\n{LESS_MEMORY}" if _is_memory(said) else message
+
+    def _refuse_for_memory(self, error: ServerError) -> None:
+        """What a server says when the memory is not enough, and what to do about it."""
+        if _is_memory(str(error)):
+            raise type(error)(f"{error}\n{LESS_MEMORY}") from error
+
+    # ---- its own log --------------------------------------------------------------------------
+
+    def log_progress(
+        self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None:
+        """Append a line to trainer_adapter_RUN.jsonl."""
+        config = self.adapter_config.backend
+        append_line(
+            output_dir or "./.tmp/nat/finetuning/trainer_adapter",
+            f"trainer_adapter_{ref.run_id}.jsonl",
+            run_id=ref.run_id,
+            backend=ref.backend,
+            trainer_config=config.model_dump(include={"base_model", "project", "name"}),
+            **metrics,
+        )
+
+
+@register_trainer_adapter(config_type=ARTTrainerAdapterConfig)
+async def art_trainer_adapter(
+    config: ARTTrainerAdapterConfig, builder: "Builder"
+) -> AsyncIterator[ARTTrainerAdapter]:
+    """A hone server that runs already, or one that is started now and stopped at the end."""
+    adapter = ARTTrainerAdapter(config)
+    yield adapter
+    await adapter.close()
+
+
+def _status(ref: TrainingJobRef, status: TrainingStatusEnum, **fields: Any) -> TrainingJobStatus:
+    return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status=status, **fields)
+
+
+def _is_memory(said: str) -> bool:
+    return "out of memory" in said.lower() or "OutOfMemory" in said
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

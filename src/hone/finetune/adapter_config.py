@@ -1,0 +1,105 @@
+"""What the YAML says of the server: where it is, what it trains, and how.
+
+In:   a block of `trainer_adapters` with `_type: openpipe_art_trainer_adapter`
+Out:  ARTTrainerAdapterConfig; the keys of each job
+Used: adapter.py; preflight.py, for the learning rate that a run is planned with
+
+`training` has every key of a job: what is not written there is not sent either, so that the
+server's defaults stay the server's. Only learning_rate and beta have defaults of this block's own.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from hone.config.base import Strict
+from hone.config.registry import TrainerAdapterConfig
+from hone.types import Name, TrainConfig
+
+
+class ARTBackendConfig(Strict):
+    """Where the model is trained and served; without `ip` a server of this run's own."""
+
+    ip: str | None = Field(None, min_length=1)
+    """Host of a running `hone serve`; 0.0.0.0 is dialled as 127.0.0.1. Without it and `port` this
+    run starts a server of its own and stops it at the end."""
+    port: int | None = Field(None, ge=1, le=65535)
+    """Its control port."""
+    inference_port: int | None = Field(None, ge=1, le=65535)
+    """Where its OpenAI API answers, if agents are to use another port than `port`."""
+    name: Name = "trainer_run"
+    """Of the model in training: what the server calls it."""
+    project: Name = "trainer_project"
+    base_model: str = Field("Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=512)
+    """What is trained: a name of `hone models list`, a hub name or a directory on the server."""
+    api_key: str = "default"
+    """What the server asks for; `default` is enough on its own machine."""
+    delete_old_checkpoints: bool = False
+    """Before each job, delete all steps but the newest and the best."""
+    init_args: dict[str, JsonValue] | None = None
+    """How the base model is loaded, for instance `max_seq_length`."""
+    engine_args: dict[str, JsonValue] | None = None
+    """How it is served, for instance `gpu_memory_utilization`."""
+    peft_args: dict[str, JsonValue] | None = None
+    """PEFT's words for the adapter: `r`, `lora_alpha`."""
+    server_config: dict[str, JsonValue] | None = None
+    """What ART would start its OpenAI server with; `engine_args` in it count like those beside it,
+    the rest means nothing to a server that runs already, and is named in the log."""
+    root: Path = Path(".hone")
+    """Where a server of this run's own keeps its state."""
+    rank: int = Field(8, gt=0, le=512)
+    """Of the LoRA adapter."""
+    alpha: float = Field(16.0, gt=0)
+    """Its scale, as in PEFT."""
+
+    @model_validator(mode="after")
+    def _ip_and_port_go_together(self) -> Self:
+        if (self.ip is None) != (self.port is None):
+            there, missing = ("ip", "port") if self.port is None else ("port", "ip")
+            raise ValueError(
+                f"{there} is {getattr(self, there)!r} but {missing} is not set; set both for a "
+                "server that runs already, or neither to have one started"
+            )
+        if self.inference_port is not None and self.ip is None:
+            raise ValueError(
+                f"inference_port is {self.inference_port} but ip is not set: a server of this "
+                "run's own picks its ports; remove inference_port, or set ip and port"
+            )
+        return self
+
+
+class ARTTrainingConfig(TrainConfig, Strict):
+    """How each job is trained: every key of a job, and a schedule over the jobs of the run."""
+
+    not_yet: ClassVar[Mapping[str, str]] = {
+        "gradient_accumulation_steps": "set groups_per_optimizer_step",
+        "per_device_train_batch_size": "set groups_per_optimizer_step",
+        "lr_scheduler_type": "set schedule: constant or linear",
+        "num_generations": "set it in the trajectory builder",
+        "max_steps": "set finetuning.num_epochs",
+        "num_train_epochs": "set finetuning.num_epochs",
+    }
+
+    learning_rate: float = Field(default=5e-5, ge=0)
+    """AdamW's step size (0 measures without moving the weights)."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """linear: from learning_rate in the first job down to 0 after the last one planned."""
+    plot_tensors: bool = False
+    """Draw what was trained, beside each checkpoint."""
+
+    def job_keys(self, place: int, planned: int) -> dict[str, Any]:
+        """What job number `place` (from 0) of so many says about its training."""
+        own = {"schedule", "plot_tensors"}
+        # What is not written is left to the server; these two have defaults of this adapter's own.
+        written = self.model_dump(exclude_unset=True, exclude=own)
+        left = 1.0 if self.schedule == "constant" else 1 - place / planned
+        return {**written, "learning_rate": self.learning_rate * left, "beta": self.beta}
+
+
+class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
+    """Trains on a hone server: one that runs already, or one of this run's own."""
+
+    backend: ARTBackendConfig
+    training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)

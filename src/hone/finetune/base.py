@@ -1,0 +1,310 @@
+"""TrajectoryBuilder, TrainerAdapter, Trainer: the three parts of the harness.
+
+In:   nothing; abstract classes, and the values they pass on (values.py)
+Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
+Used: builder.py, adapter.py and trainer.py are the built-in three; a plugin derives its own
+
+The names are those of NeMo Agent Toolkit's finetuning harness, so that what was written for it
+needs new imports and little else. `Trainer` is the loop over epochs; what owns gradients is the
+server's Learner. What hone adds to the classes has defaults that do nothing.
+"""
+
+# ruff: noqa: B027  # what a backend need not do is a method that does nothing, not an abstract one
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hone.config.base import (
+    RewardFunctionConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+)
+from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
+from hone.errors import ConfigError, NotInThisVersion
+from hone.finetune.values import (
+    DPOItem,
+    EpisodeItem,
+    EpisodeItemRole,
+    FailureRecord,
+    OpenAIMessage,
+    RolloutRecord,
+    StepRecord,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+
+if TYPE_CHECKING:
+    from hone.config.build import Served
+    from hone.evaluation.base import EvalOutputItem
+    from hone.evaluation.run import Evaluation, EvaluationRunOutput
+    from hone.events import EventLog
+    from hone.finetune.journal import Journal
+
+__all__ = [
+    "CurriculumLearningConfig",
+    "DPOItem",
+    "EpisodeItem",
+    "EpisodeItemRole",
+    "FailureRecord",
+    "FinetuneConfig",
+    "FinetuneRunConfig",
+    "OpenAIMessage",
+    "RewardFunctionConfig",
+    "RolloutRecord",
+    "StepRecord",
+    "Trainer",
+    "TrainerAdapter",
+    "TrainerAdapterConfig",
+    "TrainerConfig",
+    "TrainingJobRef",
+    "TrainingJobStatus",
+    "TrainingStatusEnum",
+    "Trajectory",
+    "TrajectoryBuilder",
+    "TrajectoryBuilderConfig",
+    "TrajectoryCollection",
+]
+
+
+class TrajectoryBuilder(ABC):
+    """Runs the workflow on examples and turns what happened into groups of trajectories."""
+
+    def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
+        self.trajectory_builder_config = trajectory_builder_config
+        self.run_config: FinetuneConfig | None = None
+        self.evaluation: Evaluation | None = None
+        """The training set, bound before the first run."""
+        self.dropped: Counter[str] = Counter()
+        """What the last `finalize` left out, by reason."""
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        self.run_config = run_config
+        self.trajectory_builder_config.reward = run_config.reward_function
+
+    def bind_evaluation(self, evaluation: "Evaluation") -> None:
+        """What `run_eval` runs; built once for the whole run."""
+        self.evaluation = evaluation
+
+    async def run_eval(self) -> "EvaluationRunOutput":
+        """Every example once."""
+        if self.evaluation is None:
+            raise ConfigError(
+                f"{type(self).__name__}.run_eval: no evaluation is bound yet; call "
+                "bind_evaluation(...) first, as hone.finetune.run does"
+            )
+        return await self.evaluation.run()
+
+    @abstractmethod
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        """Begin to collect.
+
+        `meta` from the built-in trainer: `epoch`, `round`, `run_id`, `items` (the examples to run),
+        `journal`, `session`, `events`, `trainer_config`.
+        """
+
+    @abstractmethod
+    async def finalize(
+        self, run_id: str, meta: dict[str, Any] | None = None
+    ) -> TrajectoryCollection:
+        """Wait for what `start_run` began; one group for each example that gave any trajectory."""
+
+    async def compute_reward(
+        self, output_item: "EvalOutputItem", meta: dict[str, Any] | None = None
+    ) -> float | None:
+        """The evaluator's score; None, never 0, where there is none."""
+        return None if output_item.score is None else float(output_item.score)
+
+    @abstractmethod
+    def log_progress(
+        self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None: ...
+
+
+class TrainerAdapter(ABC):
+    """Hands groups to whatever trains, and tells what came of them."""
+
+    def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
+        self.adapter_config = adapter_config
+        self.run_config: FinetuneConfig | None = None
+        self.served: Served | None = None
+        """Where the model in training answers; known after `initialize`, None for a backend that
+        does not serve it."""
+        self.events: EventLog | None = None
+        """Where the progress of a job is told; bound by the trainer."""
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        self.run_config = run_config
+        self.adapter_config.reward = run_config.reward_function
+
+    @abstractmethod
+    async def is_healthy(self) -> bool: ...
+
+    @abstractmethod
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Start a job, or find the one that this submission's `key` started before."""
+
+    @abstractmethod
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus: ...
+
+    @abstractmethod
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 10.0
+    ) -> TrainingJobStatus:
+        """Until the job has ended; ours waits for an event and does not use `poll_interval`."""
+
+    @abstractmethod
+    def log_progress(
+        self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None: ...
+
+    async def open_run(self, run_id: str, seed: int) -> None:
+        """Calls of this run's rollouts are kept from now on."""
+
+    async def close_run(self, run_id: str) -> None:
+        """They need not be kept any longer."""
+
+    async def policy_step(self) -> int | None:
+        """The step that is served now; None for a backend that does not count steps."""
+        return None
+
+    async def log_metrics(
+        self, metrics: Mapping[str, float], *, split: str, step: int | None
+    ) -> None:
+        """Write metrics of a step into the model's history, as SPLIT/METRIC."""
+
+    async def prune(self, keep_last: int) -> None:
+        """Delete all checkpoints but the newest so many and the best one."""
+
+    async def start_anew(self, old_run_id: str | None) -> None:
+        """Set what was trained before aside, so that `initialize` finds step 0 (`--fresh`).
+
+        Called before `initialize`, and again if the run was killed in between.
+        """
+
+    async def close(self) -> None:
+        """Let go of the backend."""
+
+
+class Trainer(ABC):
+    """Runs the epochs: collect, select, submit, wait, log."""
+
+    journal: "Journal"
+    """What a killed run needs to go on; there from `initialize` on."""
+    events: "EventLog"
+    """What happened in the run; there from `initialize` on."""
+
+    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
+        if kwargs:
+            raise ConfigError(
+                f"{type(self).__name__} got unknown arguments: {', '.join(sorted(kwargs))}"
+            )
+        self.trainer_config = trainer_config
+        self.run_config: FinetuneConfig | None = None
+        self.curriculum_config: CurriculumLearningConfig | None = None
+        self.trajectory_builder: TrajectoryBuilder | None = None
+        self.trainer_adapter: TrainerAdapter | None = None
+        self._curriculum_state: dict[str, Any] | None = None
+        self.validation: Evaluation | None = None
+        """The validation set, bound before the first epoch; None without one."""
+
+    async def bind_components(
+        self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter
+    ) -> None:
+        self.trajectory_builder = trajectory_builder
+        self.trainer_adapter = trainer_adapter
+
+    def bind_run(self, journal: "Journal", events: "EventLog") -> None:
+        """Where this run writes what it does; without it, `initialize` opens them in output_dir."""
+        self.journal, self.events = journal, events
+
+    def bind_evaluations(self, training: "Evaluation", validation: "Evaluation | None") -> None:
+        """What is run; built after `initialize`, because only then the model can be reached."""
+        assert self.trajectory_builder is not None, "bind_components comes first"
+        self.trajectory_builder.bind_evaluation(training)
+        self.validation = validation
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        if self.trajectory_builder is None or self.trainer_adapter is None:
+            raise ConfigError(
+                f"{type(self).__name__}.initialize: no trajectory builder and trainer adapter are "
+                "bound yet; call bind_components(...) first"
+            )
+        self.run_config = run_config
+        self.curriculum_config = run_config.curriculum_learning
+        self._curriculum_state = {
+            "current_percentile": run_config.curriculum_learning.initial_percentile,
+            "last_expansion_epoch": -1,
+            "total_groups": 0,
+            "included_groups": set(),
+        }
+        self.trainer_config.reward = run_config.reward_function
+        await self.trajectory_builder.initialize(run_config)
+        await self.trainer_adapter.initialize(run_config)
+
+    @abstractmethod
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        """Collect, select and submit once; None where there was nothing to train on."""
+
+    @abstractmethod
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]: ...
+
+    @abstractmethod
+    async def get_metrics(self, run_id: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    async def cleanup(self) -> None: ...
+
+    @abstractmethod
+    def log_progress(
+        self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None: ...
+
+    async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
+        """The reward over the validation set, as it is after so many epochs."""
+        if self.validation is None:
+            raise ConfigError(
+                "run_validation_evaluation: there is no validation set; name one with "
+                "--validation_dataset"
+            )
+        measured = self._calculate_validation_metrics(await self.validation.run())
+        return {**measured, "epoch": epoch, "dataset_type": "validation"}
+
+    def _calculate_validation_metrics(self, eval_output: "EvaluationRunOutput") -> dict[str, Any]:
+        """Of the reward's scores; what could not be scored is counted and averaged over by nobody."""
+        wanted = None if self.trainer_config.reward is None else self.trainer_config.reward.name
+        items = [
+            item
+            for name, output in eval_output.evaluation_results
+            if name == wanted
+            for item in output.eval_output_items
+        ]
+        scores = [float(item.score) for item in items if isinstance(item.score, int | float)]
+        return {
+            "avg_reward": sum(scores) / len(scores) if scores else None,
+            "min_reward": min(scores, default=None),
+            "max_reward": max(scores, default=None),
+            "num_examples": len(scores),
+            "failures": len(items) - len(scores),
+        }
+
+    def apply_curriculum_learning(
+        self, trajectory_collection: TrajectoryCollection, epoch: int
+    ) -> TrajectoryCollection:
+        raise NotInThisVersion("Curriculum learning not implemented for this backend.")
+
+    def get_curriculum_state(self) -> dict[str, Any]:
+        """The state as plain values, with the configuration it follows."""
+        state = self._curriculum_state or {}
+        return {
+            "current_percentile": state.get("current_percentile", 1.0),
+            "last_expansion_epoch": state.get("last_expansion_epoch", -1),
+            "total_groups": state.get("total_groups", 0),
+            "included_groups": sorted(state.get("included_groups", ())),
+            "config": self.curriculum_config.model_dump() if self.curriculum_config else None,
+        }

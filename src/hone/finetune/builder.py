@@ -1,0 +1,382 @@
+"""Turn examples into groups of trajectories: run each several times, score, keep what can be trained.
+
+In:   an Evaluation (workflow, items, evaluators), how many generations, what is a target
+Out:  a TrajectoryCollection, one group per example; what was left out, counted by reason
+Used: trainer.py, once a round
+
+    start_run   one task per generation, all rollouts of all of them under the Evaluation's budget
+    finalize    wait, count what failed, group by example
+
+A rollout is in the journal before anybody counts on it, with the trajectory made of it: after a
+kill it is read from there, and not one token is sampled twice.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
+from hone.errors import ConfigError, Conflict, HoneError
+from hone.finetune import episodes
+from hone.finetune.base import (
+    FailureRecord,
+    RolloutRecord,
+    Trajectory,
+    TrajectoryBuilder,
+    TrajectoryCollection,
+)
+from hone.finetune.groups import Collected, collected, grouped
+from hone.finetune.records import append_line, plain, record_of, rollout_id, told
+from hone.trajectory import failure_of
+from hone.types import RecordedCall
+
+if TYPE_CHECKING:
+    from hone.config.build import Builder
+    from hone.config.schema import FinetuneConfig
+    from hone.evaluation.base import EvalInputItem
+    from hone.evaluation.run import Evaluation, ItemResult
+    from hone.events import EventLog
+    from hone.finetune.journal import Journal
+
+__all__ = [
+    "ARTTrajectoryBuilder",
+    "ARTTrajectoryBuilderConfig",
+    "Collected",
+    "record_of",
+    "rollout_id",
+    "told",
+]
+
+logger = logging.getLogger("hone")
+
+NO_LOGPROBS = (
+    "No valid assistant messages with logprobs. Let the model be asked at the training server, which "
+    "records them; of another endpoint, set `logprobs: true` in its `llms` entry and see that it "
+    "returns them."
+)
+
+Recorded = Callable[[str], Awaitable[list[RecordedCall]]]
+"""Rollout id -> what the server recorded of it."""
+
+
+class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_traj_builder"):
+    """Runs every example several times and compares what came of it."""
+
+    num_generations: int = Field(default=2, ge=1)
+    """Rollouts per example. More compare better and cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one `start_run` is about."""
+
+    run_id: str
+    items: list["EvalInputItem"]
+    epoch: int
+    round: int
+    session: int
+    journal: "Journal | None"
+    events: "EventLog | None"
+    known: dict[tuple[str, int], RolloutRecord]
+    """Rollouts that ended before."""
+
+    @classmethod
+    def of(
+        cls, run_id: str, items: "Sequence[EvalInputItem]", meta: dict[str, Any] | None
+    ) -> "_Round":
+        said = meta or {}
+        epoch, round = int(said.get("epoch", 0)), int(said.get("round", 0))
+        journal: Journal | None = said.get("journal")
+        return cls(
+            run_id=run_id,
+            items=list(said.get("items") or items),
+            epoch=epoch,
+            round=round,
+            session=int(said.get("session", 1)),
+            journal=journal,
+            events=said.get("events"),
+            known={} if journal is None else journal.finished("train", epoch, round),
+        )
+
+
+class ARTTrajectoryBuilder(TrajectoryBuilder):
+    """Collects training trajectories through evaluation runs."""
+
+    trajectory_builder_config: ARTTrajectoryBuilderConfig
+
+    def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig) -> None:
+        super().__init__(trajectory_builder_config)
+        self.evaluation_runs: dict[str, list[asyncio.Task[list[RolloutRecord]]]] = {}
+        """By run id, a task for each generation."""
+        self.recorded: Recorded | None = None
+        """What the server recorded of a rollout; None where the model's server is not hone's."""
+        self.model: str | None = None
+        """PROJECT/NAME of the model in training; only its calls are trained. None: all models."""
+        self.llm_names: Callable[[str], str | None] = lambda key: None
+        """What an entry of `llms` calls its model on the wire; None for a key that is not there."""
+        self.last_stats: Collected | None = None
+        self._rounds: dict[str, _Round] = {}
+        self._counted: Counter[str] = Counter()
+
+    @property
+    def num_generations(self) -> int:
+        return self.trajectory_builder_config.num_generations
+
+    @property
+    def targets(self) -> episodes.Targets:
+        """Which calls are trained; `target_model` is a key of `llms` or the name of a model."""
+        config = self._config
+        models, wanted = None, config.target_model
+        if wanted is not None:
+            models = frozenset({wanted, self.llm_names(wanted) or wanted})
+        return episodes.Targets(frozenset(config.target_functions), models, self.model)
+
+    # ---- the two ends of a round --------------------------------------------------------------
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        """Begin `num_generations` evaluation runs; rollouts that the journal has are not run."""
+        if run_id in self.evaluation_runs:
+            raise Conflict(f"Run {run_id} is already in progress.")
+        evaluation, config = self._evaluation, self._config
+        at = _Round.of(run_id, evaluation.items, meta)
+        places = {item.id: place for place, item in enumerate(evaluation.items)}
+        logger.info("Starting %d evaluation runs for run_id: %s", self.num_generations, run_id)
+        self._counted = Counter()
+        rollouts: list[list[asyncio.Task[RolloutRecord]]] = [
+            [] for _ in range(self.num_generations)
+        ]
+        # All generations of an example one after the other: they share its prompt.
+        for item in at.items:
+            for k, of_generation in enumerate(rollouts):
+                rollout = self._rollout(at, item, places.get(item.id, len(places)), k, config)
+                of_generation.append(asyncio.create_task(rollout))
+        self._rounds[run_id] = at
+        self.evaluation_runs[run_id] = [
+            asyncio.create_task(_all(tasks), name=f"eval-run-{run_id}-gen-{k}")
+            for k, tasks in enumerate(rollouts)
+        ]
+
+    async def finalize(
+        self, run_id: str, meta: dict[str, Any] | None = None
+    ) -> TrajectoryCollection:
+        """Wait for all generations; one group for each example that gave enough trajectories."""
+        if run_id not in self.evaluation_runs:
+            raise ConfigError(f"No evaluation runs found for run_id: {run_id}")
+        runs, at = self.evaluation_runs[run_id], self._rounds[run_id]
+        try:
+            records = [record for ran in await asyncio.gather(*runs) for record in ran]
+        finally:
+            for task in runs:
+                task.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+            self.evaluation_runs.pop(run_id, None)
+            self._rounds.pop(run_id, None)
+        # One generation is compared with the batch, if at all (`baseline: batch`).
+        smallest = 1 if self.num_generations == 1 else self._config.min_group_size
+        groups, left_out = grouped(records, [item.id for item in at.items], smallest)
+        self.dropped = self._counted + left_out
+        resumed = {record.rollout for record in at.known.values()}
+        self.last_stats = stats = collected(records, groups, resumed)
+        logger.info(
+            "Built %d trajectories across %d examples for run_id: %s",
+            stats.trajectories,
+            stats.groups,
+            run_id,
+        )
+        if not groups and self.dropped["no_logprobs"]:
+            logger.warning("%s", NO_LOGPROBS)
+        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+
+    def log_progress(
+        self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None:
+        """Append a line to trajectory_builder_RUN.jsonl."""
+        append_line(
+            output_dir or "./.tmp/nat/finetuning/trajectory_builder",
+            f"trajectory_builder_{run_id}.jsonl",
+            run_id=run_id,
+            num_generations=self.num_generations,
+            **metrics,
+        )
+
+    # ---- one rollout ----------------------------------------------------------------------------
+
+    async def _rollout(
+        self, at: _Round, item: "EvalInputItem", place: int, k: int, config: "FinetuneConfig"
+    ) -> RolloutRecord:
+        """From the journal, or run now: again where its world failed it."""
+        known = at.known.get((item.id, k))
+        if known is not None and (known.trajectory or known.failure or self.recorded):
+            return await self._resumed(at, known)
+        reward = None if config.reward_function is None else config.reward_function.name
+        record = None
+        for retry in range(config.rollout_retries + 1):
+            id = rollout_id(
+                at.run_id,
+                epoch=at.epoch,
+                round=at.round,
+                item=place,
+                generation=k,
+                session=at.session,
+                retry=retry,
+            )
+            result = await self._evaluation.run_item(
+                item, rollout=id, evaluators=None if reward is None else [reward]
+            )
+            record = record_of(
+                result,
+                rollout=id,
+                split="train",
+                epoch=at.epoch,
+                round=at.round,
+                generation=k,
+                reward_name=reward,
+            )
+            record = await self._with_trajectory(at, record, result)
+            if not _worth_another(record):
+                break
+        assert record is not None, config.rollout_retries
+        if at.journal is not None:
+            at.journal.add(record)
+        if at.events is not None:
+            at.events.append("rollout", **told(record))
+        return record
+
+    async def _resumed(self, at: _Round, record: RolloutRecord) -> RolloutRecord:
+        if record.trajectory is not None or record.failure is not None:
+            return record
+        return await self._with_trajectory(at, record, None)
+
+    async def _with_trajectory(
+        self, at: _Round, record: RolloutRecord, result: "ItemResult | None"
+    ) -> RolloutRecord:
+        """The record with what is trained of it, if anything is."""
+        reward = self._reward(record)
+        if reward is None:
+            return record
+        ran = None if result is None else result.rollout
+        seen, steps = ((), ()) if ran is None else (ran.calls, ran.steps)
+        try:
+            if self.recorded is None:
+                found = episodes.of_seen(seen, self.targets)
+            else:
+                calls = await self.recorded(record.rollout)
+                found = episodes.of_recorded(calls, seen, self.targets)
+        except HoneError as error:
+            said = failure_of(error).model_dump()
+            failure = FailureRecord(kind="infrastructure", reason="server_error", **said)
+            return record.model_copy(update={"reward": None, "failure": failure})
+        self._count(found)
+        if not found.sampled:
+            return record.model_copy(update={"reward": reward})
+        names: dict[str, Any] = {
+            "id": record.example,
+            "run_id": at.run_id,
+            "epoch": at.epoch,
+            "round": at.round,
+            "generation": record.generation,
+            "rollout": record.rollout,
+            "calls": None if self.recorded is None else [one.id for one in found.sampled],
+            "reasoning": _reasoning(result, self._reward_name),
+        }
+        if self.recorded is None and seen:
+            names["tools"] = plain(seen[0].tools)
+        trajectory = Trajectory(
+            episode=episodes.episode(found.sampled),
+            reward=reward,
+            shaped_rewards=episodes.shaped(steps, found.sampled),
+            metadata=names,
+        )
+        return record.model_copy(update={"reward": reward, "trajectory": trajectory})
+
+    def _reward(self, record: RolloutRecord) -> float | None:
+        """What the rollout is worth; None where it is left out."""
+        failure, instead = record.failure, self._config.on_policy_failure
+        if failure is None:
+            return record.reward
+        if failure.kind == "policy" and instead != "drop":
+            return instead.reward
+        return None
+
+    def _count(self, found: episodes.Found) -> None:
+        """Calls that are not trained of a rollout that is; the others are counted as rollouts."""
+        if found.sampled:
+            self._counted.update({f"call/{why}": n for why, n in found.dropped.items()})
+        else:
+            self._counted[found.reason or "no_calls"] += 1
+
+    # ---- what it was given ----------------------------------------------------------------------
+
+    @property
+    def _config(self) -> "FinetuneConfig":
+        if self.run_config is None:
+            raise ConfigError(
+                "ARTTrajectoryBuilder was not initialized; await initialize(run_config) first"
+            )
+        return self.run_config
+
+    @property
+    def _evaluation(self) -> "Evaluation":
+        if self.evaluation is None:
+            raise ConfigError(
+                "ARTTrajectoryBuilder has no evaluation yet; call bind_evaluation(...) first"
+            )
+        return self.evaluation
+
+    @property
+    def _reward_name(self) -> str | None:
+        named = self._config.reward_function
+        return None if named is None else named.name
+
+
+@register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
+async def art_trajectory_builder(
+    config: ARTTrajectoryBuilderConfig, builder: "Builder"
+) -> AsyncIterator[ARTTrajectoryBuilder]:
+    """Groups of rollouts of the same example, with what the server recorded of each."""
+    made = ARTTrajectoryBuilder(config)
+
+    def name_of(key: str) -> str | None:
+        entry = builder.document.llms.get(key)
+        if entry is None:
+            return None
+        return getattr(entry, "model_name", None) or (builder.served and builder.served.model)
+
+    made.llm_names = name_of
+    named = builder.document.finetuning.trainer_adapter
+    if named is not None:
+        adapter = await builder.get_trainer_adapter(named)
+        made.recorded = getattr(adapter, "recorded", None)
+        made.model = getattr(adapter, "model_name", None)
+    yield made
+    for runs in made.evaluation_runs.values():
+        for task in runs:
+            task.cancel()
+
+
+def _worth_another(record: RolloutRecord) -> bool:
+    """Whether its world failed it; an evaluator is not asked again by running the agent again."""
+    failure = record.failure
+    return (
+        failure is not None and failure.kind == "infrastructure" and failure.reason != "evaluator"
+    )
+
+
+def _reasoning(result: "ItemResult | None", name: str | None) -> Any:
+    score = None if result is None or name is None else result.scores.get(name)
+    return None if score is None else plain(score.reasoning)
+
+
+async def _all(tasks: Sequence[asyncio.Task[RolloutRecord]]) -> list[RolloutRecord]:
+    """Their results; none of them outlives this."""
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

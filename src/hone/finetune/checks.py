@@ -1,0 +1,231 @@
+"""What the configuration alone can tell of a run: mistakes, and how much there is to do.
+
+In:   a Document, how many examples its dataset has
+Out:  Checks, each with what to change if it failed; a Plan
+Used: preflight.py before epoch 1; run.py for `--dry-run`, which contacts nobody
+
+The Document is valid by now: what is checked here is what only shows once a run has been paid for,
+such as a target that no call can match, or groups in which nothing can be compared.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from hone.finetune.adapter_config import ARTTrainerAdapterConfig
+from hone.finetune.builder import ARTTrajectoryBuilderConfig
+from hone.finetune.episodes import WORKFLOW
+from hone.finetune.words import counted
+
+if TYPE_CHECKING:
+    from hone.config.schema import Document
+
+HARDLY = 1e-3
+"""learning rate x optimizer steps under which a run moves the model too little to be seen. AdamW
+moves each weight by about the learning rate a step; the demo's task turns at about 1e-2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    message: str
+    """What was found; if it is not ok, what to change."""
+    warning: bool = False
+    """It is ok, and still somebody should read the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do, if every group could be trained."""
+
+    examples: int
+    """Of one epoch."""
+    generations: int
+    epochs: int
+    rounds: int
+    """Of each epoch."""
+    rollouts: int
+    """For training, in all epochs; retries and validation not counted."""
+    jobs: int
+    optimizer_steps: int
+    learning_rate: float | None
+    """None for an adapter that is not hone's."""
+
+
+def plan(document: "Document", examples: int) -> Plan:
+    """How many rollouts, jobs and optimizer steps the configuration means for so many examples."""
+    config, adapter = document.finetuning, _adapter(document)
+    of_epoch = min(config.examples_per_epoch or examples, examples)
+    of_round = min(config.groups_per_step or of_epoch, of_epoch)
+    rounds = math.ceil(of_epoch / of_round) if of_round else 0
+    generations = _generations(document) or 1
+    at_once = adapter.training.groups_per_optimizer_step if adapter else of_epoch or 1
+    last = of_epoch - of_round * (rounds - 1)
+    steps = sum(math.ceil(n / at_once) for n in [of_round] * (rounds - 1) + [last] if n > 0)
+    return Plan(
+        examples=of_epoch,
+        generations=generations,
+        epochs=config.num_epochs,
+        rounds=rounds,
+        rollouts=of_epoch * generations * config.num_epochs,
+        jobs=rounds * config.num_epochs,
+        optimizer_steps=steps * config.num_epochs,
+        learning_rate=adapter.training.learning_rate if adapter else None,
+    )
+
+
+def check_movement(planned: Plan, *, falling: bool = False) -> Check:
+    """Whether so many steps at this learning rate can be seen in what the model says."""
+    name, rate = "movement", planned.learning_rate
+    work = (
+        f"{counted(planned.epochs, 'epoch')} x {counted(planned.rounds, 'round')}, "
+        f"{counted(planned.rollouts, 'rollout')}, {counted(planned.jobs, 'job')}, "
+        f"{counted(planned.optimizer_steps, 'optimizer step')}"
+    )
+    if rate is None:
+        return Check(name, True, f"{work}, if every group can be trained")
+    moved = rate * planned.optimizer_steps * (0.5 if falling else 1.0)
+    message = f"{work} at learning_rate {rate:g}: each weight moves by about {moved:.1e} at most"
+    if not 0 < moved < HARDLY:
+        return Check(name, True, message)
+    default = " (this adapter's own default is 5e-5)" if rate < 5e-5 else ""
+    return Check(
+        name,
+        True,
+        f"{message}, which can hardly move the model. Raise training.learning_rate{default}, "
+        "finetuning.num_epochs, or the number of examples; or lower "
+        "training.groups_per_optimizer_step.",
+        warning=True,
+    )
+
+
+def check_document(document: "Document") -> list[Check]:
+    """Reward, targets and group sizes; contacts nobody."""
+    return [
+        _reward(document),
+        _target_functions(document),
+        _target_model(document),
+        _group_size(document),
+    ]
+
+
+def _reward(document: "Document") -> Check:
+    name, reward = "reward", document.finetuning.reward_function
+    known = document.eval.evaluators
+    if reward is None:
+        return Check(
+            name, False, f"finetuning.reward_function is not set; name one of {_list(known)}"
+        )
+    if reward.name in known:
+        return Check(name, True, f"the reward is what evaluator {reward.name!r} says")
+    return Check(
+        name,
+        False,
+        f"finetuning.reward_function.name is {reward.name!r}, and eval.evaluators has no such "
+        f"key.{_guess(reward.name, known)} There are: {_list(known)}.",
+    )
+
+
+def _target_functions(document: "Document") -> Check:
+    wanted = document.finetuning.target_functions
+    known = (WORKFLOW, *document.functions)
+    for target in wanted:
+        if target not in known:
+            return Check(
+                "target functions",
+                False,
+                f"finetuning.target_functions names {target!r}, and `functions` has no such "
+                f"key.{_guess(target, known)} There are: {_list(known)}. As it is, the run would "
+                "end with 'No trajectories collected for epoch'.",
+            )
+    every = WORKFLOW in wanted
+    what = "every call of a rollout" if every else f"calls made by {_list(wanted)}"
+    return Check("target functions", True, f"{what} can be trained")
+
+
+def _target_model(document: "Document") -> Check:
+    name, wanted = "target model", document.finetuning.target_model
+    if wanted is None:
+        return Check(name, True, "calls to the model in training, by whatever name")
+    names = {key: getattr(llm, "model_name", None) for key, llm in document.llms.items()}
+    known = [*names, *(model for model in names.values() if model)]
+    if (adapter := _adapter(document)) is not None:
+        backend = adapter.backend
+        known += [backend.base_model, backend.name, f"{backend.project}/{backend.name}"]
+    known = list(dict.fromkeys(known))
+    if wanted not in known:
+        return Check(
+            name,
+            False,
+            f"finetuning.target_model is {wanted!r}, which is neither a key of `llms` nor the name "
+            f"of a model.{_guess(wanted, known)} There are: {_list(known)}. As it is, the run would "
+            "end with 'No trajectories collected for epoch'.",
+        )
+    alike = [key for key in names if key != wanted and wanted in names]
+    alike = [key for key in alike if _address(document, key) == _address(document, wanted)]
+    if alike:
+        return Check(
+            name,
+            True,
+            f"llms.{wanted} and {_list(alike)} ask for the same model at the same address, so calls "
+            "of all of them are trained. To train one only, let the others ask for "
+            "PROJECT/NAME@0, which is the untrained model.",
+            warning=True,
+        )
+    return Check(name, True, f"calls that ask for {wanted!r}")
+
+
+def _address(document: "Document", key: str) -> tuple[object, object]:
+    llm = document.llms[key]
+    return getattr(llm, "model_name", None), getattr(llm, "base_url", None)
+
+
+def _group_size(document: "Document") -> Check:
+    name, generations = "group size", _generations(document)
+    if generations is None:
+        return Check(name, True, "the trajectory builder is a plugin's own")
+    key = f"trajectory_builders.{document.finetuning.trajectory_builder}.num_generations"
+    smallest, adapter = document.finetuning.min_group_size, _adapter(document)
+    if generations == 1:
+        if adapter is None or adapter.training.baseline == "batch":
+            return Check(name, True, "each rollout is compared with the mean of its batch")
+        return Check(
+            name,
+            False,
+            f"{key} is 1, so a group has nothing to compare its only rollout with, and nothing can "
+            "be learned. Set it to 2 or more (8 gives a good signal), or set training.baseline: "
+            f"batch in trainer_adapters.{document.finetuning.trainer_adapter}, which compares with "
+            "the mean of the batch.",
+        )
+    if generations < smallest:
+        return Check(
+            name,
+            False,
+            f"{key} is {generations} but finetuning.min_group_size is {smallest}, so every group "
+            "would be dropped; raise the first or lower the second",
+        )
+    return Check(name, True, f"{generations} rollouts of each example are compared")
+
+
+def _generations(document: "Document") -> int | None:
+    named = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
+    return named.num_generations if isinstance(named, ARTTrajectoryBuilderConfig) else None
+
+
+def _adapter(document: "Document") -> ARTTrainerAdapterConfig | None:
+    named = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
+    return named if isinstance(named, ARTTrainerAdapterConfig) else None
+
+
+def _guess(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"

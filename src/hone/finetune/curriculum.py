@@ -1,0 +1,192 @@
+"""Which groups to train on this epoch, easy ones first.
+
+In:   the epoch's groups, the curriculum's configuration, a seed
+Out:  the groups that are trained; before that, which examples need to be run at all
+Used: trainer.py, once a round; its state goes into every submission, so that a resumed run has it
+
+How easy an example is, is the mean reward of its group, and examples are known by their ids, never
+by their place in a list: a group that is missing this epoch would move all places behind it. The
+share that is trained depends on the epoch alone, so a run that went on after a kill, or that
+skipped an epoch, is at the same point of the schedule.
+"""
+
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
+
+from hone.finetune.base import Trajectory, TrajectoryCollection
+
+if TYPE_CHECKING:
+    from hone.config.schema import CurriculumLearningConfig
+
+ROUNDING = 1e-9
+"""0.5 - 0.4 is less than 0.1 and 0.7 x 10 more than 7; neither is meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an epoch told of one example."""
+
+    average: float
+    spread: float
+    """Highest reward minus lowest."""
+    epoch: int
+    excluded: bool
+    """It had a signal, and was left out because it was too hard (or too easy) for the schedule."""
+
+
+def expansions(config: "CurriculumLearningConfig", epoch: int) -> int:
+    """How often the share has grown by this epoch (0-based); it stops growing at 1."""
+    needed = math.ceil((1 - config.initial_percentile) / config.increment_percentile - ROUNDING)
+    return min(epoch // config.expansion_interval, needed)
+
+
+def percentile(config: "CurriculumLearningConfig", epoch: int) -> float:
+    """The share of the groups that is trained in this epoch (0-based)."""
+    grown = config.initial_percentile + config.increment_percentile * expansions(config, epoch)
+    return min(1.0, round(grown, 9))
+
+
+def share(count: int, fraction: float) -> int:
+    """So many of `count`, rounded up."""
+    return math.ceil(count * fraction - ROUNDING)
+
+
+@dataclass
+class Curriculum:
+    """The schedule, and what earlier epochs told of each example."""
+
+    config: "CurriculumLearningConfig"
+    seed: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    """current_percentile, last_expansion_epoch (-1: not yet), total_groups (of the first epoch that
+    had any), included_groups (ids of the examples that are trained)."""
+    history: dict[str, Measured] = field(default_factory=dict)
+    """By example id, the newest."""
+
+    def __post_init__(self) -> None:
+        fresh = {
+            "current_percentile": self.config.initial_percentile,
+            "last_expansion_epoch": -1,
+            "total_groups": 0,
+            "included_groups": set(),
+        }
+        for key, value in fresh.items():
+            self.state.setdefault(key, value)
+
+    def plan(self, examples: Sequence[str], epoch: int) -> list[str]:
+        """The examples to run this epoch: all of them, unless `skip_excluded` saves some."""
+        skipped = self._skipped(epoch)
+        return [example for example in examples if example not in skipped]
+
+    def select(
+        self,
+        collection: TrajectoryCollection,
+        epoch: int,
+        round: int = 0,
+        examples: Collection[str] | None = None,
+    ) -> TrajectoryCollection:
+        """The groups to train on. The same collection in the same epoch gives the same groups.
+
+        `examples` are those of this round before `plan`; all that were ever seen, if left out.
+        """
+        config, groups = self.config, collection.trajectories
+        if not config.enabled:
+            return collection
+        draw = random.Random(f"{self.seed}:{epoch}:{round}")
+        self._advance(epoch)
+        if len(groups) == 1:
+            # One group cannot be ranked; of its trajectories a share may still be drawn.
+            self.state["included_groups"] = {example_of(groups[0], 0)}
+            return _with(collection, [_drawn(groups[0], config.random_subsample, draw)])
+        ids = [example_of(group, place) for place, group in enumerate(groups)]
+        rewards = [[trajectory.reward for trajectory in group] for group in groups]
+        spreads = [max(r) - min(r) if r else 0.0 for r in rewards]
+        telling = [
+            i for i, spread in enumerate(spreads) if spread >= config.min_reward_diff - ROUNDING
+        ]
+        telling = [i for i in telling if rewards[i]]
+        telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)
+        # Those that were not run for being out of reach count as if they stood at the end.
+        skipped = self._skipped(epoch) - set(ids)
+        ranked = len(telling) + len(skipped if examples is None else skipped & set(examples))
+        chosen = telling[: max(1, share(ranked, self.state["current_percentile"]))]
+        for i, one in enumerate(rewards):
+            if one:
+                excluded = i in telling and i not in chosen
+                self.history[ids[i]] = Measured(fmean(one), spreads[i], epoch, excluded)
+        if telling and not self.state["total_groups"]:
+            self.state["total_groups"] = ranked
+        if config.random_subsample is not None:
+            wanted = share(ranked, config.random_subsample)
+            if len(chosen) > wanted:
+                chosen = [
+                    chosen[place] for place in sorted(draw.sample(range(len(chosen)), wanted))
+                ]
+        before = self.state["included_groups"] if round else set()
+        self.state["included_groups"] = before | {ids[i] for i in chosen}
+        return _with(collection, [groups[i] for i in chosen])
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything it remembers, as JSON values."""
+        return {
+            "state": {**self.state, "included_groups": sorted(self.state["included_groups"])},
+            "history": {example: asdict(measured) for example, measured in self.history.items()},
+        }
+
+    @classmethod
+    def restore(
+        cls, config: "CurriculumLearningConfig", seed: int, snapshot: Mapping[str, Any]
+    ) -> Self:
+        """As it was when `snapshot` was taken; an empty one gives a fresh curriculum."""
+        state = dict(snapshot.get("state", {}))
+        if "included_groups" in state:
+            state["included_groups"] = set(state["included_groups"])
+        known = snapshot.get("history", {})
+        return cls(config, seed, state, {key: Measured(**value) for key, value in known.items()})
+
+    def _advance(self, epoch: int) -> None:
+        grown = expansions(self.config, epoch)
+        self.state["current_percentile"] = percentile(self.config, epoch)
+        if grown:
+            self.state["last_expansion_epoch"] = grown * self.config.expansion_interval
+
+    def _skipped(self, epoch: int) -> set[str]:
+        """Examples that this epoch need not run: left out since the share last grew.
+
+        Every expansion measures all examples anew, and one without a signal is always run: with
+        few generations it may only have been bad luck.
+        """
+        config = self.config
+        if not (config.enabled and config.skip_excluded) or percentile(config, epoch) >= 1:
+            return set()
+        since = expansions(config, epoch) * config.expansion_interval
+        return {
+            example
+            for example, measured in self.history.items()
+            if measured.excluded and since <= measured.epoch < epoch
+        }
+
+
+def example_of(group: Sequence[Trajectory], place: int) -> str:
+    """The id of the example a group is of; its place where a builder names none."""
+    for trajectory in group:
+        if (found := (trajectory.metadata or {}).get("id")) is not None:
+            return str(found)
+    return f"#{place}"
+
+
+def _drawn(
+    group: list[Trajectory], fraction: float | None, draw: random.Random
+) -> list[Trajectory]:
+    wanted = len(group) if fraction is None else share(len(group), fraction)
+    if wanted >= len(group):
+        return group
+    return [group[place] for place in sorted(draw.sample(range(len(group)), wanted))]
+
+
+def _with(collection: TrajectoryCollection, groups: list[list[Trajectory]]) -> TrajectoryCollection:
+    return collection.model_copy(update={"trajectories": groups})

@@ -1,0 +1,115 @@
+"""The lines of the reward plot, as numbers.
+
+In:   the History of a run
+Out:  Curves: means with 95% intervals, where there are none, and what happened to the run
+Used: plots.py
+
+A reward stands above the number of epochs that the policy which earned it had been trained for, so
+training and validation at one place are of one policy. What failed has no value; it is not 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hone.finetune.estimate import Estimate, estimate
+from hone.finetune.history import History, Round
+
+BAND_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A mean with its interval, at so many epochs of training; no mean where there is none."""
+
+    x: float
+    value: Estimate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The lines of the reward plot."""
+
+    training: list[Point]
+    held_out: list[Point]
+    filtered: list[tuple[float, float | None]]
+    """Mean reward of what was trained on; empty where that is everything."""
+    percentile: list[tuple[float, float]]
+    """Share of the groups that the curriculum admits; empty without one."""
+    expansions: list[tuple[float, float]]
+    """Where that share grew, and to what."""
+    resumed: list[float] = field(default_factory=list)
+    job_failures: list[float] = field(default_factory=list)
+    best: tuple[float, int] | None = None
+    """Where the best step was validated, and which it is."""
+    bounds: tuple[float, float] | None = None
+    """The lowest and the highest reward anyone got."""
+
+
+def curves(history: History) -> Curves:
+    """What is to be drawn."""
+    rounds = history.rounds
+    shares = [(r.trained, float(r.metrics.get("curriculum_percentile") or 1.0)) for r in rounds]
+    with_curriculum = any(share < 1 for _, share in shares)
+    filtered = [(r.trained, r.metrics.get("filtered_avg_reward")) for r in rounds]
+    differs = any(r.metrics.get("filtered_avg_reward") != _mean(r) for r in rounds)
+    lows = [r.metrics.get("min_reward") for r in rounds] + [v.min for v in history.validations]
+    highs = [r.metrics.get("max_reward") for r in rounds] + [v.max for v in history.validations]
+    known = [x for x in (*lows, *highs) if x is not None]
+    return Curves(
+        training=[Point(r.trained, _training(r)) for r in rounds],
+        held_out=[
+            Point(float(v.epoch), None if v.mean is None else _estimated(v.rewards, v.mean))
+            for v in history.validations
+        ],
+        filtered=filtered if differs else [],
+        percentile=shares if with_curriculum else [],
+        expansions=[here for before, here in pairwise(shares) if here[1] > before[1]],
+        resumed=history.resumed_at,
+        job_failures=[r.trained for r in rounds if r.job and r.job["type"] == "job_failed"],
+        best=_best(history),
+        bounds=(min(known), max(known)) if known else None,
+    )
+
+
+def _best(history: History) -> tuple[float, int] | None:
+    """Of the steps that were validated; None where the newest one is the best."""
+    scored = history.scored
+    best = max(scored, key=lambda v: (v.mean or 0.0, v.epoch), default=None)
+    if best is None or best is scored[-1] or best.step is None:
+        return None
+    return float(best.epoch), best.step
+
+
+def _mean(r: Round) -> float | None:
+    return r.metrics.get("avg_reward")
+
+
+def _training(r: Round) -> Estimate | None:
+    """The mean that was logged, in the interval of its examples."""
+    mean = _mean(r)
+    if mean is None:
+        return None
+    groups: dict[str, list[float]] = {}
+    for (example, _), reward in r.rewards.items():
+        groups.setdefault(example, []).append(reward)
+    return _estimated(groups, mean)
+
+
+def _estimated(rewards: dict[str, list[float]], mean: float) -> Estimate:
+    known = [sum(group) / len(group) for group in rewards.values() if group]
+    found = estimate(known, resamples=BAND_RESAMPLES)
+    if found is None or found.low is None or found.high is None:
+        return Estimate(mean, None, None, len(known))
+    return Estimate(mean, min(found.low, mean), max(found.high, mean), found.n)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean of what is known around each place; a gap stays a gap."""
+    reach = window // 2
+    means = []
+    for i, here in enumerate(values):
+        known = [v for v in values[max(0, i - reach) : i + reach + 1] if not math.isnan(v)]
+        means.append(here if math.isnan(here) else sum(known) / len(known))
+    return means

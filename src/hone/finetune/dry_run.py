@@ -1,0 +1,120 @@
+"""`hone finetune --dry-run`: what would run, and how much of it. Contacts nobody.
+
+In:   the document, what the command said beside it
+Out:  lines for a reader; what the configuration alone shows to be wrong
+Used: run.py
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hone.config.build import build
+from hone.config.schema import Document, FinetuneRunConfig, read
+from hone.errors import ConfigError
+from hone.evaluation.run import dataset_items
+from hone.events import FILE
+from hone.events import read as read_events
+from hone.finetune.checks import Check, check_document, check_movement, plan
+from hone.finetune.journal import peek
+from hone.finetune.standing import Standing
+from hone.finetune.words import counted
+from hone.workflow.target import load_target
+
+if TYPE_CHECKING:
+    from hone.config.registry import TrainerAdapterConfig
+
+PREFLIGHT = 2
+"""Rollouts before the first epoch that are trained on by nobody."""
+
+
+async def dry_run(document: Document, told: FinetuneRunConfig) -> tuple[list[str], list[Check]]:
+    """What to say, and what is wrong."""
+    examples = await _count(document, told.dataset)
+    held_out = await _held_out(document, told)
+    planned = plan(document, examples)
+    checks = [*check_document(document), *_targets(document), check_movement(planned)]
+    lines = [
+        *_where(document),
+        f"examples      {examples}, of which {planned.examples} an epoch, "
+        f"{counted(planned.generations, 'rollout')} each",
+        f"training      {counted(planned.epochs, 'epoch')} of {counted(planned.rounds, 'round')}: "
+        f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
+        f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
+        *_validation(document, told, held_out),
+        f"preflight     {PREFLIGHT} rollouts of one example, and one token from each model",
+        *_standing(document),
+        f"output        {document.finetuning.output_dir}",
+    ]
+    wrong = [check for check in checks if not check.ok]
+    lines += [f"warning       {check.message}" for check in checks if check.ok and check.warning]
+    return lines, wrong
+
+
+def _targets(document: Document) -> Iterator[Check]:
+    """Whether the user's own functions are there; what they need is seen when they are built."""
+    reward = document.finetuning.reward_function
+    scores = document.eval.evaluators
+    named = {
+        "workflow": document.workflow,
+        **{f"functions.{name}": config for name, config in document.functions.items()},
+        **{f"eval.evaluators.{r.name}": scores.get(r.name) for r in [reward] if r is not None},
+    }
+    for key, config in named.items():
+        target = getattr(config, "target", None)
+        if config is None or config.type_name != "python" or target is None:
+            continue
+        try:
+            load_target(target, document.file.resolve().parent)
+        except ConfigError as error:
+            yield Check(key, False, str(error))
+
+
+def _where(document: Document) -> Iterator[str]:
+    adapter = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
+    server = getattr(adapter, "backend", None)
+    if server is None:
+        yield f"backend       {_type(adapter)}"
+        return
+    at = f"at {server.ip}:{server.port}" if server.ip else f"on a server of its own ({server.root})"
+    yield f"model         {server.project}/{server.name} over {server.base_model} {at}"
+
+
+def _type(adapter: "TrainerAdapterConfig | None") -> str:
+    return "none" if adapter is None else adapter.type_name
+
+
+def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> Iterator[str]:
+    if not held_out:
+        yield "validation    none (--validation_dataset)"
+        return
+    epochs, reps = document.finetuning.num_epochs, document.finetuning.validation.reps
+    at = sorted({*range(0, epochs, told.validation_interval), epochs})
+    yield (
+        f"validation    {held_out} examples x {reps} after {', '.join(map(str, at))} epochs: "
+        f"{held_out * reps * len(at)} rollouts"
+    )
+
+
+def _standing(document: Document) -> Iterator[str]:
+    config = document.finetuning
+    found = peek(config.output_dir)
+    if found is None:
+        yield "run           a new one"
+        return
+    standing = Standing(config, read_events(config.output_dir / FILE))
+    done = sum(map(standing.is_done, range(config.num_epochs)))
+    yield f"run           goes on with {found.run_id}, of which {done} epochs are done"
+
+
+async def _held_out(document: Document, told: FinetuneRunConfig) -> int:
+    if told.validation_config_file is not None:
+        document = read(told.validation_config_file, told.override)
+    elif told.validation_dataset is None:
+        return 0
+    return await _count(document, told.validation_dataset)
+
+
+async def _count(document: Document, dataset: Path | None) -> int:
+    async with build(document) as builder:
+        return len(await dataset_items(builder, dataset))

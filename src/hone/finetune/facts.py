@@ -1,0 +1,108 @@
+"""What must not change under a run, so that the same command can go on with it.
+
+In:   the configuration as it was read, and what the command line said beside it
+Out:  JSON values that run.json keeps and the next start is compared with; the configuration as it
+      is shown to others
+Used: run.py
+
+Left out is what does not change what is learned: how long to go on, when to stop, how much runs at
+a time, how long to wait, and where the servers are, which may have moved since. Keys that hold a
+secret are never written.
+"""
+
+import copy
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.config.build import Served
+    from hone.config.schema import Document, FinetuneRunConfig
+
+FREE = (
+    "finetuning.num_epochs",
+    "finetuning.output_dir",
+    "finetuning.resume",
+    "finetuning.keep_checkpoints",
+    "finetuning.early_stopping",
+    "finetuning.max_infrastructure_failures",
+    "finetuning.rollout_timeout_s",
+    "finetuning.rollout_retries",
+    "finetuning.job_timeout_s",
+    "eval.general.max_concurrency",
+    "eval.general.output_dir",
+    "eval.general.output",
+    "trainer_adapters.*.backend.ip",
+    "trainer_adapters.*.backend.port",
+    "trainer_adapters.*.backend.inference_port",
+    "trainer_adapters.*.backend.root",
+    "llms.*.base_url",
+)
+"""Keys that may differ from one start to the next."""
+_SECRET = re.compile(r"(^|_)((api|access|secret|private)_?key|token|secret|password)$", re.I)
+HIDDEN = "<hidden>"
+USUAL_ROOT = Path(".hone")
+"""Where `hone serve` looks unless it is told."""
+
+
+def facts_of(document: "Document", told: "FinetuneRunConfig") -> dict[str, Any]:
+    """What makes two starts the same run."""
+    written = shown(document.loaded.data)
+    for key in FREE:
+        _remove(written, key.split("."))
+    dataset = document.eval.general.dataset
+    file = None if dataset is None else dataset.file_path
+    return {
+        **written,
+        "command": {
+            "result_json_path": told.result_json_path,
+            "dataset": _digest(told.dataset or file, document.file),
+            "validation_dataset": _digest(told.validation_dataset, document.file),
+            "validation_config_file": _digest(told.validation_config_file, document.file),
+        },
+    }
+
+
+def address_of(served: "Served | None", server: Any) -> dict[str, str]:
+    """Where a report says that the result is: at a server that stays, or under our own's root."""
+    if getattr(server, "ip", None) is not None:
+        return {} if served is None else {"base_url": served.base_url}
+    root = getattr(server, "root", None)
+    return {} if root in (None, USUAL_ROOT) else {"root": str(root)}
+
+
+def shown(value: Any) -> Any:
+    """The same without secrets."""
+    if isinstance(value, Mapping):
+        return {
+            str(key): HIDDEN if _SECRET.search(str(key)) and inner else shown(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [shown(inner) for inner in value]
+    return (
+        copy.deepcopy(value) if isinstance(value, bool | int | float | None | str) else str(value)
+    )
+
+
+def _remove(table: Any, path: Sequence[str]) -> None:
+    """Take a key out; `*` is every key of a table."""
+    if not isinstance(table, dict):
+        return
+    for key in list(table) if path[0] == "*" else [path[0]]:
+        if len(path) == 1:
+            table.pop(key, None)
+        else:
+            _remove(table.get(key), path[1:])
+
+
+def _digest(path: str | Path | None, near: Path) -> str | None:
+    """What a file holds, not where it lies; None where there is none, or it is no plain file."""
+    if path is None:
+        return None
+    for place in (Path(path), near.parent / path):
+        if place.is_file():
+            return hashlib.sha256(place.read_bytes()).hexdigest()
+    return str(path)

@@ -1,0 +1,267 @@
+"""What a run did, round by round, put together from its events.
+
+In:   events, all at once or one by one as they happen
+Out:  a History: rounds with their rewards and jobs, validations, time by phase, how it ended
+Used: metrics.py, plots.py and report.py; a listener of an EventLog (`log.listeners.append(h.add)`)
+
+Where a run was interrupted, something may have happened twice: the later event counts, as what it
+led to is what was trained. Times are the exception: all of them were spent.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from hone.events import Event
+
+
+@dataclass(slots=True)
+class Round:
+    """One collect-train-publish round; an epoch has one, unless `groups_per_step` splits it."""
+
+    epoch: int
+    index: int = 0
+    of: int = 1
+    rewards: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Of each (example, generation) that could be scored."""
+    failures: dict[tuple[str, int], str] = field(default_factory=dict)
+    """`kind: reason` of each that could not."""
+    collected: Event | None = None
+    """epoch_collected."""
+    job: Event | None = None
+    """job_done or job_failed."""
+
+    @property
+    def trained(self) -> float:
+        """Epochs of training behind the policy that sampled it: where it stands on an axis."""
+        return self.epoch + self.index / max(self.of, 1)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What was collected, in the order of the metrics file."""
+        return {} if self.collected is None else self.collected["metrics"]
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """What its job measured; nothing without one that ended well."""
+        return dict(self.job["metrics"] or {}) if self.job and "metrics" in self.job else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """One pass over held-out examples."""
+
+    epoch: int
+    """Epochs of training behind it."""
+    step: int | None
+    at: float
+    mean: float | None
+    """None: it failed."""
+    min: float | None
+    max: float | None
+    num_examples: int
+    failures: int
+    rewards: dict[str, list[float]]
+    """By example, what could be scored."""
+    error: str | None
+    seconds: float
+
+    @classmethod
+    def of(cls, event: Event) -> Self:
+        rewards = {e: [r for r in all_ if r is not None] for e, all_ in event["rewards"].items()}
+        failures = event.get("failures") or 0
+        return cls(
+            epoch=event["epoch"],
+            step=event.get("step"),
+            at=event["at"],
+            mean=event.get("avg_reward"),
+            min=event.get("min_reward"),
+            max=event.get("max_reward"),
+            num_examples=event.get("num_examples", len(rewards)),
+            failures=sum(failures.values()) if isinstance(failures, dict) else int(failures),
+            rewards={example: known for example, known in rewards.items() if known},
+            error=event.get("error"),
+            seconds=event.get("seconds") or 0.0,
+        )
+
+
+class History:
+    """A run, as far as it is known."""
+
+    def __init__(self) -> None:
+        self.run: Event = {}
+        """The newest run_started."""
+        self.sessions: list[Event] = []
+        """Every run_started."""
+        self.finished: Event | None = None
+        """run_finished of the newest session."""
+        self.warnings: list[Event] = []
+        self.resumed_at: list[float] = []
+        """Epochs that were done when a session after the first began to work."""
+        self.done: dict[int, Event] = {}
+        """epoch_done by epoch."""
+        self.calls = self.tokens = self.rollouts = 0
+        """All that were paid for, those of an interrupted round included."""
+        self._rounds: dict[tuple[int, int], Round] = {}
+        self._validations: dict[tuple[int, int | None], Validation] = {}
+        self._validating_s = 0.0
+        self._spans: list[list[float]] = []
+        self._awaiting_work = False
+
+    @classmethod
+    def of(cls, events: "Iterable[Event] | History") -> "History":
+        """As it is, or put together."""
+        if isinstance(events, History):
+            return events
+        history = cls()
+        for event in events:
+            history.add(event)
+        return history
+
+    def add(self, event: Event) -> None:
+        """One more; types it does not know change nothing but the time."""
+        if self._spans and event["type"] != "run_started":
+            self._spans[-1][1] = event["at"]
+        if event["type"] in _READERS:
+            _READERS[event["type"]](self, event)
+
+    # ---- what one asks for ----------------------------------------------------------------
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Those that were collected, in order."""
+        found = (self._rounds[key] for key in sorted(self._rounds))
+        return [r for r in found if r.collected is not None]
+
+    @property
+    def validations(self) -> list[Validation]:
+        return sorted(self._validations.values(), key=lambda v: (v.epoch, v.step or 0))
+
+    @property
+    def scored(self) -> list[Validation]:
+        """Validations that gave a number."""
+        return [v for v in self.validations if v.mean is not None and v.rewards]
+
+    @property
+    def status(self) -> str:
+        """completed, failed, another that the trainer named, or unfinished."""
+        return "unfinished" if self.finished is None else str(self.finished["status"])
+
+    @property
+    def seconds(self) -> float:
+        """Of all sessions; the time between them does not count."""
+        return sum(end - start for start, end in self._spans)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase; they add up to `seconds`."""
+        spent = {
+            name: sum(e["phases"].get(name) or 0.0 for e in self.done.values())
+            for name in ("rollout_s", "learn_s")
+        }
+        spent["validate_s"] = self._validating_s
+        spent["other_s"] = max(0.0, self.seconds - sum(spent.values()))
+        return spent
+
+    @property
+    def epochs(self) -> list[int]:
+        """Those of which anything was collected."""
+        return sorted({r.epoch for r in self.rounds})
+
+    def rewards(self, epoch: int) -> dict[str, list[float]]:
+        """Training rewards of an epoch, by example."""
+        found: dict[str, list[float]] = {}
+        for r in self.rounds:
+            if r.epoch == epoch:
+                for (example, _), reward in r.rewards.items():
+                    found.setdefault(example, []).append(reward)
+        return found
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """What was left out of training, by reason, over all rounds."""
+        total: Counter[str] = Counter()
+        for r in self.rounds:
+            assert r.collected is not None, r
+            total.update(r.collected["dropped"] or {})
+        return total
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Training rollouts that failed, by `kind: reason`."""
+        return Counter(why for r in self.rounds for why in r.failures.values())
+
+    # ---- how each type is read ------------------------------------------------------------
+
+    def _run_started(self, event: Event) -> None:
+        self._awaiting_work = bool(self.sessions)
+        self.run, self.finished = event, None
+        self.sessions.append(event)
+        self._spans.append([event["at"], event["at"]])
+
+    def _epoch_started(self, event: Event) -> None:
+        r = self._round(event)
+        r.of = event["rounds"]
+        self._work(r.trained)
+
+    def _validation_started(self, event: Event) -> None:
+        self._work(float(event["epoch"]))
+
+    def _work(self, trained: float) -> None:
+        if self._awaiting_work:
+            self.resumed_at.append(trained)
+        self._awaiting_work = False
+
+    def _rollout(self, event: Event) -> None:
+        self.rollouts += 1
+        self.calls += event.get("calls") or 0
+        self.tokens += event.get("tokens") or 0
+        if event["split"] != "train":
+            return
+        r, key = self._round(event), (str(event["example"]), int(event["generation"]))
+        r.rewards.pop(key, None)
+        r.failures.pop(key, None)
+        if event["reward"] is not None:
+            r.rewards[key] = event["reward"]
+        if event["failure_kind"]:
+            r.failures[key] = f"{event['failure_kind']}: {event.get('failure_reason') or 'unknown'}"
+
+    def _epoch_collected(self, event: Event) -> None:
+        self._round(event).collected = event
+
+    def _job_ended(self, event: Event) -> None:
+        self._round(event).job = event
+
+    def _validation(self, event: Event) -> None:
+        found = Validation.of(event)
+        self._validations[found.epoch, found.step] = found
+        self._validating_s += found.seconds
+
+    def _epoch_done(self, event: Event) -> None:
+        self.done[event["epoch"]] = event
+
+    def _warning(self, event: Event) -> None:
+        self.warnings.append(event)
+
+    def _run_finished(self, event: Event) -> None:
+        self.finished = event
+
+    def _round(self, event: Event) -> Round:
+        key = event["epoch"], event.get("round") or 0
+        return self._rounds.setdefault(key, Round(*key))
+
+
+_READERS = {
+    "run_started": History._run_started,
+    "epoch_started": History._epoch_started,
+    "rollout": History._rollout,
+    "epoch_collected": History._epoch_collected,
+    "job_done": History._job_ended,
+    "job_failed": History._job_ended,
+    "validation_started": History._validation_started,
+    "validation": History._validation,
+    "epoch_done": History._epoch_done,
+    "warning": History._warning,
+    "run_finished": History._run_finished,
+}

@@ -1,0 +1,400 @@
+"""Draw a run: its rewards, what every example gained, what the learner measured.
+
+In:   the History of a run
+Out:  reward_plot.png; the same and two more as PNG bytes for the report
+Used: trainer.py after every round, report.py at the end
+
+What failed is a gap and a cross, never a point at 0. A reward stands above the number of epochs that
+the policy which earned it had been trained for, so training and validation at one place are of one
+policy. Bands and bars are 95% intervals over examples. Colours differ in lightness too, and every
+line has a form of its own, so nothing depends on telling colours apart.
+"""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.finetune.curves import Curves, Point, curves, smoothed
+from hone.finetune.estimate import gain
+from hone.finetune.history import History, Round
+from hone.finetune.words import interval, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, SOFT, FAINT, PAPER = "#22303c", "#66727c", "#d5dce1", "#eef2f4"
+COOL, WARM, DEEP, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a4262c"
+"""Training, held-out, what was trained on, what failed."""
+
+WIDE, NARROW = (10.0, 5.2), (4.6, 4.4)
+"""Inches: for a screen, and for a phone."""
+NARROW_BELOW = 7.0
+MANY = 60
+"""With more points a line is smoothed, and what it smooths is drawn faintly."""
+
+
+# ---- figures --------------------------------------------------------------------------------------
+
+
+def reward_plot(history: History, path: Path) -> None:
+    """Training, held-out and filtered reward, and the curriculum's share, as one PNG."""
+    path.write_bytes(rewards(history, WIDE))
+
+
+def rewards(history: History, size: tuple[float, float]) -> bytes:
+    """The reward plot as PNG bytes."""
+    drawn = curves(history)
+    figure = _figure(size)
+    narrow = size[0] < NARROW_BELOW
+    if drawn.percentile:
+        axis, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    else:
+        axis = below = figure.add_subplot()
+    _dress(axis)
+    _frame(axis, drawn)
+    handles = _lines(axis, drawn) + _marks(axis, drawn)
+    title, note = headline(history)
+    _title(axis, title, note, legend_rows=_legend(axis, handles))
+    axis.set_ylabel("reward", color=SOFT, fontsize=10)
+    if below is not axis:
+        _share(below, drawn, narrow=narrow)
+    below.set_xlabel("epochs trained", color=SOFT, fontsize=10)
+    return _png(figure)
+
+
+def headline(history: History) -> tuple[str, str]:
+    """The finding in a few words, and how sure it is."""
+    scored = history.scored
+    if len(scored) >= 2:
+        first, last = scored[0].rewards, scored[-1].rewards
+        found, what = gain(first, last), "Held-out reward"
+        means = scored[0].mean, scored[-1].mean
+    else:
+        means = ((r.epoch, r.metrics.get("avg_reward")) for r in history.rounds)
+        known = [(epoch, mean) for epoch, mean in means if mean is not None]
+        if not known:
+            return "No reward yet", ""
+        found = None
+        if len(known) > 1:
+            found = gain(history.rewards(known[0][0]), history.rewards(known[-1][0]))
+        means, what = (known[0][1], known[-1][1]), "Training reward"
+        if len(known) == 1:
+            return f"Training reward {number(known[0][1])}", "one epoch so far"
+    title = f"{what} {number(means[0])} \u2192 {number(means[1])}"
+    if found is None or found.low is None:
+        return title, ""
+    return title, f"{interval(found)}, {found.n} examples"
+
+
+def example_changes(deltas: Sequence[float], size: tuple[float, float]) -> bytes:
+    """What each held-out example gained or lost, from the most to the least."""
+    figure, axis = _one_axis((size[0], size[1] * 0.8))
+    ordered = sorted(deltas, reverse=True)
+    better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
+    colours = [COOL if d > 0 else WARM for d in ordered]
+    axis.bar(range(1, len(ordered) + 1), ordered, width=0.86, color=colours, linewidth=0, zorder=3)
+    level = [i + 1 for i, d in enumerate(ordered) if d == 0]
+    axis.scatter(level, [0.0] * len(level), s=9, color=SOFT, linewidths=0, zorder=4)
+    axis.axhline(0, color=INK, linewidth=0.8, zorder=4)
+    largest = max((abs(d) for d in ordered), default=1.0) or 1.0
+    axis.set_ylim(min(*ordered, 0.0) - 0.08 * largest, max(*ordered, 0.0) + 0.08 * largest)
+    axis.set_xlim(0.2, max(len(ordered), 16) + 0.8)
+    every = max(1, math.ceil(len(ordered) / 8))
+    axis.set_xticks(range(every, len(ordered) + 1, every))
+    same = len(ordered) - better - worse
+    _title(
+        axis,
+        f"{better} better, {worse} worse, {same} unchanged",
+        f"change of the reward of each of {len(ordered)} examples",
+    )
+    axis.set_xlabel("example", color=SOFT, fontsize=10)
+    axis.set_ylabel("change", color=SOFT, fontsize=10)
+    return _png(figure)
+
+
+PANELS: tuple[tuple[str, Callable[[Round], float | None]], ...] = (
+    ("groups with equal rewards", lambda r: _flat_share(r)),
+    ("entropy", lambda r: r.learned.get("learn/entropy")),
+    ("clipped tokens", lambda r: r.learned.get("learn/clip_frac")),
+    ("gradient norm", lambda r: r.learned.get("learn/grad_norm")),
+    ("sampler mismatch (KL)", lambda r: r.learned.get("learn/mismatch_kl")),
+    ("learner, tokens per second", lambda r: r.learned.get("learn/tokens_per_s")),
+)
+"""What the learning looked like; only what was measured is drawn."""
+
+
+def learning(history: History, size: tuple[float, float]) -> bytes | None:
+    """Small pictures of what the jobs measured; None where they measured nothing."""
+    series = {name: [(r.trained, value(r)) for r in history.rounds] for name, value in PANELS}
+    series = {
+        name: points for name, points in series.items() if any(y is not None for _, y in points)
+    }
+    if not series:
+        return None
+    columns = 2 if size[0] < NARROW_BELOW else 3
+    lines = math.ceil(len(series) / columns)
+    figure = _figure((size[0], 0.35 + 1.75 * lines))
+    for i, (name, points) in enumerate(series.items()):
+        axis = figure.add_subplot(lines, columns, i + 1)
+        _dress(axis)
+        xs, ys = [x for x, _ in points], [math.nan if y is None else y for _, y in points]
+        many = len(xs) > MANY
+        marker = {} if many else {"marker": "o", "markersize": 3.5}
+        axis.plot(xs, ys, color=COOL, linewidth=0.9 if many else 1.6, clip_on=False, **marker)
+        known = [y for y in ys if not math.isnan(y)]
+        low, top = min(known), max(known)
+        top = max(top, 1e-6) if "mismatch" in name else top or 1.0  # rounding errors are none
+        axis.set_ylim(min(0.0, low * 1.1), 1.05 if "groups" in name else top * 1.15)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_title(name, loc="left", fontsize=9.5, color=INK, pad=6)
+        axis.tick_params(labelsize=8)
+        axis.locator_params(axis="y", nbins=4)
+        _whole_numbers(axis, 5)
+        if i >= len(series) - columns:
+            axis.set_xlabel("epochs trained", color=SOFT, fontsize=8.5)
+    return _png(figure)
+
+
+def _flat_share(r: Round) -> float | None:
+    groups = r.metrics.get("num_groups")
+    return r.collected["zero_variance_groups"] / groups if r.collected and groups else None
+
+
+# ---- the reward plot, part by part ----------------------------------------------------------------
+
+
+def _frame(axis: "Axes", drawn: Curves) -> None:
+    """Axes that show the whole range of rewards where it is known to end."""
+    xs = [p.x for p in (*drawn.training, *drawn.held_out)] or [0.0]
+    last = max(xs)
+    pad = max(0.25, 0.02 * last)
+    axis.set_xlim(-pad, max(last, 1.0) + pad * 1.6)
+    _whole_numbers(axis, 12)
+    low, high = drawn.bounds or (0.0, 1.0)
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    room = 0.04 * ((high - low) or 1.0)
+    axis.set_ylim(low - room, high + room)
+
+
+def _share(axis: "Axes", drawn: Curves, *, narrow: bool) -> None:
+    """The curriculum's share in a strip of its own below the rewards, with what it grew to."""
+    _dress(axis)
+    xs, shares = (list(column) for column in zip(*drawn.percentile, strict=True))
+    right = axis.get_xlim()[1]
+    heights = [100 * share for share in (*shares, shares[-1])]
+    axis.fill_between([*xs, right], heights, step="post", color=FAINT, alpha=0.8, linewidth=0)
+    axis.step([*xs, right], heights, where="post", color=SOFT, linewidth=1.2)
+    axis.set_ylim(0, 112)
+    axis.set_yticks([0, 50, 100], ["0", "50%", "100%"])
+    axis.set_ylabel("admitted", color=SOFT, fontsize=9)
+    span = right - axis.get_xlim()[0]
+    levels = [(xs[0], shares[0]), *drawn.expansions]
+    apart = span * (0.11 if narrow else 0.05)
+    if any(b[0] - a[0] < apart for a, b in pairwise(levels)):  # too near each other to be read
+        levels = [levels[-1]]
+    for x, share in levels:
+        at: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
+        axis.annotate(f"{share:.0%}", (x, 100 * share), **at, fontsize=8.5, color=INK)
+
+
+def _lines(axis: "Axes", drawn: Curves) -> list[Any]:
+    training = _line(axis, drawn.training, COOL, "o", "-", "training")
+    held_out = _line(axis, drawn.held_out, WARM, "D", (0, (5, 2)), "held out")
+    handles = [line for line in (training, held_out) if line is not None]
+    if any(y is not None for _, y in drawn.filtered):
+        xs, ys = [x for x, _ in drawn.filtered], [_nan(y) for _, y in drawn.filtered]
+        ys = smoothed(ys, _window(len(ys)))
+        style: dict[str, Any] = {"linestyle": (0, (1, 1.6)), "linewidth": 1.4, "zorder": 4}
+        handles += axis.plot(xs, ys, color=DEEP, label="learned from", **style)
+    return handles
+
+
+def _line(
+    axis: "Axes", points: list[Point], colour: str, marker: str, style: Any, name: str
+) -> Any:
+    """One line with its intervals: a band, or a bar at every point."""
+    if not any(p.value for p in points):
+        return None
+    dots = marker == "o"
+    many = len(points) > MANY
+    # A lone training point beside a held-out one: its bar must not hide behind the other's.
+    aside = -0.012 * (axis.get_xlim()[1] - axis.get_xlim()[0]) if dots and len(points) < 3 else 0.0
+    xs = [p.x + aside for p in points]
+    ys = [_nan(p.value and p.value.mean) for p in points]
+    lows = [
+        _nan(p.value and (p.value.mean if p.value.low is None else p.value.low)) for p in points
+    ]
+    highs = [
+        _nan(p.value and (p.value.mean if p.value.high is None else p.value.high)) for p in points
+    ]
+    if dots and len(points) > 2:
+        axis.fill_between(xs, lows, highs, color=colour, alpha=0.14, linewidth=0, zorder=2)
+    else:
+        axis.vlines(xs, lows, highs, color=colour, linewidth=1.3, alpha=0.55, zorder=4)
+    if many:
+        axis.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.4, zorder=4)
+        window = _window(len(points))
+        ys, name = smoothed(ys, window), f"{name}, mean of {window}"
+    (line,) = axis.plot(
+        xs,
+        ys,
+        color=colour,
+        linewidth=2.0,
+        linestyle=style,
+        marker="" if many else marker,
+        markersize=6.0 if dots else 6.6,
+        markeredgecolor="white",
+        markeredgewidth=0.8,
+        label=name,
+        zorder=5 if dots else 6,
+    )
+    return line
+
+
+def _marks(axis: "Axes", drawn: Curves) -> list[Any]:
+    """The best step; crosses on the floor for what gave no number; what happened to the run."""
+    handles = []
+    floor = axis.get_xaxis_transform()
+    for points, colour, name in (
+        (drawn.held_out, WARM, "validation failed"),
+        (drawn.training, COOL, "nothing collected"),
+    ):
+        xs = [p.x for p in points if p.value is None]
+        if xs:
+            handles += axis.plot(
+                *(xs, [0.025] * len(xs)),
+                transform=floor,
+                linestyle="none",
+                marker="x",
+                markersize=7,
+                markeredgewidth=2,
+                color=colour,
+                label=name,
+                zorder=7,
+            )
+    if drawn.best:
+        x, step = drawn.best
+        y = next(p.value.mean for p in drawn.held_out if p.x == x and p.value)
+        ring: dict[str, Any] = {"linestyle": "none", "marker": "o", "fillstyle": "none"}
+        label = f"best, step {step}"
+        handles += axis.plot(
+            *([x], [y]),
+            color=INK,
+            markersize=13,
+            markeredgewidth=1.3,
+            label=label,
+            zorder=7,
+            **ring,
+        )
+    for xs, colour, style, name in (
+        ([x for x, _ in drawn.expansions], SOFT, (0, (1, 4)), "curriculum grows"),
+        (drawn.resumed, SOFT, (0, (4, 3)), "started again"),
+        (drawn.job_failures, WRONG, "-", "job failed"),
+    ):
+        lines = [
+            axis.axvline(x, color=colour, linewidth=1.2, linestyle=style, zorder=1) for x in xs
+        ]
+        if lines:
+            lines[0].set_label(name)
+            handles.append(lines[0])
+    return handles
+
+
+# ---- manner ---------------------------------------------------------------------------------------
+
+
+def _figure(size: tuple[float, float]) -> "Figure":
+    # Matplotlib takes a second to load. Its own Figure, and not pyplot: this may run in a thread.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=150 if size[0] > NARROW_BELOW else 200, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _one_axis(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
+    figure = _figure(size)
+    axis = figure.add_subplot()
+    _dress(axis)
+    return figure, axis
+
+
+def _dress(axis: "Axes") -> None:
+    axis.grid(axis="y", color=FAINT, linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0, labelcolor=INK, labelsize=9)
+    axis.spines[:].set_visible(False)
+    axis.spines["bottom"].set_visible(True)
+    axis.spines["bottom"].set_color(FAINT)
+
+
+def _title(axis: "Axes", title: str, note: str, *, legend_rows: int = 0) -> None:
+    """Two lines, and below them room for the legend."""
+    above = 12 + 17 * legend_rows
+    if note:
+        axis.annotate(note, **_above(above), fontsize=10, color=SOFT)
+        above += 18
+    axis.annotate(title, **_above(above), fontsize=13, fontweight="bold", color=INK)
+
+
+def _above(points: float) -> dict[str, Any]:
+    return {
+        "xy": (0.0, 1.0),
+        "xycoords": "axes fraction",
+        "xytext": (0.0, points),
+        "textcoords": "offset points",
+        "va": "bottom",
+        "annotation_clip": False,
+    }
+
+
+def _legend(axis: "Axes", handles: list[Any]) -> int:
+    """Above the plot, where no line can run into it; how many rows it takes."""
+    figure = axis.get_figure(root=True)
+    assert figure is not None, "an axis without a figure"
+    room = 0.88 * figure.get_window_extent().width
+    for columns in range(len(handles), 0, -1):
+        legend = axis.legend(
+            handles=handles,
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            borderaxespad=0.4,
+            borderpad=0.0,
+            ncols=columns,
+            frameon=False,
+            fontsize=9.5,
+            labelcolor=INK,
+            handlelength=2.2,
+            columnspacing=1.6,
+            labelspacing=0.35,
+        )
+        if legend.get_window_extent().width <= room:
+            return math.ceil(len(handles) / columns)
+    return len(handles)
+
+
+def _whole_numbers(axis: "Axes", most: int = 10) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(most, integer=True))
+
+
+def _window(points: int) -> int:
+    return 2 * (points // 40) + 1 if points > MANY else 1
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _png(figure: "Figure") -> bytes:
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, metadata={"Software": None}, facecolor="white")
+    return picture.getvalue()

@@ -1,0 +1,230 @@
+"""What a run came to: is the model better, by how much, how sure is that, and how to use it.
+
+In:   a run's output_dir: events.jsonl, and trajectories/*.jsonl for examples
+Out:  report.json for programs, report.md and report.html for people (sections.py and page.py say
+      what stands in them), reward_plot.png
+Used: run.py at the end of a run, however it ended
+
+Before is the first validation that gave a number, after is the last one, and the gain is paired by
+example. A gain counts as certain when its 95% interval leaves out 0 on six examples or more.
+Without two validations the training rewards of the first and the last epoch stand in, and the
+report says so first, because a model may learn its training examples by heart.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hone.errors import ConfigError
+from hone.events import FILE, read
+from hone.finetune import metrics
+from hone.finetune.estimate import Estimate, by_example, changes, estimate
+from hone.finetune.examples import Example, pick
+from hone.finetune.history import History, Validation
+
+Verdict = Literal["better", "worse", "unclear", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A mean reward, and of which policy."""
+
+    value: Estimate
+    epoch: int
+    """Epochs of training behind it."""
+    step: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.value.as_dict() | {"epoch": self.epoch, "step": self.step}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The numbers of a report; `gain` is None where there is nothing to compare."""
+
+    history: History
+    held_out: bool
+    """False: measured on training examples, for want of two validations."""
+    baseline: Measured | None
+    tuned: Measured | None
+    best: Measured | None
+    """The best validation, where it is not the last one."""
+    gain: Estimate | None
+    deltas: dict[str, float]
+    """What each example gained."""
+    examples: list[Example] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.gain is None:
+            return "unknown"
+        if not self.gain.certain:
+            return "unclear"
+        return "better" if self.gain.mean > 0 else "worse"
+
+    @property
+    def best_step(self) -> int | None:
+        """What NAME@best means: what the trainer said, or the best step that was validated."""
+        told = (self.history.finished or {}).get("best_step")
+        if told is not None or not self.held_out:
+            return told
+        found = self.best or self.tuned
+        return None if found is None else found.step
+
+    @property
+    def step(self) -> int | None:
+        """The newest one."""
+        finished = self.history.finished
+        if finished is not None:
+            return finished["step"]
+        steps = [r.job["step"] for r in self.history.rounds if r.job and r.job.get("step")]
+        return steps[-1] if steps else self.history.run.get("step")
+
+    @property
+    def model(self) -> str | None:
+        """The name to ask for; step 0, the untrained model, is never the best of a training."""
+        name = self.history.run.get("name")
+        return f"{name}@best" if name and self.best_step else name
+
+    def as_dict(self) -> dict[str, Any]:
+        """report.json."""
+        history, run = self.history, self.history.run
+        finished = history.finished or {}
+        return {
+            "baseline": self.baseline and self.baseline.as_dict(),
+            "tuned": self.tuned and self.tuned.as_dict(),
+            "gain": self.gain and self.gain.as_dict() | self._counts(),
+            "verdict": self.verdict,
+            "measured_on": "validation" if self.held_out else "training",
+            "best": self.best and self.best.as_dict(),
+            "status": history.status,
+            "message": finished.get("message"),
+            "epochs": len(history.done),
+            "epochs_planned": run.get("epochs"),
+            "seconds": history.seconds,
+            "phases": history.phases,
+            "checkpoint": {
+                "project": run.get("project"),
+                "name": run.get("name"),
+                "step": self.step,
+                "best_step": self.best_step,
+                "model": self.model,
+                "base_model": run.get("base_model"),
+            },
+            "run_id": run.get("run_id"),
+            "sessions": len(history.sessions),
+            "seed": run.get("seed"),
+            "rollouts": history.rollouts,
+            "calls": history.calls,
+            "tokens": history.tokens,
+            "failures": dict(history.failures),
+            "dropped": dict(history.dropped),
+            "rewards": metrics.reward_history(history),
+            "validations": metrics.validation_history(history),
+            "examples": [example.as_dict() for example in self.examples],
+            "warnings": [warning["message"] for warning in history.warnings],
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        assert self.gain is not None
+        return {
+            "certain": self.gain.certain,
+            "better": sum(d > 0 for d in self.deltas.values()),
+            "worse": sum(d < 0 for d in self.deltas.values()),
+            "unchanged": sum(d == 0 for d in self.deltas.values()),
+        }
+
+
+def write(output_dir: Path) -> Report:
+    """All four files; what they say is what was known when this was called."""
+    # Both draw, and matplotlib takes a second to load.
+    from hone.finetune import page, plots
+    from hone.finetune.sections import sections
+
+    output_dir = Path(output_dir)
+    report = measure(output_dir)
+    plots.reward_plot(report.history, output_dir / "reward_plot.png")
+    told = sections(report)
+    metrics.replace(output_dir / "report.json", json.dumps(report.as_dict(), indent=2) + "\n")
+    metrics.replace(output_dir / "report.md", page.markdown(told))
+    metrics.replace(output_dir / "report.html", page.html(told))
+    return report
+
+
+def measure(output_dir: Path) -> Report:
+    """The numbers, from the run's log."""
+    history = History.of(read(output_dir / FILE))
+    if not history.sessions:
+        raise ConfigError(
+            f"{output_dir}: no run to report on ({FILE} is missing or empty). Name the "
+            "finetuning.output_dir of a run that was started."
+        )
+    scored = history.scored
+    held_out = len(scored) >= 2
+    if held_out:
+        first, last = _validated(scored[0]), _validated(scored[-1])
+        rewards = scored[0].rewards, scored[-1].rewards
+        top = max(scored, key=lambda v: (v.mean or 0.0, v.epoch))
+        best = None if top is scored[-1] else _validated(top)
+    else:
+        epochs = [e for e in history.epochs if history.rewards(e)]
+        ends = (epochs[0], epochs[-1]) if len(epochs) > 1 else ()
+        rewards = tuple(history.rewards(e) for e in ends)
+        measured = [_trained(history, e) for e in ends]
+        first, last = measured if measured else (None, None)
+        best = None
+    deltas = changes(*rewards) if rewards else {}
+    return Report(
+        history=history,
+        held_out=held_out,
+        baseline=first,
+        tuned=last,
+        best=best,
+        gain=_gain(rewards, deltas),
+        deltas=deltas,
+        examples=_examples(output_dir, held_out, first, last),
+    )
+
+
+def _gain(
+    rewards: Sequence[Mapping[str, list[float]]], deltas: dict[str, float]
+) -> Estimate | None:
+    """Paired where the same examples were run; else, with parts of a dataset, of the two means."""
+    if deltas or not rewards:
+        return estimate(list(deltas.values()))
+    before, after = (estimate(list(by_example(r).values())) for r in rewards)
+    return None if before is None or after is None else difference(before, after)
+
+
+def difference(before: Estimate, after: Estimate) -> Estimate:
+    """Of means over different examples: their errors add up as squares."""
+    mean, n = after.mean - before.mean, min(before.n, after.n)
+    if before.low is None or before.high is None or after.low is None or after.high is None:
+        return Estimate(mean, None, None, n)
+    down = ((after.mean - after.low) ** 2 + (before.high - before.mean) ** 2) ** 0.5
+    up = ((after.high - after.mean) ** 2 + (before.mean - before.low) ** 2) ** 0.5
+    return Estimate(mean, mean - down, mean + up, n)
+
+
+def _validated(v: Validation) -> Measured:
+    value = estimate(list(by_example(v.rewards).values()))
+    assert value is not None, v
+    return Measured(value=value, epoch=v.epoch, step=v.step)
+
+
+def _trained(history: History, epoch: int) -> Measured:
+    value = estimate(list(by_example(history.rewards(epoch)).values()))
+    assert value is not None, epoch
+    return Measured(value=value, epoch=epoch, step=None)
+
+
+def _examples(
+    output_dir: Path, held_out: bool, first: Measured | None, last: Measured | None
+) -> list[Example]:
+    if first is None or last is None:
+        return []
+    name = "validation" if held_out else "epoch"
+    folder = output_dir / "trajectories"
+    return pick(*(folder / f"{name}_{m.epoch:03d}.jsonl" for m in (first, last)))

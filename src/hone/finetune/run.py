@@ -1,0 +1,318 @@
+"""`hone finetune`: a configuration in, a better model and a report out.
+
+In:   FinetuneOptions, as the command line fills them
+Out:  an exit status: 0 only if every epoch was trained or had nothing to train on, 130 after
+      Ctrl-C; under output_dir everything that happened
+Used: cli.py
+
+    read the configuration -> journal and events -> builder, adapter, trainer -> the server is
+    reached -> training and validation sets -> preflight -> THE CLIENT LOOP (trainer.py) -> report
+
+The order is forced: a model can be called only when its server is known, so the workflow is built
+after the adapter. Everything is closed in reverse, whatever happened in between.
+"""
+
+import asyncio
+import logging
+import shlex
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hone.config.build import Builder, build
+from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig, read
+from hone.errors import ConfigError, HoneError
+from hone.evaluation.run import Evaluation, evaluation
+from hone.events import FILE, EventLog
+from hone.events import read as read_events
+from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
+from hone.finetune.display import Display
+from hone.finetune.dry_run import dry_run
+from hone.finetune.facts import address_of, facts_of, shown
+from hone.finetune.journal import Journal, RunFacts, write_whole
+from hone.finetune.preflight import failures, preflight
+from hone.finetune.standing import Standing
+from hone.finetune.stopping import best
+from hone.finetune.words import counted
+
+log = logging.getLogger("hone")
+
+INTERRUPTED = 130
+TOLD = ("cost", "movement")
+"""Checks that say something even where nothing is wrong."""
+COMPLETED = TrainingStatusEnum.COMPLETED
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """What `hone finetune` was asked for."""
+
+    config_file: Path
+    dataset: Path | None = None
+    result_json_path: str = "$"
+    override: tuple[tuple[str, str], ...] = ()
+    validation_dataset: Path | None = None
+    validation_interval: int = 5
+    validation_config_file: Path | None = None
+    fresh: bool = False
+    dry_run: bool = False
+
+    @property
+    def told(self) -> FinetuneRunConfig:
+        """As the trainer gets it."""
+        return FinetuneRunConfig(
+            config_file=self.config_file,
+            dataset=self.dataset,
+            result_json_path=self.result_json_path,
+            override=self.override,
+            validation_dataset=self.validation_dataset,
+            validation_interval=self.validation_interval,
+            validation_config_file=self.validation_config_file,
+        )
+
+
+def finetune(options: FinetuneOptions) -> int:
+    """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
+    document = read(options.config_file, options.override)
+    config = _checked(document, options)
+    if options.dry_run:
+        return _say_what_would_run(document, options.told)
+    facts = RunFacts(config.seed, facts_of(document, options.told))
+    fresh = options.fresh or config.resume == "never"
+    with (
+        Journal.open(config.output_dir, facts, fresh=fresh) as journal,
+        EventLog(config.output_dir / FILE) as events,
+        Display(events),
+    ):
+        run = Run(document, config, options, journal, events)
+        if run.standing.is_finished(config.num_epochs):
+            ended = run.standing.history.finished or {}
+            log.info("Run %s is finished, nothing to do. %s", journal.run_id, ended.get("message"))
+            return 0
+        try:
+            return asyncio.run(run.go())
+        except KeyboardInterrupt:
+            log.error("Interrupted. The same command goes on with run %s.", journal.run_id)
+            return INTERRUPTED
+
+
+def _checked(document: Document, options: FinetuneOptions) -> FinetuneConfig:
+    """What the run itself needs of the configuration."""
+    config = document.finetuning
+    if not config.enabled:
+        raise ConfigError(
+            f"{document.file}: Finetuning is not enabled in the provided configuration. Set "
+            "finetuning.enabled: true."
+        )
+    if config.reward_function is None:
+        raise ConfigError(
+            f"{document.file}: finetuning.reward_function: missing; name one of eval.evaluators "
+            f"({', '.join(document.eval.evaluators) or 'there is none yet'}), as "
+            "reward_function: {name: ...}"
+        )
+    return config.model_copy(update={"run_configuration": options.told})
+
+
+def _say_what_would_run(document: Document, told: FinetuneRunConfig) -> int:
+    lines, wrong = asyncio.run(dry_run(document, told))
+    sys.stdout.write("\n".join(lines) + "\n")
+    for check in wrong:
+        log.error("%s: %s", check.name, check.message)
+    return 1 if wrong else 0
+
+
+class Run:
+    """One start of a run."""
+
+    def __init__(
+        self,
+        document: Document,
+        config: FinetuneConfig,
+        options: FinetuneOptions,
+        journal: Journal,
+        events: EventLog,
+    ) -> None:
+        self.document, self.config, self.options = document, config, options
+        self.journal, self.events = journal, events
+        self.standing = Standing(config, read_events(events.path))
+        events.listeners.append(self.standing.add)
+
+    async def go(self) -> int:
+        """Everything between opening the journal and the exit status."""
+        started = time.monotonic()
+        self._write_configuration()
+        try:
+            async with AsyncExitStack() as stack:
+                statuses = await self._train(stack)
+            status, message = self._verdict(statuses)
+        except HoneError as error:
+            status, message = TrainingStatusEnum.FAILED, str(error)
+        found = best(self.standing.history.validations)
+        self.events.append(
+            "run_finished",
+            status=status,
+            message=message,
+            step=self._last_step(),
+            best_step=None if found is None else found.step,
+            seconds=time.monotonic() - started,
+        )
+        self._report()
+        if status is COMPLETED:
+            log.info("%s", message)
+            return 0
+        log.error("%s", message)
+        return 1
+
+    async def _train(self, stack: AsyncExitStack) -> list[TrainingJobStatus]:
+        """Build the parts, see that they fit, run the loop."""
+        builder = await stack.enter_async_context(build(self.document))
+        trainer = await self._trainer(builder)
+        stack.push_async_callback(trainer.cleanup)
+        await trainer.initialize(self.config)
+        assert trainer.trainer_adapter is not None, "_trainer has bound it"
+        builder.served = trainer.trainer_adapter.served
+        training = await self._evaluation(stack, builder, self.options.dataset)
+        trainer.bind_evaluations(training, await self._validation(stack, builder))
+        await self._announce(trainer, training)
+        if not self.standing.history.rounds:
+            await self._preflight(builder, trainer, training)
+        return await trainer.run(self.config.num_epochs)
+
+    async def _trainer(self, builder: Builder) -> Trainer:
+        """The three parts, bound to each other and to this run."""
+        names = self.config.trainer, self.config.trajectory_builder, self.config.trainer_adapter
+        trainer_name, builder_name, adapter_name = names
+        assert trainer_name and builder_name and adapter_name, "schema.py lets no run without them"
+        adapter = await builder.get_trainer_adapter(adapter_name)
+        trajectories = await builder.get_trajectory_builder(builder_name)
+        trainer = await builder.get_trainer(
+            trainer_name, trajectory_builder=trajectories, trainer_adapter=adapter
+        )
+        trainer.bind_run(self.journal, self.events)
+        return trainer
+
+    async def _evaluation(
+        self, stack: AsyncExitStack, builder: Builder, dataset: Path | None
+    ) -> Evaluation:
+        assert self.config.reward_function is not None
+        found = await stack.enter_async_context(
+            evaluation(
+                builder,
+                dataset=dataset,
+                result_json_path=self.options.result_json_path,
+                evaluators=[self.config.reward_function.name],
+                timeout_s=self.config.rollout_timeout_s,
+            )
+        )
+        if not found.items:
+            raise ConfigError(f"{dataset or 'eval.general.dataset'}: holds no examples")
+        return found
+
+    async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
+        """The held-out set, if the command named one."""
+        other, dataset = self.options.validation_config_file, self.options.validation_dataset
+        if other is not None:
+            document = read(other, self.options.override)
+            served, builder = builder.served, await stack.enter_async_context(build(document))
+            builder.served = served
+        elif dataset is None:
+            return None
+        return await self._evaluation(stack, builder, dataset)
+
+    async def _announce(self, trainer: Trainer, training: Evaluation) -> None:
+        adapter, validation = trainer.trainer_adapter, trainer.validation
+        assert adapter is not None and trainer.trajectory_builder is not None
+        server = getattr(adapter.adapter_config, "backend", None)
+        learning = getattr(adapter.adapter_config, "training", None)
+        resumed, step = self.journal.session > 1, await adapter.policy_step()
+        self.events.append(
+            "run_started",
+            run_id=self.journal.run_id,
+            session=self.journal.session,
+            config_file=str(self.options.config_file),
+            command=shlex.join(["hone", *sys.argv[1:]]),
+            name=getattr(server, "name", None),
+            project=getattr(server, "project", None),
+            base_model=getattr(server, "base_model", None),
+            **address_of(adapter.served, server),
+            step=step,
+            epochs=self.config.num_epochs,
+            seed=self.config.seed,
+            examples=len(training.items),
+            generations=getattr(trainer.trajectory_builder, "num_generations", None),
+            validation_examples=len(validation.items) if validation else 0,
+            validation_interval=self.options.validation_interval,
+            learning_rate=getattr(learning, "learning_rate", None),
+            output_dir=str(self.config.output_dir),
+            resumed=resumed,
+        )
+        if resumed:
+            done = sum(map(self.standing.is_done, range(self.config.num_epochs)))
+            epochs = counted(done, "epoch") + (" is" if done == 1 else " are")
+            log.info("Going on with run %s: %s done", self.journal.run_id, epochs)
+        elif step:
+            log.warning(
+                "The model is at step %d already, and this run begins there; --fresh begins at 0",
+                step,
+            )
+
+    async def _preflight(self, builder: Builder, trainer: Trainer, training: Evaluation) -> None:
+        """Refuse to start what would fail, or learn nothing."""
+        adapter, trajectories = trainer.trainer_adapter, trainer.trajectory_builder
+        assert adapter is not None and trajectories is not None
+        checks = await preflight(
+            document=self.document,
+            builder=builder,
+            trajectory_builder=trajectories,
+            trainer_adapter=adapter,
+            evaluation=training,
+            run_id=self.journal.run_id,
+        )
+        self.events.append("preflight", checks=[asdict(check) for check in checks])
+        for check in (one for one in checks if one.ok):  # the others are told at the end
+            quiet = log.info if check.name in TOLD else log.debug
+            say = log.warning if check.warning else quiet
+            say("Preflight: %s: %s", check.name, check.message)
+        wrong = failures(checks)
+        if wrong:
+            said = "\n".join(f"{check.name}: {check.message}" for check in wrong)
+            failed = counted(len(wrong), "check")
+            raise ConfigError(f"the run was not started; {failed} failed:\n{said}")
+
+    # ---- at the end -----------------------------------------------------------------------
+
+    def _verdict(self, statuses: list[TrainingJobStatus]) -> tuple[TrainingStatusEnum, str]:
+        run_id = self.journal.run_id
+        bad = [one for one in statuses if one.status is not COMPLETED]
+        if bad:
+            epoch = (bad[0].metadata or {}).get("epoch", len(statuses) - 1)
+            return bad[0].status, f"epoch {epoch + 1} of run {run_id}: {bad[0].message}"
+        if not statuses:
+            return TrainingStatusEnum.FAILED, f"run {run_id}: the trainer trained no epoch"
+        stopped = self.standing.reason_to_stop()
+        if stopped and len(statuses) < self.config.num_epochs:
+            return COMPLETED, f"Stopped early after {counted(len(statuses), 'epoch')}: {stopped}"
+        epochs = counted(len(statuses), "epoch")
+        return COMPLETED, f"Finetuning completed successfully: {epochs}, run {run_id}"
+
+    def _last_step(self) -> int | None:
+        jobs = [self.standing.last_job(epoch) for epoch in self.standing.history.epochs]
+        steps = [job["step"] for job in jobs if job is not None]
+        return steps[-1] if steps else self.standing.history.run.get("step")
+
+    def _write_configuration(self) -> None:
+        import yaml  # here, because `import hone.finetune.run` should stay quick
+
+        text = yaml.safe_dump(shown(self.document.loaded.data), sort_keys=False)
+        write_whole(self.config.output_dir / "config_effective.yml", text)
+
+    def _report(self) -> None:
+        """Whatever came of it; a run that never started has nothing to tell."""
+        if not self.standing.history.sessions:
+            return
+        from hone.finetune import report  # here, because it draws
+
+        report.write(self.config.output_dir)
+        log.info("Report: %s", self.config.output_dir / "report.html")

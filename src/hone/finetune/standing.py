@@ -1,0 +1,120 @@
+"""Where a run stands: what of it is over, what comes next, and whether to go on.
+
+In:   the run's events, those before a kill and those of this process; the `finetuning:` section
+Out:  which epochs and rounds need not be run, what came of them, the examples of the next ones
+Used: trainer.py asks it before everything it does
+
+There is no other memory of what happened. A resumed run therefore cannot take another turn than
+one that was never interrupted, and nothing has to be kept in step with the events.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hone.events import Event
+from hone.finetune.base import TrainingStatusEnum
+from hone.finetune.curriculum import Curriculum
+from hone.finetune.history import History, Round
+from hone.finetune.order import epoch_of, rounds_of
+from hone.finetune.stopping import reason_to_stop
+
+if TYPE_CHECKING:
+    from hone.config.schema import FinetuneConfig
+    from hone.evaluation.base import EvalInputItem
+
+
+class Visit(NamedTuple):
+    """The examples of one round."""
+
+    items: list["EvalInputItem"]
+    """Those that are run."""
+    drawn: list[str]
+    """Their ids, and the ids of those that the curriculum would leave out and spares."""
+
+
+class Standing:
+    """Listens to the run's events and answers questions about them."""
+
+    def __init__(self, config: "FinetuneConfig", past: Iterable[Event] = ()) -> None:
+        self.config = config
+        self.history = History()
+        self._failed_jobs: Counter[tuple[int, int]] = Counter()
+        for event in past:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """One more."""
+        self.history.add(event)
+        if event["type"] == "job_failed":
+            self._failed_jobs[event["epoch"], event["round"]] += 1
+
+    # ---- what is over ---------------------------------------------------------------------
+
+    def is_done(self, epoch: int) -> bool:
+        """Every round of it was trained or rightly skipped, and it was closed."""
+        done = self.history.done.get(epoch)
+        return done is not None and done["status"] == TrainingStatusEnum.COMPLETED
+
+    def is_over(self, epoch: int, round: int) -> bool:
+        """It was trained, or there was nothing in it to train on."""
+        found = [r for r in self.history.rounds if (r.epoch, r.index) == (epoch, round)]
+        return any(_is_trained(r) or _is_skipped(r) for r in found)
+
+    def is_validated(self, epoch: int) -> bool:
+        """Its validation gave a number; one that failed is tried again."""
+        return any(v.epoch == epoch and v.error is None for v in self.history.validations)
+
+    def is_finished(self, num_epochs: int) -> bool:
+        """There is nothing left to do, and it said so."""
+        ended = self.history.finished
+        if ended is None or ended["status"] != TrainingStatusEnum.COMPLETED:
+            return False
+        return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
+
+    def failed_jobs(self, epoch: int, round: int) -> int:
+        """How often its job failed."""
+        return self._failed_jobs[epoch, round]
+
+    def collected(self, epoch: int) -> int:
+        """How many trajectories its rounds gave."""
+        rounds = (r for r in self.history.rounds if r.epoch == epoch)
+        return sum(r.metrics.get("num_trajectories") or 0 for r in rounds)
+
+    def last_job(self, epoch: int) -> Event | None:
+        """The `job_done` of its last round that was trained."""
+        trained = [r.job for r in self.history.rounds if r.epoch == epoch and _is_trained(r)]
+        return trained[-1] if trained else None
+
+    # ---- what comes next ------------------------------------------------------------------
+
+    def reason_to_stop(self) -> str | None:
+        """Of early stopping."""
+        return reason_to_stop(self.history.validations, self.config.early_stopping)
+
+    def rounds(self, items: Sequence["EvalInputItem"], epoch: int) -> list[Visit]:
+        """The epoch's examples, as they are run together."""
+        config = self.config
+        drawn = epoch_of(items, seed=config.seed, epoch=epoch, size=config.examples_per_epoch)
+        # As it stood when the epoch began: what its first rounds taught must not move its last.
+        planned = set(self.curriculum(before=epoch).plan([item.id for item in drawn], epoch))
+        return [
+            Visit([item for item in some if item.id in planned], [item.id for item in some])
+            for some in rounds_of(drawn, config.groups_per_step)
+        ]
+
+    def curriculum(self, before: int | None = None) -> Curriculum:
+        """As the rounds so far left it, or those before an epoch."""
+        past = [r for r in self.history.rounds if before is None or r.epoch < before]
+        snapshot: dict[str, Any] = (past[-1].collected or {}).get("curriculum", {}) if past else {}
+        return Curriculum.restore(self.config.curriculum_learning, self.config.seed, snapshot)
+
+
+def _is_trained(round: Round) -> bool:
+    return round.job is not None and round.job["type"] == "job_done"
+
+
+def _is_skipped(round: Round) -> bool:
+    """There were trajectories, and the curriculum chose none of them."""
+    found = round.metrics
+    return bool(found.get("num_trajectories")) and not found.get("filtered_trajectories")

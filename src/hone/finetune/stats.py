@@ -1,0 +1,106 @@
+"""The numbers of a round: what was collected, what was chosen of it, what went wrong.
+
+In:   the collection, the part of it that is trained, the round's rollouts
+Out:  metrics under the names of training_metrics.jsonl, in their order; a refusal where too much
+      failed
+Used: trainer.py, once a round
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from hone.errors import RolloutError
+from hone.finetune.base import RolloutRecord, Trajectory, TrajectoryCollection
+
+EQUAL = 1e-9
+"""Relative difference under which rewards count as equal."""
+LOUD = 0.05
+"""Share of policy failures above which dropping them is worth a warning: it rewards them."""
+SHOWN = 3
+
+
+def measured(
+    collected: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
+) -> dict[str, Any]:
+    """Means over trajectories; None where there is none."""
+    return {
+        **_rewards(collected, ""),
+        "num_trajectories": collected.count,
+        "num_groups": len(collected.trajectories),
+        "filtered_trajectories": chosen.count,
+        "filtered_groups": len(chosen.trajectories),
+        **_rewards(chosen, "filtered_"),
+        "curriculum_percentile": percentile,
+    }
+
+
+def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float | None]:
+    rewards = [trajectory.reward for group in collection.trajectories for trajectory in group]
+    return {
+        f"{prefix}avg_reward": fmean(rewards) if rewards else None,
+        f"{prefix}min_reward": min(rewards, default=None),
+        f"{prefix}max_reward": max(rewards, default=None),
+    }
+
+
+def zero_variance(collection: TrajectoryCollection) -> int:
+    """Groups whose rewards are all equal: nothing can be learned from them."""
+    return sum(map(_is_flat, collection.trajectories))
+
+
+def _is_flat(group: Sequence[Trajectory]) -> bool:
+    rewards = [trajectory.reward for trajectory in group]
+    spread = max(rewards, default=0.0) - min(rewards, default=0.0)
+    return spread <= EQUAL * max((abs(reward) for reward in rewards), default=0.0)
+
+
+def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: float) -> None:
+    """Refuse to go on from rollouts of which too many failed by no fault of the model."""
+    failed = [r for r in records if r.failure and r.failure.kind == "infrastructure"]
+    if len(failed) <= allowed * len(records):
+        return
+    raise RolloutError(
+        f"{where}: {len(failed)} of {len(records)} rollouts failed by no fault of the model "
+        f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
+        f"{allowed:.0%}. Mend what failed and run the same command again: rollouts that ended well "
+        f"are kept.\n{_last(failed)}"
+    )
+
+
+def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
+    """What to say where many rollouts failed by the model's own doing and are dropped."""
+    failed = [r for r in records if r.failure and r.failure.kind == "policy" and r.reward is None]
+    if len(failed) <= LOUD * len(records):
+        return None
+    return (
+        f"{where}: {len(failed)} of {len(records)} rollouts failed by the model's own doing "
+        f"({reasons(failed)}) and were dropped. Dropping them rewards them: set "
+        "finetuning.on_policy_failure: {reward: 0.0}, or whatever such a failure is worth.\n"
+        f"{_last(failed)}"
+    )
+
+
+def reasons(failed: Sequence[RolloutRecord]) -> str:
+    """How often each, the commonest first."""
+    counted = Counter(r.failure.reason for r in failed if r.failure)
+    return ", ".join(f"{reason}: {n}" for reason, n in counted.most_common())
+
+
+def _last(failed: Sequence[RolloutRecord]) -> str:
+    """What the last few said, each once."""
+    said = dict.fromkeys(
+        f"  {r.failure.type}: {r.failure.message}" for r in reversed(failed) if r.failure
+    )
+    return "\n".join(list(said)[:SHOWN])
+
+
+def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:
+    """What to say of an epoch without a single trajectory."""
+    why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
+    return (
+        f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "
+        f"finetuning.target_functions {list(targets)!r} names functions that call the trained "
+        "model, and that the reward's evaluator gives a score (`hone eval` shows every one)."
+    )

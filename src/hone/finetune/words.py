@@ -1,0 +1,50 @@
+"""Numbers as people read them.
+
+In:   rewards, changes with their intervals, seconds, counts
+Out:  text
+Used: plots.py, report.py, page.py and display.py, so that all say the same alike
+"""
+
+from hone.finetune.estimate import Estimate
+
+MINUS = "\u2212"
+
+
+def number(value: float | None) -> str:
+    """A reward in words."""
+    if value is None:
+        return "none"
+    text = f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
+    return "0.00" if text == "-0.00" else text.replace("-", MINUS)
+
+
+def interval(found: Estimate) -> str:
+    """A change with its interval, in words."""
+    change = signed(found.mean)
+    if found.low is None or found.high is None:
+        return change
+    return f"{change} (95% interval {signed(found.low)} to {signed(found.high)})"
+
+
+def signed(value: float) -> str:
+    return f"{'' if value < 0 else '+'}{number(value)}"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s" if whole >= 10 or seconds == whole else f"{max(seconds, 0):.1f} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+def counted(number: int, noun: str) -> str:
+    """With its plural."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,484 @@
+"""ARTTrainerAdapter at a real server with a tiny model; at a stand-in for what a sound one never does."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request, Response
+from tests.finetune.worlds import adapter_for, collected, finetuning, rollout, said
+from tests.inference.conftest import build_tokenizer
+from tests.sdk.conftest import serving
+from tests.sdk.standin import StandIn, refusal
+from tests.server.conftest import write_model
+
+from hone import LocalBackend, RemoteBackend
+from hone.backends import http
+from hone.errors import ConfigError, Conflict, HoneError, NotFound, Unprocessable, Unreachable
+from hone.events import EventLog
+from hone.finetune.adapter import LESS_MEMORY, ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.base import (
+    TrainingJobRef,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+
+COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "tiny-chat"
+    return write_model(place, build_tokenizer("qwen2.5-instruct"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
+    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
+        backend.start()
+        yield backend
+
+
+@asynccontextmanager
+async def ready(
+    server: RemoteBackend, model: Path, training: Any = None, *, run: Any = None, **backend: Any
+) -> AsyncIterator[ARTTrainerAdapter]:
+    """An initialized adapter; its connections are closed at the end, not the server."""
+    adapter = adapter_for(server, model, training, **backend)
+    await adapter.initialize(run or finetuning())
+    try:
+        yield adapter
+    finally:
+        await adapter.model.close()
+        await adapter.close()
+
+
+def new_run() -> str:
+    return f"art_run_{secrets.token_hex(4)}"
+
+
+# ---- configuration --------------------------------------------------------------------------------
+
+
+def config(**blocks: Any) -> ARTTrainerAdapterConfig:
+    return ARTTrainerAdapterConfig.model_validate({"backend": {}, **blocks})
+
+
+def test_the_seed_s_defaults():
+    backend, training = config().backend, config().training
+    assert (backend.name, backend.project) == ("trainer_run", "trainer_project")
+    assert backend.base_model == "Qwen/Qwen2.5-7B-Instruct"
+    assert (backend.api_key, backend.delete_old_checkpoints) == ("default", False)
+    assert (training.learning_rate, training.beta) == (5e-5, 0.0)
+    assert config(training={"learning_rate": "1e-6"}).training.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ({"ip": "localhost"}, "ip is 'localhost' but port is not set; set both"),
+        ({"port": 7623}, "port is 7623 but ip is not set; set both"),
+        ({"inference_port": 8000}, "inference_port is 8000 but ip is not set"),
+        ({"nmae": "x"}, "nmae"),
+    ],
+)
+def test_keys_that_do_not_go_together(backend: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        config(backend=backend)
+
+
+def test_what_is_sent_of_training():
+    # beta and learning_rate always: their defaults are this adapter's; the rest only as written.
+    training = config(training={"loss": "dapo", "plot_tensors": True}).training
+    assert training.job_keys(0, 20) == {"loss": "dapo", "learning_rate": 5e-5, "beta": 0.0}
+    falling = config(training={"learning_rate": 1e-4, "schedule": "linear"}).training
+    # Four jobs: 1, 3/4, 1/2, 1/4 of it.
+    assert [falling.job_keys(i, 4)["learning_rate"] for i in range(4)] == pytest.approx(
+        [1e-4, 7.5e-5, 5e-5, 2.5e-5]
+    )
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+async def test_initialize_registers_loads_and_says_where_the_model_answers(
+    server: LocalBackend, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "hone")
+    arguments: dict[str, Any] = {
+        "init_args": {"max_seq_length": 400},
+        "engine_args": {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1},
+        "server_config": {"server_args": {"port": 8000}, "engine_args": {"max_logprobs": 5}},
+    }
+    async with ready(server, tiny_model, **arguments) as adapter:
+        assert adapter.served is not None and adapter.info is not None
+        assert adapter.served.base_url == f"{server.base_url}/v1"
+        assert adapter.served.model == f"suite/{adapter.model.name}"
+        assert (adapter.served.host, adapter.served.api_key) == ("localhost", "default")
+        assert adapter.info.base_model == str(tiny_model)
+        assert (await adapter.policy_step(), await adapter.is_healthy()) == (0, True)
+        await adapter.initialize(finetuning())  # a second time is nothing
+    [said] = [r.getMessage() for r in caplog.records if "Not applicable" in r.getMessage()]
+    assert "engine_args.gpu_memory_utilization" in said
+    assert "engine_args.max_logprobs" in said and "server_args" in said
+    assert sum("Connected to" in r.getMessage() for r in caplog.records) == 1
+
+
+async def test_nobody_at_the_address(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "FIRST_S", 0.2)
+    adapter = adapter_for(RemoteBackend("http://127.0.0.1:1"), tiny_model)
+    with pytest.raises(ConnectionError) as caught:
+        await adapter.initialize(finetuning())
+    said = str(caught.value)
+    assert said.startswith("Failed to connect to ART backend. http://127.0.0.1:1: no hone server")
+    assert "curl http://127.0.0.1:1/health" in said
+    assert "check backend.ip '127.0.0.1' and port 1" in said
+    assert "firewalls" in said
+    assert not await adapter.is_healthy()
+
+
+async def test_somebody_else_at_the_address(tiny_model: Path):
+    standin = StandIn()
+    standin.refuse = lambda request: Response("nothing here", 404)
+    async with serving(standin.app) as url:
+        with pytest.raises(Unreachable, match="Is it a hone server of this version") as caught:
+            await adapter_for(RemoteBackend(url), tiny_model).initialize(finetuning())
+        assert "Failed to connect to ART backend" in str(caught.value)
+
+
+async def test_a_wrong_key_and_a_wrong_inference_port(
+    server: LocalBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http, "FIRST_S", 0.2)
+    adapter = adapter_for(server, tiny_model, inference_port=1)
+    with pytest.raises(Unreachable, match=r"127.0.0.1:1/v1 does not answer") as caught:
+        await adapter.initialize(finetuning())
+    assert "inference_port 1" in str(caught.value)
+
+
+async def test_a_status_that_is_no_success_is_not_healthy(tiny_model: Path):
+    standin = StandIn()
+
+    def refuse(request: Request) -> Response | None:
+        return refusal(500, "broken", "ServerError") if request.url.path == "/health" else None
+
+    standin.refuse = refuse
+    async with serving(standin.app) as url:
+        assert not await adapter_for(RemoteBackend(url), tiny_model).is_healthy()
+
+
+async def test_two_gpus_on_one_device_are_refused(server: LocalBackend, tiny_model: Path):
+    adapter = adapter_for(server, tiny_model, engine_args={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"engine_args\.tensor_parallel_size"):
+        await adapter.initialize(finetuning())
+
+
+async def test_another_base_model_under_the_same_name_is_refused(
+    server: LocalBackend, tiny_model: Path
+):
+    async with ready(server, tiny_model) as adapter:
+        other = adapter_for(server, "smollm2-135m-instruct", name=adapter.model.name)
+        with pytest.raises(Conflict, match="base_model"):
+            await other.initialize(finetuning())
+
+
+async def test_a_server_of_its_own(tmp_path: Path, tiny_model: Path):
+    block = {"root": tmp_path / "own", "base_model": str(tiny_model)}
+    adapter = ARTTrainerAdapter(config(backend=block))
+    assert isinstance(adapter.backend, LocalBackend)
+    assert not (tmp_path / "own").exists(), "nothing is started before it is needed"
+    await adapter.initialize(finetuning())
+    try:
+        assert adapter.served is not None
+        assert adapter.served.model == "trainer_project/trainer_run"
+        assert (await rollout(adapter, "r1")).token_ids
+    finally:
+        await adapter.model.close()
+        await adapter.close()
+    assert adapter.backend._server is None
+
+
+async def test_starting_anew_keeps_the_old_steps_under_another_name(
+    server: LocalBackend, tiny_model: Path
+):
+    async with ready(server, tiny_model) as adapter:
+        ref = await adapter.submit(await collected(adapter, new_run()))
+        assert (await adapter.wait_until_complete(ref)).metadata["step"] == 1  # pyright: ignore[reportOptionalSubscript]
+        again = adapter_for(server, tiny_model, name=adapter.model.name)
+        await again.start_anew("art_run_0000abcd")
+        await again.initialize(finetuning())
+        assert await again.policy_step() == 0
+        aside = adapter_for(server, tiny_model, name=f"{adapter.model.name}.art_run_0000abcd")
+        assert await aside.policy_step() == 1
+        await again.start_anew("art_run_0000abce")
+        nobody = adapter_for(server, tiny_model)
+        await nobody.start_anew(None)  # nothing was trained under that name: nothing to do
+        await again.model.close()
+
+
+# ---- jobs ---------------------------------------------------------------------------------------
+
+
+async def test_a_job_from_submission_to_step(
+    server: LocalBackend, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "hone")
+    run_id = new_run()
+    async with ready(server, tiny_model, {"learning_rate": 1e-3, "beta": 0.1}) as adapter:
+        with EventLog(tmp_path / "events.jsonl") as adapter.events:
+            progress: list[Any] = []
+            adapter.events.listeners.append(progress.append)
+            meta = {"epoch": 0, "round": 0, "rounds": 1, "epochs": 2, "key": f"{run_id}:0:0"}
+            groups = await collected(adapter, run_id, examples=2, **meta)
+            ref = await adapter.submit(groups)
+            assert (ref.run_id, ref.backend) == (run_id, "openpipe-art")
+            status = await adapter.wait_until_complete(ref)
+        assert (status.status, status.progress) == (COMPLETED, 100.0)
+        told = status.metadata or {}
+        assert told["step"] == 1 == await adapter.policy_step()
+        # What was written, not the server's defaults and not this adapter's.
+        assert (told["config"]["learning_rate"], told["config"]["beta"]) == (1e-3, 0.1)
+        assert told["counts"] == {"by_rollout": 4}
+        assert told["metrics"]["learn/grad_norm"] > 0
+        assert {event["type"] for event in progress} == {"job_progress"}
+        # Sent again under its key it is the same job, and nothing is trained twice.
+        again = await adapter.submit(groups)
+        assert again == ref
+        assert (await adapter.wait_until_complete(again)).metadata == told
+        assert await adapter.policy_step() == 1
+        # Another process knows it by its reference.
+        other = adapter_for(server, tiny_model, name=adapter.model.name)
+        assert await other.status(ref) == status == await other.wait_until_complete(ref)
+        await adapter.close_run(run_id)
+    lines = [record.getMessage() for record in caplog.records]
+    assert "Submitted 4 trajectories in 2 groups for training" in lines
+    assert any('"learning_rate": 0.001' in line and '"beta": 0.1' in line for line in lines)
+
+
+async def test_the_learning_rate_falls_over_the_run(server: LocalBackend, tiny_model: Path):
+    run_id = new_run()
+    training = {"learning_rate": 1e-3, "schedule": "linear"}
+    async with ready(server, tiny_model, training) as adapter:
+        used = []
+        for epoch, round in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            place = {"epoch": epoch, "round": round, "rounds": 2, "epochs": 2}
+            groups = await collected(adapter, f"{run_id}-{epoch}-{round}", **place)
+            ref = await adapter.submit(groups)
+            told = (await adapter.wait_until_complete(ref)).metadata or {}
+            used.append(told["config"]["learning_rate"])
+    # Four jobs: 4/4, 3/4, 2/4, 1/4 of 1e-3.
+    assert used == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+async def test_calls_that_are_not_named_are_context(server: LocalBackend, tiny_model: Path):
+    run_id = new_run()
+    async with ready(server, tiny_model) as adapter:
+        collection = await collected(adapter, run_id)
+        for trajectory in collection.trajectories[0]:
+            assert trajectory.metadata is not None
+            await rollout(adapter, trajectory.metadata["rollout"])  # a second call, not a target
+        ref = await adapter.submit(collection)
+        told = (await adapter.wait_until_complete(ref)).metadata or {}
+    assert told["counts"]["by_rollout"] == 2
+
+
+async def test_rollouts_nobody_recorded_are_refused_in_the_seed_s_words(
+    server: LocalBackend, tiny_model: Path
+):
+    async with ready(server, tiny_model) as adapter:
+        episode = [said("user", "hi"), said("assistant", "ok", {})]
+        both = [Trajectory(episode=episode, reward=reward) for reward in (0.0, 1.0)]
+        group = TrajectoryCollection(trajectories=[both], run_id="r")
+        with pytest.raises(Unprocessable, match="No valid assistant messages with logprobs"):
+            await adapter.submit(group)
+
+
+async def readable(adapter: ARTTrainerAdapter, nth: int) -> Any:
+    """An answer whose text holds all of its tokens; random weights also say half characters."""
+    seeds = (await rollout(adapter, new_run(), max_tokens=1, seed=s) for s in range(100))
+    texts = [choice async for choice in seeds if (choice.message.content or "\ufffd").isascii()]
+    return texts[nth]
+
+
+async def test_text_with_logprobs_where_nothing_was_recorded(
+    server: LocalBackend, tiny_model: Path
+):
+    async with ready(server, tiny_model) as adapter:
+        group = []
+        for reward in (0.0, 1.0):
+            choice = await readable(adapter, int(reward))
+            logprobs = choice.logprobs.model_dump(mode="json")
+            answer = said("assistant", choice.message.content, logprobs, finish_reason="length")
+            group.append(Trajectory(episode=[said("user", "Say a number."), answer], reward=reward))
+        ref = await adapter.submit(TrajectoryCollection(trajectories=[group], run_id=new_run()))
+        told = (await adapter.wait_until_complete(ref)).metadata or {}
+        assert told["step"] == 1
+        assert sum(told["counts"].get(how, 0) for how in ("matched", "rerendered")) == 2
+
+
+async def test_old_checkpoints_are_deleted_before_each_job(server: LocalBackend, tiny_model: Path):
+    async with ready(server, tiny_model, delete_old_checkpoints=True) as adapter:
+        for epoch in range(3):
+            ref = await adapter.submit(await collected(adapter, new_run(), epoch=epoch))
+            assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+            if epoch == 1:
+                await adapter.log_metrics({"reward": 0.5}, split="val", step=1)
+        # Before the third job: 2 is the newest, 1 the best; then 3 came.
+        kept = [c.step for c in await adapter.backend.checkpoints(adapter.model)]
+        assert kept == [1, 2, 3]
+        await adapter.prune(1)
+        kept = [c.step for c in await adapter.backend.checkpoints(adapter.model)]
+        assert kept == [1, 3]
+
+
+async def test_what_the_last_one_left_out_is_said(server: LocalBackend, tiny_model: Path):
+    adapter = adapter_for(server, tiny_model)
+    with pytest.raises(ValueError, match="No valid trajectory groups to submit") as caught:
+        await adapter.submit(TrajectoryCollection(trajectories=[], run_id="r"))
+    assert "there were none" in str(caught.value)
+    bad = Trajectory(episode=[said("assistant", "a", {})], reward=0.0, metadata={"id": "e1"})
+    with pytest.raises(ConfigError, match="message_order: 1, empty_group: 1"):
+        await adapter.submit(TrajectoryCollection(trajectories=[[bad]], run_id="r"))
+
+
+def test_its_own_log(tmp_path: Path, server: LocalBackend, tiny_model: Path):
+    adapter = adapter_for(server, tiny_model, name="n")
+    ref = TrainingJobRef(run_id="r1", backend="openpipe-art")
+    for loss in (0.5, 0.25):
+        adapter.log_progress(ref, {"loss": loss}, str(tmp_path / "log"))
+    lines = (tmp_path / "log/trainer_adapter_r1.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first.pop("timestamp")
+    assert first == {
+        "run_id": "r1",
+        "backend": "openpipe-art",
+        "trainer_config": {"base_model": str(tiny_model), "project": "suite", "name": "n"},
+        "loss": 0.5,
+    }
+    assert len(lines) == 2
+
+
+# ---- what a sound server never does -----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def submitted(
+    standin: StandIn, *, patience_s: float = 2.0, **run: Any
+) -> AsyncIterator[tuple[ARTTrainerAdapter, TrainingJobRef]]:
+    """A job at a server that does what the test says."""
+    async with serving(standin.app) as url:
+        adapter = adapter_for(RemoteBackend(url), "b")
+        adapter.backend.patience_s = patience_s
+        adapter.run_config = finetuning(**run)
+        episode = [said("user", "u"), said("assistant", "a", {"content": [{}]})]
+        group = [Trajectory(episode=episode, reward=r) for r in (0.0, 1.0)]
+        sent = TrajectoryCollection(trajectories=[group], run_id="r", metadata={"key": "k"})
+        yield adapter, await adapter.submit(sent)
+        await adapter.close()
+
+
+async def test_a_job_that_runs_and_one_too_many():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        status = await adapter.status(ref)
+        running = TrainingStatusEnum.RUNNING
+        assert (status.status, status.message) == (running, "Training is in progress.")
+        assert list(adapter.training_jobs) == ["r"]
+        trajectory = Trajectory(episode=[said("user", "u"), said("assistant", "a", {})], reward=0.0)
+        group = TrajectoryCollection(trajectories=[[trajectory]], run_id="r")
+        with pytest.raises(Conflict, match="Training job for run r already exists"):
+            await adapter.submit(group)
+        unknown = TrainingJobRef(run_id="nobody", backend="openpipe-art")
+        for ask in (adapter.status, adapter.wait_until_complete):
+            with pytest.raises(NotFound, match="No training job found with run_id nobody"):
+                await ask(unknown)
+
+
+async def test_a_job_that_runs_out_of_memory_says_what_to_do():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+        failure = {"type": "OutOfMemoryError", "message": message}
+        standin.emit("failed", failure=failure)
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED
+        assert status.message is not None
+        assert status.message.startswith(
+            "Training failed with error: OutOfMemoryError: CUDA out of memory."
+        )
+        assert status.message.endswith(LESS_MEMORY)
+        for key in ("gpu_memory_utilization", "max_seq_length", "num_generations"):
+            assert key in LESS_MEMORY
+        assert "tensor_parallel_size" in LESS_MEMORY
+        assert "logs/server.log" in status.message
+
+
+async def test_a_server_without_memory_for_the_model_says_what_to_do():
+    standin = StandIn()
+
+    def refuse(request: Request) -> Response | None:
+        if request.url.path == "/health":
+            return Response('{"status": "ok"}', media_type="application/json")
+        if request.url.path.endswith("/prepare"):
+            return refusal(500, "CUDA out of memory. Tried to allocate 9 GiB", "EngineError")
+        return None
+
+    standin.refuse = refuse
+    async with serving(standin.app) as url:
+        adapter = adapter_for(RemoteBackend(url), "b")
+        with pytest.raises(HoneError, match="CUDA out of memory") as caught:
+            await adapter.initialize(finetuning())
+        assert LESS_MEMORY in str(caught.value)
+
+
+async def test_a_failure_of_another_kind_and_a_cancelled_job():
+    for event, data, expected in (
+        ("failed", {"failure": {"type": "NonFinite", "message": "loss is NaN"}}, FAILED),
+        ("cancelled", {}, TrainingStatusEnum.CANCELED),
+    ):
+        standin = StandIn()
+        async with submitted(standin) as (adapter, ref):
+            standin.emit(event, **data)
+            status = await adapter.wait_until_complete(ref)
+            assert status.status is expected
+            assert LESS_MEMORY not in (status.message or "")
+            assert await adapter.status(ref) == status, "it is not forgotten"
+
+
+async def test_a_job_that_takes_too_long_is_cancelled():
+    standin = StandIn()
+    async with submitted(standin, job_timeout_s=0.2) as (adapter, ref):
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED
+        assert "did not end within finetuning.job_timeout_s=0.2 and was cancelled" in (
+            status.message or ""
+        )
+        assert standin.job.info.state == "cancelled"
+
+
+async def test_whoever_stops_waiting_does_not_stop_the_job():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        waiting = asyncio.create_task(adapter.wait_until_complete(ref))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert standin.job.info.state == "queued"
+        standin.emit("done", step=1)
+        assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+
+
+async def test_a_server_that_stays_away_under_a_job():
+    standin = StandIn()
+    async with submitted(standin, patience_s=0.1) as (adapter, ref):
+        standin.refuse = lambda request: refusal(503, "closing", "Unavailable")
+        standin.emit("queued")
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED
+        assert "no hone server answers there" in (status.message or "")

@@ -1,0 +1,557 @@
+"""ARTTrajectoryBuilder over a real server with a tiny model: groups, targets, failures, going on."""
+
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.finetune.worlds import adapter_for, finetuning
+from tests.inference.conftest import build_tokenizer
+from tests.server.conftest import write_model
+
+import hone
+from hone import LocalBackend
+from hone.errors import ConfigError, Conflict, PolicyFailure, Unavailable
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.run import Evaluation
+from hone.events import EventLog, read
+from hone.finetune.adapter import ARTTrainerAdapter
+from hone.finetune.base import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
+from hone.finetune.convert import conversations
+from hone.finetune.journal import Journal, RunFacts
+from hone.workflow.function import Function
+from hone.workflow.llm import LLM
+
+USER = EpisodeItemRole.USER
+ASSISTANT = EpisodeItemRole.ASSISTANT
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "tiny-chat"
+    return write_model(place, build_tokenizer("qwen2.5-instruct"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
+    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
+        backend.start()
+        yield backend
+
+
+class Length:
+    """A reward: how long the output is; `bad` says of which items it fails."""
+
+    def __init__(self, bad: tuple[str, ...] = ()) -> None:
+        self.bad = bad
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        if item.id in self.bad:
+            raise ValueError(f"no idea about {item.id}")
+        return EvalOutputItem(id=item.id, score=len(item.output_obj), reasoning={"why": "length"})
+
+
+@dataclass
+class World:
+    """A builder over a server, and what its agent may use."""
+
+    adapter: ARTTrainerAdapter
+    builder: ARTTrajectoryBuilder
+    llm: LLM
+    run_id: str
+    ran: Counter[str] = field(default_factory=Counter)
+    """How often the agent ran on each input."""
+
+    def bind(
+        self, agent: Callable[..., Any], inputs: list[str], reward: Any = None, **options: Any
+    ) -> None:
+        async def counted(question: str) -> Any:
+            self.ran[question] += 1
+            return await agent(question)
+
+        items = [EvalInputItem(id=f"e{i}", input_obj=text) for i, text in enumerate(inputs)]
+        self.builder.bind_evaluation(
+            Evaluation(
+                workflow=Function.of("<workflow>", counted),
+                items=items,
+                evaluators={"reward": reward or Length()},
+                **{"max_concurrency": 4, "host": "localhost", **options},
+            )
+        )
+
+    async def say(self, question: str, **options: Any) -> str:
+        answer = await self.llm.chat([{"role": "user", "content": question}], **options)
+        return answer.choices[0].message.content or ""
+
+    async def collect(self, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        await self.builder.start_run(self.run_id, meta)
+        return await self.builder.finalize(self.run_id, meta)
+
+
+@asynccontextmanager
+async def world(
+    server: LocalBackend, model: Path, *, generations: int = 2, **config: Any
+) -> AsyncIterator[World]:
+    adapter = adapter_for(server, model)
+    run = finetuning(**config)
+    await adapter.initialize(run)
+    run_id = f"art_run_{secrets.token_hex(4)}"
+    await adapter.open_run(run_id, 0)
+    assert adapter.served is not None
+    served = adapter.served
+    llm = LLM(
+        name="actor",
+        base_url=served.base_url,
+        model=served.model,
+        params={"max_tokens": 5, "temperature": 1.0},
+    )
+    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=generations))
+    await builder.initialize(run)
+    builder.recorded, builder.model = adapter.recorded, adapter.model_name
+    try:
+        yield World(adapter, builder, llm, run_id)
+    finally:
+        await llm.close()
+        await adapter.close()
+
+
+def metadata(trajectory: Trajectory) -> dict[str, Any]:
+    assert trajectory.metadata is not None
+    return trajectory.metadata
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+async def test_groups_by_example_with_what_the_server_recorded(
+    server: LocalBackend, tiny_model: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    caplog.set_level("INFO", "hone")
+    async with world(server, tiny_model, generations=3) as w:
+        w.bind(w.say, ["one", "two"])
+        with EventLog(tmp_path / "events.jsonl") as events:
+            meta = {"epoch": 4, "round": 1, "session": 2, "events": events}
+            await w.builder.start_run(w.run_id, meta)
+            names = [task.get_name() for task in w.builder.evaluation_runs[w.run_id]]
+            assert names == [f"eval-run-{w.run_id}-gen-{k}" for k in range(3)]
+            with pytest.raises(Conflict, match=f"Run {w.run_id} is already in progress"):
+                await w.builder.start_run(w.run_id)
+            collection = await w.builder.finalize(w.run_id, meta)
+        assert w.builder.evaluation_runs == {}
+        assert [len(group) for group in collection.trajectories] == [3, 3]
+        first = collection.trajectories[0][1]
+        told = metadata(first)
+        assert told["rollout"] == f"{w.run_id}:4.1.0.1.s2"
+        assert {k: told[k] for k in ("id", "run_id", "epoch", "round", "generation")} == {
+            "id": "e0", "run_id": w.run_id, "epoch": 4, "round": 1, "generation": 1,
+        }  # fmt: skip
+        assert told["reasoning"] == {"why": "length"}
+        [recorded] = await w.adapter.recorded(told["rollout"])
+        assert told["calls"] == [recorded.id]
+        question, answer = first.episode
+        assert isinstance(question, EpisodeItem) and isinstance(answer, EpisodeItem)
+        assert (question.role, question.content) == (USER, "one")
+        assert (answer.role, answer.content) == (ASSISTANT, recorded.reply["content"])
+        assert answer.logprobs == {}, "the server has them"
+        assert first.reward == len(answer.content)
+        assert len({metadata(t)["rollout"] for g in collection.trajectories for t in g}) == 6
+        stats = w.builder.last_stats
+        assert stats is not None
+        assert (stats.rollouts, stats.trajectories, stats.groups, stats.calls) == (6, 6, 2, 6)
+        assert (stats.infrastructure, stats.policy, stats.resumed) == (0, 0, 0)
+        assert stats.policy_steps == (0,)
+        assert w.builder.dropped == Counter()
+        assert [e["type"] for e in read(tmp_path / "events.jsonl")] == ["rollout"] * 6
+        # What is built can be trained.
+        ref = await w.adapter.submit(collection)
+        status = await w.adapter.wait_until_complete(ref)
+        assert (status.metadata or {})["counts"]["by_rollout"] == 6
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"Starting 3 evaluation runs for run_id: {w.run_id}" in lines
+    assert f"Built 6 trajectories across 2 examples for run_id: {w.run_id}" in lines
+
+
+async def test_all_generations_share_one_budget(server: LocalBackend, tiny_model: Path):
+    running, most = 0, 0
+
+    async def agent(question: str) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return question
+
+    async with world(server, tiny_model, generations=4) as w:
+        w.bind(agent, ["a", "b", "c", "d"], max_concurrency=3)
+        collection = await w.collect()
+        assert most == 3
+        # It never asked the model, so there is nothing to train.
+        assert collection.trajectories == []
+        assert w.builder.dropped == {"no_calls": 16}
+
+
+async def test_unknown_runs_and_missing_parts(server: LocalBackend, tiny_model: Path):
+    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig())
+    assert builder.num_generations == 2
+    with pytest.raises(ValueError, match="No evaluation runs found for run_id: nobody"):
+        await builder.finalize("nobody")
+    with pytest.raises(ConfigError, match="has no evaluation yet"):
+        await builder.start_run("r")
+    async with world(server, tiny_model) as w:
+        w.bind(w.say, ["one"])
+        builder.evaluation = w.builder.evaluation
+        with pytest.raises(ConfigError, match="was not initialized"):
+            await builder.start_run("r")
+
+
+async def test_one_generation_still_gives_groups_by_example(server: LocalBackend, tiny_model: Path):
+    async with world(server, tiny_model, generations=1) as w:
+        w.bind(w.say, ["one", "two", "three"])
+        assert [len(g) for g in (await w.collect()).trajectories] == [1, 1, 1]
+
+
+async def test_small_groups_are_dropped_and_counted(server: LocalBackend, tiny_model: Path):
+    async with world(server, tiny_model, generations=2, min_group_size=2) as w:
+        runs = Counter[str]()
+
+        async def agent(question: str) -> str:
+            runs[question] += 1
+            if question == "two" and runs[question] == 1:
+                raise PolicyFailure("gave up", reason="step_limit")
+            return await w.say(question)
+
+        w.bind(agent, ["one", "two"])
+        collection = await w.collect()
+        assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0"]
+        assert w.builder.dropped == {"policy/step_limit": 1, "small_group": 1}
+
+
+def test_its_own_log(tmp_path: Path):
+    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=4))
+    builder.log_progress("r1", {"avg": 0.5, "bad": float("nan")}, str(tmp_path))
+    [line] = (tmp_path / "trajectory_builder_r1.jsonl").read_text().splitlines()
+    said = json.loads(line)
+    assert said.pop("timestamp")
+    assert said == {"run_id": "r1", "num_generations": 4, "avg": 0.5, "bad": None}
+
+
+# ---- targets ------------------------------------------------------------------------------------
+
+
+def nested(w: World) -> Callable[[str], Any]:
+    """The workflow asks once, then calls `search`, which asks, then calls `rank`, which asks."""
+
+    async def rank(question: str) -> str:
+        return await w.say(f"rank {question}")
+
+    async def search(question: str) -> str:
+        found = await w.say(f"search {question}")
+        return found + await inner(question)
+
+    inner, outer = Function.of("rank", rank), Function.of("search", search)
+
+    async def agent(question: str) -> str:
+        return await w.say(f"plan {question}") + await outer(question)
+
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("targets", "asked", "left"),
+    [
+        (["<workflow>"], ["plan", "search", "rank"], 0),
+        (["search"], ["search"], 2),
+        (["rank"], ["rank"], 2),
+        (["search", "rank"], ["search", "rank"], 1),
+        (["<workflow>", "rank"], ["plan", "search", "rank"], 0),
+    ],
+)
+async def test_only_calls_of_the_target_functions_are_trained(
+    server: LocalBackend, tiny_model: Path, targets: list[str], asked: list[str], left: int
+):
+    async with world(server, tiny_model, target_functions=targets) as w:
+        w.bind(nested(w), ["x"])
+        collection = await w.collect()
+        for trajectory in collection.trajectories[0]:
+            talks = conversations(trajectory)
+            assert [talk[0].content for talk in talks] == [f"{word} x" for word in asked]
+            recorded = await w.adapter.recorded(metadata(trajectory)["rollout"])
+            trained = [c.id for c in recorded if c.messages[0]["content"].split()[0] in asked]  # pyright: ignore[reportOptionalSubscript]
+            assert metadata(trajectory)["calls"] == trained
+        assert w.builder.dropped == ({"call/not_target_function": 2 * left} if left else {})
+        ref = await w.adapter.submit(collection)
+        told = (await w.adapter.wait_until_complete(ref)).metadata or {}
+        assert told["counts"]["by_rollout"] == 2 * len(asked)
+
+
+async def test_a_target_that_no_call_comes_from(server: LocalBackend, tiny_model: Path):
+    async with world(server, tiny_model, target_functions=["nobody"]) as w:
+        w.bind(nested(w), ["x"])
+        assert (await w.collect()).trajectories == []
+        assert w.builder.dropped == {"not_target_function": 2}
+
+
+@pytest.mark.parametrize("spelling", ["actor", "model name"])
+async def test_only_calls_to_the_target_model_are_trained_by_either_spelling(
+    server: LocalBackend, tiny_model: Path, spelling: str
+):
+    """Two entries of `llms` reach the model in training under two names; one is the target."""
+    async with world(server, tiny_model) as w:
+        base = str(tiny_model)
+        actor = LLM(name="actor", base_url=w.llm.base_url, model=base, params={"max_tokens": 3})
+        names = {"actor": actor.model, "critic": w.llm.model}
+        w.builder.llm_names = names.get
+        assert w.builder.run_config is not None
+        w.builder.run_config.target_model = "actor" if spelling == "actor" else base
+
+        async def agent(question: str) -> str:
+            messages = [{"role": "user", "content": f"act {question}"}]
+            answer = await actor.chat(messages)
+            return (answer.choices[0].message.content or "") + await w.say("criticise")
+
+        w.bind(agent, ["x"])
+        [group] = (await w.collect()).trajectories
+        for trajectory in group:
+            assert [talk[0].content for talk in conversations(trajectory)] == ["act x"]
+        assert w.builder.dropped == {"call/not_target_model": 2}
+        await actor.close()
+
+
+async def test_calls_to_other_models_are_context(server: LocalBackend, tiny_model: Path):
+    async with world(server, tiny_model) as w:
+
+        async def agent(question: str) -> str:
+            judge = await w.say("judge", model=str(tiny_model) + "@0")
+            return judge + await w.say(question) + await w.say("greedy", temperature=0)
+
+        w.bind(agent, ["x"])
+        [group] = (await w.collect()).trajectories
+        assert [len(metadata(t)["calls"]) for t in group] == [1, 1]
+        assert w.builder.dropped == {"call/other_model": 2, "call/greedy": 2}
+
+
+# ---- conversations and values ---------------------------------------------------------------------
+
+
+async def test_turns_extend_a_conversation_and_a_new_prompt_begins_another(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model) as w:
+
+        async def agent(question: str) -> str:
+            talk: list[Any] = [{"role": "system", "content": "short"}]
+            for turn in ("a", "b"):
+                talk.append({"role": "user", "content": f"{question} {turn}"})
+                answer = await w.llm.chat(talk)
+                talk.append({"role": "assistant", "content": answer.choices[0].message.content})
+            return await w.say("another")
+
+        w.bind(agent, ["x"])
+        [group] = (await w.collect()).trajectories
+        for trajectory in group:
+            first, second = conversations(trajectory)
+            roles = [item.role.value for item in first]
+            assert roles == ["system", "user", "assistant", "user", "assistant"]
+            assert [item.role.value for item in second] == ["user", "assistant"]
+            assert len(metadata(trajectory)["calls"]) == 3
+
+
+async def test_a_step_s_value_belongs_to_the_last_trained_call_before_it(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model) as w:
+        runs = 0
+
+        async def agent(question: str) -> str:
+            nonlocal runs
+            runs += 1
+            if runs > 1:
+                return await w.say(question)  # tells nothing
+            hone.step("early", value=100.0)  # before any call: belongs to none
+            await w.say("first")
+            hone.step("move", value=0.5, cell=3)
+            hone.step("move", value=0.25)
+            hone.step("note")
+            await w.say("second")
+            await w.say("not trained", temperature=0)
+            hone.step("end", value=2.0)
+            return "done"
+
+        w.bind(agent, ["x"])
+        [group] = (await w.collect()).trajectories
+        values = sorted((t.shaped_rewards or [] for t in group), key=len)
+        # 0.5 + 0.25 after the first call; 2.0 after the second, since the third is not trained.
+        assert values == [[0.0], [0.75, 2.0]]
+        ref = await w.adapter.submit(
+            TrajectoryCollection(trajectories=[group], run_id=w.run_id, metadata={"key": "shaped"})
+        )
+        status = await w.adapter.wait_until_complete(ref)
+        assert status.status.value == "completed", status.message
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model, rollout_retries=1, min_group_size=1) as w:
+        tried = Counter[str]()
+
+        async def agent(question: str) -> str:
+            tried[question] += 1
+            if question == "always" or (question == "once" and tried[question] == 1):
+                raise ConnectionError("sandbox is away")
+            return await w.say(question)
+
+        w.bind(agent, ["fine", "once", "always"])
+        collection = await w.collect()
+        # `once` fails one of its two generations; the second try has a rollout id of its own.
+        assert tried == {"fine": 2, "once": 3, "always": 4}
+        rollouts = [metadata(t)["rollout"] for t in collection.trajectories[1]]
+        assert sorted(id.rpartition(".")[2] for id in rollouts) == ["s1", "s1r1"]
+        assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0", "e1"]
+        assert w.builder.dropped == {"infrastructure/connection": 2}
+        assert w.builder.last_stats is not None
+        assert w.builder.last_stats.infrastructure == 2
+
+
+async def test_an_evaluator_that_fails_is_no_zero_and_no_second_rollout(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model) as w:
+        w.bind(w.say, ["one", "two"], Length(bad=("e1",)))
+        collection = await w.collect()
+        assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0"]
+        assert w.builder.dropped == {"infrastructure/evaluator": 2}
+        assert w.ran == {"one": 2, "two": 2}
+
+
+@pytest.mark.parametrize("policy", ["drop", {"reward": -1.0}])
+async def test_failures_of_the_policy(server: LocalBackend, tiny_model: Path, policy: Any):
+    async with world(server, tiny_model, on_policy_failure=policy) as w:
+
+        async def agent(question: str) -> str:
+            text = await w.say(question)
+            if w.ran[question] == 1:
+                raise PolicyFailure(f"{text!r} is no move", reason="unparseable")
+            return text
+
+        w.bind(agent, ["one"], max_concurrency=1)
+        collection = await w.collect()
+        if policy == "drop":
+            assert w.builder.dropped == {"policy/unparseable": 1, "small_group": 1}
+            assert collection.trajectories == []
+        else:
+            assert w.builder.dropped == {}
+            [group] = collection.trajectories
+            assert sorted(t.reward for t in group)[0] == -1.0
+            assert all(len(metadata(t)["calls"]) == 1 for t in group)
+
+
+async def test_a_server_that_cannot_be_asked_is_a_failure_of_the_world(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model, rollout_retries=0) as w:
+
+        async def recorded(rollout: str) -> Any:
+            raise Unavailable("closing")
+
+        w.builder.recorded = recorded
+        w.bind(w.say, ["one"])
+        assert (await w.collect()).trajectories == []
+        assert w.builder.dropped == {"infrastructure/server_error": 2}
+
+
+async def test_a_cancelled_collection_leaves_nothing_running(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model) as w:
+        begun = asyncio.Event()
+
+        async def agent(question: str) -> str:
+            begun.set()
+            await asyncio.Event().wait()
+            return question
+
+        w.bind(agent, ["one", "two"])
+        await w.builder.start_run(w.run_id)
+        waiting = asyncio.create_task(w.builder.finalize(w.run_id))
+        await asyncio.wait_for(begun.wait(), 10)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert w.builder.evaluation_runs == {}
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert not any(name.startswith("eval-run") for name in names)
+        await w.builder.start_run(w.run_id)  # and it can begin again
+        for task in w.builder.evaluation_runs[w.run_id]:
+            task.cancel()
+        await asyncio.gather(*w.builder.evaluation_runs[w.run_id], return_exceptions=True)
+
+
+# ---- going on -----------------------------------------------------------------------------------
+
+
+async def test_rollouts_in_the_journal_are_not_run_again(
+    server: LocalBackend, tiny_model: Path, tmp_path: Path
+):
+    async with world(server, tiny_model, rollout_retries=0, min_group_size=1) as w:
+        broken = True
+
+        async def agent(question: str) -> str:
+            if question == "two" and broken:
+                raise ConnectionError("away")
+            return await w.say(question)
+
+        w.bind(agent, ["one", "two"])
+        facts = RunFacts(0, {})
+        with Journal.open(tmp_path, facts) as journal:
+            meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
+            first = await w.collect(meta)
+        assert w.ran == {"one": 2, "two": 2}
+        broken = False
+        with Journal.open(tmp_path, facts) as journal:
+            meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
+            second = await w.collect(meta)
+        # Those that ended well are read; those that their world failed are run, as session 2.
+        assert w.ran == {"one": 2, "two": 4}
+        assert second.trajectories[0] == first.trajectories[0]
+        assert [metadata(t)["rollout"][-3:] for t in second.trajectories[1]] == [".s2", ".s2"]
+        assert w.builder.last_stats is not None
+        assert w.builder.last_stats.resumed == 2
+        with Journal.open(tmp_path, facts) as journal:
+            meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
+            third = await w.collect(meta)
+            # Another epoch, another round: nothing is known of them.
+            other = await w.collect({**meta, "round": 1})
+        assert third == second
+        assert w.ran == {"one": 4, "two": 6}
+        assert metadata(other.trajectories[0][0])["rollout"].startswith(f"{w.run_id}:0.1.0.")
+
+
+# ---- an endpoint that is not hone's -----------------------------------------------------------------
+
+
+async def test_what_was_seen_of_a_foreign_endpoint(
+    server: LocalBackend, tiny_model: Path, caplog: pytest.LogCaptureFixture
+):
+    """The same server, asked as if nobody could ask it what it recorded."""
+    async with world(server, tiny_model, min_group_size=1) as w:
+        w.builder.recorded = None
+        w.bind(w.say, ["one"])
+        collection = await w.collect()
+        # hone's own answers carry no logprobs in what the harness keeps: nothing to train on.
+        assert collection.trajectories == []
+        assert w.builder.dropped == {"no_logprobs": 2}
+        [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert said.startswith("No valid assistant messages with logprobs")
+        assert "`logprobs: true`" in said

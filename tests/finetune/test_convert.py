@@ -1,0 +1,133 @@
+"""Harness trajectories as the SDK's: references where the server recorded, text where it did not."""
+
+from typing import Any
+
+import pytest
+from tests.finetune.worlds import said
+
+from hone.errors import ConfigError, NotInThisVersion
+from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
+from hone.finetune.convert import sdk_groups, validate_episode_order
+
+LOGPROBS = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52], "top_logprobs": []}]}
+
+
+def collection(*groups: list[Trajectory]) -> TrajectoryCollection:
+    return TrajectoryCollection(trajectories=list(groups), run_id="r")
+
+
+def trajectory(*items: Any, reward: float = 1.0, **metadata: Any) -> Trajectory:
+    return Trajectory(episode=list(items), reward=reward, metadata=metadata or None)
+
+
+def test_a_recorded_rollout_is_sent_by_reference():
+    recorded = trajectory(
+        said("user", "hi"),
+        said("assistant", "4", {}),
+        reward=0.25,
+        id="e7",
+        rollout="run:0.0.0.0.s1",
+        calls=["call-1"],
+        generation=0,
+        reasoning={"not": "a scalar"},
+    ).model_copy(update={"shaped_rewards": [0.5]})
+    [group], dropped = sdk_groups(collection([recorded]))
+    [sent] = group
+    assert (group.example, dropped) == ("e7", {})
+    assert (sent.rollout, sent.trained_calls) == ("run:0.0.0.0.s1", ["call-1"])
+    assert (sent.reward, sent.shaped_rewards) == (0.25, [0.5])
+    assert sent.messages_and_choices == []
+    assert sent.metadata == {"id": "e7", "rollout": "run:0.0.0.0.s1", "generation": 0}
+
+
+def test_the_order_of_a_recorded_rollout_is_nobody_s_business():
+    odd = trajectory(said("assistant", "a", {}), rollout="r:1", calls=["call-1"])
+    [group], dropped = sdk_groups(collection([odd]))
+    assert (len(group), dropped) == (1, {})
+
+
+def test_text_with_logprobs():
+    call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    spoken = trajectory(
+        said("system", "be brief"),
+        said("user", "2 + 2?"),
+        said("assistant", "", {}, tool_calls=[call]),
+        said("tool", "4", tool_call_id="t1"),
+        said("assistant", "4", LOGPROBS, finish_reason="length", token_ids=[52]),
+        said("environment", "well done"),
+        said("assistant", "5", LOGPROBS),
+        tools=[{"type": "function"}],
+    )
+    [group], _ = sdk_groups(collection([spoken]))
+    [sent] = group
+    assert sent.messages_and_choices == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "t1"},
+        {
+            "index": 0,
+            "finish_reason": "length",
+            "logprobs": LOGPROBS,
+            "message": {"role": "assistant", "content": "4"},
+            "token_ids": [52],
+        },
+        {"role": "user", "content": "well done"},
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "logprobs": LOGPROBS,
+            "message": {"role": "assistant", "content": "5"},
+        },
+    ]
+    assert sent.tools == [{"type": "function"}]
+    assert (sent.rollout, sent.trained_calls) == ("", None)
+
+
+def test_several_conversations_are_several_histories():
+    two = trajectory(
+        said("user", "a", conversation=0),
+        said("assistant", "1", LOGPROBS, conversation=0),
+        said("user", "b", conversation=1),
+        said("assistant", "2", LOGPROBS, conversation=1),
+    )
+    [group], _ = sdk_groups(collection([two]))
+    [sent] = group
+    assert [item["content"] for item in sent.messages()] == ["a", "1"]
+    [other] = sent.additional_histories
+    assert [item["content"] for item in other.messages()] == ["b", "2"]
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ((), "Trajectory episode is empty."),
+        (
+            (said("assistant", "a", {}),),
+            "the first message is of role 'assistant'; expected 'user'",
+        ),
+        ((said("tool", "a"),), "the first message is of role 'tool'"),
+        (
+            (said("user", "u"), said("assistant", "a", {}), said("assistant", "b", {})),
+            "Consecutive assistant messages at positions 1 and 2",
+        ),
+    ],
+)
+def test_an_order_that_no_template_expresses(items: Any, says: str, caplog: Any):
+    wrong = trajectory(*items, id="e1")
+    with pytest.raises(ValueError, match="example 'e1': ") as caught:
+        validate_episode_order(wrong)
+    assert says in str(caught.value)
+    assert isinstance(caught.value, ConfigError)
+    right = trajectory(said("user", "u"), said("assistant", "a", LOGPROBS))
+    groups, dropped = sdk_groups(collection([wrong, right], [wrong]))
+    # One trajectory is dropped, not the submission; a group of which nothing is left goes too.
+    assert [len(group) for group in groups] == [1]
+    assert dropped == {"message_order": 2, "empty_group": 1}
+    assert sum("Dropped a trajectory" in r.getMessage() for r in caplog.records) == 2
+
+
+def test_preference_pairs_are_refused_by_name():
+    pair = DPOItem(prompt="p", chosen_response="a", rejected_response="b")
+    with pytest.raises(NotInThisVersion, match="preference pairs"):
+        sdk_groups(collection([trajectory(pair)]))

@@ -1,0 +1,302 @@
+"""Which groups are trained when: the exact schedule, ranking, sampling, and what is not run at all.
+
+Of upstream's expectations (spec of the originals' tests) these carry over and are marked (upstream):
+disabled returns an equal collection; 0.5 of 4 groups is 2, total_groups 4, 2 included; an expansion
+at epoch 2 with interval 2 from 0.25 by 0.25 gives 0.5, last_expansion_epoch 2, 2 groups; of one
+group, a random_subsample of 0.5 keeps 5 of 10 trajectories; a group without variance is dropped;
+a fresh state has last_expansion_epoch -1, total_groups 0 and nothing included.
+"""
+
+import json
+
+import pytest
+
+from hone.config.schema import CurriculumLearningConfig
+from hone.finetune.base import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from hone.finetune.curriculum import Curriculum, example_of, expansions, percentile, share
+
+
+def trajectory(reward: float, **metadata: object) -> Trajectory:
+    said = EpisodeItem(role=EpisodeItemRole.USER, content="hi")
+    return Trajectory(episode=[said], reward=reward, metadata=dict(metadata) or None)
+
+
+def collection(**rewards: tuple[float, ...]) -> TrajectoryCollection:
+    """Groups by example id."""
+    groups = [[trajectory(r, id=example) for r in rs] for example, rs in rewards.items()]
+    return TrajectoryCollection(trajectories=groups, run_id="run")
+
+
+def around(**averages: float) -> TrajectoryCollection:
+    """Groups of these averages, each with a spread of 0.2."""
+    return collection(**{k: (a - 0.1, a + 0.1) for k, a in averages.items()})
+
+
+def config(**changes: object) -> CurriculumLearningConfig:
+    return CurriculumLearningConfig.model_validate({"enabled": True, **changes})
+
+
+def ids(chosen: TrajectoryCollection) -> list[str]:
+    return [example_of(group, 0) for group in chosen.trajectories]
+
+
+# ---- the schedule -------------------------------------------------------------------------------
+
+
+def test_the_seeds_schedule_epoch_by_epoch():
+    # 0.3, +0.2 every 5 epochs: epochs 1-5 at 0.3, 6-10 at 0.5, 11-15 at 0.7, 16-20 at 0.9, then 1.0.
+    expected = [0.3] * 5 + [0.5] * 5 + [0.7] * 5 + [0.9] * 5 + [1.0] * 5
+    assert [percentile(config(), epoch) for epoch in range(25)] == expected
+    assert [expansions(config(), epoch) for epoch in (0, 4, 5, 19, 20, 24, 999)] == [
+        0, 0, 1, 3, 4, 4, 4,
+    ]  # fmt: skip
+
+
+def test_the_last_expansion_stops_at_all():
+    # 0.5 + 0.4 = 0.9, + 0.4 = 1.3, which is all.
+    steps = config(initial_percentile=0.5, increment_percentile=0.4, expansion_interval=2)
+    assert [percentile(steps, epoch) for epoch in range(6)] == [0.5, 0.5, 0.9, 0.9, 1.0, 1.0]
+    everything = config(initial_percentile=1.0)
+    assert [percentile(everything, epoch) for epoch in (0, 5)] == [1.0, 1.0]
+    assert expansions(everything, 50) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "expected"),
+    [(10, 0.7, 7), (10, 0.3, 3), (11, 0.3, 4), (3, 1.0, 3), (100, 0.07, 7), (4, 0.26, 2)],
+)
+def test_a_share_is_rounded_up_but_not_for_rounding(count: int, fraction: float, expected: int):
+    # 10 x 0.7 is 7.000000000000001 in floating point, and 7 is meant.
+    assert share(count, fraction) == expected
+
+
+def test_a_fresh_state():
+    """(upstream)"""
+    assert Curriculum(config()).state == {
+        "current_percentile": 0.3,
+        "last_expansion_epoch": -1,
+        "total_groups": 0,
+        "included_groups": set(),
+    }
+
+
+# ---- ranking ------------------------------------------------------------------------------------
+
+
+def test_disabled_returns_the_same_collection():
+    """(upstream)"""
+    groups = around(a=0.5, b=0.1)
+    assert Curriculum(CurriculumLearningConfig()).select(groups, 0) == groups
+
+
+def test_the_easiest_half_first():
+    """(upstream)"""
+    curriculum = Curriculum(config(initial_percentile=0.5))
+    chosen = curriculum.select(around(a=0.2, b=0.8, c=0.4, d=0.6), 0)
+    assert ids(chosen) == ["b", "d"]
+    assert curriculum.state["total_groups"] == 4
+    assert curriculum.state["included_groups"] == {"b", "d"}
+    assert curriculum.state["last_expansion_epoch"] == -1
+
+
+def test_the_hardest_first_if_asked():
+    curriculum = Curriculum(config(initial_percentile=0.5, sort_ascending=True))
+    assert ids(curriculum.select(around(a=0.2, b=0.8, c=0.4, d=0.6), 0)) == ["a", "c"]
+
+
+def test_an_expansion():
+    """(upstream)"""
+    steps = config(initial_percentile=0.25, increment_percentile=0.25, expansion_interval=2)
+    curriculum = Curriculum(steps)
+    groups = around(a=0.2, b=0.8, c=0.4, d=0.6)
+    assert [len(curriculum.select(groups, epoch).trajectories) for epoch in (0, 1)] == [1, 1]
+    chosen = curriculum.select(groups, 2)
+    assert len(chosen.trajectories) == 2
+    assert curriculum.state["current_percentile"] == 0.5
+    assert curriculum.state["last_expansion_epoch"] == 2
+
+
+def test_groups_of_ten_over_the_seeds_schedule():
+    # Ten groups: 3, 5, 7, 9, 10 of them in the five phases.
+    groups = around(**{f"e{i}": i / 10 for i in range(10)})
+    curriculum = Curriculum(config())
+    counts = [len(curriculum.select(groups, epoch).trajectories) for epoch in range(22)]
+    assert counts == [3] * 5 + [5] * 5 + [7] * 5 + [9] * 5 + [10] * 2
+
+
+def test_groups_without_variance_are_dropped_before_the_share_is_taken():
+    """(upstream, for the drop)"""
+    groups = collection(
+        flat=(0.9, 0.9),
+        near=(0.5, 0.55),  # 0.05 apart, under min_reward_diff 0.1
+        edge=(0.4, 0.5),  # 0.5 - 0.4 is 0.09999999999999998, and 0.1 is meant
+        wide=(0.0, 0.6),  # average 0.3
+    )
+    curriculum = Curriculum(config(initial_percentile=0.5))
+    # Two tell something; half of two is one: the easier, edge at 0.45.
+    assert ids(curriculum.select(groups, 0)) == ["edge"]
+    assert curriculum.state["total_groups"] == 2
+
+
+def test_nothing_is_left_where_no_group_tells_anything():
+    curriculum = Curriculum(config())
+    chosen = curriculum.select(collection(a=(1.0, 1.0), b=(0.0, 0.0)), 0)
+    assert chosen.trajectories == []
+    assert curriculum.state["included_groups"] == set()
+
+
+def test_equal_averages_keep_their_order():
+    curriculum = Curriculum(config(initial_percentile=0.5))
+    assert ids(curriculum.select(around(x=0.5, y=0.5, z=0.5, w=0.5), 0)) == ["x", "y"]
+
+
+def test_examples_are_known_by_their_ids_wherever_they_stand():
+    curriculum = Curriculum(config(initial_percentile=0.5))
+    curriculum.select(around(a=0.2, b=0.8), 0)
+    assert curriculum.state["included_groups"] == {"b"}
+    curriculum.select(around(b=0.8, a=0.2), 1)
+    assert curriculum.state["included_groups"] == {"b"}
+    assert {k: round(m.average, 9) for k, m in curriculum.history.items()} == {"a": 0.2, "b": 0.8}
+
+
+def test_rounds_of_one_epoch_add_up():
+    curriculum = Curriculum(config(initial_percentile=0.5))
+    curriculum.select(around(a=0.2, b=0.8), 0, 0)
+    curriculum.select(around(c=0.3, d=0.6), 0, 1)
+    assert curriculum.state["included_groups"] == {"b", "d"}
+    curriculum.select(around(a=0.9, b=0.8), 1, 0)
+    assert curriculum.state["included_groups"] == {"a"}
+
+
+# ---- sampling -----------------------------------------------------------------------------------
+
+
+def test_of_one_group_trajectories_are_drawn():
+    """(upstream)"""
+    group = collection(only=tuple(float(i) for i in range(10)))
+    chosen = Curriculum(config(random_subsample=0.5), seed=3).select(group, 0)
+    rewards = [t.reward for t in chosen.trajectories[0]]
+    assert len(rewards) == 5
+    assert rewards == sorted(rewards), "their order is kept"
+    assert Curriculum(config()).select(group, 0) == group
+
+
+def test_of_one_group_nothing_is_filtered():
+    group = collection(only=(0.5, 0.5))
+    assert Curriculum(config()).select(group, 0) == group
+
+
+def test_of_several_groups_groups_are_drawn_seeded_by_epoch_and_round():
+    groups = around(**{f"e{i}": i / 20 for i in range(20)})
+    whole = config(initial_percentile=1.0, random_subsample=0.5)
+
+    def drawn(seed: int, epoch: int, round: int = 0) -> list[str]:
+        return ids(Curriculum(whole, seed=seed).select(groups, epoch, round))
+
+    assert len(drawn(1, 0)) == 10
+    assert drawn(1, 0) == drawn(1, 0)
+    assert len({tuple(drawn(*at)) for at in ((1, 0), (2, 0), (1, 1), (1, 0, 1))}) == 4
+    # Order of rank: e19 is the easiest.
+    assert drawn(1, 0) == sorted(drawn(1, 0), key=lambda e: -int(e[1:]))
+
+
+def test_a_sample_larger_than_the_share_leaves_it_alone():
+    # 3 of 10 are chosen; 0.5 x 10 = 5 are wanted.
+    groups = around(**{f"e{i}": i / 10 for i in range(10)})
+    assert len(Curriculum(config(random_subsample=0.5)).select(groups, 0).trajectories) == 3
+
+
+# ---- what is not run ------------------------------------------------------------------------------
+
+
+def test_skip_excluded_saves_the_rollouts_of_what_would_be_left_out():
+    examples = [f"e{i}" for i in range(10)]
+    averages = {example: i / 10 for i, example in enumerate(examples)}
+    runs: list[int] = []
+    chosen: list[list[str]] = []
+    curriculum = Curriculum(config(skip_excluded=True, expansion_interval=3))
+    for epoch in range(9):
+        planned = curriculum.plan(examples, epoch)
+        runs.append(len(planned))
+        chosen.append(ids(curriculum.select(around(**{e: averages[e] for e in planned}), epoch)))
+    # All ten at the start of each phase, to measure; then only the 3, 5 and 7 that are trained.
+    assert runs == [10, 3, 3, 10, 5, 5, 10, 7, 7]
+    # And what is trained is what would be trained without skipping, with 60 examples run, not 90.
+    plain = Curriculum(config(expansion_interval=3))
+    assert chosen == [ids(plain.select(around(**averages), epoch)) for epoch in range(9)]
+    assert sum(runs) == 60
+
+
+def test_nothing_is_skipped_unless_it_is_asked_for():
+    examples = ["a", "b", "c", "d"]
+    curriculum = Curriculum(config(initial_percentile=0.25))
+    curriculum.select(around(a=0.1, b=0.2, c=0.3, d=0.4), 0)
+    assert curriculum.plan(examples, 1) == examples
+    disabled = Curriculum(CurriculumLearningConfig(skip_excluded=True))
+    disabled.select(around(a=0.1, b=0.2), 0)
+    assert disabled.plan(examples, 1) == examples
+
+
+def test_an_example_without_a_signal_is_run_again():
+    curriculum = Curriculum(config(initial_percentile=0.5, skip_excluded=True))
+    curriculum.select(collection(a=(0.0, 0.0), b=(0.2, 0.6), c=(0.6, 1.0), new=(1.0, 1.0)), 0)
+    # b is ranked behind c and left out; a and `new` told nothing and may only have been unlucky.
+    assert curriculum.plan(["a", "b", "c", "new", "unseen"], 1) == ["a", "c", "new", "unseen"]
+
+
+def test_the_whole_share_skips_nothing():
+    steps = config(initial_percentile=0.5, increment_percentile=0.5, skip_excluded=True)
+    curriculum = Curriculum(steps)
+    curriculum.select(around(a=0.2, b=0.8), 0)
+    assert curriculum.plan(["a", "b"], 4) == ["b"]
+    assert curriculum.plan(["a", "b"], 5) == ["a", "b"]
+
+
+def test_what_was_skipped_in_another_round_does_not_count_in_this_one():
+    curriculum = Curriculum(config(initial_percentile=0.5, skip_excluded=True))
+    curriculum.select(around(a=0.1, b=0.2, c=0.3, d=0.4), 0)  # a and b are left out
+    groups = around(c=0.3, d=0.4)
+    # Of this round's c, d and the skipped a: 3 x 0.5 = 1.5, so 2; without a: 1.
+    assert ids(curriculum.select(groups, 1, 0, ["a", "c", "d"])) == ["d", "c"]
+    assert ids(curriculum.select(groups, 1, 1, ["c", "d"])) == ["d"]
+
+
+# ---- going on -------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_goes_through_json_and_back():
+    steps = config(initial_percentile=0.5, skip_excluded=True, random_subsample=0.9)
+    curriculum = Curriculum(steps, seed=4)
+    curriculum.select(around(a=0.1, b=0.2, c=0.3, d=0.4), 0)
+    again = Curriculum.restore(steps, 4, json.loads(json.dumps(curriculum.snapshot())))
+    assert again == curriculum
+    groups = around(c=0.3, d=0.4)
+    assert (
+        again.plan(["a", "b", "c", "d"], 1)
+        == curriculum.plan(["a", "b", "c", "d"], 1)
+        == ["c", "d"]
+    )
+    assert again.select(groups, 1) == curriculum.select(groups, 1)
+    assert Curriculum.restore(steps, 4, {}) == Curriculum(steps, seed=4)
+
+
+def test_the_same_epoch_again_gives_the_same_groups():
+    """A run that was killed between choosing and sending chooses again."""
+    curriculum = Curriculum(config(initial_percentile=0.5, skip_excluded=True))
+    curriculum.select(around(a=0.1, b=0.2, c=0.3, d=0.4), 0)
+    groups = around(c=0.3, d=0.4)
+    once = curriculum.select(groups, 1)
+    assert curriculum.select(groups, 1) == once
+    assert curriculum.plan(["a", "b", "c", "d"], 1) == ["c", "d"]
+
+
+def test_a_skipped_epoch_does_not_shift_the_schedule():
+    curriculum = Curriculum(config())
+    groups = around(**{f"e{i}": i / 10 for i in range(10)})
+    assert len(curriculum.select(groups, 12).trajectories) == 7
+    assert curriculum.state["last_expansion_epoch"] == 10
+
+
+def test_a_group_whose_builder_names_no_example_is_called_by_its_place():
+    assert example_of([trajectory(0.5)], 7) == "#7"
+    assert example_of([trajectory(0.5), trajectory(0.5, id=3)], 7) == "3"

@@ -1,0 +1,117 @@
+"""finetune/display.py: where a run stands, by its events alone; lines, and one live picture."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.finetune.runs import STORIES, Story, events
+from tests.finetune.test_metrics import collected, rollout, started
+
+from hone.events import EventLog
+from hone.finetune import display
+from hone.finetune.display import BLOCKS, Display, State, sparks
+from hone.progress import write
+
+
+def stage(at: float, epoch: int, rollouts: int = 10) -> dict:
+    event = {"at": at, "type": "epoch_started", "epoch": epoch, "round": 0, "rounds": 1, "step": 0}
+    return event | {"rollouts": rollouts}
+
+
+def done(at: float, epoch: int) -> dict:
+    return {"at": at, "type": "epoch_done", "epoch": epoch, "status": "completed", "phases": {}}
+
+
+def test_the_state_by_hand():
+    state = State()
+    state.add(started(100.0))
+    state.add(stage(100.0, 0))
+    state.add(rollout(0, "a", 0, 1.0, at=101.0, tokens=30))
+    state.add(rollout(0, "a", 1, 0.0, at=102.0, tokens=10))
+    state.add(rollout(0, "b", 0, None, at=104.0, tokens=0, failure_kind="policy"))
+    assert (state.finished, state.total, state.failed, state.mean) == (3, 10, 1, 0.5)
+    assert state.tokens_per_s(104.0) == 10.0  # 40 tokens in 4 s
+    assert state.left_s(104.0) is None  # no epoch is over yet
+    state.add(collected(0, 0.5, at=105.0))
+    state.add(done(110.0, 0))
+    # One epoch took 10 s, four are left; 4 s into the next, 36 s are.
+    assert state.left_s(110.0) == 40.0
+    state.add(stage(110.0, 1))
+    assert state.left_s(114.0) == 36.0
+
+
+def test_a_job_is_rows_of_steps():
+    state = State()
+    state.add({"at": 1.0, "type": "job_submitted", "epoch": 0, "round": 0})
+    told = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 2, "steps": 3}
+    state.add(told | {"row": 4, "rows": 10})
+    # One whole step of 10 rows, and 4 of the second, of 30 in all.
+    assert (state.stage, state.finished, state.total) == ("learning", 14, 30)
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with EventLog(tmp_path / "events.jsonl") as log, Display(log) as shown:
+        for event in (
+            started(0.0, epochs=2),
+            stage(0.0, 0),
+            rollout(0, "a", 0, 1.0, at=5.0),
+            rollout(0, "a", 1, 0.0, at=11.0, tokens=210),
+            rollout(0, "b", 0, 1.0, at=12.0),
+            collected(0, 0.5, at=13.0),
+            done(20.0, 0),
+        ):
+            shown.add(event)
+    # A line after ten seconds (220 tokens in 11 s), none a second later, one for the epoch.
+    assert capsys.readouterr().err.splitlines() == [
+        "epoch 1 of 2: rollouts 2 of 10, reward so far 0.50, 20 tokens/s",
+        "epoch 1 of 2 done: reward 0.50, 20 s, about 20 s left",
+    ]
+
+
+def test_a_run_that_goes_on_shows_its_whole_curve(tmp_path: Path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        fields = {k: v for k, v in collected(0, 0.25).items() if k not in ("at", "type")}
+        log.append("epoch_collected", **fields)
+        with Display(log) as shown:
+            log.append("epoch_collected", **fields | {"epoch": 1})
+            assert shown.state.training == {(0, 0): 0.25, (1, 0): 0.25}
+        log.append("epoch_collected", **fields | {"epoch": 2})
+        assert len(shown.state.training) == 2  # it no longer listens
+
+
+@pytest.mark.parametrize("name", ["good", "gaps", "resumed", "failed", "rounds", "no_validation"])
+def test_one_picture_on_a_terminal_and_lines_above_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr("hone.progress.console", lambda: screen)
+    monkeypatch.setattr(display, "console", lambda: screen)
+    with EventLog(tmp_path / "events.jsonl") as log, Display(log) as shown:
+        for event in events(STORIES[name]):
+            shown.add(event)
+        write("a line of the log")
+        assert shown.picture() is not None
+    assert isinstance(screen.file, io.StringIO)
+    text = screen.file.getvalue()
+    assert "a line of the log" in text
+    assert "training" in text and ("held out" in text) == (name != "no_validation")
+
+
+def test_every_moment_of_a_run_can_be_drawn(tmp_path: Path):
+    screen = Console(file=io.StringIO(), width=80)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        shown = Display(log, clock=lambda: shown.state.now)
+        for event in events(Story(epochs=2, examples=3, generations=2, held_out=3, interval=1)):
+            shown.state.add(event)
+            screen.print(shown.picture())
+
+
+def test_sparks_stand_on_zero():
+    # Rewards from 0 to 1 in eight heights: 0, 0.5 -> int(0.5 * 7.999) = 3, 1 -> 7.
+    assert sparks([0.0, 0.5, None, 1.0]) == f"{BLOCKS[0]}{BLOCKS[3]} {BLOCKS[7]}"
+    assert sparks([0.5, 0.51]) == BLOCKS[3] + BLOCKS[4]
+    # From -1 to 1.
+    assert sparks([-1.0, 0.0, 1.0]) == BLOCKS[0] + BLOCKS[3] + BLOCKS[7]
+    assert sparks([None]) == " "
+    assert sparks([0.0, 1.0], "ascii") == "_@"

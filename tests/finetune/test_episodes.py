@@ -1,0 +1,197 @@
+"""Recorded and seen calls as episodes: targets, conversations, values of steps."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hone.capture.base import SeenCall, Step
+from hone.finetune.base import EpisodeItem, Trajectory
+from hone.finetune.convert import conversations
+from hone.finetune.episodes import Sampled, Targets, episode, of_recorded, of_seen, shaped
+from hone.types import Call, RecordedCall
+
+ASK = [{"role": "user", "content": "hi"}]
+LOGPROBS = {"content": [{"token": "4", "logprob": -0.5}]}
+
+
+def recorded(id: str, index: int = 0, function: str = "<workflow>", **changes: Any) -> RecordedCall:
+    call = {
+        "prompt_ids": [1],
+        "completion_ids": [2],
+        "logprobs": [-0.5],
+        "function": function,
+        **changes.pop("call", {}),
+    }
+    fields = {
+        "id": id,
+        "rollout": "r",
+        "index": index,
+        "model": "p/n",
+        "base_model": "base",
+        "adapter_sha256": None,
+        "fingerprint": "f",
+        "created_at": 0.0,
+        "messages": ASK,
+        "reply": {"role": "assistant", "content": "4"},
+        "finish": "stop",
+        "call": Call(**call),
+    }
+    return RecordedCall(**fields | changes)
+
+
+def seen(
+    index: int, model: str, *call_ids: str, function: str = "<workflow>", **fields: Any
+) -> SeenCall:
+    choices = [{"message": {"role": "assistant", "content": "4"}, "call_id": i} for i in call_ids]
+    values: dict[str, Any] = {
+        "index": index, "function": function, "model": model, "host": "localhost",
+        "messages": ASK, "tools": None, "choices": choices, "usage": None,
+        "id": call_ids[0] if call_ids else None, "policy_step": 0, "started_at": 0.0,
+        "seconds": 0.1, "status": 200, "error": None,
+    }  # fmt: skip
+    return SeenCall(**values | fields)
+
+
+def ids(found: Any) -> list[str]:
+    return [one.id for one in found.sampled]
+
+
+@pytest.mark.parametrize(
+    ("path", "targets", "expected"),
+    [
+        ("<workflow>.search", {"search"}, True),
+        ("<workflow>.search.rank", {"search"}, False),
+        ("<workflow>.search.rank", {"rank"}, True),
+        ("<workflow>.search", {"<workflow>"}, True),
+        ("<workflow>", {"search"}, False),
+        ("research", {"search"}, False),
+        ("", {"<workflow>"}, True),
+    ],
+)
+def test_the_innermost_function_counts(path: str, targets: set[str], expected: bool):
+    assert Targets(frozenset(targets)).has_function(path) is expected
+
+
+def test_why_a_recorded_call_is_not_trained():
+    calls = [
+        recorded("ok"),
+        recorded("left", abandoned=True),
+        recorded("frozen", model="base"),
+        recorded("inner", function="<workflow>.search"),
+        recorded("cold", call={"temperature": 0.0}),
+        recorded("empty", call={"completion_ids": [], "logprobs": []}),
+        recorded("blind", call={"logprobs": None}),
+    ]
+    found = of_recorded(calls, (), Targets(frozenset({"<workflow>"}), None, "p/n"))
+    assert ids(found) == ["ok", "inner"]
+    assert found.dropped == {"abandoned": 1, "other_model": 1, "greedy": 1, "no_logprobs": 2}
+    found = of_recorded(calls, (), Targets(frozenset({"search"}), None, "p/n"))
+    assert ids(found) == ["inner"]
+    assert found.reason is None
+    nothing = of_recorded(calls[1:2], (), Targets())
+    assert nothing.reason == "abandoned"
+    assert of_recorded([], (), Targets()).reason == "no_calls"
+
+
+def test_a_target_model_is_what_was_asked_for_and_what_answered_where_nobody_saw():
+    calls = [recorded("a"), recorded("b", 1), recorded("unseen", 2)]
+    wire = [seen(0, "actor-name", "a"), seen(1, "critic-name", "b")]
+    by_name = Targets(models=frozenset({"actor-name"}))
+    assert ids(of_recorded(calls, wire, by_name)) == ["a"]
+    assert ids(of_recorded(calls, wire, Targets(models=frozenset({"critic-name", "p/n"})))) == [
+        "b", "unseen",
+    ]  # fmt: skip
+
+
+def test_an_answer_of_a_hone_server_that_is_not_recorded_here_is_counted():
+    found = of_recorded([recorded("a")], [seen(0, "m", "a"), seen(1, "m", "elsewhere")], Targets())
+    assert (ids(found), found.dropped) == (["a"], {"unrecorded": 1})
+
+
+def test_of_a_foreign_endpoint_only_answers_with_logprobs():
+    message = {"role": "assistant", "content": "4"}
+    with_them = {"message": message, "logprobs": LOGPROBS, "finish_reason": "length"}
+    calls = [
+        seen(0, "m", choices=[with_them, {"message": message, "logprobs": None}], id="x"),
+        seen(1, "other", choices=[with_them]),
+        seen(2, "m", choices=[{"text": "4"}], messages=None),
+        seen(3, "m", choices=[with_them], function="<workflow>.search"),
+        seen(4, "m", choices=[], status=500, error="broken"),
+    ]
+    found = of_seen(calls, Targets(frozenset({"<workflow>"}), frozenset({"m"})))
+    assert ids(found) == ["x.0", "3.0"]
+    assert (found.sampled[0].logprobs, found.sampled[0].finish) == (LOGPROBS, "length")
+    assert found.dropped == Counter(no_logprobs=1, not_target_model=1, not_chat=1)
+    only = of_seen(calls[3:4], Targets(frozenset({"rank"})))
+    assert only.reason == "not_target_function"
+
+
+# ---- values of steps ------------------------------------------------------------------------------
+
+
+def step(value: float | None, calls: int) -> Step:
+    return Step("move", value, {}, "<workflow>", calls)
+
+
+def sampled(place: int, messages: list[dict[str, Any]] | None = None, reply: Any = "4") -> Sampled:
+    said = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+    return Sampled(f"call-{place}", place, messages or ASK, said, "stop", {})
+
+
+def test_values_go_to_the_last_trained_call_before_them():
+    trained = [sampled(0), sampled(2)]  # call 1 was another model's
+    steps = [
+        step(9.0, 0),  # before any call
+        step(1.0, 1),  # after call 0
+        step(2.0, 2),  # after call 1, which is not trained: still call 0's
+        step(None, 3),
+        step(4.0, 3),  # after call 2
+        step(-1.0, 3),
+    ]
+    assert shaped(steps, trained) == [3.0, 3.0]
+    assert shaped([step(None, 1)], trained) is None
+    assert shaped([], trained) is None
+
+
+# ---- episodes -----------------------------------------------------------------------------------
+
+
+def talks(*calls: Sampled) -> list[list[tuple[str, str]]]:
+    whole = Trajectory(episode=episode(calls), reward=0.0)
+    return [[(i.role.value, i.content) for i in talk] for talk in conversations(whole)]
+
+
+def test_turns_retries_and_rewritten_contexts():
+    first = sampled(0, ASK, "one")
+    longer = [*ASK, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
+    second = sampled(1, longer, "two")
+    again = sampled(2, ASK, "uno")  # the same question once more: a conversation of its own
+    rewritten = [{"role": "user", "content": "summary"}]
+    assert talks(first, second, again, sampled(3, rewritten, "three")) == [
+        [("user", "hi"), ("assistant", "one"), ("user", "more"), ("assistant", "two")],
+        [("user", "hi"), ("assistant", "uno")],
+        [("user", "summary"), ("assistant", "three")],
+    ]
+
+
+def test_tool_calls_and_parts_and_roles():
+    called = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [called], "refusal": None}
+    sent_back = {"role": "assistant", "content": "", "tool_calls": [called]}
+    result = {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "t1"}
+    picture = {"role": "developer", "content": [{"type": "image_url", "image_url": "x"}]}
+    first = sampled(0, [picture, *ASK], answer)
+    second = sampled(1, [picture, *ASK, sent_back, result], "done")
+    items = episode([first, second])
+    # The answer and what the agent sent back of it are one message, spelt in two ways.
+    roles = [item.role.value for item in items]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert items[0].content == '[{"type": "image_url", "image_url": "x"}]'
+    assert items[3].content == "4"
+    assert items[2].metadata == {
+        "tool_calls": [called], "conversation": 0, "call": "call-0", "finish_reason": "stop",
+    }  # fmt: skip
+    assert items[3].metadata == {"tool_call_id": "t1", "conversation": 0}
+    assert all(isinstance(item, EpisodeItem) for item in items)
+    assert [item.logprobs for item in items] == [None, None, {}, None, {}]

@@ -1,0 +1,217 @@
+"""What a killed run needs to go on."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hone.errors import ConfigError, Conflict, StateError
+from hone.finetune.base import (
+    EpisodeItem,
+    EpisodeItemRole,
+    FailureRecord,
+    RolloutRecord,
+    Trajectory,
+    TrajectoryCollection,
+)
+from hone.finetune.journal import Journal, RunFacts, Submission, peek
+
+FACTS = RunFacts(0, {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"seed": 0}})
+
+
+def record(example: str = "a", generation: int = 0, **fields: object) -> RolloutRecord:
+    given = {"epoch": 0, "split": "train", "rollout": "r:1", "reward": 1.0, **fields}
+    return RolloutRecord.model_validate({"example": example, "generation": generation, **given})
+
+
+def failed(kind: str) -> FailureRecord:
+    return FailureRecord.model_validate({"kind": kind, "reason": "connection"})
+
+
+def test_a_run_keeps_its_id_and_counts_its_starts(tmp_path: Path):
+    with Journal.open(tmp_path / "out", FACTS) as first:
+        assert first.run_id.startswith("art_run_") and len(first.run_id) == len("art_run_") + 8
+        int(first.run_id.removeprefix("art_run_"), 16)
+        assert first.session == 1
+    with Journal.open(tmp_path / "out", FACTS) as second:
+        assert (second.run_id, second.session) == (first.run_id, 2)
+    found = peek(tmp_path / "out")
+    assert found is not None and found.session == 2
+    assert peek(tmp_path / "elsewhere") is None
+
+
+def test_finished_rollouts_are_there_after_a_restart(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(record("a", 0))
+        journal.add(record("a", 1, round=1))
+        journal.add(record("b", 0, split="val"))
+        journal.add(record("c", 0, epoch=1))
+    with Journal.open(tmp_path, FACTS) as journal:
+        assert set(journal.finished("train", 0)) == {("a", 0)}
+        assert set(journal.finished("train", 0, 1)) == {("a", 1)}
+        assert set(journal.finished("val", 0)) == {("b", 0)}
+        assert journal.finished("train", 1)["c", 0] == record("c", 0, epoch=1)
+        assert journal.finished("train", 7) == {}
+    assert sorted(p.name for p in (tmp_path / "trajectories").iterdir()) == [
+        "epoch_000.jsonl",
+        "epoch_001.jsonl",
+        "validation_000.jsonl",
+    ]
+
+
+def test_a_rollout_its_world_failed_is_run_again_and_the_last_one_counts(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(record("a", 0, reward=None, failure=failed("infrastructure")))
+        journal.add(record("b", 0, reward=None, failure=failed("policy")))
+        assert set(journal.finished("train", 0)) == {("b", 0)}
+        journal.add(record("a", 0, reward=0.5))
+        assert journal.finished("train", 0)["a", 0].reward == 0.5
+        assert [(r.example, r.reward) for r in journal.records("train", 0)] == [
+            ("a", 0.5),
+            ("b", None),
+        ]
+
+
+def test_a_torn_last_line_is_cut_off_before_the_next_is_written(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(record("a", 0))
+    path = tmp_path / "trajectories" / "epoch_000.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(record("b", 0))
+        assert set(journal.finished("train", 0)) == {("a", 0), ("b", 0)}
+
+
+def test_a_bad_line_elsewhere_is_an_error_with_its_place(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(record("a", 0))
+        path = tmp_path / "trajectories" / "epoch_000.jsonl"
+        path.write_bytes(b"{}\n" + path.read_bytes())
+        with pytest.raises(StateError, match=r"epoch_000\.jsonl:1: not a rollout.*--fresh"):
+            journal.records("train", 0)
+
+
+def test_a_submission_is_the_same_after_a_restart(tmp_path: Path):
+    said = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="x", logprobs={})
+    trajectory = Trajectory(episode=[said], reward=0.1 + 0.2, metadata={"calls": ["c1"]})
+    collection = TrajectoryCollection(
+        trajectories=[[trajectory]], run_id="r", metadata={"epoch": 3}
+    )
+    noted = Submission(collection=collection, collected={"metrics": {"avg_reward": 0.3}})
+    with Journal.open(tmp_path, FACTS) as journal:
+        assert journal.submitted(3, 1) is None
+        journal.note_submission(3, 1, noted)
+    with Journal.open(tmp_path, FACTS) as journal:
+        assert journal.submitted(3, 1) == noted
+        assert journal.submitted(3, 0) is None
+        (tmp_path / "submissions" / "003_001.json").write_text("{")
+        with pytest.raises(StateError, match=r"003_001\.json: not a submission"):
+            journal.submitted(3, 1)
+
+
+def test_another_configuration_is_refused_and_says_what_differs(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS) as journal:
+        run_id = journal.run_id
+        journal.add(record())
+    changed = RunFacts(0, {"llms": {"a": {"temperature": 0.9}}, "finetuning": {"seed": 0, "x": 1}})
+    with pytest.raises(Conflict) as refused:
+        Journal.open(tmp_path, changed)
+    said = str(refused.value)
+    assert run_id in said
+    assert "llms.a.temperature: 0.4 then, 0.9 now" in said
+    assert "finetuning.x: None then, 1 now" in said
+    assert "--fresh" in said
+    with Journal.open(tmp_path, FACTS) as journal:
+        assert journal.session == 2  # the refused start does not count
+
+
+def test_a_run_of_which_nothing_ran_takes_another_configuration(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS) as first:
+        pass  # its server was not there, say, and the address is mended now
+    with Journal.open(tmp_path, RunFacts(7, {"llms": {}})) as second:
+        assert (second.run_id, second.session) == (first.run_id, 2)
+        assert (second.run.seed, second.run.facts) == (7, {"llms": {}})
+        second.add(record())
+    with pytest.raises(Conflict, match="another configuration"):
+        Journal.open(tmp_path, FACTS)
+
+
+@pytest.mark.parametrize("inside", ["file", "file/below"])
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, inside: str):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"finetuning.output_dir: .*/file.* cannot be written to"):
+        Journal.open(tmp_path / inside, FACTS)
+
+
+def test_only_so_many_differences_are_named(tmp_path: Path):
+    with Journal.open(tmp_path, RunFacts(0, {f"k{i}": i for i in range(11)})) as journal:
+        journal.add(record())
+    with pytest.raises(Conflict, match="and 3 more"):
+        Journal.open(tmp_path, RunFacts(0, {f"k{i}": i + 1 for i in range(11)}))
+
+
+def test_fresh_keeps_the_old_directory_under_its_run(tmp_path: Path):
+    out = tmp_path / "out"
+    with Journal.open(out, FACTS, fresh=True) as journal:
+        old = journal.run_id
+        assert journal.anew and journal.run.replaces is None
+        journal.begun_anew()
+        journal.add(record("a", 0))
+    other = RunFacts(1, {"other": True})
+    with Journal.open(out, other, fresh=True) as journal:
+        assert journal.run_id != old and journal.session == 1
+        assert journal.anew and journal.run.replaces == old
+        assert journal.finished("train", 0) == {}
+    assert (tmp_path / f"out.{old}" / "trajectories" / "epoch_000.jsonl").exists()
+    with Journal.open(out, other) as journal:
+        assert journal.anew, "killed before the backend was told: it is told at the next start"
+        journal.begun_anew()
+    with Journal.open(out, other) as journal:
+        assert not journal.anew
+
+
+def test_a_name_that_is_taken_stops_fresh(tmp_path: Path):
+    with Journal.open(tmp_path / "out", FACTS) as journal:
+        taken = tmp_path / f"out.{journal.run_id}"
+    taken.mkdir()
+    with pytest.raises(Conflict, match="exists already"):
+        Journal.open(tmp_path / "out", FACTS, fresh=True)
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path: Path):
+    with Journal.open(tmp_path, FACTS):
+        program = f"""
+            from pathlib import Path
+            from hone.errors import Conflict
+            from hone.finetune.journal import Journal, RunFacts
+            try:
+                Journal.open(Path({str(tmp_path)!r}), RunFacts(0, {{}}))
+            except Conflict as error:
+                print(error)
+        """
+        ran = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+        )
+        assert "is in use by another `hone finetune` (process " in ran.stdout, ran.stderr
+
+
+def test_a_damaged_run_file_is_named_and_fresh_sets_it_aside(tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text(json.dumps({"hello": 1}))
+    with pytest.raises(StateError, match=r"run\.json: not what hone wrote .*--fresh"):
+        Journal.open(out, FACTS)
+    with Journal.open(out, FACTS, fresh=True) as journal:
+        assert journal.run.replaces is None
+    (kept,) = tmp_path.glob("out.damaged_*")
+    assert (kept / "run.json").exists()
+
+
+def test_close_twice_is_close(tmp_path: Path):
+    journal = Journal.open(tmp_path, FACTS)
+    journal.close()
+    journal.close()

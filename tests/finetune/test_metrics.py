@@ -1,0 +1,264 @@
+"""finetune/history.py and metrics.py: events to numbers and files; why a reward stays flat."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.finetune.runs import STORIES, Story, events
+
+from hone.events import Event
+from hone.finetune import metrics
+from hone.finetune.history import History
+from hone.finetune.metrics import diagnosis, reward_history
+
+KEYS = [
+    "avg_reward",
+    "min_reward",
+    "max_reward",
+    "num_trajectories",
+    "num_groups",
+    "filtered_trajectories",
+    "filtered_groups",
+    "filtered_avg_reward",
+    "filtered_min_reward",
+    "filtered_max_reward",
+    "curriculum_percentile",
+]
+
+
+def started(at: float = 0.0, **more: Any) -> Event:
+    facts = {"run_id": "art_run_1", "session": 1, "epochs": 5, "step": 0, "generations": 8}
+    return {"at": at, "type": "run_started"} | facts | more
+
+
+def rollout(epoch: int, example: str, generation: int, reward: float | None, **more: Any) -> Event:
+    place = {"epoch": epoch, "round": 0, "example": example, "generation": generation}
+    rest = {"failure_kind": None, "failure_reason": None, "calls": 1, "tokens": 10, "seconds": 1.0}
+    event = {"at": epoch + 0.5, "type": "rollout", "split": "train", "reward": reward}
+    return event | place | rest | more
+
+
+def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any) -> Event:
+    n = more.pop("n", 10)
+    found = {
+        "avg_reward": average,
+        "min_reward": more.pop("low", 0.0),
+        "max_reward": more.pop("high", 1.0),
+        "num_trajectories": n,
+        "num_groups": more.pop("groups", 5),
+        "filtered_trajectories": n,
+        "filtered_avg_reward": average,
+        "curriculum_percentile": more.pop("share", 1.0),
+    }
+    event = {"at": epoch + 0.6, "type": "epoch_collected", "epoch": epoch, "round": round}
+    return event | {"metrics": found, "dropped": {}, "zero_variance_groups": 0} | more
+
+
+def job(epoch: int, *, reason: str = "", **learned: float) -> Event:
+    event = {"at": epoch + 0.8, "type": "job_done", "epoch": epoch, "round": 0, "job": f"j{epoch}"}
+    names = {f"learn/{name}": value for name, value in learned.items()}
+    return event | {"step": epoch + 1, "metrics": names, "reason": reason, "seconds": 0.2}
+
+
+def flat_run(per_epoch: list[dict[str, list[float]]], **facts: Any) -> list[Event]:
+    """Epochs of (example -> rewards), each with a job."""
+    told = [started(**facts)]
+    for epoch, groups in enumerate(per_epoch):
+        values = [r for g in groups.values() for r in g]
+        flat = sum(min(g) == max(g) for g in groups.values())
+        for example, rewards in groups.items():
+            told += [rollout(epoch, example, i, r) for i, r in enumerate(rewards)]
+        average = sum(values) / len(values)
+        told.append(collected(epoch, average, groups=len(groups), zero_variance_groups=flat))
+        rate = facts.get("learning_rate", 5e-5)
+        told.append(job(epoch, optimizer_steps=1, clip_frac=0.02, learning_rate=rate))
+    return told
+
+
+# ---- history --------------------------------------------------------------------------------------
+
+
+def test_what_happened_twice_counts_once_and_its_time_twice():
+    told = [
+        started(0.0),
+        rollout(
+            0, "a", 0, None, at=5.0, failure_kind="infrastructure", failure_reason="connection"
+        ),
+        rollout(0, "b", 0, 0.2, at=10.0),
+        started(1000.0, session=2),
+        {"at": 1001.0, "type": "epoch_started", "epoch": 0, "round": 0, "rounds": 1, "step": 0}
+        | {"rollouts": 2},
+        rollout(0, "a", 0, 1.0, at=1002.0),
+        collected(0, 0.6, at=1004.0),
+    ]
+    history = History.of(told)
+    assert history.rewards(0) == {"a": [1.0], "b": [0.2]}
+    assert history.failures == {}
+    # 10 s in the first session, 4 s in the second; the 990 s between them were not spent.
+    assert history.seconds == 14.0
+    assert history.resumed_at == [0.0]
+    assert (history.rollouts, history.calls, history.tokens) == (3, 3, 30)
+    assert history.status == "unfinished"
+
+
+def test_phases_add_up_to_the_time():
+    done = {"at": 70.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
+    validation = {"at": 75.0, "type": "validation", "epoch": 1, "step": 1, "avg_reward": 0.5}
+    told = [
+        started(0.0),
+        done | {"phases": {"rollout_s": 40.0, "learn_s": 20.0, "validate_s": 0.0, "other_s": 10.0}},
+        validation | {"rewards": {"a": [0.5]}, "failures": 0, "seconds": 5.0},
+        {"at": 80.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
+        | {"seconds": 80.0},
+    ]
+    phases = History.of(told).phases
+    assert phases == {"rollout_s": 40.0, "learn_s": 20.0, "validate_s": 5.0, "other_s": 15.0}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_every_story_adds_up(name: str):
+    history = History.of(events(STORIES[name]))
+    assert sum(history.phases.values()) == pytest.approx(history.seconds)
+    assert [r.epoch for r in history.rounds] == sorted(r.epoch for r in history.rounds)
+    assert len({(r.epoch, r.index) for r in history.rounds}) == len(history.rounds)
+
+
+# ---- files ----------------------------------------------------------------------------------------
+
+
+def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
+    told = list(events(Story(epochs=6, curriculum=True, interval=2, failed_validations=(2,))))
+    metrics.write(tmp_path, told)
+    lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert list(lines[0])[:14] == ["epoch", "timestamp", "run_id", *KEYS]
+    assert lines[5]["curriculum_state"]["current_percentile"] == 0.5
+    assert lines[0]["learn/learning_rate"] == 5e-5
+    assert lines[0]["timestamp"].startswith("2025-10-09T")
+    rewards = json.loads((tmp_path / "reward_history.json").read_text())
+    assert [entry["curriculum_percentile"] for entry in rewards] == [0.3] * 5 + [0.5]
+    assert rewards[0]["filtered_avg_reward"] > rewards[0]["avg_reward"]
+    validations = json.loads((tmp_path / "validation_history.json").read_text())
+    assert [v["epoch"] for v in validations] == [0, 2, 4, 6]
+    assert validations[1]["avg_reward"] is None  # a failure is not a reward of 0
+    assert validations[1]["error"] == "connection refused"
+    state = json.loads((tmp_path / "curriculum_state.json").read_text())
+    assert state["last_expansion_epoch"] == 5
+
+
+def test_a_resumed_run_has_the_files_of_one(tmp_path: Path):
+    told = list(events(Story(epochs=6, killed_at=(2, 4))))
+    for count in range(0, len(told), 97):  # written now and then, as a run does
+        metrics.write(tmp_path, told[:count])
+    metrics.write(tmp_path, told)
+    lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "reward_history.json",
+        "training_metrics.jsonl",
+        "validation_history.json",
+    ]
+
+
+def test_an_epoch_without_trajectories_has_its_line_and_no_reward():
+    (entry,) = reward_history(History.of([started(), collected(0, None, n=0, low=None, high=None)]))
+    assert entry["avg_reward"] is None and entry["min_reward"] is None
+    assert entry["num_trajectories"] == 0
+
+
+def test_rounds_are_put_together_by_what_they_weigh():
+    told = [
+        started(),
+        collected(0, 0.2, n=10, low=0.1, high=0.5, share=0.3),
+        collected(0, 0.8, n=30, low=0.4, high=0.9, share=0.5, round=1),
+        collected(0, None, n=0, low=None, high=None, share=0.5, round=2),
+    ]
+    (entry,) = reward_history(History.of(told))
+    # (0.2 * 10 + 0.8 * 30) / 40 = 0.65
+    assert entry["avg_reward"] == pytest.approx(0.65)
+    assert (entry["min_reward"], entry["max_reward"]) == (0.1, 0.9)
+    assert (entry["num_trajectories"], entry["curriculum_percentile"]) == (40, 0.5)
+
+
+# ---- diagnosis ------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_rises_needs_no_diagnosis():
+    rising = [{str(i): [e / 4, e / 4 + 0.1] for i in range(10)} for e in range(4)]
+    assert diagnosis(flat_run(rising)) is None
+
+
+def test_two_epochs_are_too_few_to_tell():
+    assert diagnosis(flat_run([{"a": [0.0, 1.0], "b": [0.0, 1.0]}] * 2)) is None
+
+
+def test_never_solved():
+    groups = {str(i): [0.0] * 2 for i in range(9)} | {"9": [0.0, 1.0]}
+    said = diagnosis(flat_run([groups] * 3, generations=2, learning_rate=1e-6))
+    assert said is not None
+    lines = said.splitlines()
+    assert lines[0].startswith("The reward did not rise in the last 3 epochs: 0.050 -> 0.050")
+    # 3 epochs of 10 groups, 9 of them flat.
+    assert "27 of 30 groups had equal rewards (90%)" in lines[1]
+    assert "clip_frac 0.020; learning rate 1e-06, 3 optimizer steps so far; 2 gen" in lines[1]
+    assert "lowest reward of the run" in lines[2] and "partial credit" in lines[2]
+    assert "num_generations is 2" in lines[3] and "to 8" in lines[3]
+    assert "learning rate 1e-06 is small" in lines[4] and "by 3e-06 at most" in lines[4]
+
+
+def test_all_solved():
+    groups = {str(i): [1.0] * 8 for i in range(9)} | {"9": [0.0] + [1.0] * 7}
+    said = diagnosis(flat_run([groups] * 3))
+    assert said is not None
+    assert "highest reward of the run: these examples are solved" in said
+    assert "num_generations" not in said
+
+
+def test_an_evaluator_that_tells_nothing_apart():
+    said = diagnosis(flat_run([{str(i): [0.5] * 8 for i in range(4)}] * 3))
+    assert said is not None
+    assert "every rollout of the run was given 0.5" in said
+
+
+def test_too_much_clipping():
+    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
+    for event in told:
+        if event["type"] == "job_done":
+            event["metrics"]["learn/clip_frac"] = 0.4
+    said = diagnosis(told)
+    assert said is not None
+    assert "clip_frac is 0.40" in said and "Halve" in said
+
+
+def test_jobs_that_never_took_a_step():
+    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
+    for event in told:
+        if event["type"] == "job_done":
+            event["metrics"] = {}
+            event["reason"] = "no gradient step: 4 of 4 groups have equal rewards"
+    said = diagnosis(told)
+    assert said is not None
+    assert "no job has moved the model yet: no gradient step: 4 of 4" in said
+
+
+def test_a_falling_reward_is_called_that():
+    falling = [{str(i): [1 - e / 4, 0.9 - e / 4] for i in range(10)} for e in range(3)]
+    said = diagnosis(flat_run(falling))
+    assert said is not None
+    assert "the reward falls" in said and "training.beta" in said
+
+
+def test_what_none_of_the_four_explains():
+    said = diagnosis(flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3))
+    assert said is not None
+    assert "none of these explains it" in said
+
+
+def test_failures_are_named():
+    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
+    lost = {"failure_kind": "policy", "failure_reason": "token_limit"}
+    told[1:1] = [rollout(0, f"x{i}", 0, None, **lost) for i in range(12)]
+    said = diagnosis(told)
+    assert said is not None
+    assert "12 of 108 rollouts failed" in said

@@ -1,0 +1,51 @@
+"""What is kept of a rollout survives a round through JSON, whatever the agent returned."""
+
+from typing import Any
+
+import pytest
+from tests.evaluation.made import call, item, step
+
+from hone.evaluation.base import Score
+from hone.evaluation.results import ItemResult
+from hone.finetune.base import RolloutRecord
+from hone.finetune.records import plain, record_of
+from hone.types import Failure
+from hone.workflow.failure import RolloutFailure
+from hone.workflow.run import RolloutResult
+
+HALF = "cut \ud83d"
+"""What `json.loads` makes of a tool call whose emoji was cut in the middle."""
+
+
+def recorded(output: Any, failure: RolloutFailure | None = None) -> RolloutRecord:
+    ran = RolloutResult(
+        id="r",
+        output=output,
+        calls=(call(HALF),),
+        steps=(step(metadata={HALF: [HALF]}),),
+        failure=failure,
+        seconds=1.0,
+    )
+    scores = {} if failure else {"reward": Score(0.5)}
+    result = ItemResult(item(output), ran, scores)
+    return record_of(result, rollout="r", split="train", epoch=0, reward_name="reward")
+
+
+@pytest.mark.parametrize("output", [HALF, {HALF: HALF}, [1, (HALF,)], object(), float("nan"), None])
+def test_any_output_can_be_written_and_read(output: Any):
+    record = recorded(output)
+    assert RolloutRecord.model_validate_json(record.model_dump_json()) == record
+    assert record.reward == 0.5 and record.messages[-1]["content"] == "cut \\ud83d"
+
+
+def test_a_failure_that_quotes_the_model_can_be_written_too():
+    failed = RolloutFailure("policy", "unparseable", Failure(type="E", message=HALF))
+    record = recorded(None, failed)
+    assert RolloutRecord.model_validate_json(record.model_dump_json()) == record
+    assert record.failure is not None and record.failure.message == "cut \\ud83d"
+
+
+def test_plain_values_stay_what_they_are():
+    kept = {"text": "\u00e4 \U0001f642", "n": [1, 2.5, True, None]}
+    assert plain(kept) == kept
+    assert plain({"x": float("inf"), 3: {4}}) == {"x": None, "3": [4]}

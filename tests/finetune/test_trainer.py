@@ -1,0 +1,416 @@
+"""The client loop, over a builder and an adapter that need no model."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes import MemoryAdapter, ScriptedBuilder
+
+from hone.config.schema import (
+    CurriculumLearningConfig,
+    EarlyStoppingConfig,
+    FinetuneConfig,
+    FinetuneRunConfig,
+    RewardFunctionConfig,
+    ValidationConfig,
+)
+from hone.errors import ConfigError
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.run import Evaluation
+from hone.events import Event, read
+from hone.finetune.base import TrainingStatusEnum
+from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
+from hone.workflow.function import Function
+
+COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
+
+
+class Told:
+    """An evaluator: the output is the score; a workflow that says nothing cannot be scored."""
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        return EvalOutputItem(id=item.id, score=float(item.output_obj))
+
+
+def evaluation(
+    names: str = "abcd", workflow: Callable[[str], Any] = lambda input: "0.5"
+) -> Evaluation:
+    async def answer(input: str) -> str:
+        return workflow(input)
+
+    return Evaluation(
+        workflow=Function.of("<workflow>", answer),
+        items=[EvalInputItem(id=name, input_obj=name) for name in names],
+        evaluators={"score": Told()},
+        max_concurrency=4,
+    )
+
+
+def rising(epoch: int, example: str, generation: int) -> float:
+    """0.1 and 0.3 in epoch 0, 0.1 more in each later one: means of 0.2, 0.3, ..."""
+    return 0.1 + 0.2 * generation + 0.1 * epoch
+
+
+class Bench:
+    """A trainer in a directory, as often as it is started."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.builder = ScriptedBuilder(rising)
+        self.adapter = MemoryAdapter()
+        self.training = evaluation()
+        self.validation: Evaluation | None = None
+        self.interval = 5
+        self.keys: dict[str, Any] = {}
+
+    async def start(self) -> ARTTrainer:
+        config = FinetuneConfig(
+            reward_function=RewardFunctionConfig(name="score"),
+            output_dir=self.directory,
+            run_configuration=FinetuneRunConfig(validation_interval=self.interval),
+            **self.keys,
+        )
+        trainer = ARTTrainer(ARTTrainerConfig())
+        await trainer.bind_components(self.builder, self.adapter)
+        await trainer.initialize(config)
+        trainer.bind_evaluations(self.training, self.validation)
+        return trainer
+
+    async def run(self, epochs: int) -> list[Any]:
+        trainer = await self.start()
+        try:
+            return await trainer.run(epochs)
+        finally:
+            await trainer.cleanup()
+
+    def events(self, type: str) -> list[Event]:
+        return [e for e in read(self.directory / "events.jsonl") if e["type"] == type]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "out")
+
+
+async def test_three_epochs_are_three_jobs(bench: Bench):
+    statuses = await bench.run(3)
+    assert [status.status for status in statuses] == [COMPLETED] * 3
+    assert [status.metadata["step"] for status in statuses] == [1, 2, 3]
+    run_id = statuses[0].run_id
+    assert bench.adapter.sent == [f"{run_id}:{epoch}:0" for epoch in range(3)]
+    # Four examples, two generations each.
+    assert [job.count for job in bench.adapter.jobs.values()] == [8, 8, 8]
+    assert bench.adapter.opened == [(run_id, 0)]
+    assert len(bench.builder.ran) == 24
+
+
+async def test_the_console_reads_as_in_the_seed(bench: Bench, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="hone"):
+        await bench.run(2)
+    said = [record.message for record in caplog.records]
+    assert re.fullmatch(r"Starting epoch 1 for run art_run_[0-9a-f]{8}", said[0])
+    # Mean of 0.1 and 0.3.
+    assert said[1] == "Epoch 1 progress logged - Avg Reward: 0.2000, Trajectories: 8"
+    assert re.fullmatch(r"Training art_run_[0-9a-f]{8} completed successfully\.", said[2])
+    assert said[3] == "Completed epoch 1/2"
+    assert said[5] == "Epoch 2 progress logged - Avg Reward: 0.3000, Trajectories: 8"
+
+
+async def test_the_metrics_have_the_names_and_the_order_of_the_original(bench: Bench):
+    await bench.run(1)
+    (collected,) = bench.events("epoch_collected")
+    assert list(collected["metrics"].items()) == [
+        ("avg_reward", pytest.approx(0.2)),
+        ("min_reward", pytest.approx(0.1)),
+        ("max_reward", pytest.approx(0.3)),
+        ("num_trajectories", 8),
+        ("num_groups", 4),
+        ("filtered_trajectories", 8),
+        ("filtered_groups", 4),
+        ("filtered_avg_reward", pytest.approx(0.2)),
+        ("filtered_min_reward", pytest.approx(0.1)),
+        ("filtered_max_reward", pytest.approx(0.3)),
+        ("curriculum_percentile", 1.0),
+    ]
+    assert collected["zero_variance_groups"] == 0
+    (line,) = (bench.directory / "training_metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["epoch"] == 0
+    assert (bench.directory / "reward_plot.png").stat().st_size > 1000
+
+
+async def test_a_finished_run_has_nothing_left_and_more_epochs_go_on(bench: Bench):
+    first = await bench.run(2)
+    assert await bench.run(2) == first
+    assert len(bench.builder.ran) == 16
+    statuses = await bench.run(3)
+    assert [status.metadata["step"] for status in statuses] == [1, 2, 3]
+    assert len(bench.builder.ran) == 24
+    assert len(bench.adapter.jobs) == 3
+
+
+async def test_a_start_after_a_crash_runs_only_what_did_not_end(bench: Bench):
+    bench.builder.crash = lambda epoch, example, generation: (
+        (epoch, len(bench.builder.ran))
+        == (
+            1,
+            8 + 3,
+        )
+    )
+    statuses = await bench.run(3)
+    assert [status.status for status in statuses] == [COMPLETED, FAILED]
+    assert "the agent's host fell over" in statuses[1].message
+    assert len(bench.builder.ran) == 8 + 3
+    bench.builder.crash = lambda *at: False
+    assert [status.status for status in await bench.run(3)] == [COMPLETED] * 3
+    assert len(bench.builder.ran) == len(set(bench.builder.ran)) == 24
+    assert len(bench.adapter.jobs) == 3
+
+
+async def test_what_was_noted_is_sent_again_as_it_was(bench: Bench):
+    """Killed between noting a submission and hearing of its end, at each of the places between."""
+    trainer = await bench.start()
+    await trainer.run_epoch(0, trainer.journal.run_id)
+    await trainer.cleanup()
+    bench.builder.reward = lambda *at: pytest.fail("a rollout was run again")
+    statuses = await bench.run(1)
+    assert [status.status for status in statuses] == [COMPLETED]
+    (key,) = bench.adapter.jobs
+    assert bench.adapter.sent == [key, key]
+    assert bench.adapter.step == 1
+
+
+async def test_a_job_that_failed_is_tried_again_under_another_key(bench: Bench):
+    bench.adapter.fail = lambda key: "CUDA out of memory" if key.endswith(":1:0") else None
+    statuses = await bench.run(3)
+    assert [status.status for status in statuses] == [COMPLETED, FAILED]
+    assert statuses[1].message == "CUDA out of memory"
+    assert bench.events("epoch_done")[-1]["status"] == "failed"
+    statuses = await bench.run(3)
+    assert [status.status for status in statuses] == [COMPLETED] * 3
+    assert [key.split(":", 1)[1] for key in bench.adapter.sent] == [
+        "0:0",
+        "1:0",
+        "1:0:again1",
+        "2:0",
+    ]
+    assert len(bench.builder.ran) == 24
+
+
+async def test_rounds_split_an_epoch_and_a_restart_goes_on_in_its_middle(bench: Bench):
+    bench.keys = {"groups_per_step": 3}
+    trainer = await bench.start()
+    job = await trainer.run_epoch(0, trainer.journal.run_id, 0)
+    assert job is not None
+    await trainer._wait(job, 0, 0)
+    await trainer.cleanup()
+    statuses = await bench.run(1)
+    assert [status.metadata["step"] for status in statuses] == [2]
+    # Four examples in rounds of three: groups of 3 and 1.
+    assert [len(job.trajectories) for job in bench.adapter.jobs.values()] == [3, 1]
+    assert len(bench.builder.ran) == len(set(bench.builder.ran)) == 8
+    started = bench.events("epoch_started")
+    assert [(e["round"], e["rounds"], e["rollouts"]) for e in started] == [(0, 2, 6), (1, 2, 2)]
+    plan = [job.metadata for job in bench.adapter.jobs.values()]
+    assert [p and (p["epoch"], p["round"], p["rounds"], p["epochs"]) for p in plan] == [
+        (0, 0, 2, 1),
+        (0, 1, 2, 1),
+    ]
+
+
+async def test_an_epoch_of_some_examples(bench: Bench):
+    bench.keys = {"examples_per_epoch": 2}
+    await bench.run(2)
+    ran = [{example for epoch, example, _ in bench.builder.ran if epoch == e} for e in (0, 1)]
+    assert ran[0] | ran[1] == set("abcd")
+    assert not ran[0] & ran[1]
+
+
+async def test_validation_comes_first_at_each_interval_and_last(bench: Bench):
+    bench.validation, bench.interval = evaluation("xy"), 2
+    await bench.run(3)
+    found = bench.events("validation")
+    assert [(e["epoch"], e["step"], e["avg_reward"]) for e in found] == [
+        (0, 0, 0.5),
+        (2, 2, 0.5),
+        (3, 3, 0.5),
+    ]
+    assert found[0]["rewards"] == {"x": [0.5], "y": [0.5]}
+    assert ("val", 2, {"reward": 0.5}) in bench.adapter.logged
+    order = [e["type"] for e in read(bench.directory / "events.jsonl")]
+    assert order.index("validation") < order.index("epoch_started")
+    names = {p.name for p in (bench.directory / "trajectories").glob("validation_*")}
+    assert names == {"validation_000.jsonl", "validation_002.jsonl", "validation_003.jsonl"}
+    await bench.run(3)
+    assert len(bench.events("validation")) == 3
+
+
+async def test_a_validation_that_fails_is_a_gap_and_no_zero(bench: Bench):
+    def broken(input: str) -> str:
+        raise ConnectionError("no route to the tool")
+
+    bench.validation = evaluation("xy", broken)
+    bench.keys = {"rollout_retries": 0}
+    statuses = await bench.run(1)
+    assert [status.status for status in statuses] == [COMPLETED]
+    first, _ = bench.events("validation")
+    assert (first["avg_reward"], first["failures"]) == (None, 2)
+    assert first["rewards"] == {"x": [None], "y": [None]}
+    assert "2 of 2 rollouts failed by no fault of the model" in first["error"]
+    assert not [entry for entry in bench.adapter.logged if entry[0] == "val"]
+    history = json.loads((bench.directory / "validation_history.json").read_text())
+    assert history[0]["avg_reward"] is None
+
+
+async def test_greedy_validation_repeats_each_example(bench: Bench):
+    seen: list[str] = []
+    bench.validation = evaluation("x", lambda input: (seen.append(input), "1")[1])
+    bench.keys = {"validation": ValidationConfig(greedy=True, reps=3)}
+    await bench.run(1)
+    assert seen == ["x"] * 6  # before and after
+    assert bench.events("validation")[0]["rewards"] == {"x": [1.0, 1.0, 1.0]}
+
+
+async def test_it_stops_when_held_out_reward_stops_rising(bench: Bench):
+    bench.validation, bench.interval = evaluation("x"), 1
+    bench.keys = {"early_stopping": EarlyStoppingConfig(patience=2)}
+    statuses = await bench.run(9)
+    # 0.5 at 0; no rise at 1 and 2; so epochs 0 and 1 were trained.
+    assert len(statuses) == 2
+    assert [e["epoch"] for e in bench.events("validation")] == [0, 1, 2]
+    assert len(await bench.run(9)) == 2
+    assert len(bench.adapter.jobs) == 2
+
+
+async def test_too_many_failures_of_the_world_fail_the_epoch_and_are_run_again(bench: Bench):
+    # One of four examples is a quarter of the rollouts; a fifth is allowed.
+    bench.builder.reward = lambda e, example, g: None if example == "a" else rising(e, example, g)
+    (status,) = await bench.run(1)
+    assert status.status is FAILED
+    assert (
+        "epoch 1: 2 of 8 rollouts failed by no fault of the model (connection: 2)" in status.message
+    )
+    assert "max_infrastructure_failures allows 20%" in status.message
+    assert not bench.adapter.jobs
+    bench.builder.reward, before = rising, len(bench.builder.ran)
+    (status,) = await bench.run(1)
+    assert status.status is COMPLETED
+    assert [example for _, example, _ in bench.builder.ran[before:]] == ["a", "a"]
+
+
+async def test_failures_of_the_policy_are_dropped_and_loudly_so(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+):
+    bench.builder.reward = lambda e, example, g: "token_limit" if g else 0.5
+    bench.keys = {"num_epochs": 1}
+    with caplog.at_level(logging.INFO, logger="hone"):
+        (status,) = await bench.run(1)
+    assert status.status is COMPLETED
+    assert bench.events("epoch_collected")[0]["dropped"] == {"token_limit": 4}
+    assert "Epoch 1 left out: token_limit: 4" in caplog.text
+    (warning,) = bench.events("warning")
+    assert "4 of 8 rollouts failed by the model's own doing (token_limit: 4)" in warning["message"]
+    assert "finetuning.on_policy_failure: {reward: 0.0}" in warning["message"]
+
+
+async def test_an_epoch_without_trajectories_fails_with_the_seeds_words(bench: Bench):
+    bench.builder.reward = lambda *at: "token_limit"
+    (status,) = await bench.run(1)
+    assert status.status is FAILED
+    assert status.message.startswith("No trajectories collected for epoch 1. Left out: token_limit")
+    assert "finetuning.target_functions ['<workflow>']" in status.message
+    assert bench.events("epoch_collected")[0]["metrics"]["avg_reward"] is None
+
+
+async def test_a_curriculum_that_leaves_nothing_is_a_skip(bench: Bench):
+    bench.builder.reward = lambda *at: 0.5
+    bench.keys = {"curriculum_learning": CurriculumLearningConfig(enabled=True)}
+    statuses = await bench.run(2)
+    assert [(s.status, s.message) for s in statuses] == [
+        (COMPLETED, "No trajectories to train on")
+    ] * 2
+    assert bench.events("epoch_collected")[0]["zero_variance_groups"] == 4
+    assert await bench.run(2) == statuses
+    assert len(bench.builder.ran) == 16
+
+
+async def test_the_curriculum_goes_on_where_it_was(bench: Bench):
+    # Mean reward by example: a 0.2, b 0.4, c 0.6, d 0.8; easiest first.
+    bench.builder.reward = lambda e, example, g: 0.2 * (1 + "abcd".index(example)) + 0.2 * g - 0.1
+    curriculum = CurriculumLearningConfig(
+        enabled=True, initial_percentile=0.5, increment_percentile=0.25, expansion_interval=2
+    )
+    bench.keys = {"curriculum_learning": curriculum}
+    for epochs in (1, 3, 5):
+        await bench.run(epochs)
+    trained = [
+        sorted({(t.metadata or {})["id"] for group in job.trajectories for t in group})
+        for job in bench.adapter.jobs.values()
+    ]
+    # Half of four in epochs 0 and 1, three quarters in 2 and 3, all in 4.
+    assert trained == [list("cd"), list("cd"), list("bcd"), list("bcd"), list("abcd")]
+    state = json.loads((bench.directory / "curriculum_state.json").read_text())
+    assert state["current_percentile"] == 1.0
+    assert state["total_groups"] == 4
+    assert state["included_groups"] == list("abcd")
+
+
+async def test_examples_out_of_reach_are_not_paid_for(bench: Bench):
+    bench.builder.reward = lambda e, example, g: 0.2 * (1 + "abcd".index(example)) + 0.2 * g - 0.1
+    curriculum = CurriculumLearningConfig(enabled=True, initial_percentile=0.5, skip_excluded=True)
+    bench.keys = {"curriculum_learning": curriculum}
+    await bench.run(1)
+    await bench.run(2)
+    assert {example for epoch, example, _ in bench.builder.ran if epoch == 1} == set("cd")
+
+
+async def test_old_checkpoints_are_pruned_while_the_job_runs(bench: Bench):
+    bench.keys = {"keep_checkpoints": 2}
+    await bench.run(2)
+    assert bench.adapter.kept == [2, 2]
+
+
+async def test_an_adapter_that_never_answers_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hone.finetune.trainer.GRACE_S", 0.0)
+    bench.keys, bench.adapter.hangs = {"job_timeout_s": 0.05}, True
+    (status,) = await bench.run(1)
+    assert status.status is FAILED
+    assert "the adapter did not say within 0.05 s how the job ended" in status.message
+
+
+async def test_a_flat_reward_is_explained(bench: Bench):
+    bench.builder.reward = lambda epoch, example, generation: 0.5
+    await bench.run(3)
+    assert any("did not rise" in e["message"] for e in bench.events("warning"))
+
+
+async def test_its_own_words(bench: Bench):
+    fresh = ARTTrainer(ARTTrainerConfig())
+    assert (fresh._job_refs, fresh._run_id) == ([], None)
+    assert (fresh._reward_history, fresh._validation_history) == ([], [])
+    with pytest.raises(ConfigError, match="was not initialized"):
+        await fresh.run(1)
+    trainer = await bench.start()
+    assert re.fullmatch(r"art_run_[0-9a-f]{8}", trainer._run_id or "")
+    await trainer.run(2)
+    told = await trainer.get_metrics(trainer.journal.run_id)
+    assert told["total_epochs"] == len(told["jobs"]) == 2
+    assert {job["status"].status for job in told["jobs"]} == {COMPLETED}
+    assert [entry["avg_reward"] for entry in trainer._reward_history] == [
+        pytest.approx(0.2),
+        pytest.approx(0.3),
+    ]
+    await trainer.cleanup()
+
+
+async def test_without_examples_to_run_it_says_what_to_bind(bench: Bench):
+    trainer = await bench.start()
+    bench.builder.evaluation = None
+    (status,) = await trainer.run(1)
+    assert "call bind_evaluations(training, validation) first" in (status.message or "")
+    await trainer.cleanup()
