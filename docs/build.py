@@ -1,7 +1,7 @@
 """Write docs/reference from the code: configuration keys, commands, HTTP routes.
 
-In:   TrainConfig and the server's Settings with their attribute docstrings; the command line's own
-      help; the routes of the server's two apps
+In:   the schema of the YAML, TrainConfig and the server's Settings with their attribute docstrings;
+      the command line's own help; the routes of the server's two apps
 Out:  docs/reference/config.md, cli.md and http.md
 Used: `make docs` writes them; `make check` runs it with --check and fails where they are stale
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import typer
 from pydantic_core import PydanticUndefined
+from yaml_reference import bound, yaml_reference
 
 from hone.cli import app
 from hone.server.app import State, create_apps
@@ -43,22 +44,24 @@ ORIGIN = {
     "max_grad_norm": "ours: the runs in docs/log.md that learned used 1; not compared with ART's 0.1",
     "weight_decay": "ours: an adapter is small and short-lived; ART decays by 0.1",
     "max_seq_length": "ours: the context of the smallest model supported; ART's is 32768",
+    "max_staleness": "ours: GRPO is on-policy; ART trains on whatever it is given",
     "row_tokens": "ours: on a CPU many small rows beat one long row; 1024 itself is a guess",
 }
 """Where each default of TrainConfig comes from, and where it differs from ART's."""
 
 
 def config_reference() -> str:
-    """The table of defaults, then one paragraph per key."""
+    """The YAML; then the table of training defaults, and one paragraph per key."""
     _same_keys(TrainConfig, ORIGIN)
-    lines = ["# Configuration", "", GENERATED, "", "## TrainConfig", "", _doc(TrainConfig), ""]
+    lines = ["# Configuration", "", GENERATED, "", *yaml_reference()]
+    lines += ["## TrainConfig", "", _doc(TrainConfig), ""]
     lines += ["| key | type | default | where the default comes from |", "|---|---|---|---|"]
     for key, field in TrainConfig.model_fields.items():
         default = "required" if field.default is PydanticUndefined else f"`{field.default!r}`"
         kind = _type_name(field.annotation).replace("|", "\\|")
         lines.append(f"| `{key}` | `{kind}` | {default} | {ORIGIN[key]} |")
     for key, field in TrainConfig.model_fields.items():
-        bounds = ", ".join(_bound(item) for item in field.metadata)
+        bounds = ", ".join(filter(None, map(bound, field.metadata)))
         lines += ["", f"**`{key}`** {field.description}" + (f" ({bounds})" if bounds else "")]
     return "\n".join(lines) + "\n"
 
@@ -67,7 +70,9 @@ def cli_reference() -> str:
     """Every command with its arguments and options, depth first."""
     lines = ["# Commands", "", GENERATED, ""]
     for path, command in _walk("hone", typer.main.get_command(app)):
-        parameters = [p for p in command.params if p.name not in STANDARD]
+        parameters = [
+            p for p in command.params if p.name not in STANDARD and not getattr(p, "hidden", False)
+        ]
         usage = " ".join([path, *map(_placeholder, parameters)])
         lines += [f"## {path}", "", (command.help or "").strip(), ""]
         children = getattr(command, "commands", {})
@@ -122,11 +127,13 @@ def _placeholder(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         name = parameter.metavar or parameter.name.upper()
         return name if parameter.required else f"[{name}]"
-    return f"[{parameter.opts[0]}]"
+    return parameter.opts[0] if parameter.required else f"[{parameter.opts[0]}]"
 
 
 def _explained(parameter: Any) -> str:
-    name = parameter.metavar or " ".join(parameter.opts)
+    option = parameter.param_type_name == "option"
+    name = " ".join(filter(None, [*(parameter.opts if option else ()), parameter.metavar]))
+    name = name or parameter.name.upper()
     flag = getattr(parameter, "is_flag", False)
     default = "" if flag or parameter.default is None else f" Default: `{parameter.default}`."
     return f"- `{name}`: {parameter.help or ''}{default}"
@@ -145,10 +152,6 @@ def _same_keys(model: type[Strict], origin: dict[str, str]) -> None:
 def _type_name(annotation: object) -> str:
     text = str(annotation) if not isinstance(annotation, type) else annotation.__name__
     return text.replace("typing.", "")
-
-
-def _bound(item: object) -> str:
-    return repr(item).split("(", 1)[1].rstrip(")").replace("=", " ")
 
 
 def _doc(model: type[Strict]) -> str:

@@ -1,14 +1,15 @@
 """The command line: parse, then call one function and print what it returns.
 
 In:   arguments
-Out:  results on stdout, progress and errors on stderr; exit 0, 1 (a HoneError) or 2 (usage)
+Out:  results on stdout, progress and errors on stderr; exit 0, 1 (a HoneError), 2 (usage) or
+      130 (Ctrl-C)
 Used: the `hone` script
 
 A HoneError is printed as its message and never as a traceback: the message already says where,
 what and what to do. Any other exception is a bug of ours and keeps its traceback.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +21,10 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import hone
+from hone.commands import harness
 from hone.errors import ConfigError, HoneError, NotInThisVersion
 from hone.models import gguf
+from hone.terminal import LogLevel, log_from, log_no_more, print_table
 
 _SERVER_PACKAGES = {"fastapi", "filelock", "gguf", "huggingface_hub", "numpy", "psutil"} | {
     "prometheus_client",
@@ -41,7 +44,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except HoneError as error:
-            typer.echo(f"hone: {error}", err=True)
+            problems = getattr(error, "problems", ())
+            typer.echo(f"hone: {_headed(error, problems)}", err=True)
+        except KeyboardInterrupt:
+            typer.echo("hone: interrupted", err=True)
+            raise typer.Exit(130) from None
         except ModuleNotFoundError as error:
             if error.name not in _SERVER_PACKAGES:
                 raise
@@ -51,6 +58,14 @@ class _Commands(TyperGroup):
                 err=True,
             )
         raise typer.Exit(1)
+
+
+def _headed(error: HoneError, problems: Sequence[object]) -> str:
+    """A list of problems under their number; any other message as it is."""
+    if not problems:
+        return str(error)
+    number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return f"the configuration has {number}:\n{error}"
 
 
 app = typer.Typer(
@@ -64,11 +79,12 @@ models = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(models, name="models")
 art = typer.Typer(rich_markup_mode="rich")
 app.add_typer(art, name="art")
+app.add_typer(harness)
 
 Host = Annotated[str, typer.Option(help="Any but a loopback address needs a key.")]
 Port = Annotated[int, typer.Option(help="Training and OpenAI API; 0 takes a free port.")]
 Root = Annotated[Path, typer.Option(help="Where state, checkpoints and logs are kept.")]
-
+ServerLogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Name = Annotated[
     str,
     typer.Argument(
@@ -87,18 +103,27 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which hone.")
     ] = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Reinforcement-train the agent you already run, where it runs.
 
-    Start with a small model that runs on any CPU:
+    Say in a YAML file what to train, check the file, train:
+
+        hone validate --config_file=train.yml
+
+        hone finetune --config_file=train.yml
+
+    A small model that runs on any CPU:
 
         hone models pull smollm2-135m-instruct
-
-        hone models show smollm2-135m-instruct
     """
+    ctx.call_on_close(log_no_more)
+    if log_level is None:
+        log_from("info")
 
 
 @models.callback()
@@ -114,7 +139,7 @@ def _models() -> None:
 
 
 @models.command("list")
-def list_models() -> None:
+def list_models(log_level: LogLevel = None) -> None:
     """List the models hone knows and the ones this machine holds.
 
     Example:
@@ -131,12 +156,12 @@ def list_models() -> None:
     for entry in entries():
         size = "" if entry.parameters is None else f"{entry.parameters / 1e6:,.0f}M"
         table.add_row(entry.name, size, entry.license, entry.here or "no")
-    _print(table)
+    print_table(table)
     typer.echo("\nhone models pull NAME brings one here; other hub names and directories work too.")
 
 
 @models.command("pull")
-def pull_model(name: Name) -> None:
+def pull_model(name: Name, log_level: LogLevel = None) -> None:
     """Bring a model onto this machine, ready to load; prints its directory.
 
     Hub models honour HF_HOME, HF_TOKEN and HF_HUB_OFFLINE; conversions go to HONE_HOME
@@ -156,7 +181,7 @@ def pull_model(name: Name) -> None:
 
 
 @models.command("show")
-def show_model(name: Name) -> None:
+def show_model(name: Name, log_level: LogLevel = None) -> None:
     """Show a model's sizes, licence, template and the memory it needs; downloads nothing.
 
     Examples:
@@ -174,7 +199,7 @@ def show_model(name: Name) -> None:
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(label, value)
-    _print(table)
+    print_table(table)
 
 
 @app.command("serve")
@@ -194,7 +219,7 @@ def serve_command(
         list[str] | None,
         typer.Option(metavar="CIDR", help="Networks that reach the training API without a key."),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: ServerLogLevel = "info",
     log_json: Annotated[bool, typer.Option(help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Serve models over the OpenAI API, and train them.
@@ -224,7 +249,12 @@ def serve_command(
 
 
 @art.callback(invoke_without_command=True)
-def art_command(ctx: typer.Context, host: Host = "127.0.0.1", port: Port = 7999) -> None:
+def art_command(
+    ctx: typer.Context,
+    host: Host = "127.0.0.1",
+    port: Port = 7999,
+    log_level: ServerLogLevel = "info",
+) -> None:
     """Start the server by ART's command; the same as `hone serve`.
 
     Examples:
@@ -232,18 +262,20 @@ def art_command(ctx: typer.Context, host: Host = "127.0.0.1", port: Port = 7999)
         hone art run --host 127.0.0.1 --port 7999
     """
     if ctx.invoked_subcommand is None:
-        _serve(host=host, port=port)
+        _serve(host=host, port=port, log_level=log_level)
 
 
 @art.command("run")
-def art_run(host: Host = "127.0.0.1", port: Port = 7999) -> None:
+def art_run(
+    host: Host = "127.0.0.1", port: Port = 7999, log_level: ServerLogLevel = "info"
+) -> None:
     """Start the server by ART's command, on ART's port.
 
     Example:
 
         hone art run --port 7623
     """
-    _serve(host=host, port=port)
+    _serve(host=host, port=port, log_level=log_level)
 
 
 def _serve(**options: Any) -> None:
@@ -269,6 +301,7 @@ def export_command(
         bool, typer.Option("--merge", help="Add the adapter into the weights: a model of its own.")
     ] = False,
     root: Root = Path(".hone"),
+    log_level: LogLevel = None,
 ) -> None:
     """Write a trained step where other programs can load it; prints the directory.
 
@@ -283,18 +316,6 @@ def export_command(
     from hone.server.export import export
 
     typer.echo(str(export(root, model, directory, merge=merge)))
-
-
-def _print(table: Table) -> None:
-    """To a terminal at its width; into a pipe unwrapped, so that `grep` and `awk` see whole lines."""
-    console = Console(markup=False, highlight=False)
-    if console.is_terminal:
-        console.print(table)
-        return
-    console.width = 1000
-    with console.capture() as text:
-        console.print(table)
-    typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""What all commands share: how options are spelt, the log on stderr, tables on stdout.
+
+In:   `-o KEY VALUE`, `--log-level`; log records; tables
+Out:  pairs; `LEVEL - message` lines through the one console; a table as wide as the terminal
+Used: cli.py and commands.py
+
+Only hone's own records follow `--log-level`; other libraries speak from WARNING on, because at
+INFO the HTTP client would write a line for every model call of every rollout.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
+
+from hone import progress
+
+_JOINED = "\0"
+
+
+class Command(TyperCommand):
+    """Takes `-o KEY VALUE`, and each option with hyphens or underscores.
+
+    typer has no option of two values that may be given twice, and would print both spellings.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spelled = {name.replace("_", "-"): name for p in self.params for name in p.opts}
+        joined, rest = [], list(args)
+        while rest:
+            arg = rest.pop(0)
+            if arg in ("-o", "--override"):
+                if len(rest) < 2:
+                    raise typer.BadParameter("expected a key and a value: -o finetuning.seed 1")
+                # One word with `=`, so that a value may start with a hyphen.
+                arg = f"--override={rest.pop(0)}{_JOINED}{rest.pop(0)}"
+            elif arg.startswith("--"):
+                name, equals, value = arg.partition("=")
+                arg = spelled.get(name.replace("_", "-"), name) + equals + value
+            joined.append(arg)
+        return super().parse_args(ctx, joined)
+
+
+def pairs(joined: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
+    """The keys and values of `-o`, as Command joined them."""
+    split = (pair.partition(_JOINED) for pair in joined or ())
+    return tuple((key, value) for key, _, value in split)
+
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class _ToConsole(logging.Handler):
+    """Above a live display, never into it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        progress.write(self.format(record))
+
+
+def log_from(level: str | None) -> str | None:
+    """Write the log from this level on; None leaves it as it is."""
+    if level is None:
+        return None
+    if level.lower() not in LEVELS:
+        raise typer.BadParameter(f"{level!r}; expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}")
+    log_no_more()
+    number = logging.getLevelNamesMapping()[level.upper()]
+    handler = _ToConsole()
+    handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger("hone").setLevel(number)
+    return level
+
+
+def log_no_more() -> None:
+    """As it was before `log_from`: a program may call a command and go on."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, _ToConsole)]:
+        root.removeHandler(handler)
+        root.setLevel(logging.WARNING)
+        logging.getLogger("hone").setLevel(logging.NOTSET)
+
+
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        metavar="LEVEL",
+        callback=log_from,
+        help="What is logged: debug, info (the default), warning or error.",
+        show_default=False,
+    ),
+]
+
+
+def print_table(table: Table) -> None:
+    """To a terminal at its width; into a pipe unwrapped, so that `grep` and `awk` see whole lines."""
+    console = Console(markup=False, highlight=False)
+    if console.is_terminal:
+        console.print(table)
+        return
+    console.width = 1000
+    with console.capture() as text:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))
