@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import memory, publish, rollout, serve, train
+from bench import harness, loop, memory, publish, rollout, serve, train
 from bench.process import ROOT, ContenderFailed
 from bench.report import Result, markdown_table, merged, read, terminal_table, write
 from bench.setting import Setting, prepared
@@ -28,6 +28,8 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "publish": publish.run,
     "memory": memory.run,
     "serve": serve.run,
+    "harness": harness.run,
+    "loop": loop.run,
 }
 RESULTS = ROOT / "bench" / "results.json"
 QUICK_RESULTS = ROOT / "bench" / "results-quick.json"
@@ -88,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PEER",
-        help="leave a peer out: transformers, vllm, peft, trl",
+        help="leave a peer out: transformers, vllm, peft, trl, nat",
     )
     parser.add_argument(
         "--table", action="store_true", help="print the results there are, as Markdown"

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
+from bench.endpoint import endpoint
+from bench.harness import overheads
 from bench.peers.packing import packed_step
 from bench.process import Contender, ContenderFailed
 from bench.publish import held
@@ -116,6 +119,21 @@ def test_held_is_the_longest_gap_during_publish_less_the_usual_one():
     assert held([0, 1, 2, 3, 7, 8, 9], [(3.5, 5)]) == 3
     # twice: the gaps 3..7 and 8..10 touch; the longer one counts
     assert held([0, 1, 2, 3, 7, 8, 10, 11], [(3.5, 5), (9, 9.5)]) == 3
+
+
+def test_overhead_is_the_difference_of_the_medians_in_milliseconds():
+    # medians 3 ms and 5 ms; of 100 steps between 0 and 1 s the 99th percentile is 1 ms further on
+    assert overheads([0.001, 0.003, 0.009], [0.004, 0.005, 0.006])["p50"] == pytest.approx(2)
+    alone = [i / 100 for i in range(101)]
+    assert overheads(alone, [s + 0.001 for s in alone])["p99"] == pytest.approx(1)
+
+
+def test_the_endpoint_answers_like_a_server_that_records():
+    with endpoint() as url:
+        body = httpx2.post(f"{url}/chat/completions", json={"model": "m"}, trust_env=False).json()
+    (choice,) = body["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 16
+    assert body["usage"]["total_tokens"] == 64 + 16
 
 
 def test_a_contender_that_ends_is_reported_with_its_last_words():
