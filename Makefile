@@ -11,13 +11,14 @@ VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
 
+DEMO := examples/02_tool_calls
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Errors only: what else pip says depends on the machine. Bytecode is compiled at first use: sooner done.
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean chaos fuzz test-art
+.PHONY: help demo test check bench docs install clean chaos fuzz test-art test-docs
 
 help:  ## Say what there is to make
 	@echo "make demo     train a real small model on this machine and show its reward rise"
@@ -27,6 +28,7 @@ help:  ## Say what there is to make
 	@echo "make chaos    kill a training server at 100 points and compare what it left"
 	@echo "make fuzz     10,000 odd requests at a server, none of which may bring it down"
 	@echo "make test-art the real clients of OpenPipe ART and NeMo Agent Toolkit against hone serve"
+	@echo "make test-docs every code block of README and docs, the slow ones too"
 	@echo "make docs     write docs/reference anew from the code"
 	@echo "make clean    remove $(VENV) and what the other verbs left"
 	@echo
@@ -34,7 +36,11 @@ help:  ## Say what there is to make
 	@echo "PYTHON=python3.12, VENV=dir, TORCH_INDEX=url (another index for torch), ARGS=..."
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/01_one_file/loop.py --out .demo $(ARGS)
+	@rm -rf .demo
+	$(BIN)/hone finetune --config_file $(DEMO)/config.yml \
+	  --validation_dataset $(DEMO)/data/heldout.jsonl --validation_interval 100 \
+	  --validation_config_file $(DEMO)/heldout.yml \
+	  -o finetuning.output_dir .demo -o trainer_adapters.server.backend.root .demo/server $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
@@ -55,6 +61,9 @@ chaos: $(INSTALLED)
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.server.fuzz $(ARGS)
 
+test-docs: $(INSTALLED)
+	HONE_DOCS=all $(BIN)/python -m pytest tests/docs $(ARGS)
+
 test-art: $(INSTALLED)
 	$(BIN)/python -m tests.art.run $(ARGS)
 
@@ -69,7 +78,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: PYTHON=$(PYTHON) says "`$(PYTHON) --version 2>&1 | head -n 1`"; hone needs 3.11 or newer" >&2; exit 1; }
 	@echo "hone: installing once into $(VENV) (`$(PYTHON) --version`); some minutes."
-	@echo "hone: downloads 0.25 GB of packages, the 0.09 GB model smollm2-135m-instruct, and torch:"
+	@echo "hone: downloads 0.3 GB of packages, the 0.09 GB model smollm2-135m-instruct, and torch:"
 	@if [ -n "$(TORCH_INDEX)" ]; then echo "hone: torch comes from $(TORCH_INDEX)"; \
 	else echo "hone: 2.7 GB with CUDA from PyPI on Linux, 0.2 GB as a CPU build; to choose that,"; \
 	  echo "hone: make TORCH_INDEX=https://download.pytorch.org/whl/cpu"; fi
