@@ -1,0 +1,118 @@
+"""What users of other systems suffer from before the first step: installing, defaults, waits.
+
+docs/promises.md names these tests beside those that lie with the module they are about.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hone.types import ModelSpec
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+CORE, SERVER, DEV = (
+    [Requirement(line) for line in lines]
+    for lines in (PROJECT["dependencies"], EXTRAS["server"], EXTRAS["dev"])
+)
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+COMPILED = {"apex", "bitsandbytes", "deepspeed", "flash_attn", "triton", "xformers"}
+"""Packages whose installation compiles kernels, or fits one CUDA only."""
+STACKS = {"ray", "trl", "unsloth", "vllm"}
+"""Systems that bring their own versions of torch and transformers."""
+
+
+def imported() -> Counter[str]:
+    """Top-level packages that hone imports anywhere, also inside functions."""
+    found: Counter[str] = Counter()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found[node.module.partition(".")[0]] += 1
+    return found
+
+
+@pytest.mark.parametrize("need", [*CORE, *SERVER, *DEV], ids=lambda need: need.name)
+def test_one_environment_has_everything(need: Requirement):
+    """Harness, server and tools: each is pinned once, and what is pinned and what is here fit."""
+    pins = re.findall(
+        rf"^{re.escape(canonicalize_name(need.name))}==(\S+)$",
+        (ROOT / "constraints.txt").read_text(encoding="utf-8").replace("_", "-").lower(),
+        re.M,
+    )
+    assert len(pins) == 1, f"constraints.txt pins {need.name} {len(pins)} times"
+    assert need.specifier.contains(pins[0], prereleases=True)
+    assert need.specifier.contains(version(need.name), prereleases=True)
+
+
+def test_both_halves_load_in_one_process_and_need_no_variable():
+    modules = "hone.cli, hone.finetune.run, hone.server.run, hone.learner.learner"
+    code = f"import {modules}, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env={}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"torch", "hone.finetune.run", "hone.server.run"} <= set(done.stdout.split())
+
+
+def test_nothing_has_to_be_compiled():
+    names = {need.name.replace("-", "_") for need in (*CORE, *SERVER)}
+    assert "torch" in names and not names & COMPILED
+    assert imported()["torch"] and not imported().keys() & COMPILED
+    sources = {path.suffix for path in (ROOT / "src").rglob("*") if path.is_file()}
+    assert sources - {".pyc"} <= {".py", ".typed"}
+
+
+def test_no_version_is_held_back_for_another_package():
+    for need in (*CORE, *SERVER):
+        bounds = {bound.operator for bound in need.specifier}
+        assert bounds == {">="}, f"{need}: a lower bound is all that hone asks for"
+    assert not {need.name for need in (*CORE, *SERVER)} & STACKS
+    assert not imported().keys() & STACKS
+
+
+def test_an_adapter_begins_beside_every_linear_layer(tiny_llama_dir: Path):
+    from hone.models.architecture import DecoderConfig
+    from hone.models.lora import Lora
+
+    spec = ModelSpec(name="agent", base_model=str(tiny_llama_dir))
+    assert spec.alpha / spec.rank == 2.0
+    lora = Lora.init(DecoderConfig.read(tiny_llama_dir), rank=spec.rank, alpha=spec.alpha)
+    layers = Counter(
+        name.split(".layers.")[1].split(".lora_")[0] for name, _ in lora.named()
+    )  # A and B
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    inner = [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    assert layers == {f"{i}.{name}": 2 for i in range(2) for name in [*attention, *inner]}
+
+
+MAY_SLEEP = {
+    "backends/http.py": 2,  # between two attempts to reach a server, up to its patience
+    "retries.py": 2,  # hone.retry: between two attempts of the user's own function
+    "server/app.py": 1,  # the hour of the next pruning
+}
+
+
+def test_nobody_sleeps_until_something_has_happened():
+    found = Counter[str]()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in SLEEPS:
+                found[path.relative_to(ROOT / "src" / "hone").as_posix()] += 1
+    assert found == MAY_SLEEP, "wait for an event with a deadline, or say here what it waits for"
+
+
+SLEEPS = {"asyncio.sleep", "time.sleep", "anyio.sleep", "sleep"}
