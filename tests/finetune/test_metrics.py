@@ -198,7 +198,9 @@ def test_never_solved():
     said = diagnosis(flat_run([groups] * 3, generations=2, learning_rate=1e-6))
     assert said is not None
     lines = said.splitlines()
-    assert lines[0].startswith("The reward did not rise in the last 3 epochs: 0.050 -> 0.050")
+    assert lines[0].startswith(
+        "The reward did not rise by more than chance in the last 3 epochs: 0.050 -> 0.050"
+    )
     # 3 epochs of 10 groups, 9 of them flat.
     assert "27 of 30 groups had equal rewards (90%)" in lines[1]
     assert "clip_frac 0.020; learning rate 1e-06, 3 optimizer steps so far; 2 gen" in lines[1]

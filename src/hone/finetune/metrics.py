@@ -164,8 +164,8 @@ def diagnosis(events: Iterable[Event] | History, *, epochs: int = FLAT_EPOCHS) -
     ]
     return "\n".join(
         [
-            f"The reward did not rise in the last {len(stretch)} epochs: {first['avg_reward']:.3f} "
-            f"-> {last['avg_reward']:.3f} ({rise:+.3f}, standard error {noise:.3f}).",
+            f"The reward did not rise by more than chance in the last {len(stretch)} epochs: "
+            f"{first['avg_reward']:.3f} -> {last['avg_reward']:.3f} ({rise:+.3f}, standard error {noise:.3f}).",
             f"Measured: {seen}.",
             *(f"- {cause}" for cause in causes),
         ]
