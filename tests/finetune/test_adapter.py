@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from fastapi import Request, Response
 from tests.finetune.worlds import adapter_for, collected, finetuning, rollout, said
-from tests.inference.conftest import build_tokenizer
 from tests.sdk.conftest import serving
 from tests.sdk.standin import StandIn, refusal
-from tests.server.conftest import write_model
 
 from hone import LocalBackend, RemoteBackend
 from hone.backends import http
@@ -29,19 +27,6 @@ from hone.finetune.base import (
 )
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "tiny-chat"
-    return write_model(place, build_tokenizer("qwen2.5-instruct"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
-    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
-        backend.start()
-        yield backend
 
 
 @asynccontextmanager

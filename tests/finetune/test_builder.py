@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from tests.finetune.worlds import adapter_for, finetuning
-from tests.inference.conftest import build_tokenizer
-from tests.server.conftest import write_model
 
 import hone
 from hone import LocalBackend
@@ -31,19 +29,6 @@ from hone.workflow.llm import LLM
 
 USER = EpisodeItemRole.USER
 ASSISTANT = EpisodeItemRole.ASSISTANT
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "tiny-chat"
-    return write_model(place, build_tokenizer("qwen2.5-instruct"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
-    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
-        backend.start()
-        yield backend
 
 
 class Length:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from tests.inference.conftest import build_tokenizer
-from tests.server.conftest import write_model
 
 from hone import LocalBackend
 from hone.backends import http
@@ -57,19 +55,6 @@ def length(item):
 def fails(item):
     raise KeyError("answer")
 """
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "tiny-chat"
-    return write_model(place, build_tokenizer("qwen2.5-instruct"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
-    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
-        backend.start()
-        yield backend
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
