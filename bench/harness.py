@@ -19,8 +19,8 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
-from bench import nat_env
 from bench.endpoint import endpoint
+from bench.peer_env import NAT
 from bench.process import Contender, ContenderFailed, serve
 from bench.report import Result, result
 from bench.setting import Setting
@@ -62,7 +62,7 @@ def run(setting: Setting) -> Iterator[Result]:
         "harness/nat",
         all_of("at_once"),
         "ms",
-        peer=f"nvidia-nat {nat_env.VERSION}, its evaluation loop, 16 at once",
+        peer=f"nvidia-nat {NAT.version}, its evaluation loop, 16 at once",
         peer_runs=[r["at_once"] for r in theirs],
         smaller_is_better=True,
     )
@@ -70,7 +70,7 @@ def run(setting: Setting) -> Iterator[Result]:
 
 def _nat(setting: Setting, calls: int) -> list[dict[str, float]]:
     try:
-        python = nat_env.nat_python(setting.say)
+        python = NAT.python(setting.say)
         with Contender.start(
             "bench.peers.nat_eval", {}, name="nat", python=python, deadline_s=DEADLINE_S
         ) as nat:

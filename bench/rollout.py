@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from bench.peer_env import VLLM
 from bench.process import THREADS, Contender, ContenderFailed
 from bench.report import Goal, Result, result
 from bench.setting import RANK, Setting
-from bench.vllm_env import VERSION, vllm_python
 from bench.workloads import RolloutShape, prompts
 
 START_DEADLINE_S = 900.0
@@ -115,7 +115,7 @@ def _start_vllm(setting: Setting, shape: RolloutShape, *, adapter: bool) -> Cont
             "max_rows": shape.prompts * shape.n,
             "block_size": VLLM_BLOCK,
         },
-        python=vllm_python(setting.say),
+        python=VLLM.python(setting.say),
         env={
             "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB),
             "VLLM_CPU_OMP_THREADS_BIND": cores,
@@ -130,13 +130,13 @@ PEERS = (
     Peer("transformers", "transformers generate, PEFT", _start_transformers, ("ratio", ">=", 3.0)),
     Peer(
         "vllm-lora",
-        f"vllm-cpu {VERSION}, LoRA",
+        f"vllm-cpu {VLLM.version}, LoRA",
         lambda setting, shape: _start_vllm(setting, shape, adapter=True),
         ("ratio", ">=", 2.0),
     ),
     Peer(
         "vllm-base",
-        f"vllm-cpu {VERSION}, no LoRA (hone with)",
+        f"vllm-cpu {VLLM.version}, no LoRA (hone with)",
         lambda setting, shape: _start_vllm(setting, shape, adapter=False),
         ("ratio", ">=", 1.0),
     ),

@@ -1,4 +1,4 @@
-"""vLLM sampling on a CPU, in the environment bench/vllm_env.py makes; with an adapter or without.
+"""vLLM sampling on a CPU, in the environment bench/peer_env.py makes; with an adapter or without.
 
 In:   prompts as token ids
 Out:  how long it took, and how many tokens came out
