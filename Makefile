@@ -43,7 +43,7 @@ demo: $(INSTALLED)
 	  -o finetuning.output_dir .demo -o trainer_adapters.server.backend.root .demo/server $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

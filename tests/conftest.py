@@ -1,12 +1,26 @@
 """Tests that need what this machine does not have are skipped, each with the reason.
 
-A marker names the need (pyproject.toml lists them); everything else always runs.
+A marker names the need (pyproject.toml lists them); everything else always runs. `make test` runs as many processes as
+there are cores (at most MOST_PROCESSES), each with one thread: two pools of two threads on two cores wait for each other.
 """
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+MOST_PROCESSES = 8  # each takes a gigabyte or two
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for what the tests start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    return min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        MOST_PROCESSES,
+    )
 
 
 def _no_cuda() -> str | None:
