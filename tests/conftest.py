@@ -5,6 +5,7 @@ there are cores (at most MOST_PROCESSES), each with one thread: two pools of two
 """
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,9 @@ MOST_PROCESSES = 8  # each takes a gigabyte or two
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for what the tests start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what runs in its background; what the tests start must hear Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -367,3 +367,10 @@ class MemoryAdapter(TrainerAdapter):
     async def start_anew(self, old_run_id: str | None) -> None:
         self.anew.append(old_run_id)
         self.step = 0
+
+
+class SickAdapter(MemoryAdapter):
+    """An adapter of somebody's own whose backend is not well."""
+
+    async def is_healthy(self) -> bool:
+        return False

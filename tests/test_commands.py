@@ -78,6 +78,14 @@ def test_validate_says_what_is_in_the_file():
     }
 
 
+def test_validate_says_what_a_run_lacks():
+    Path("run.yml").write_text("finetuning: {enabled: true}\n")
+    result = hone("validate", "--config_file=run.yml")
+    assert result.exit_code == 1
+    for key in ("workflow", "finetuning.reward_function", "eval.general.dataset"):
+        assert f"run.yml:1: {key}: is missing" in result.stderr
+
+
 def test_validate_says_everything_that_is_wrong_and_exits_1():
     Path("a.yml").write_text(YAML.replace("near", "nar").replace("dataset", "datset") + "x: 1\n")
     result = hone("validate", "--config-file=a.yml", "-o", "eval.evaluators.right.strp", "1")

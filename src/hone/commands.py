@@ -8,7 +8,6 @@ Options keep the spelling of the seed documents (`--config_file`), and take a hy
 Libraries load when a command runs, so that `hone --help` stays quick.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,6 +125,7 @@ def finetune_command(
 
         hone finetune --config_file=train.yml -o finetuning.num_epochs 50
     """
+    from hone.finetune.interrupt import INTERRUPTED, leave
     from hone.finetune.run import FinetuneOptions, finetune
 
     status = finetune(
@@ -141,6 +141,8 @@ def finetune_command(
             dry_run=dry_run,
         )
     )
+    if status == INTERRUPTED:
+        leave()  # an agent's threads may take as long as they like
     raise typer.Exit(status)
 
 
@@ -266,10 +268,11 @@ def run_command(
 
 
 def _shown(output: Any) -> str:
+    from hone.workflow.jsonable import dumps
+
     if isinstance(output, str):
         return output
-    plain = output.model_dump(mode="json") if hasattr(output, "model_dump") else output
-    return json.dumps(plain, default=str, ensure_ascii=False)
+    return dumps(output, ensure_ascii=False)
 
 
 @harness.command("validate", cls=Command)
@@ -278,7 +281,8 @@ def validate_command(
 ) -> None:
     """Check a YAML file and say all that is wrong with it, or what is in it.
 
-    Nothing is built or contacted. Exits 1 if anything is wrong.
+    A file with `finetuning.enabled: true` must have all that `hone finetune` needs. Nothing is built
+    or contacted. Exits 1 if anything is wrong.
 
     Examples:
 
@@ -286,9 +290,9 @@ def validate_command(
 
         hone validate --config_file=train.yml -o finetuning.num_epochs 20
     """
-    from hone.config.schema import read
+    from hone.finetune.checks import read_run
 
-    document = read(config_file, pairs(override))
+    document = read_run(config_file, pairs(override))
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

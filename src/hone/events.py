@@ -39,13 +39,15 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "validation": ("epoch", "step", "avg_reward", "rewards", "failures"),
     "epoch_done": ("epoch", "status", "phases"),
     "warning": ("message",),
+    "run_interrupted": (),
     "run_finished": ("status", "message", "step", "seconds"),
 }
 """What an event of each type must carry; types of a plugin's own are free.
 
-They may carry more, and the readers use: run_started `name`, `project`, `base_model`, `config_file`,
-`command`, `seed`, `examples`, `generations`, `validation_examples`, `validation_interval`,
-`learning_rate`, `output_dir`, `resumed`, `root` (of a server the run owns), `base_url` (of one it
+They may carry more, and the readers use: run_started `began` (when the command was given), `name`, `project`, `base_model`, `config_file`,
+`command`, `again` (the one that goes on), `seed`, `examples`, `generations`, `validation_examples`, `validation_interval`,
+`validation_greedy`, `evaluator`, `validation_evaluator` (where it is another one), `learning_rate`,
+`output_dir`, `resumed`, `root` (of a server the run owns), `base_url` (of one it
 does not); rollout `round`, `rollout`, `failure_reason`, `seconds`, `calls`; epoch_collected
 `curriculum_state`; job_progress `row`, `rows`; job_done `counts`, `reason`, `config`; validation
 `min_reward`, `max_reward`, `num_examples`, `error`, `seconds`; run_finished `best_step`. A rollout's

@@ -197,9 +197,16 @@ def failure_of(error: BaseException) -> Failure:
     """An exception as data."""
     return Failure(
         type=type(error).__name__,
-        message=str(error),
+        message=_said(error),
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001  # an exception of the user's own may raise anything
+        return f"<no text: {type(broken).__name__}>"
 
 
 class _Scored(Protocol):

@@ -11,8 +11,14 @@ import pytest
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
-from hone.capture.base import ROLLOUT_HEADER, TEMPERATURE_HEADER, Recorder, SeenCall
-from hone.capture.scope import recorded, within
+from hone.capture.base import (
+    FUNCTION_HEADER,
+    ROLLOUT_HEADER,
+    TEMPERATURE_HEADER,
+    Recorder,
+    SeenCall,
+)
+from hone.capture.scope import apart, recorded, within
 
 ASK: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -60,10 +66,25 @@ async def test_logprobs_of_a_foreign_server_are_kept():
     async with serving(Endpoint(reply)) as url, client(url) as ask:
         rollout, recorder = recorded()
         with rollout:
-            await ask.chat.completions.create(model="m", messages=ASK, logprobs=True)
+            await ask.chat.completions.create(model="m", messages=ASK, logprobs=True, temperature=0)
     call = only(recorder)
+    assert call.temperature == 0
     assert call.choices[0]["logprobs"]["content"][0]["logprob"] == -0.5
     assert (call.id, call.policy_step) == ("answer-1", None)
+
+
+async def test_calls_apart_name_whose_they_are_and_no_rollout():
+    endpoint = Endpoint()
+    async with serving(endpoint) as url, client(url) as ask:
+        with apart("<evaluation>", host="127.0.0.1"):
+            await ask.chat.completions.create(model="m", messages=ASK)
+            with recorded("r")[0]:
+                await ask.chat.completions.create(model="m", messages=ASK)
+        with apart("<evaluation>", host="elsewhere"):
+            await ask.chat.completions.create(model="m", messages=ASK)
+        await ask.chat.completions.create(model="m", messages=ASK)
+    assert endpoint.header(FUNCTION_HEADER) == ["<evaluation>", None, None, None]
+    assert endpoint.header(ROLLOUT_HEADER) == [None, "r", None, None]
 
 
 def as_chat(call: SeenCall) -> tuple[Any, ...]:

@@ -253,6 +253,31 @@ class EngineConformance:
             assert_agree(list(probe.logprobs[0]), wanted)
             assert len(probe.logprobs[1]) == len(PROMPT) - 1
 
+    async def test_probes_of_sequences_that_begin_alike_are_exact(self, served):
+        # 40 tokens in common; one ends within them, one is asked for twice, one is a single token.
+        front = PROMPT * 2
+        sequences = [[*front, *end] for end in ([8, 9, 10], [8, 77], [5] * 12, [8, 9, 10])]
+        sequences += [front[:35], [*front[:17], 3, 4], [9]]
+        refs = (None, served.first, served.second)
+        probes = await asyncio.gather(*(served.engine.probe(sequences, ref) for ref in refs))
+        for ref, probe in zip(refs, probes, strict=True):
+            assert [len(row) for row in probe.logprobs] == [len(ids) - 1 for ids in sequences]
+            for ids, row in zip(sequences[:-1], probe.logprobs, strict=False):
+                rows = served.reference(ids, ref)[:-1]
+                wanted = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+                assert_agree(list(row), wanted)
+
+    async def test_a_probe_changes_nothing_for_samples_that_run(self, served):
+        sampling = Sampling(n=2, max_tokens=40, seed=3)
+        alone = await complete(served.engine, PROMPT, sampling, served.first)
+        running = asyncio.ensure_future(complete(served.engine, PROMPT, sampling, served.first))
+        for _ in range(3):
+            probe = await served.engine.probe([PROMPT, PROMPT * 3], served.second)
+            assert probe.sha256 == served.second.sha256
+        for one, done in zip(alone, await running, strict=True):
+            assert one.ids == done.ids
+            np.testing.assert_allclose(one.logprobs, done.logprobs, atol=1e-3)
+
     async def test_publish_refuses_weights_with_another_hash(self, served):
         lie = AdapterRef("m", 9, "0" * 64)
         with pytest.raises(EngineError, match="Nothing was changed"):

@@ -13,6 +13,7 @@ from tests.e2e.conftest import QWEN, Finetune, Server
 
 EPOCHS, EXAMPLES, GENERATIONS, HELD_OUT = 8, 4, 3, 2
 KILLS = 10
+NOISE = {"Traceback", "Task", "asyncio", "Exception", "KeyboardInterrupt", "CancelledError"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -158,10 +159,32 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     assert finetune.finish(process) == 130, finetune.said[-1]
     last = finetune.said[-1].strip().splitlines()[-1]
     assert "Interrupted. The same command goes on with run art_run_" in last
-    assert "Traceback" not in finetune.said[-1]
+    assert not NOISE & set(finetune.said[-1].split()), finetune.said[-1]
+    assert json.loads((finetune.output / "report.json").read_text())["status"] == "unfinished"
+    text = (finetune.output / "report.md").read_text()
+    assert text.startswith("# The run was interrupted after ")
+    assert f"\nhone finetune {' '.join(finetune.arguments)}\n" in text
     assert finetune.run() == 0, finetune.said[-1]
+    report = json.loads((finetune.output / "report.json").read_text())
+    assert (report["status"], report["epochs"]) == ("completed", 3)
     check(finetune, server, "interrupted")
     assert len(server.jobs("trainer_project/interrupted")) == 3
+
+
+def test_ctrl_c_at_any_point_says_nothing_of_asyncio(
+    server: Server, environment: dict[str, str], tmp_path: Path
+):
+    finetune, draw = prepared(tmp_path, server, environment, "often"), random.Random(6)
+    for _ in range(5):
+        before, more, process = written(finetune), draw.randint(1, 60), finetune.start()
+        while process.poll() is None and written(finetune) < before + more:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        assert finetune.finish(process) == 130, finetune.said[-1]
+        assert not NOISE & set(finetune.said[-1].split()), finetune.said[-1]
+        check(finetune, server, "often")
+    report = json.loads((finetune.output / "report.json").read_text())
+    assert (report["status"], report["sessions"]) == ("unfinished", 5)
 
 
 def test_fresh_starts_at_step_0_and_keeps_the_old_run(

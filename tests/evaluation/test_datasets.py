@@ -259,3 +259,32 @@ def test_ready_made_items_with_one_id_are_an_error():
 
     with pytest.raises(ConfigError, match="item 1 and item 2 both have the id 'a'"):
         load_items(JsonDataset(), loader=Twice())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            '[{"question": "q", "intermediate_steps": [{"payload": {"event_type": "LLM_END", "data": "x"}}]}]',
+            "row 1: its intermediate_steps: cannot be read as the steps of a rollout",
+        ),
+        (
+            '[{"question": "q", "expected_intermediate_steps": "no"}]',
+            "row 1: its expected_intermediate_steps is 'no'; it must be a list",
+        ),
+        ('[{"question": ' + "9" * 5000 + "}]", "cannot be read: Exceeds the limit"),
+        ("[" * 100000 + "]" * 100000, "cannot be read: maximum recursion depth"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, content: str, said: str):
+    file = tmp_path / "rows.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_items(None, file)
+    assert str(caught.value).startswith(str(file)) and said in str(caught.value)
+
+
+def test_a_directory_is_no_dataset(tmp_path: Path):
+    (tmp_path / "rows.json").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\); name a file"):
+        load_items(None, tmp_path / "rows.json")

@@ -17,7 +17,7 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.config.build import build
 from hone.config.schema import read
-from hone.errors import ConfigError
+from hone.errors import ConfigError, Conflict
 from hone.evaluation.run import EvalOptions, EvalSummary, evaluate, evaluation
 
 AGENT = """
@@ -334,6 +334,31 @@ async def test_an_evaluation_that_was_stopped_goes_on(
     assert not summary.failed and bench.answers == ["a0", "a1", "a2"]
 
 
+async def test_a_second_evaluation_in_the_same_directory_is_refused(
+    endpoint: tuple[Endpoint, str], bench: Workbench
+):
+    gate = asyncio.Event()
+    served = says(endpoint, "a0", "a1")
+    served.replies.append(Reply("a2", gate=gate))
+    first = asyncio.create_task(bench.evaluate())
+    async with asyncio.timeout(60):
+        while len(served.asked) < 3:
+            await asyncio.sleep(0.02)
+    for options in ({}, {"skip_completed_entries": True}, {"skip_workflow": True}):
+        with pytest.raises(Conflict) as caught:
+            await bench.evaluate(**options)
+        assert str(caught.value) == (
+            f"eval.general.output_dir: {bench.out} is in use by another `hone eval` (process "
+            f"{os.getpid()}). Wait until it has ended, or name another directory with -o "
+            "eval.general.output_dir DIR."
+        )
+    gate.set()
+    assert not (await first).failed and bench.answers == ["a0", "a1", "a2"]
+    says(endpoint, "b0", "b1", "b2")
+    await bench.evaluate()
+    assert bench.answers == ["b0", "b1", "b2"]
+
+
 async def test_an_evaluation_is_built_once_from_a_builder(
     endpoint: tuple[Endpoint, str], bench: Workbench
 ):
@@ -388,3 +413,23 @@ async def test_an_evaluator_that_is_none_is_found_when_it_is_built(bench: Workbe
         ConfigError, match=r"eval\.evaluators\.odd: its factory yielded int; it must"
     ):
         await bench.evaluate()
+
+
+async def test_an_evaluator_that_exits_is_a_failure_and_an_agent_may_change_the_directory(
+    endpoint: tuple[Endpoint, str], bench: Workbench, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(bench.path)
+    (bench.path / "moving_agent.py").write_text(
+        "import os\ndef run(input):\n    os.chdir('/')\n    return {('a', 1): input}\n"
+        "def leave(item):\n    raise SystemExit(2)\n",
+        encoding="utf-8",
+    )
+    bench.config["workflow"] = {"_type": "python", "target": "moving_agent.py:run"}
+    bench.config["eval"]["general"]["output_dir"] = "out"
+    bench.config["eval"]["evaluators"] = {
+        "l": {"_type": "python", "target": "moving_agent.py:leave"}
+    }
+    summary = await bench.evaluate()
+    assert "could not score 3 of 3 items; the first: SystemExit: 2" in summary.message
+    assert summary.evaluators[0].output_file == Path("out/l_output.json")
+    assert bench.answers == [{"('a', 1)": f"q{n}"} for n in range(3)]

@@ -11,9 +11,10 @@ from tests.evaluation.made import call, item, step
 from hone.capture.base import SeenCall
 from hone.config.base import EvalDatasetStructure
 from hone.config.schema import EvalGeneralConfig
-from hone.errors import ConfigError
+from hone.errors import ConfigError, StateError
 from hone.evaluation.base import Score, output_of
 from hone.evaluation.files import OutputDir
+from hone.evaluation.lock import DirectoryLock
 from hone.evaluation.results import ItemResult
 from hone.types import Failure
 from hone.workflow.run import RolloutFailure, RolloutResult
@@ -23,6 +24,7 @@ def opened(path: Path, *, keep: bool = False, structure: Any = None, **output: A
     general = EvalGeneralConfig.model_validate({"output_dir": path, "output": output})
     found = OutputDir(general, EvalDatasetStructure.model_validate(structure or {}))
     found.prepare(["exact"], keep=keep)
+    found.close()  # tests open one directory again and again
     return found
 
 
@@ -160,7 +162,7 @@ def test_cleaning_removes_only_what_hone_wrote(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("precious")
     (tmp_path / "folder").mkdir()
     opened(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "mine.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".hone_lock", "folder", "mine.txt"]
 
 
 def test_a_list_that_leads_elsewhere_is_not_followed(tmp_path: Path):
@@ -225,3 +227,37 @@ def test_names_of_evaluators_become_names_of_files(tmp_path: Path):
     out = opened(tmp_path)
     _, (file,) = out.write([], [("../a b", output_of([]))])
     assert file == tmp_path / ".._a_b_output.json"
+
+
+def test_a_directory_in_the_place_of_a_file_is_found_before_anything_runs(tmp_path: Path):
+    (tmp_path / "workflow_output.json").mkdir()
+    with pytest.raises(ConfigError, match=r"workflow_output\.json is a directory, where a file is"):
+        opened(tmp_path)
+
+
+def test_files_that_are_not_hones_own_are_named(tmp_path: Path):
+    out = opened(tmp_path)
+    (tmp_path / "finished.jsonl").write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"finished\.jsonl:1: not a finished item; remove"):
+        out.finished()
+    (tmp_path / "workflow_output.json").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"workflow_output\.json: not JSON .*; remove it"):
+        out.finished()
+
+
+def test_a_full_disk_is_said(tmp_path: Path):
+    out = opened(tmp_path)
+    (tmp_path / "finished.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StateError, match=r"finished\.jsonl: cannot be written \(No space left"):
+        out.add(answered())
+
+
+def test_a_job_that_runs_is_not_removed(tmp_path: Path):
+    jobs = {"append_job_id_to_output_dir": True, "max_jobs": 1}
+    first = opened(tmp_path, job_management=jobs)
+    first.add(answered())
+    with DirectoryLock(first.path, ".hone_lock", command="hone eval", key="k"):
+        opened(tmp_path, job_management=jobs)
+        assert first.path.exists()
+    opened(tmp_path, job_management=jobs)
+    assert not first.path.exists()

@@ -34,6 +34,10 @@ class Story:
     """Of the policy before and after; an example of difficulty d succeeds at sigmoid(skill - d)."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Rewards of failure and success."""
+    held_out_scale: tuple[float, float] | None = None
+    """The same for validations, where another evaluator measures them."""
+    start_s: float = 9.0
+    """From the command to run_started."""
     curriculum: bool = False
     failing: float = 0.01
     failed_validations: tuple[int, ...] = ()
@@ -62,6 +66,17 @@ STORIES = {
     "rounds": Story(epochs=5, rounds=4, interval=1),
     "signed": Story(epochs=12, scale=(-1.0, 1.0), interval=3),
     "few": Story(epochs=6, held_out=4, examples=4, interval=1),
+    "apart": Story(
+        epochs=14,
+        scale=(-2.0, 3.0),
+        held_out_scale=(0.0, 1.0),
+        failed_validations=(4,),
+        curriculum=True,
+        more={
+            "evaluator": "reward (agent.py:shaped)",
+            "validation_evaluator": "reward (exact_match)",
+        },
+    ),
     "unfinished": Story(epochs=9, planned=20, ends=False),
 }
 
@@ -120,10 +135,12 @@ class _Teller:
 
     def start(self) -> Iterator[Event]:
         story, self.session, self.began = self.story, self.session + 1, self.at
+        self.at += story.start_s
         yield self.event(
             "run_started",
             run_id="art_run_0f3a9c1d",
             session=self.session,
+            began=self.began,
             config_file="config.yml",
             command="hone finetune --config_file=config.yml",
             name="tool_caller",
@@ -140,7 +157,7 @@ class _Teller:
             output_dir=".demo",
             resumed=self.session > 1,
             root=".demo/server",
-            **story.more,
+            **{"evaluator": "match"} | story.more,
         )
         yield self.event("preflight", checks=[{"name": "server", "ok": True, "message": "healthy"}])
 
@@ -188,7 +205,7 @@ class _Teller:
         if self.draw.random() < story.failing:
             kind, reason = self.draw.choice(_FAILURES)
         else:
-            low, high = story.scale
+            low, high = story.scale if split == "train" else story.held_out_scale or story.scale
             good = self.draw.random() < self.chance(split, epoch + round_ / story.rounds, example)
             partly = 0.3 * (high - low) if self.draw.random() < 0.2 else 0.0
             reward = high if good else low + partly
@@ -339,8 +356,9 @@ def _record(event: Event) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from hone.finetune import metrics, plots, report
+    from hone.finetune import metrics
     from hone.finetune.history import History
+    from hone.finetune.report import plots, report
 
     for name in sys.argv[2:] or STORIES:
         place = Path(sys.argv[1]) / name

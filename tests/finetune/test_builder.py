@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -521,6 +522,77 @@ async def test_rollouts_in_the_journal_are_not_run_again(
         assert third == second
         assert w.ran == {"one": 4, "two": 6}
         assert metadata(other.trajectories[0][0])["rollout"].startswith(f"{w.run_id}:0.1.0.")
+
+
+async def test_a_round_that_came_to_nothing_is_run_anew(
+    server: LocalBackend, tiny_model: Path, tmp_path: Path
+):
+    async with world(server, tiny_model) as w:
+        broken = True
+
+        async def agent(question: str) -> str:
+            text = await w.say(question)
+            if broken and (question == "two" or w.ran[question] == 1):
+                raise PolicyFailure(f"{text!r} is no move", reason="unparseable")
+            return text
+
+        w.bind(agent, ["one", "two"], max_concurrency=1)
+        collection = None
+        for _ in range(2):
+            with Journal.open(tmp_path, RunFacts(0, {})) as journal:
+                meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
+                collection = await w.collect(meta)
+            broken = False
+        assert collection is not None
+        # The second rollout of "one" ended well, but a group of one teaches nothing.
+        assert w.ran == {"one": 3, "two": 4}
+        assert [len(group) for group in collection.trajectories] == [2, 2]
+        first = [metadata(t)["rollout"] for t in collection.trajectories[0]]
+        assert [id.rpartition(".")[2] for id in first] == ["s2", "s1"]
+
+
+# ---- calls that name no rollout ---------------------------------------------------------------------
+
+
+async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
+    server: LocalBackend, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def unseen(question: str) -> None:
+        body = {"model": w.llm.model, "messages": [{"role": "user", "content": question}]}
+        request = urllib.request.Request(
+            f"{w.llm.base_url}/chat/completions", json.dumps({**body, "max_tokens": 2}).encode()
+        )
+        request.add_header("Content-Type", "application/json")
+        urllib.request.urlopen(request).close()
+
+    async with world(server, tiny_model) as w:
+        w.builder.unmarked = w.adapter.unmarked
+
+        async def agent(question: str) -> str:
+            await asyncio.to_thread(unseen, question)
+            return await w.say(question)
+
+        w.bind(agent, ["one", "two"])
+        with EventLog(tmp_path / "events.jsonl") as events:
+            for epoch in range(2):
+                collection = await w.collect({"epoch": epoch, "events": events})
+                # 2 examples x 2 generations, each with one call that was seen and one that was not.
+                assert w.builder.dropped == {"call/unmarked": 4}
+                assert [len(group) for group in collection.trajectories] == [2, 2]
+            told = [e["message"] for e in read(tmp_path / "events.jsonl") if e["type"] == "warning"]
+        [message] = told
+        assert message.startswith(
+            f"epoch 1: 4 calls named no rollout while rollouts ran ({w.adapter.model_name}: 4), and "
+            "are not trained."
+        )
+        assert (
+            "httpx or httpx2" in message and f"{server.base_url}/rollout/ROLLOUT_ID/v1" in message
+        )
+        assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == told
+        # A server that cannot be asked costs the count, not the epoch.
+        w.adapter.backend.patience_s, w.adapter.backend.base_url = 0.2, "http://127.0.0.1:1"
+        assert await w.adapter.unmarked.count(w.run_id) == Counter()
+        assert "Calls without a rollout were not counted" in caplog.text
 
 
 # ---- an endpoint that is not hone's -----------------------------------------------------------------

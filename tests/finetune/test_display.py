@@ -69,6 +69,28 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+def test_a_held_out_reward_is_told_once_and_a_failed_epoch_is_not_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    held_out = {"type": "validation", "step": 0, "rewards": {}, "failures": 0}
+    with EventLog(tmp_path / "events.jsonl") as log, Display(log) as shown:
+        for event in (
+            started(3.0, epochs=9, began=0.0),
+            held_out | {"at": 4.0, "epoch": 0, "avg_reward": 0.25},
+            *(stage(4.0, 0), collected(0, 0.5, at=5.0), done(6.0, 0)),
+            *(stage(6.0, 1), collected(1, 0.6, at=7.0), done(8.0, 1)),
+            held_out | {"at": 8.0, "epoch": 2, "avg_reward": None},
+            *(stage(8.0, 2), done(10.0, 2) | {"status": "failed"}),
+        ):
+            shown.add(event)
+    # Since the command was given at 0; epochs of 2 s each, of which 8 and 7 are left.
+    assert capsys.readouterr().err.splitlines() == [
+        "epoch 1 of 9 done: reward 0.50, held out 0.25 before it, 6 s, about 16 s left",
+        "epoch 2 of 9 done: reward 0.60, 8 s, about 14 s left",
+        "epoch 3 of 9 failed: no held-out reward, 10 s",
+    ]
+
+
 def test_a_run_that_goes_on_shows_its_whole_curve(tmp_path: Path):
     with EventLog(tmp_path / "events.jsonl") as log:
         fields = {k: v for k, v in collected(0, 0.25).items() if k not in ("at", "type")}
@@ -105,6 +127,20 @@ def test_every_moment_of_a_run_can_be_drawn(tmp_path: Path):
         for event in events(Story(epochs=2, examples=3, generations=2, held_out=3, interval=1)):
             shown.state.add(event)
             screen.print(shown.picture())
+
+
+def test_before_the_run_and_after_ctrl_c(tmp_path: Path):
+    screen = Console(file=io.StringIO(), width=80)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        shown = Display(log, clock=lambda: 9.0)
+        screen.print(shown.picture())
+        for event in (started(1.0), stage(2.0, 0), {"at": 3.0, "type": "run_interrupted"}):
+            shown.state.add(event)
+        screen.print(shown.picture())
+    assert isinstance(screen.file, io.StringIO)
+    lines = [line.split() for line in screen.file.getvalue().splitlines()]
+    assert lines[0] == ["starting"]
+    assert lines[1][:4] == ["epoch", "1", "of", "5"] and lines[2] == ["interrupted"]
 
 
 def test_sparks_stand_on_zero():

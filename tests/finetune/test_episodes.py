@@ -118,11 +118,13 @@ def test_of_a_foreign_endpoint_only_answers_with_logprobs():
         seen(2, "m", choices=[{"text": "4"}], messages=None),
         seen(3, "m", choices=[with_them], function="<workflow>.search"),
         seen(4, "m", choices=[], status=500, error="broken"),
+        seen(5, "m", choices=[with_them], temperature=0.0),
     ]
     found = of_seen(calls, Targets(frozenset({"<workflow>"}), frozenset({"m"})))
     assert ids(found) == ["x.0", "3.0"]
     assert (found.sampled[0].logprobs, found.sampled[0].finish) == (LOGPROBS, "length")
-    assert found.dropped == Counter(no_logprobs=1, not_target_model=1, not_chat=1)
+    assert found.dropped == Counter(no_logprobs=1, not_target_model=1, not_chat=1, greedy=1)
+    assert found.foreign and not of_recorded([], [], Targets()).foreign
     only = of_seen(calls[3:4], Targets(frozenset({"rank"})))
     assert only.reason == "not_target_function"
 

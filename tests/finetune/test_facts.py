@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from hone.config.build import Served
-from hone.config.schema import FinetuneRunConfig, read
+from hone.config.schema import Document, FinetuneRunConfig, read
 from hone.finetune.adapter_config import ARTBackendConfig
-from hone.finetune.facts import HIDDEN, address_of, facts_of, shown
+from hone.finetune.facts import HIDDEN, address_of, again, evaluators_of, facts_of, shown
 
 YAML = """
 llms:
@@ -83,3 +83,34 @@ def test_where_the_result_is():
     own = ARTBackendConfig.model_validate({"root": "runs/server"})
     assert address_of(served, own) == {"root": "runs/server"}
     assert address_of(None, None) == {}
+
+
+def test_the_command_that_goes_on_does_not_begin_anew():
+    told = ["finetune", "--config_file=a.yml", "--fresh"]
+    assert again(told, "auto") == ["finetune", "--config_file=a.yml"]
+    assert again(told[:2], "never") == [*told[:2], "-o", "finetuning.resume", "auto"]
+
+
+def test_two_evaluators_of_one_name_are_told_apart(tmp_path: Path):
+    def document(name: str, evaluator: str) -> Document:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"eval: {{evaluators: {{reward: {evaluator}}}}}")
+        return read(tmp_path / name)
+
+    shaped = document("train.yml", '{_type: python, target: "agent.py:shaped"}')
+    assert evaluators_of("reward", shaped, None) == {"evaluator": "reward"}
+    same = document("val.yml", '{_type: python, target: "agent.py:shaped"}')
+    assert evaluators_of("reward", shaped, same) == {"evaluator": "reward"}
+    exact = document("val.yml", '{_type: python, target: "agent.py:exact"}')
+    assert evaluators_of("reward", shaped, exact) == {
+        "evaluator": "reward (agent.py:shaped)",
+        "validation_evaluator": "reward (agent.py:exact)",
+    }
+    other = document("val.yml", "{_type: exact_match}")
+    assert evaluators_of("reward", shaped, other)["validation_evaluator"] == "reward (exact_match)"
+    # The same words in another directory name another file.
+    elsewhere = document("other/val.yml", '{_type: python, target: "agent.py:shaped"}')
+    assert evaluators_of("reward", shaped, elsewhere) == {
+        "evaluator": "reward (train.yml)",
+        "validation_evaluator": "reward (val.yml)",
+    }

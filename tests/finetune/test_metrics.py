@@ -102,18 +102,73 @@ def test_what_happened_twice_counts_once_and_its_time_twice():
     assert history.status == "unfinished"
 
 
-def test_phases_add_up_to_the_time():
-    done = {"at": 70.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
-    validation = {"at": 75.0, "type": "validation", "epoch": 1, "step": 1, "avg_reward": 0.5}
+def started_epoch(at: float, epoch: int = 0) -> Event:
+    event = {"at": at, "type": "epoch_started", "epoch": epoch, "round": 0, "rounds": 1, "step": 0}
+    return event | {"rollouts": 2}
+
+
+def test_phases_add_up_to_the_time_since_the_command():
+    done = {"at": 80.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
+    validation = {"at": 85.0, "type": "validation", "epoch": 1, "step": 1, "avg_reward": 0.5}
     told = [
-        started(0.0),
-        done | {"phases": {"rollout_s": 40.0, "learn_s": 20.0, "validate_s": 0.0, "other_s": 10.0}},
+        started(10.0, began=2.0),
+        {"at": 13.0, "type": "preflight", "checks": []},
+        started_epoch(14.0),
+        done | {"phases": {"rollout_s": 40.0, "learn_s": 20.0, "validate_s": 0.0, "other_s": 6.0}},
+        {"at": 80.0, "type": "validation_started", "epoch": 1, "rollouts": 1},
         validation | {"rewards": {"a": [0.5]}, "failures": 0, "seconds": 5.0},
-        {"at": 80.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
-        | {"seconds": 80.0},
+        {"at": 90.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
+        | {"seconds": 88.0},
     ]
-    phases = History.of(told).phases
-    assert phases == {"rollout_s": 40.0, "learn_s": 20.0, "validate_s": 5.0, "other_s": 15.0}
+    history = History.of(told)
+    # The command was given at 2, the server answered at 10, the first rollout began at 14.
+    assert history.seconds == 88.0
+    # 88 - 12 - 40 - 20 - 5 = 11
+    assert history.phases == {
+        "start_s": 12.0,
+        "rollout_s": 40.0,
+        "learn_s": 20.0,
+        "validate_s": 5.0,
+        "other_s": 11.0,
+    }
+
+
+def test_an_epoch_that_never_ended_took_its_time_too():
+    told = [
+        started(1.0, began=0.0),
+        started_epoch(2.0),
+        collected(0, 0.5, at=32.0),
+        {"at": 33.0, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j"},
+        {"at": 43.0, "type": "run_interrupted"},
+    ]
+    # 2 s of start, rollouts from 2 to 32, the job from 33 to 43; one second belongs to nobody.
+    expected = {
+        "start_s": 2.0,
+        "rollout_s": 30.0,
+        "learn_s": 10.0,
+        "validate_s": 0.0,
+        "other_s": 1.0,
+    }
+    assert History.of(told).phases == expected
+    # Started again at 103 by a command of 100, it finds its job and ends it: what was measured adds up.
+    done = {"at": 110.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
+    told += [
+        started(103.0, began=100.0, session=2),
+        collected(0, 0.5, at=104.0),
+        {"at": 105.0, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j"},
+        job(0) | {"at": 109.0},
+        done | {"phases": {"rollout_s": 0.0, "learn_s": 4.5, "validate_s": 0.0, "other_s": 0.5}},
+    ]
+    history = History.of(told)
+    # 43 s and 10 s. Start 2 + 4, learning 10 + 4.5, other 53 - 6 - 30 - 14.5 = 2.5.
+    expected = {
+        "start_s": 6.0,
+        "rollout_s": 30.0,
+        "learn_s": 14.5,
+        "validate_s": 0.0,
+        "other_s": 2.5,
+    }
+    assert history.seconds == 53.0 and history.phases == expected
 
 
 @pytest.mark.parametrize("name", STORIES)

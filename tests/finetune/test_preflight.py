@@ -10,19 +10,29 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from tests.fakes import MemoryAdapter, SickAdapter
+from tests.finetune.worlds import LossyProxy
+from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone import LocalBackend
 from hone.backends import http
 from hone.config.build import Builder, build
 from hone.config.schema import ConfigProblems, Document, read
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation, evaluation
 from hone.finetune.adapter import ARTTrainerAdapter
-from hone.finetune.base import TrajectoryBuilder
+from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
+from hone.finetune.builder import ARTTrajectoryBuilder
 from hone.finetune.checks import check_movement
 from hone.finetune.preflight import Check, check_document, failures, plan, preflight
 
 AGENT = """
+import asyncio
+import json
+import urllib.request
+
 import hone
+import hone.errors
 
 async def run(question, llm):
     answer = await llm.chat([{"role": "user", "content": question}])
@@ -48,6 +58,31 @@ async def wrong_header(question, llm):
         extra_headers={"X-Hone-Rollout": "somebody-else"},
     )
     return answer.choices[0].message.content or ""
+
+async def refuses(question, llm):
+    await run(question, llm)
+    raise hone.errors.PolicyFailure("no move", reason="unparseable")
+
+async def impatient(question, llm):
+    messages = [{"role": "user", "content": question}]
+    client = llm.client.chat.completions
+    stream = await client.create(model=llm.model, messages=messages, max_tokens=200, stream=True)
+    async for _ in stream:
+        await stream.close()
+        return "enough"
+
+def asked(url, model, question):
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 3}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+async def unseen(question, llm):
+    return await asyncio.to_thread(asked, llm.base_url, llm.model, question)
+
+async def half_seen(question, llm):
+    return await run(question, llm) + await unseen(question, llm)
 
 def length(item):
     return float(len(item.output_obj))
@@ -443,3 +478,256 @@ async def test_a_model_that_was_trained_over_another_base(
     found = one(checks, "base model")
     assert not found.ok
     assert f"backend.base_model is {str(tiny_model)!r}, but the server trains" in found.message
+
+
+# ---- what else can be wrong -------------------------------------------------------------------------
+
+
+async def test_an_adapter_of_somebodys_own(tmp_path: Path, server: LocalBackend, tiny_model: Path):
+    async with live(tmp_path, server, tiny_model) as parts:
+        builder, trajectories, _, evaluating, run_id = parts
+
+        async def found(adapter: TrainerAdapter) -> Check:
+            checks = await preflight(
+                document=builder.document,
+                builder=builder,
+                trajectory_builder=trajectories,
+                trainer_adapter=adapter,
+                evaluation=evaluating,
+                run_id=run_id,
+            )
+            return one(checks, "server")
+
+        assert (await found(MemoryAdapter())).ok
+        sick = await found(SickAdapter())
+    assert not sick.ok
+    assert sick.message == (
+        "Failed to connect to ART backend. is_healthy() of SickAdapter says no. See that its "
+        "backend runs and that its keys under `trainer_adapters` are right."
+    )
+
+
+async def test_no_examples_and_an_adapter_that_was_not_initialized(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    async with live(tmp_path, server, tiny_model) as parts:
+        builder, trajectories, adapter, evaluating, run_id = parts
+        known: dict[str, Any] = {
+            "document": builder.document,
+            "builder": builder,
+            "trajectory_builder": trajectories,
+            "trainer_adapter": adapter,
+            "evaluation": evaluating,
+            "run_id": run_id,
+        }
+        items, evaluating.items = evaluating.items, []
+        [empty] = failures(await preflight(**known))
+        evaluating.items, adapter.info = items, None
+        [unknown] = failures(await preflight(**known))
+    assert empty.name == "dataset"
+    assert "Check file_path and filter of eval.general.dataset" in empty.message
+    assert "--dataset" in empty.message
+    assert unknown.message == "the adapter was not initialized; await initialize() first"
+
+
+async def lossy(
+    tmp_path: Path, server: LocalBackend, model: Path, **lost: Any
+) -> tuple[Check, str]:
+    """What is refused where agents reach the server through a proxy; and the proxy's address."""
+    async with serving(LossyProxy(server.base_url, **lost)) as url:
+        changes: dict[str, Any] = {
+            "llms": {"actor": {"base_url": url}},
+            "trainer_adapters": {"a": {"backend": {"inference_port": urlsplit(url).port}}},
+        }
+        return await failed(tmp_path, server, model, **changes), url
+
+
+@pytest.mark.parametrize("key", ["logprobs", "token_ids"])
+async def test_an_answer_without_what_training_needs(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path, key: str
+):
+    found, url = await lossy(tmp_path, server, tiny_model, keys=[key])
+    assert found.name == "llm actor"
+    assert f"at {url}) returned no logprobs or no token ids." in found.message
+    assert "No valid assistant messages with logprobs. Let the model be asked at the training " in (
+        found.message
+    )
+
+
+async def test_a_proxy_that_drops_the_rollout(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    found, _ = await lossy(tmp_path, server, tiny_model, headers=["x-hone-rollout"])
+    assert found.name == "llm actor"
+    assert "recorded no call under the rollout it was sent with" in found.message
+    assert f"Is it the server at {server.base_url}, without a proxy that drops headers?" in (
+        found.message
+    )
+
+
+async def test_a_coincidence_that_may_be_one(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    """At so low a temperature the model is certain of every token: both say the same rightly."""
+    cold = {"actor": {"temperature": 0.001, "max_tokens": 2}}
+    checks = await checked(tmp_path, server, tiny_model, llms=cold)
+    assert failures(checks) == []
+    found = one(checks, "sampling")
+    assert found.warning
+    assert "are the same, token for token; the model does so in 100% of cases, so this may be " in (
+        found.message
+    )
+
+
+async def test_rollouts_that_fail_by_the_models_doing(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    checks = await checked(tmp_path, server, tiny_model, workflow={"target": "agent.py:refuses"})
+    assert failures(checks) == []
+    found = one(checks, "workflow")
+    assert found.warning
+    assert "as it seems by the model's own doing (unparseable): PolicyFailure: no move" in (
+        found.message
+    )
+
+
+async def test_an_agent_that_leaves_before_the_end(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    found = await failed(tmp_path, server, tiny_model, workflow={"target": "agent.py:impatient"})
+    assert found.name == "calls"
+    assert "the agent left before its answers were complete" in found.message
+
+
+async def test_calls_that_ask_for_another_entry_than_the_target(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    critic = {"_type": "openai", "model_name": f"{tiny_model}@0", "api_key": "default"}
+    changes: dict[str, Any] = {
+        "llms": {"critic": {**critic, "base_url": f"{server.base_url}/v1"}},
+        "finetuning": {"target_model": "critic"},
+    }
+    found = await failed(tmp_path, server, tiny_model, **changes)
+    assert found.name == "calls"
+    assert "none of its calls asked for finetuning.target_model 'critic'" in found.message
+
+
+# ---- calls that name no rollout -----------------------------------------------------------------------
+
+
+async def test_an_agent_whose_client_cannot_be_seen(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    workflow = {"workflow": {"target": "agent.py:unseen"}}
+    checks = await checked(tmp_path, server, tiny_model, **workflow)
+    [found] = failures(checks)
+    assert "the server recorded no call of the rollout" in found.message
+    assert "its HTTP client is httpx or httpx2" in found.message
+    # The base model's name means the run's model only inside a rollout of the run.
+    strange = one(checks, "unmarked calls")
+    assert strange.warning
+    assert f"2 calls named no rollout while rollouts ran ({tiny_model}: 2)" in strange.message
+    assert f"Outside a rollout {str(tiny_model)!r} is the untrained model." in strange.message
+
+
+async def test_unmarked_calls_beside_marked_ones(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    backend = {"name": "half-seen"}
+    changes: dict[str, Any] = {
+        "workflow": {"target": "agent.py:half_seen"},
+        "llms": {"actor": {"model_name": "suite/half-seen"}},
+        "trainer_adapters": {"a": {"backend": backend}},
+    }
+    found = await failed(tmp_path, server, tiny_model, **changes)
+    assert found.name == "unmarked calls"
+    assert "2 calls named no rollout while rollouts ran (suite/half-seen: 2)" in found.message
+    assert f"{server.base_url}/rollout/ROLLOUT_ID/v1" in found.message
+
+
+async def test_a_judge_at_the_same_server_is_no_stranger(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    async with live(tmp_path, server, tiny_model) as parts:
+        _, trajectories, adapter, evaluating, run_id = parts
+        before = await adapter.backend.unmarked(run_id)
+        asked: list[str] = []
+
+        class Judge:
+            async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+                answer = await adapter.model.openai_client().chat.completions.create(
+                    model=str(tiny_model),
+                    messages=[{"role": "user", "content": "good?"}],
+                    max_tokens=2,
+                )
+                asked.append(answer.id)
+                return EvalOutputItem(id=item.id, score=1.0)
+
+        evaluating.evaluators["reward"] = Judge()
+        assert isinstance(trajectories, ARTTrajectoryBuilder)
+        await trajectories.run_item(evaluating.items[0], f"{run_id}:j", "reward")
+        assert len(asked) == 1
+        assert await adapter.backend.unmarked(run_id) == before
+        await adapter.model.close()
+
+
+# ---- an endpoint that is not the server's -----------------------------------------------------------
+
+
+def told(text: str, *logprobs: float) -> Reply:
+    """An answer whose letters are its tokens."""
+    content = [
+        {"token": letter, "logprob": value, "bytes": list(letter.encode()), "top_logprobs": []}
+        for letter, value in zip(text, logprobs, strict=True)
+    ]
+    return Reply(text, more={"logprobs": {"content": content, "refusal": None}})
+
+
+async def foreign(
+    tmp_path: Path, server: LocalBackend, model: Path, *replies: Reply, **actor: Any
+) -> list[Check]:
+    async with serving(Endpoint(*replies)) as url:
+        return await checked(
+            tmp_path,
+            server,
+            model,
+            llms={"actor": {"base_url": url, **actor}},
+            finetuning={"allow_foreign_endpoint": True},
+        )
+
+
+async def test_another_endpoint_is_allowed_and_called_off_policy(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    checks = await foreign(tmp_path, server, tiny_model, told("ab", -1, -2), told("ac", -1, -2))
+    assert failures(checks) == []
+    found = one(checks, "llm")
+    assert found.warning
+    assert "trained off-policy, from its text and logprobs (allow_foreign_endpoint)" in (
+        found.message
+    )
+    assert "rewards and validation measure the other endpoint, not suite/agent-" in found.message
+    assert "1 and 1 calls of the two rollouts can be trained" in one(checks, "calls").message
+    assert one(checks, "sampling").message == "two rollouts of one example differ"
+
+
+async def test_another_endpoint_without_logprobs(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    [found] = failures(await foreign(tmp_path, server, tiny_model))
+    assert found.name == "calls"
+    assert "set `logprobs: true` in its `llms` entry and see that it returns them" in found.message
+
+
+async def test_another_endpoint_that_repeats_itself(
+    tmp_path: Path, server: LocalBackend, tiny_model: Path
+):
+    same = [told("ab", -4, -5)] * 2
+    [found] = failures(await foreign(tmp_path, server, tiny_model, *same))
+    assert found.name == "sampling"
+    # exp(-9) = 1.234e-4
+    assert "which is chance in 1.2e-04 of cases" in found.message
+    same = [told("ab", -4, -5)] * 2
+    [found] = failures(await foreign(tmp_path, server, tiny_model, *same, temperature=0))
+    assert found.name == "calls"
+    assert "sampled at temperature 0" in found.message

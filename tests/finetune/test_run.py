@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,86 @@ def test_validation_may_have_a_configuration_of_its_own(command: Command):
     (command.directory / "val.yml").write_text(yaml.safe_dump(other))
     assert command(validation_config_file=Path("val.yml")) == 0
     assert command.events("validation")[0]["rewards"] == {"x": [0.5], "y": [0.5]}
+    assert "validation_evaluator" not in command.events("run_started")[0]
+
+
+def test_another_evaluator_of_the_validation_is_told(command: Command):
+    other = {**DOCUMENT, "finetuning": {"enabled": False}}
+    general = {"dataset": {"_type": "json", "file_path": "val.json"}}
+    half = {"_type": "python", "target": "agent.py:half"}
+    other["eval"] = {"general": general, "evaluators": {"score": half}}
+    (command.directory / "val.yml").write_text(yaml.safe_dump(other))
+    (command.directory / "agent.py").write_text(AGENT + "\ndef half(item):\n    return 0.25\n")
+    assert command(validation_config_file=Path("val.yml")) == 0
+    (started,) = command.events("run_started")
+    assert started["evaluator"] == "score (agent.py:score)"
+    assert started["validation_evaluator"] == "score (agent.py:half)"
+    assert "heights cannot be compared" in (command.out / "report.md").read_text()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As a program starts; pytest's workers do not listen to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
+    command: Command, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupting(epoch: int, example: str, generation: int) -> float:
+        if (epoch, example, generation) == (1, "b", 1):
+            Parts.adapter.hangs = True  # so that it is in the middle of something
+            signal.raise_signal(signal.SIGINT)
+        return rising(epoch, example, generation)
+
+    monkeypatch.setattr("sys.argv", ["hone", "finetune", "--config_file=train.yml", "--fresh"])
+    Parts.builder.reward = interrupting
+    assert command(validation_dataset=Path("val.json")) == 130
+    assert caplog.records[-1].levelname == "ERROR"
+    goes_on = f"Interrupted. The same command goes on with run {command.run_id}."
+    assert caplog.records[-1].message == goes_on
+    assert Parts.closed == ["builder", "adapter"]
+    assert command.events("run_finished") == [] and len(command.events("run_interrupted")) == 1
+    report = json.loads((command.out / "report.json").read_text())
+    assert (report["status"], report["epochs"], report["epochs_planned"]) == ("unfinished", 1, 2)
+    text = (command.out / "report.md").read_text()
+    assert text.startswith("# The run was interrupted after 1 of 2 epochs\n\nIt is not finished;")
+    assert "\nhone finetune --config_file=train.yml\n" in text.split("## Go on")[1]
+    Parts.builder.reward, Parts.adapter.hangs = rising, False
+    assert command(validation_dataset=Path("val.json")) == 0
+    assert json.loads((command.out / "report.json").read_text())["status"] == "completed"
+    assert "## Go on" not in (command.out / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    def interrupting(epoch: int, example: str, generation: int) -> float:
+        (command.out / "report.json").mkdir(exist_ok=True)  # a file cannot take its place
+        signal.raise_signal(signal.SIGINT)
+        return 0.5
+
+    Parts.builder.reward = interrupting
+    assert command(fresh=True) == 130
+    warned, last = caplog.records[-2:]
+    assert warned.message.startswith("The report could not be written: IsADirectoryError: ")
+    assert last.message == (
+        "Interrupted. Without --fresh and finetuning.resume: never the same command goes on with "
+        f"run {command.run_id}."
+    )
+
+
+def test_the_time_counts_from_the_command(command: Command):
+    assert command() == 0
+    (started,), (finished,) = command.events("run_started"), command.events("run_finished")
+    assert started["began"] < started["at"]
+    report = json.loads((command.out / "report.json").read_text())
+    assert report["seconds"] == pytest.approx(finished["at"] - started["began"])
+    assert report["phases"]["start_s"] >= started["at"] - started["began"]
 
 
 def test_a_dry_run_says_how_much_there_is_to_do(

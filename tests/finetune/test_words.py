@@ -1,6 +1,6 @@
 """words.py: numbers as people read them."""
 
-from hone.finetune.estimate import Estimate
+from hone.finetune.report.estimate import Estimate
 from hone.finetune.words import counted, duration, interval, number, signed
 
 

@@ -1,14 +1,20 @@
 """A hone server over a tiny model, and the harness's parts pointed at it.
 
 In:   a running LocalBackend, changes to the configuration
-Out:  adapters, and rollouts that the server recorded
+Out:  adapters, and rollouts that the server recorded; a proxy that loses things on the way
 Used: test_adapter.py, test_builder.py and test_preflight.py
 """
 
+import json
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx2
+from fastapi import Request, Response
+from tests.workflow.endpoint import Endpoint
 
 import hone
 from hone.backends.remote import RemoteBackend
@@ -80,3 +86,30 @@ async def collected(
             )
         groups.append(group)
     return TrajectoryCollection(trajectories=groups, run_id=run_id, metadata=meta or None)
+
+
+class LossyProxy(Endpoint):
+    """Hands requests on to a hone server and loses some of what it carries."""
+
+    def __init__(self, target: str, *, headers: Collection[str] = (), keys: Collection[str] = ()):
+        """`headers` of requests and `keys` of each choice are lost."""
+        super().__init__()
+        self._target, self._headers, self._keys = target, headers, keys
+        self.app.router.routes.clear()
+        self.app.api_route("/{path:path}", methods=["GET", "POST"])(self._hand_on)
+
+    async def _hand_on(self, request: Request, path: str) -> Response:
+        lost = {"host", "content-length", *self._headers}
+        kept = {name: value for name, value in request.headers.items() if name not in lost}
+        async with httpx2.AsyncClient(timeout=60) as client:
+            answer = await client.request(
+                request.method,
+                f"{self._target}/{path}",
+                headers=kept,
+                content=await request.body(),
+            )
+        said = answer.json()
+        for choice in said.get("choices", ()):
+            for key in self._keys:
+                choice.pop(key, None)
+        return Response(json.dumps(said), answer.status_code, media_type="application/json")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
-from hone.errors import EngineError, RequestTooLarge
+from hone.errors import ConfigError, EngineError, RequestTooLarge
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
 from hone.models.decoder import Decoder
@@ -106,6 +106,95 @@ async def test_requests_with_the_same_prompt_share_one_prefill(served):
     await asyncio.gather(*(complete(served.engine, PROMPT, one) for _ in range(8)))
     stats = served.engine.stats()
     assert stats.prefilled_tokens == len(PROMPT) and stats.prompt_tokens == 8 * len(PROMPT)
+
+
+async def test_prompts_that_begin_alike_and_come_together_read_their_beginning_once(served):
+    front = [*PROMPT, *PROMPT[::-1], *PROMPT]  # 60 tokens
+    prompts = [[*front, 300 + i, *PROMPT[:i]] for i in range(6)]
+    one = Sampling(max_tokens=8, seed=1)
+    await served.engine.sleep()  # so that they do come together
+    answers = asyncio.gather(*(complete(served.engine, p, one, served.first) for p in prompts))
+    await asyncio.sleep(0.02)
+    await served.engine.wake()
+    for prompt, (done,) in zip(prompts, await answers, strict=True):
+        assert_agree(done.logprobs, served.expected(prompt, done, served.first))
+    # 60 in common; then 1, 2, 3, 4, 5 and 6 tokens of their own
+    assert served.engine.stats().prefilled_tokens == 60 + 21
+
+
+@pytest.mark.parametrize("tokens", [7, 512])
+async def test_if_the_one_waited_for_is_aborted_the_others_are_answered(
+    tiny_llama_dir, tmp_path, tokens
+):
+    served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=tokens)
+    prompts = [[*PROMPT * 4, 300 + i] for i in range(5)]
+    one = Sampling(max_tokens=8, seed=1)
+    tasks = [asyncio.create_task(complete(served.engine, p, one)) for p in prompts]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.sleep(0.01)
+    tasks[1].cancel()
+    for prompt, task in zip(prompts[2:], tasks[2:], strict=True):
+        (done,) = await task
+        assert_agree(done.logprobs, served.expected(prompt, done, None))
+    await asyncio.gather(*tasks[:2], return_exceptions=True)
+    assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 0)
+    await served.engine.close()
+
+
+async def test_a_probe_neither_reads_nor_fills_the_cache(served):
+    await complete(served.engine, PROMPT, Sampling(max_tokens=4), served.first)
+    before = served.engine.stats()
+    await served.engine.probe([[*PROMPT, 7, 8], [*PROMPT * 2, 3]], served.first)
+    assert served.engine.stats() == before
+
+
+async def test_a_sleeping_engine_is_probed(served):
+    awake = await served.engine.probe([PROMPT], served.first)
+    await served.engine.sleep()
+    assert await served.engine.probe([PROMPT], served.first) == awake
+    await served.engine.wake()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "says"),
+    [
+        ([[1, 2], []], "sequence 1 of the probe has 0 tokens; the model reads 1 to 512"),
+        ([[1] * 513], "sequence 0 of the probe has 513 tokens; the model reads 1 to 512"),
+        ([[1, 512]], "sequence 0 of the probe holds 512, outside the vocabulary of 512"),
+        ([[-1]], "sequence 0 of the probe holds -1, outside the vocabulary"),
+    ],
+)
+async def test_probes_that_cannot_be_read_are_refused(served, sequences, says):
+    with pytest.raises(ConfigError, match=says):
+        await served.engine.probe(sequences)
+    whole = await served.engine.probe([[1] * 512])
+    assert len(whole.logprobs[0]) == 511
+
+
+async def test_what_nobody_waits_for_any_more_leaves_the_engine_alone(tiny_llama_dir, tmp_path):
+    served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=1)
+    calls = [served.engine.probe([PROMPT * 20] * 3, ref) for ref in (None, served.first)]
+    tasks = [asyncio.create_task(call) for call in (*calls, served.engine.unload(served.second))]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (await served.engine.probe([PROMPT], served.first)).sha256 == served.first.sha256
+    (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=4, seed=0))
+    assert len(done.ids) == 4
+    await served.engine.close()
+
+
+async def test_a_probe_of_an_engine_that_closes_ends_with_an_error(tiny_llama_dir, tmp_path):
+    served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=1)
+    probe = asyncio.create_task(served.engine.probe([PROMPT * 20, PROMPT[1:] * 20]))
+    await asyncio.sleep(0.02)
+    await served.engine.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        await probe
 
 
 async def test_a_next_turn_reads_only_what_is_new(served):

@@ -363,7 +363,8 @@ def test_inside_a_run_the_base_name_is_the_runs_model(
         ModelSpec(name="agent", base_model=str(tiny_model), token_ids_as_text=True)
     )
     opened = http.post(f"{server.control_url}/v1/runs", json={"id": "run1", "model": "agent"})
-    assert opened.json() == {"id": "run1", "model": "agent", "seed": 0, "open": True, "calls": 0}
+    said = {"id": "run1", "model": "agent", "seed": 0, "open": True, "calls": 0, "unmarked": {}}
+    assert opened.json() == said
     with caplog.at_level(logging.INFO, "hone.server"):
         inside = [ask(server, "one", rollout=f"run1:{i}") for i in range(3)]
     assert all(answer["choices"][0]["logprobs"] for answer in inside), "the model's own settings"
@@ -371,6 +372,37 @@ def test_inside_a_run_the_base_name_is_the_runs_model(
     assert ask(server, "one")["choices"][0]["logprobs"] is None
     models = [server.state.calls.rollout(r)[0].model for r in ("run1:0", "")]
     assert models == ["default/agent", str(tiny_model)]
+
+
+def test_a_run_tells_of_requests_that_named_no_rollout(
+    make_server: MakeServer, ask: Ask, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    base = str(tiny_model)
+    server.state.models.register(ModelSpec(name="agent", base_model=base))
+    url = f"{server.control_url}/v1/runs"
+    http.post(url, json={"id": "run1", "model": "agent"})
+    http.post(url, json={"id": "run2"})
+
+    def unmarked() -> dict[str, int]:
+        return http.get(f"{url}/run1").json()["unmarked"]
+
+    ask(server, "one", rollout="run1:a")
+    assert unmarked() == {}
+    body = {"messages": [user("one")], "max_tokens": 2, "n": 2}
+    for model, headers in (
+        (base, {}),
+        (base, {}),
+        ("default/agent", {}),
+        (base, {"X-Hone-Function": "<evaluation>"}),  # a judge, which says so
+    ):
+        sent = http.post(
+            f"{server.openai_url}/chat/completions", json={**body, "model": model}, headers=headers
+        )
+        assert sent.status_code == 200
+    # Requests are counted, not choices.
+    assert unmarked() == {base: 2, "default/agent": 1}
+    assert http.get(f"{url}/run2").json()["unmarked"] == {}, "it has no model"
 
 
 def test_runs_are_opened_and_closed(

@@ -96,8 +96,9 @@ class Server:
             if self._met:
                 self._miss(failure)
             give_up_at = give_up_at or time.monotonic() + patience_s
-            if time.monotonic() + pause > give_up_at or self.lost():
-                raise failure from None
+            gone = self.lost()  # asked now: a process that was killed ends after its connections
+            if gone or time.monotonic() + pause > give_up_at:
+                raise gone or failure from None
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
 
@@ -123,8 +124,9 @@ class Server:
             except (httpx2.TransportError, Unavailable) as error:
                 lost_at = lost_at or time.monotonic()
                 self._miss(self.unreachable(error))
-                if time.monotonic() - lost_at > self.patience_s or self.lost():
-                    failure = self.unreachable(error)
+                gone = self.lost()
+                if gone or time.monotonic() - lost_at > self.patience_s:
+                    failure = gone or self.unreachable(error)
                     failure.add_note(f"Job {job_id} was accepted and goes on when its server does.")
                     raise failure from None
             await asyncio.sleep(pause)

@@ -209,6 +209,11 @@ class RemoteBackend(Server):
         """From now on its calls may be pruned."""
         await self.ask("POST", f"/v1/runs/{quote(run_id, safe='')}/close")
 
+    async def unmarked(self, run_id: str) -> dict[str, int]:
+        """Requests to the run's model and to its base model that named no rollout, by model."""
+        found = await self.ask("GET", f"/v1/runs/{quote(run_id, safe='')}")
+        return found.get("unmarked", {})
+
     async def calls(self, rollout: str) -> list[RecordedCall]:
         """What the server recorded of a rollout."""
         found = await self.ask("GET", f"/v1/rollouts/{quote(rollout, safe=':~')}")

@@ -50,6 +50,8 @@ class SeenCall:
     """Of HTTP; None where no answer came."""
     error: str | None
     """Why it did not succeed."""
+    temperature: float | None = None
+    """What was asked for; None leaves it to the server."""
 
     @property
     def reply(self) -> dict[str, Any] | None:
@@ -139,6 +141,7 @@ class Scope:
     """Whose calls these are."""
 
     rollout: str
+    """Empty for calls that belong to none, and say so by their function."""
     function: str = ""
     """Path of the function that runs, outermost first, joined by dots; empty outside any."""
     host: str | None = None
@@ -151,7 +154,7 @@ class Scope:
     @property
     def headers(self) -> dict[str, str]:
         """What tells the server."""
-        named = {ROLLOUT_HEADER: self.rollout}
+        named = {ROLLOUT_HEADER: self.rollout} if self.rollout else {}
         if self.function:
             named[FUNCTION_HEADER] = self.function
         if self.temperature is not None:

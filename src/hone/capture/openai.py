@@ -111,11 +111,16 @@ class Exchange:
             seconds=time.perf_counter() - self._began if seconds is None else seconds,
             status=status,
             error=under_way or self._error or said.error,
+            temperature=_number(asked.get("temperature")),
         )
         if seconds is not None:
             self._seen = seen
             self._pieces.clear()
         return seen
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 # ---- streams ----------------------------------------------------------------------------------

@@ -112,6 +112,14 @@ def recorded(
     return Rollout(scope), recorder
 
 
+def apart(function: str, *, host: str) -> Rollout:
+    """Calls to `host` made inside belong to no rollout, and tell the server whose they are.
+
+    Of a rollout that is opened inside it, calls are the rollout's.
+    """
+    return Rollout(Scope("", _checked(function), host_of(host)))
+
+
 def step(name: str, value: float | None = None, **metadata: Any) -> None:
     """Say something of the rollout's course: `hone.step("board_score", value=0.4)`.
 

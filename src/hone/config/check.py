@@ -1,8 +1,8 @@
 """Loaded values -> a document, or every problem there is.
 
 In:   what load.py read, and the document's class
-Out:  the validated document and a list of Problems, one of which is empty
-Used: schema.read
+Out:  the validated document and a list of Problems, one of which is empty; what a run lacks
+Used: schema.examine; finetune/checks.py for a file that is to be trained with
 
 Names are checked on the values as loaded, not on the validated document: a misspelt reward is told
 together with a misspelt key, not after it.
@@ -21,6 +21,15 @@ from hone.config.load import Loaded
 from hone.config.problems import Path, Problem, dotted, named
 
 D = TypeVar("D", bound=BaseModel)
+
+SECTION_OF = {
+    "trainer": "trainers",
+    "trajectory_builder": "trajectory_builders",
+    "trainer_adapter": "trainer_adapters",
+}
+"""What `finetuning.X` names a key of."""
+WORKFLOW = "<workflow>"
+"""What every target list may name beside functions."""
 
 _SHORT = {
     "dict_type": "expected a block of keys",
@@ -176,3 +185,78 @@ def _circle(needs: Mapping[str, Sequence[str]]) -> list[str]:
         return next((c for n in needs.get(name, ()) if (c := walk(n, [*above, name]))), [])
 
     return next((c for name in needs if (c := walk(name, []))), [])
+
+
+# ---- what a run needs -----------------------------------------------------------------------
+
+
+def is_run(loaded: Loaded) -> bool:
+    """Whether the file says `finetuning.enabled: true`; a value of the environment is still text."""
+    said = shape.item(loaded.data.get("finetuning"), "enabled")
+    return str(said).lower() == "true"
+
+
+def unnamed(loaded: Loaded) -> list[Problem]:
+    """The parts of a run that are not named.
+
+    The same check as FinetuneConfig's own, which pydantic leaves out after any other error.
+    """
+    block = loaded.data.get("finetuning")
+    if not is_run(loaded) or not isinstance(block, Mapping):
+        return []
+    missing = [part for part in SECTION_OF if block.get(part) is None]
+    path = ("finetuning",)
+    return [Problem(loaded.place(path), path, not_named(missing))] if missing else []
+
+
+def not_named(parts: Sequence[str]) -> str:
+    """What to say of parts of a run that are not set."""
+    verb = "is" if len(parts) == 1 else "are"
+    sections = ", ".join(f"`{SECTION_OF[part]}`" for part in parts)
+    return f"enabled is true, but {', '.join(parts)} {verb} not set; name a key of {sections}"
+
+
+def lacking(loaded: Loaded, *, has_dataset: bool) -> list[Problem]:
+    """What `hone finetune` would miss in a file; `has_dataset`: the command names one."""
+    found: list[tuple[Path, Path, str]] = []
+    switch, reward = ("finetuning", "enabled"), ("finetuning", "reward_function")
+    scores = shape.item(loaded.data.get("eval"), "evaluators")
+    names = [str(name) for name in scores] if isinstance(scores, Mapping) else []
+    if loaded.data.get("workflow") is None:
+        message = (
+            "is missing, and finetuning.enabled is true: there is nothing to train. Add `workflow:` "
+            "with a `_type`; `hone info components -t function` lists them"
+        )
+        found.append((("workflow",), switch, message))
+    if shape.item(loaded.data.get("finetuning"), "reward_function") is None:
+        message = (
+            f"is missing; name one of eval.evaluators ({', '.join(names) or 'there is none yet'}), "
+            "as reward_function: {name: ...}"
+        )
+        found.append((reward, reward, message))
+    general = shape.item(loaded.data.get("eval"), "general")
+    if shape.item(general, "dataset") is None and not has_dataset:
+        message = (
+            "is missing, and finetuning.enabled is true: there is nothing to run on. Add "
+            "`dataset: {_type: json, file_path: FILE}`, or start the run with --dataset FILE"
+        )
+        found.append((("eval", "general", "dataset"), switch, message))
+    problems = [Problem(loaded.place(place), path, message) for path, place, message in found]
+    return [*problems, *_targets(loaded)]
+
+
+def _targets(loaded: Loaded) -> Iterator[Problem]:
+    """Functions whose calls are to be trained, and that are not there."""
+    functions = loaded.data.get("functions")
+    known = [WORKFLOW, *(map(str, functions) if isinstance(functions, Mapping) else ())]
+    wanted = shape.item(loaded.data.get("finetuning"), "target_functions")
+    for i, name in enumerate(wanted if isinstance(wanted, list) else ()):
+        if isinstance(name, str) and name not in known:
+            guess = get_close_matches(name, known, n=1)
+            maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+            path = ("finetuning", "target_functions", i)
+            message = (
+                f"functions has no {name!r}, so no call can be trained.{maybe} There are: "
+                f"{', '.join(map(repr, known))}."
+            )
+            yield Problem(loaded.place(path), path, message)

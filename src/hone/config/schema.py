@@ -30,7 +30,7 @@ from hone.config.base import (
     TrainerConfig,
     TrajectoryBuilderConfig,
 )
-from hone.config.check import check
+from hone.config.check import SECTION_OF, check, not_named, unnamed
 from hone.config.load import Loaded, load
 from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.registry import ByType
@@ -53,15 +53,9 @@ __all__ = [
     "Problem",
     "RewardFunctionConfig",
     "ValidationConfig",
+    "examine",
     "read",
 ]
-
-SECTION_OF = {
-    "trainer": "trainers",
-    "trajectory_builder": "trajectory_builders",
-    "trainer_adapter": "trainer_adapters",
-}
-"""What `finetuning.X` names a key of."""
 
 
 def _function_name(name: str) -> str:
@@ -190,8 +184,9 @@ class FinetuneConfig(Strict):
     """For one training job."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     allow_foreign_endpoint: bool = False
-    """Train on answers of an endpoint that is not the training server, as far as their text and
-    logprobs allow."""
+    """Train also on rollouts that asked another endpoint than the training server, from the text and
+    the logprobs of its answers. That is off-policy: the endpoint does not learn. It must have the
+    base model's tokens, and its `llms` entry `logprobs: true`."""
 
     run_configuration: FinetuneRunConfig | None = Field(default=None, exclude=True)
     """What the command line said; refused in the YAML."""
@@ -200,7 +195,7 @@ class FinetuneConfig(Strict):
     def _the_three_parts_are_named(self) -> Self:
         missing = [part for part in SECTION_OF if getattr(self, part) is None]
         if self.enabled and missing:
-            raise ValueError(_not_named(missing))
+            raise ValueError(not_named(missing))
         return self
 
 
@@ -319,30 +314,22 @@ class Document(Strict):
         return self.loaded.file
 
 
-def _not_named(parts: Sequence[str]) -> str:
-    verb = "is" if len(parts) == 1 else "are"
-    sections = ", ".join(f"`{SECTION_OF[part]}`" for part in parts)
-    return f"enabled is true, but {', '.join(parts)} {verb} not set; name a key of {sections}"
-
-
-def _parts(loaded: Loaded) -> list[Problem]:
-    """The same check as FinetuneConfig's own, which pydantic leaves out after any other error."""
-    block = loaded.data.get("finetuning")
-    if not isinstance(block, dict) or block.get("enabled") is not True:
-        return []
-    missing = [part for part in SECTION_OF if block.get(part) is None]
-    path = ("finetuning",)
-    return [Problem(loaded.place(path), path, _not_named(missing))] if missing else []
-
-
-def read(file: Path, overrides: Sequence[tuple[str, str]] = ()) -> Document:
-    """Load and check a file; raises ConfigProblems with everything that is wrong with it."""
+def examine(
+    file: Path, overrides: Sequence[tuple[str, str]] = ()
+) -> tuple[Loaded, Document | None, list[Problem]]:
+    """What a file holds, the document if its blocks can be read, and everything wrong with it."""
     plugins.discover()
     loaded = load(file)
     wrong = override.apply(loaded, overrides, Document)
     document, problems = check(loaded, Document)
-    wrong += [*problems, *_parts(loaded)]
+    if document is not None:
+        document._loaded = loaded
+    return loaded, document, list(dict.fromkeys([*wrong, *problems, *unnamed(loaded)]))
+
+
+def read(file: Path, overrides: Sequence[tuple[str, str]] = ()) -> Document:
+    """Load and check a file; raises ConfigProblems with everything that is wrong with it."""
+    _, document, wrong = examine(file, overrides)
     if document is None or wrong:
-        raise ConfigProblems(dict.fromkeys(wrong))
-    document._loaded = loaded
+        raise ConfigProblems(wrong)
     return document

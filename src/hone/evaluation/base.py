@@ -174,7 +174,7 @@ async def score(
             return Score(None, failure=failure_of(error))
         message = f"item {item.id!r}: the evaluator did not end within {timeout_s:g} s"
         return Score(None, failure=Failure(type="TimeoutError", message=message))
-    except Exception as error:  # noqa: BLE001  # user code: whatever it raises is data
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
         return Score(None, failure=failure_of(error))
 
 

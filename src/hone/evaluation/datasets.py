@@ -21,12 +21,12 @@ from pydantic import Field
 
 from hone.config.base import DatasetBaseConfig, EvalFilterConfig
 from hone.config.registry import register_dataset_loader
-from hone.errors import ConfigError
+from hone.errors import ConfigError, HoneError
 from hone.evaluation import rows
 from hone.evaluation.base import DatasetLoader, EvalInput, EvalInputItem
 from hone.evaluation.rows import Row
-from hone.evaluation.steps import calls_of, steps_of
-from hone.workflow.target import load_target
+from hone.evaluation.steps import seconds_of, told_in
+from hone.workflow.target import load_target, said_at
 
 log = logging.getLogger("hone")
 
@@ -90,12 +90,21 @@ class FunctionLoader:
 
     def __init__(self, config: CustomDataset, directory: Path) -> None:
         self._config = config
+        self._directory = directory
         self._function = load_target(
             as_target(config.function), directory, where=f"{WHERE}.function"
         )
 
     def load(self, path: Path | None) -> list[Row] | EvalInput:
-        told = self._function(path, **self._config.kwargs)
+        try:
+            told = self._function(path, **self._config.kwargs)
+        except HoneError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever the user's function does
+            raise ConfigError(
+                f"{WHERE}.function: {self._config.function} failed: "
+                f"{said_at(error, self._directory)}"
+            ) from error
         listed = isinstance(told, list) and all(isinstance(row, dict) for row in told)
         if not listed and not isinstance(told, EvalInput):
             raise ConfigError(
@@ -150,11 +159,14 @@ def load_items(
     path = override or _found(shape.file_path, near)
     if override is not None and not override.exists():
         raise ConfigError(f"--dataset {override}: no such file")
-    if override is not None and not isinstance(shape, CustomDataset):
-        found: list[Row] | EvalInput = rows.read(override)
-    else:
-        found = (loader or _built_in(shape, near)).load(path)
     where = str(path or WHERE)
+    try:
+        if override is not None and not isinstance(shape, CustomDataset):
+            found: list[Row] | EvalInput = rows.read(override)
+        else:
+            found = (loader or _built_in(shape, near)).load(path)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a file") from None
     items = found.eval_input_items if isinstance(found, EvalInput) else _items(found, shape, where)
     _check_ids(items, [f"item {n}" for n in range(1, len(items) + 1)], where)
     if not items:
@@ -192,7 +204,7 @@ def _found(path: Path | None, near: Path | None) -> Path | None:
 
 def _items(found: Sequence[Row], config: DatasetBaseConfig, where: str) -> list[EvalInputItem]:
     numbered = list(enumerate(found, 1))
-    columns = sorted({column for row in found for column in row})
+    columns = sorted({str(column) for row in found for column in row})
     kept = [(n, row) for n, row in numbered if _matches(row, config.filter, columns)]
     structure = config.structure
     if not structure.disable:
@@ -210,12 +222,12 @@ def _items(found: Sequence[Row], config: DatasetBaseConfig, where: str) -> list[
                 ", ".join(map(str, blank[:10])) + (" ..." if len(blank) > 10 else ""),
             )
         kept = [(n, row) for n, row in kept if n not in set(blank)]
-    items = [_item(row, n, config) for n, row in kept]
+    items = [_item(row, n, config, f"{where}: row {n}") for n, row in kept]
     _check_ids(items, [f"row {n}" for n, _ in kept], where)
     return items
 
 
-def _item(row: Row, number: int, config: DatasetBaseConfig) -> EvalInputItem:
+def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalInputItem:
     structure = config.structure
     id = row.get(config.id_key)
     common: dict[str, Any] = {
@@ -225,15 +237,21 @@ def _item(row: Row, number: int, config: DatasetBaseConfig) -> EvalInputItem:
     if structure.disable:
         return EvalInputItem(input_obj=json.dumps(row, ensure_ascii=False), **common)
     taken = row.get(structure.trajectory_key) or []
+    expected = row.get(structure.expected_trajectory_key) or []
+    if not isinstance(expected, list):
+        raise ConfigError(
+            f"{where}: its {structure.expected_trajectory_key} is {expected!r}; it must be a list"
+        )
+    calls, steps = told_in(taken, f"{where}: its {structure.trajectory_key}")
     return EvalInputItem(
         input_obj=row[structure.question_key],
         expected_output_obj=row.get(structure.answer_key),
         output_obj=row.get(structure.generated_answer_key),
-        expected_trajectory=row.get(structure.expected_trajectory_key) or [],
-        trajectory=calls_of(taken),
-        steps=steps_of(taken),
+        expected_trajectory=expected,
+        trajectory=calls,
+        steps=steps,
         # Of an earlier evaluation, if this is its workflow_output.json.
-        seconds=row.get("seconds") if taken else None,
+        seconds=seconds_of(row) if taken else None,
         **common,
     )
 

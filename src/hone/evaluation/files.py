@@ -15,18 +15,19 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
 from hone.config.base import EvalDatasetStructure
 from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
-from hone.errors import ConfigError
+from hone.errors import ConfigError, StateError
 from hone.evaluation.base import EvalInputItem, EvalOutput, Score
-from hone.evaluation.steps import calls_of, intermediate_steps, steps_of
+from hone.evaluation.lock import DirectoryLock, is_locked
+from hone.evaluation.steps import intermediate_steps, seconds_of, told_in
+from hone.workflow.jsonable import dumps
 
 if TYPE_CHECKING:
     from hone.evaluation.results import ItemResult
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hone")
 
+KEY = "eval.general.output_dir"
 WRITTEN = ".hone_files"
+LOCK = ".hone_lock"
 ESCAPED = "backslashreplace"
 """Half a pair, as `json.loads` makes of a lone \\ud800, is written as that escape again."""
 FINISHED = "finished.jsonl"
 OUTPUT = "workflow_output.json"
+CONFIGS = ("config_original.yml", "config_effective.yml", "config_metadata.json")
 _SECRET = re.compile(r"(api_?key|secret|password|access_?token)$", re.IGNORECASE)
 
 
@@ -48,16 +52,20 @@ class OutputDir:
     def __init__(self, general: EvalGeneralConfig, structure: EvalDatasetStructure) -> None:
         self._output = general.output or EvalOutputConfig()
         self._structure = structure
-        self._root = general.output_dir
+        # Absolute: an agent may change the directory of the process.
+        self._root, self._here = general.output_dir.absolute(), Path.cwd()
+        self._relative = not general.output_dir.is_absolute()
         jobs = self._output.job_management
         job = f"jobs/job_{uuid.uuid4()}" if jobs.append_job_id_to_output_dir else "."
         self.path = self._root / job
+        self._lock: DirectoryLock | None = None
 
     # ---- before -------------------------------------------------------------------------------
 
     def prepare(self, evaluators: Iterable[str], *, keep: bool) -> None:
-        """Make the directory; remove what an earlier evaluation wrote, unless it is to be kept."""
-        if OUTPUT in map(_file_name, evaluators):
+        """Make and lock the directory; remove what an earlier evaluation wrote, unless `keep`."""
+        names = [_file_name(name) for name in evaluators]
+        if OUTPUT in names:
             raise ConfigError(
                 f"eval.evaluators.workflow: its scores would be written to {OUTPUT}, where the "
                 "workflow's output is; call it something else"
@@ -67,14 +75,19 @@ class OutputDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ConfigError(
-                f"eval.general.output_dir: {self.path} is a file; name a directory"
-            ) from None
+            raise ConfigError(f"{KEY}: {self.path} is a file; name a directory") from None
         except OSError as error:
             raise ConfigError(
-                f"eval.general.output_dir: {self.path} cannot be made ({error.strerror}); name a "
-                "directory that can be written to"
+                f"{KEY}: {self.path} cannot be made ({error.strerror}); name a directory that can "
+                "be written to"
             ) from None
+        for name in (*names, OUTPUT, FINISHED, WRITTEN, *CONFIGS):
+            if (self.path / name).is_dir():
+                raise ConfigError(
+                    f"{KEY}: {self.path / name} is a directory, where a file is to be written; move "
+                    f"it, or name another directory with -o {KEY} DIR"
+                )
+        self._lock = DirectoryLock(self.path, LOCK, command="hone eval", key=KEY)
         if keep:
             _untear(self.path / FINISHED)
         elif self._output.cleanup:
@@ -84,13 +97,18 @@ class OutputDir:
             (self.path / FINISHED).unlink(missing_ok=True)
         self._evict()
 
+    def close(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            self._lock.release()
+
     def finished(self) -> dict[str, dict[str, Any]]:
         """Entries that earlier evaluations answered, by id; of two the later counts."""
         found: dict[str, dict[str, Any]] = {}
         for entry in _listed(self.path / OUTPUT):
             found[str(entry.get("id"))] = entry
-        for line in _lines(self.path / FINISHED):
-            found[str(line["entry"].get("id"))] = line["entry"]
+        for entry in _lines(self.path / FINISHED):
+            found[str(entry.get("id"))] = entry
         key = self._structure.generated_answer_key
         return {id: entry for id, entry in found.items() if entry.get(key) is not None}
 
@@ -101,12 +119,13 @@ class OutputDir:
         for item in items:
             entry = entries.get(item.id)
             if item.output_obj is None and entry is not None and self._answers(entry, item):
-                taken = entry.get(keys.trajectory_key)
+                where = f"{self.path}: entry {item.id!r}: its {keys.trajectory_key}"
+                calls, steps = told_in(entry.get(keys.trajectory_key), where)
                 item = item.copy_with_updates(
                     output_obj=entry[keys.generated_answer_key],
-                    trajectory=calls_of(taken),
-                    steps=steps_of(taken),
-                    seconds=entry.get("seconds"),
+                    trajectory=calls,
+                    steps=steps,
+                    seconds=seconds_of(entry),
                 )
             found.append(item)
         return found
@@ -122,7 +141,7 @@ class OutputDir:
         jobs = self._output.job_management
         if not jobs.append_job_id_to_output_dir or not jobs.max_jobs:
             return
-        others = [job for job in self._jobs() if job != self.path]
+        others = [job for job in self._jobs() if job != self.path and not is_locked(job, LOCK)]
         age = _created if jobs.eviction_policy == "time_created" else _modified
         for old in sorted(others, key=age)[: max(0, len(others) + 1 - jobs.max_jobs)]:
             _remove_written(old)
@@ -148,9 +167,9 @@ class OutputDir:
             "timestamp": datetime.now(UTC).isoformat(),
         }
         return [
-            self.write_text("config_original.yml", document.file.read_text("utf-8")),
-            self.write_text("config_effective.yml", effective(document)),
-            self._write("config_metadata.json", said),
+            self.write_text(CONFIGS[0], document.file.read_text("utf-8")),
+            self.write_text(CONFIGS[1], effective(document)),
+            self._write(CONFIGS[2], said),
         ]
 
     # ---- during -------------------------------------------------------------------------------
@@ -159,8 +178,11 @@ class OutputDir:
         """A finished item; on disk when this returns."""
         self._note(FINISHED)
         scores = {name: _score(one) for name, one in result.scores.items()}
-        line = json.dumps({"entry": self.entry(result), "scores": scores}, default=as_json)
-        with (self.path / FINISHED).open("a", encoding="utf-8", errors=ESCAPED) as file:
+        line = dumps({"entry": self.entry(result), "scores": scores})
+        with (
+            _writing(self.path / FINISHED),
+            (self.path / FINISHED).open("a", encoding="utf-8", errors=ESCAPED) as file,
+        ):
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -197,10 +219,7 @@ class OutputDir:
     ) -> tuple[Path, list[Path]]:
         """All results; the list of finished ones is then needless and goes."""
         whole = self._write(OUTPUT, [self.entry(result) for result in results])
-        files = [
-            self._write(_file_name(name), output.model_dump(mode="json", fallback=as_json))
-            for name, output in outputs
-        ]
+        files = [self._write(_file_name(name), _told(output)) for name, output in outputs]
         (self.path / FINISHED).unlink(missing_ok=True)
         return whole, files
 
@@ -208,19 +227,29 @@ class OutputDir:
         """A file of the directory, whole or not at all."""
         self._note(name)
         fresh = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
-        fresh.write_text(content, "utf-8", ESCAPED)
-        os.replace(fresh, self.path / name)
-        return self.path / name
+        with _writing(self.path / name):
+            try:
+                fresh.write_text(content, "utf-8", ESCAPED)
+                os.replace(fresh, self.path / name)
+            except OSError:
+                fresh.unlink(missing_ok=True)
+                raise
+        return self._shown(self.path / name)
+
+    def _shown(self, path: Path) -> Path:
+        """The path as the configuration names its directory."""
+        inside = self._relative and path.is_relative_to(self._here)
+        return path.relative_to(self._here) if inside else path
 
     def _write(self, name: str, content: Any) -> Path:
-        said = json.dumps(content, indent=2, ensure_ascii=False, default=as_json)
-        return self.write_text(name, said + "\n")
+        return self.write_text(name, dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def _note(self, name: str) -> None:
         """Remember that a file is hone's, before it exists."""
         written = self._written()
         if name not in written:
-            (self.path / WRITTEN).write_text("\n".join([*written, name]) + "\n", "utf-8")
+            with _writing(self.path / WRITTEN):
+                (self.path / WRITTEN).write_text("\n".join([*written, name]) + "\n", "utf-8")
 
     def _written(self) -> list[str]:
         return _written(self.path)
@@ -242,13 +271,22 @@ def _hidden(value: Any, name: str = "") -> Any:
     return "***" if _SECRET.search(name) and value not in (None, "default") else value
 
 
-def as_json(value: Any) -> Any:
-    """What json cannot write by itself: models by their fields, anything else as text."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, set | frozenset | tuple):
-        return list(value)
-    return str(value)
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            f"{path}: cannot be written ({error.strerror}). What had ended before is in {FINISHED} "
+            "beside it: make room, then --skip_completed_entries goes on from there."
+        ) from error
+
+
+def _told(output: EvalOutput) -> dict[str, Any]:
+    # By hand, since pydantic refuses what an evaluator may have put into `reasoning`.
+    keys = ("id", "score", "reasoning", "error")
+    items = [{key: getattr(item, key) for key in keys} for item in output.eval_output_items]
+    return {"average_score": output.average_score, "eval_output_items": items}
 
 
 def _score(score: Score) -> dict[str, Any]:
@@ -273,7 +311,7 @@ def _modified(job: Path) -> float:
 def _written(directory: Path) -> list[str]:
     """Names of files hone wrote here; a name that leads elsewhere is not one of them."""
     try:
-        names = (directory / WRITTEN).read_text("utf-8").splitlines()
+        names = (directory / WRITTEN).read_text("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return []
     plain = [name for name in names if name and Path(name).name == name]
@@ -281,7 +319,7 @@ def _written(directory: Path) -> list[str]:
 
 
 def _remove_written(directory: Path) -> None:
-    for name in [*_written(directory), WRITTEN]:
+    for name in [*_written(directory), WRITTEN, LOCK]:
         (directory / name).unlink(missing_ok=True)
     if any(directory.iterdir()):
         log.warning("%s: holds files that hone did not write, and stays", directory)
@@ -294,22 +332,28 @@ def _listed(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return []
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); remove it to start anew") from None
     return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """The entries of finished items."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            entry = json.loads(line)["entry"]
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not JSON ({error}); remove the line") from None
+        except (KeyError, TypeError):
+            entry = None
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}:{number}: not a finished item; remove the line")
+        found.append(entry)
     return found
 
 

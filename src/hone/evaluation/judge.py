@@ -200,7 +200,7 @@ class Judge(BaseEvaluator):
 async def judge(config: LlmJudge | TrajectoryJudge, builder: "Builder") -> AsyncIterator[Judge]:
     name = config.llm or config.llm_name
     assert name is not None, "the schema lets no judge without one"
-    where = config.cache_dir or builder.get_output_dir() / "judge_cache"
+    where = config.cache_dir or builder.get_output_dir().absolute() / "judge_cache"
     yield Judge(
         config,
         await builder.get_llm(name),

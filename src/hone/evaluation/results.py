@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
 from hone.evaluation.paths import values_at
 from hone.types import Failure
+from hone.workflow.jsonable import as_text
 from hone.workflow.run import RolloutFailure, RolloutResult
 
 
@@ -65,15 +66,18 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
     """The result with its output as JSON, and of that what the path finds."""
     if result.failure is not None:
         return result
-    output = _plain(result.output)
+    try:
+        output = _plain(result.output)
+    except Exception as error:  # noqa: BLE001  # user code: whatever it raises is data
+        return _unusable(result, error)
     if path != "$":
         try:
             found = values_at(path, json.loads(output) if isinstance(output, str) else output)
             problem = None if found else f"nothing is at {path} of what the workflow returned"
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             found, problem = [], f"the workflow returned text that is no JSON ({error})"
         if problem is not None:
-            message = f"result_json_path {path}: {problem}: {str(output)[:200]!r}"
+            message = f"result_json_path {path}: {problem}: {as_text(output)[:200]!r}"
             failure = RolloutFailure(
                 # The words are the model's, if there was one.
                 "policy" if result.calls else "infrastructure",
@@ -83,6 +87,17 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
             return replace(result, output=None, failure=failure)
         output = found[0]
     return replace(result, output=output)
+
+
+def _unusable(result: RolloutResult, error: Exception) -> RolloutResult:
+    kind = type(result.output).__name__
+    failure = Failure(
+        type="NoOutput",
+        message=f"the workflow returned a {kind} that cannot be made JSON: "
+        f"{type(error).__name__}: {as_text(error)}; return text, numbers, lists or dicts",
+    )
+    why = RolloutFailure("infrastructure", "agent_error", failure)
+    return replace(result, output=None, failure=why)
 
 
 def _plain(value: Any) -> Any:

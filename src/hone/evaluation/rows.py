@@ -35,6 +35,8 @@ def read_json(path: Path) -> list[Row]:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}{more}") from None
     except UnicodeDecodeError as error:
         raise _not_text(path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"{path}", error) from None
     if not isinstance(content, list):
         raise ConfigError(
             f"{path}: holds {_kind(content)}; a JSON dataset is a list of objects, one a row"
@@ -59,6 +61,8 @@ def read_jsonl(path: Path) -> list[Row]:
         except json.JSONDecodeError as error:
             more = ". A file that is one JSON value is named .json" if len(rows) == 0 else ""
             raise ConfigError(f"{path}:{number}: not JSON: {error.msg}{more}") from None
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(f"{path}:{number}", error) from None
         _check_object(row, f"{path}:{number}")
         rows.append(row)
     return rows
@@ -236,6 +240,11 @@ def _kind(value: Any) -> str:
 
 def _not_text(path: Path, error: UnicodeDecodeError) -> ConfigError:
     return ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it so")
+
+
+def _unreadable(where: str, error: Exception) -> ConfigError:
+    """JSON that Python does not read: nested too deep, or a number of thousands of digits."""
+    return ConfigError(f"{where}: cannot be read: {str(error).partition(';')[0]}; mend the value")
 
 
 def _missing(path: Path, package: str) -> ConfigError:

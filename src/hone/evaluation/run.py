@@ -14,7 +14,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hone.errors import ConfigError, RolloutError
 from hone.evaluation.base import EvalInput, EvalInputItem, Evaluator, Score, score
 from hone.evaluation.datasets import JsonDataset, as_target, load_items
-from hone.evaluation.files import OutputDir
+from hone.evaluation.files import FINISHED, OutputDir
 from hone.evaluation.paths import json_path
 from hone.evaluation.results import (
     EvalSummary,
@@ -36,6 +36,7 @@ from hone.evaluation.results import (
 from hone.progress import Progress
 from hone.trajectory import failure_of
 from hone.workflow.function import Function
+from hone.workflow.loop import run_loop
 from hone.workflow.run import run_rollout
 from hone.workflow.target import load_target
 
@@ -190,7 +191,7 @@ class Evaluation:
                 prepared = self._prepare(item)
                 item = await prepared if isinstance(prepared, Awaitable) else prepared
                 _check_item(item)
-            except Exception as error:  # noqa: BLE001  # user code: whatever it raises is data
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
                 return dict.fromkeys(names, Score(None, failure=failure_of(error)))
         deadline = self.timeout_s
         scores = await _all(
@@ -314,9 +315,12 @@ def evaluate(options: EvalOptions) -> EvalSummary:
             "--skip_workflow runs no entry and --skip_completed_entries runs some; choose one"
         )
     try:
-        return asyncio.run(_evaluate(options))
+        return run_loop(_evaluate(options))
     except KeyboardInterrupt:
-        log.warning("interrupted; --skip_completed_entries goes on from here")
+        if options.reps == 1:
+            log.warning("interrupted; --skip_completed_entries goes on from here")
+        else:
+            log.warning("interrupted; what had ended is in %s of the output directory", FINISHED)
         raise
 
 
@@ -328,7 +332,6 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
     document = read(options.config_file, options.override)
     general = document.eval.general
     keep = options.skip_workflow or options.skip_completed_entries
-    output = OutputDir(general, (general.dataset or JsonDataset()).structure)
     async with build(document) as builder:
         run = Evaluation(
             items=await dataset_items(builder, options.dataset, reps=options.reps),
@@ -338,26 +341,36 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
             timeout_s=document.finetuning.rollout_timeout_s,
             host=builder.served.host if builder.served else None,
         )
-        # Only now: an earlier evaluation's files are not given up for one that cannot begin.
-        output.prepare(document.eval.evaluators, keep=keep)
-        output.write_config(document, options)
-        items = output.filled(run.items) if keep else run.items
-        with Progress("eval") as bar:
-            bar.update(total=len(items))
-
-            def done(result: ItemResult) -> None:
-                output.add(result)
-                bar.update(done=bar.done + 1)
-
-            ended = await run.run(
-                items,
-                on_result=done,
-                rerun=lambda item: (
-                    not options.skip_workflow and not (keep and item.output_obj is not None)
-                ),
-            )
-        whole, files = output.write(ended.results, ended.evaluation_results)
+        structure = (general.dataset or JsonDataset()).structure
+        with closing(OutputDir(general, structure)) as output:
+            # Only now: an earlier evaluation's files are not given up for one that cannot begin.
+            output.prepare(document.eval.evaluators, keep=keep)
+            output.write_config(document, options)
+            ended = await _run_into(output, run, options)
+            whole, files = output.write(ended.results, ended.evaluation_results)
     return summary_of(ended, whole, files, time.monotonic() - began)
+
+
+async def _run_into(
+    output: OutputDir, run: Evaluation, options: EvalOptions
+) -> EvaluationRunOutput:
+    """Run and score what is asked for; each result is on disk as soon as it is there."""
+    keep = options.skip_workflow or options.skip_completed_entries
+    items = output.filled(run.items) if keep else run.items
+    with Progress("eval") as bar:
+        bar.update(total=len(items))
+
+        def done(result: ItemResult) -> None:
+            output.add(result)
+            bar.update(done=bar.done + 1)
+
+        return await run.run(
+            items,
+            on_result=done,
+            rerun=lambda item: (
+                not options.skip_workflow and not (keep and item.output_obj is not None)
+            ),
+        )
 
 
 async def _workflow(builder: "Builder", *, skipped: bool) -> Function:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hone.capture.base import SeenCall, Step
+from hone.errors import ConfigError
 
 LLM_END = "LLM_END"
 CUSTOM_END = "CUSTOM_END"
@@ -51,6 +52,25 @@ def steps_of(entries: Any) -> list[Step]:
         if ours:
             found.append(Step(**{"name": payload["name"], **ours}))
     return found
+
+
+def told_in(entries: Any, where: str) -> tuple[list[SeenCall], list[Step]]:
+    """Both; an error says where the list stands that cannot be read."""
+    try:
+        return calls_of(entries), steps_of(entries)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: cannot be read as the steps of a rollout ({type(error).__name__}: {error}); "
+            "remove them, or restore the file"
+        ) from None
+
+
+def seconds_of(entry: Mapping[str, Any]) -> float | None:
+    """How long the rollout of an entry took, where that is a number."""
+    value = entry.get("seconds")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
 
 
 def _llm_end(call: SeenCall) -> dict[str, Any]:

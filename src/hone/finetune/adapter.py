@@ -29,6 +29,7 @@ from hone.finetune.adapter_config import (
     ARTBackendConfig,
     ARTTrainerAdapterConfig,
     ARTTrainingConfig,
+    bracketed,
 )
 from hone.finetune.base import (
     TrainerAdapter,
@@ -39,6 +40,7 @@ from hone.finetune.base import (
 )
 from hone.finetune.convert import sdk_groups
 from hone.finetune.records import append_line
+from hone.finetune.unmarked import Unmarked
 from hone.model import TrainableModel
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo, ModelInfo, RecordedCall, RunSpec
@@ -75,25 +77,16 @@ class ARTTrainerAdapter(TrainerAdapter):
         key = None if config.api_key == "default" and config.ip is None else config.api_key
         self.backend: RemoteBackend = (
             LocalBackend(config.root, api_key=key, log_level="warning")
-            if config.ip is None
-            else RemoteBackend(f"http://{_bracketed(config.ip)}:{config.port}", key)
+            if config.url is None
+            else RemoteBackend(config.url, key)
         )
-        served_engine = (config.server_config or {}).get("engine_args")
-        engine_args = dict(served_engine) if isinstance(served_engine, dict) else {}
-        self.model: TrainableModel[Any] = TrainableModel(
-            name=config.name,
-            project=config.project,
-            base_model=config.base_model,
-            rank=config.rank,
-            alpha=config.alpha,
-            init_args=config.init_args or {},
-            engine_args={**engine_args, **(config.engine_args or {})},
-            peft_args=config.peft_args or {},
-        )
+        self.model: TrainableModel[Any] = config.trainable_model()
         self.info: ModelInfo | None = None
         """The model as the server sees it; known after `initialize`."""
         self.dropped: Counter[str] = Counter()
         """What the last `submit` left out, by reason."""
+        self.unmarked = Unmarked(self.backend, self.model_name)
+        """What the server knows of calls that named no rollout."""
         self._jobs: dict[str, asyncio.Task[JobInfo]] = {}
 
     @property
@@ -129,24 +122,15 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     def no_connection(self, why: str) -> str:
         """What to say, and to do, where the server is not what the configuration says."""
-        config = self.adapter_config.backend
-        if config.ip is None:
-            return f"{NO_CONNECTION}. The server of this run's own did not start: {why}"
-        curl = f"curl {self.backend.base_url}/health"
-        other = config.inference_port
-        ports = f"port {config.port}" + ("" if other is None else f", inference_port {other}")
-        return (
-            f"{NO_CONNECTION}. {why}\nWhat to do: see whether the server runs ({curl}); check "
-            f"backend.ip {config.ip!r} and {ports} of the trainer adapter; check the network in "
-            "between (firewalls). Without ip and port, hone starts a server of its own."
-        )
+        said = self.adapter_config.backend.what_to_check(self.backend.base_url, why)
+        return f"{NO_CONNECTION}. {said}"
 
     def _served(self) -> Served:
         base_url, key = self.model.inference_base_url, self.model.inference_api_key
         assert base_url is not None and key is not None, "the model is registered"
         host = urlsplit(base_url).hostname or ""
         if (port := self.adapter_config.backend.inference_port) is not None:
-            base_url = f"http://{_bracketed(host)}:{port}/v1"
+            base_url = f"http://{bracketed(host)}:{port}/v1"
         return Served(base_url, key, self.model.get_inference_name(), host_of(host))
 
     def _tell(self, info: ModelInfo) -> None:
@@ -395,7 +379,3 @@ def _status(ref: TrainingJobRef, status: TrainingStatusEnum, **fields: Any) -> T
 
 def _is_memory(said: str) -> bool:
     return "out of memory" in said.lower() or "OutOfMemory" in said
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

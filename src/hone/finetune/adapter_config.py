@@ -16,6 +16,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from hone.config.base import Strict
 from hone.config.registry import TrainerAdapterConfig
+from hone.model import TrainableModel
 from hone.types import Name, TrainConfig
 
 
@@ -53,6 +54,40 @@ class ARTBackendConfig(Strict):
     """Of the LoRA adapter."""
     alpha: float = Field(16.0, gt=0)
     """Its scale, as in PEFT."""
+
+    @property
+    def url(self) -> str | None:
+        """Of the server that runs already; None for one of this run's own."""
+        return None if self.ip is None else f"http://{bracketed(self.ip)}:{self.port}"
+
+    def trainable_model(self) -> TrainableModel[Any]:
+        """What is registered at the server."""
+        served = (self.server_config or {}).get("engine_args")
+        return TrainableModel(
+            name=self.name,
+            project=self.project,
+            base_model=self.base_model,
+            rank=self.rank,
+            alpha=self.alpha,
+            init_args=self.init_args or {},
+            engine_args={
+                **(served if isinstance(served, dict) else {}),
+                **(self.engine_args or {}),
+            },
+            peft_args=self.peft_args or {},
+        )
+
+    def what_to_check(self, url: str, why: str) -> str:
+        """What to do where no server answers at this address, for this reason."""
+        if self.ip is None:
+            return f"The server of this run's own did not start: {why}"
+        other = self.inference_port
+        ports = f"port {self.port}" + ("" if other is None else f", inference_port {other}")
+        return (
+            f"{why}\nWhat to do: see whether the server runs (curl {url}/health); check backend.ip "
+            f"{self.ip!r} and {ports} of the trainer adapter; check the network in between "
+            "(firewalls). Without ip and port, hone starts a server of its own."
+        )
 
     @model_validator(mode="after")
     def _ip_and_port_go_together(self) -> Self:
@@ -103,3 +138,8 @@ class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_a
 
     backend: ARTBackendConfig
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -15,11 +15,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from hone.capture.scope import apart
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.finetune import episodes
@@ -32,16 +33,17 @@ from hone.finetune.base import (
 )
 from hone.finetune.groups import Collected, collected, grouped
 from hone.finetune.records import append_line, plain, record_of, rollout_id, told
+from hone.finetune.rounds import Round
+from hone.finetune.unmarked import EVALUATION, Unmarked
 from hone.trajectory import failure_of
 from hone.types import RecordedCall
 
 if TYPE_CHECKING:
+    from hone.capture.base import SeenCall
     from hone.config.build import Builder
     from hone.config.schema import FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation, ItemResult
-    from hone.events import EventLog
-    from hone.finetune.journal import Journal
 
 __all__ = [
     "ARTTrajectoryBuilder",
@@ -71,39 +73,6 @@ class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_tra
     """Rollouts per example. More compare better and cost more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """What one `start_run` is about."""
-
-    run_id: str
-    items: list["EvalInputItem"]
-    epoch: int
-    round: int
-    session: int
-    journal: "Journal | None"
-    events: "EventLog | None"
-    known: dict[tuple[str, int], RolloutRecord]
-    """Rollouts that ended before."""
-
-    @classmethod
-    def of(
-        cls, run_id: str, items: "Sequence[EvalInputItem]", meta: dict[str, Any] | None
-    ) -> "_Round":
-        said = meta or {}
-        epoch, round = int(said.get("epoch", 0)), int(said.get("round", 0))
-        journal: Journal | None = said.get("journal")
-        return cls(
-            run_id=run_id,
-            items=list(said.get("items") or items),
-            epoch=epoch,
-            round=round,
-            session=int(said.get("session", 1)),
-            journal=journal,
-            events=said.get("events"),
-            known={} if journal is None else journal.finished("train", epoch, round),
-        )
-
-
 class ARTTrajectoryBuilder(TrajectoryBuilder):
     """Collects training trajectories through evaluation runs."""
 
@@ -115,12 +84,14 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """By run id, a task for each generation."""
         self.recorded: Recorded | None = None
         """What the server recorded of a rollout; None where the model's server is not hone's."""
+        self.unmarked: Unmarked | None = None
+        """What the server knows of calls that named no rollout; None where it cannot tell."""
         self.model: str | None = None
         """PROJECT/NAME of the model in training; only its calls are trained. None: all models."""
         self.llm_names: Callable[[str], str | None] = lambda key: None
         """What an entry of `llms` calls its model on the wire; None for a key that is not there."""
         self.last_stats: Collected | None = None
-        self._rounds: dict[str, _Round] = {}
+        self._rounds: dict[str, Round] = {}
         self._counted: Counter[str] = Counter()
 
     @property
@@ -143,7 +114,14 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
         evaluation, config = self._evaluation, self._config
-        at = _Round.of(run_id, evaluation.items, meta)
+        at = Round.of(
+            run_id,
+            evaluation.items,
+            meta,
+            generations=self.num_generations,
+            smallest=self._smallest,
+            unmarked=None if self.unmarked is None else await self.unmarked.count(run_id),
+        )
         places = {item.id: place for place, item in enumerate(evaluation.items)}
         logger.info("Starting %d evaluation runs for run_id: %s", self.num_generations, run_id)
         self._counted = Counter()
@@ -176,10 +154,11 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             await asyncio.gather(*runs, return_exceptions=True)
             self.evaluation_runs.pop(run_id, None)
             self._rounds.pop(run_id, None)
-        # One generation is compared with the batch, if at all (`baseline: batch`).
-        smallest = 1 if self.num_generations == 1 else self._config.min_group_size
-        groups, left_out = grouped(records, [item.id for item in at.items], smallest)
+        groups, left_out = grouped(records, [item.id for item in at.items], self._smallest)
         self.dropped = self._counted + left_out
+        if self.unmarked is not None and (found := await self.unmarked.count(run_id) - at.unmarked):
+            self.dropped["call/unmarked"] += found.total()
+            self._warn(at, self.unmarked.first_message(found))
         resumed = {record.rollout for record in at.known.values()}
         self.last_stats = stats = collected(records, groups, resumed)
         logger.info(
@@ -191,6 +170,13 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         if not groups and self.dropped["no_logprobs"]:
             logger.warning("%s", NO_LOGPROBS)
         return TrajectoryCollection(trajectories=groups, run_id=run_id)
+
+    def _warn(self, at: Round, message: str | None) -> None:
+        if message is not None:
+            message = f"epoch {at.epoch + 1}: {message}"
+            logger.warning("%s", message)
+            if at.events is not None:
+                at.events.append("warning", message=message)
 
     def log_progress(
         self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
@@ -207,7 +193,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     # ---- one rollout ----------------------------------------------------------------------------
 
     async def _rollout(
-        self, at: _Round, item: "EvalInputItem", place: int, k: int, config: "FinetuneConfig"
+        self, at: Round, item: "EvalInputItem", place: int, k: int, config: "FinetuneConfig"
     ) -> RolloutRecord:
         """From the journal, or run now: again where its world failed it."""
         known = at.known.get((item.id, k))
@@ -225,9 +211,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 session=at.session,
                 retry=retry,
             )
-            result = await self._evaluation.run_item(
-                item, rollout=id, evaluators=None if reward is None else [reward]
-            )
+            result = await self.run_item(item, id, reward)
             record = record_of(
                 result,
                 rollout=id,
@@ -247,13 +231,34 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             at.events.append("rollout", **told(record))
         return record
 
-    async def _resumed(self, at: _Round, record: RolloutRecord) -> RolloutRecord:
+    async def run_item(
+        self, item: "EvalInputItem", rollout: str, reward: str | None
+    ) -> "ItemResult":
+        """One rollout, scored; what its evaluators ask the server is not taken for the agent's."""
+        host = self._evaluation.host
+        with nullcontext() if host is None else apart(EVALUATION, host=host):
+            return await self._evaluation.run_item(
+                item, rollout=rollout, evaluators=None if reward is None else [reward]
+            )
+
+    async def found(
+        self, rollout: str, seen: "Sequence[SeenCall]"
+    ) -> tuple[episodes.Found, list[RecordedCall]]:
+        """What of a rollout can be trained, and what the server recorded of it."""
+        if self.recorded is None:
+            return episodes.of_seen(seen, self.targets), []
+        calls = await self.recorded(rollout)
+        if not calls and self._config.allow_foreign_endpoint:
+            return episodes.of_seen(seen, self.targets), []
+        return episodes.of_recorded(calls, seen, self.targets), calls
+
+    async def _resumed(self, at: Round, record: RolloutRecord) -> RolloutRecord:
         if record.trajectory is not None or record.failure is not None:
             return record
         return await self._with_trajectory(at, record, None)
 
     async def _with_trajectory(
-        self, at: _Round, record: RolloutRecord, result: "ItemResult | None"
+        self, at: Round, record: RolloutRecord, result: "ItemResult | None"
     ) -> RolloutRecord:
         """The record with what is trained of it, if anything is."""
         reward = self._reward(record)
@@ -262,11 +267,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         ran = None if result is None else result.rollout
         seen, steps = ((), ()) if ran is None else (ran.calls, ran.steps)
         try:
-            if self.recorded is None:
-                found = episodes.of_seen(seen, self.targets)
-            else:
-                calls = await self.recorded(record.rollout)
-                found = episodes.of_recorded(calls, seen, self.targets)
+            found, _ = await self.found(record.rollout, seen)
         except HoneError as error:
             said = failure_of(error).model_dump()
             failure = FailureRecord(kind="infrastructure", reason="server_error", **said)
@@ -281,10 +282,10 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             "round": at.round,
             "generation": record.generation,
             "rollout": record.rollout,
-            "calls": None if self.recorded is None else [one.id for one in found.sampled],
+            "calls": None if found.foreign else [one.id for one in found.sampled],
             "reasoning": _reasoning(result, self._reward_name),
         }
-        if self.recorded is None and seen:
+        if found.foreign and seen:
             names["tools"] = plain(seen[0].tools)
         trajectory = Trajectory(
             episode=episodes.episode(found.sampled),
@@ -329,6 +330,11 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return self.evaluation
 
     @property
+    def _smallest(self) -> int:
+        """Of the groups; one generation is compared with the batch, if at all."""
+        return 1 if self.num_generations == 1 else self._config.min_group_size
+
+    @property
     def _reward_name(self) -> str | None:
         named = self._config.reward_function
         return None if named is None else named.name
@@ -352,6 +358,7 @@ async def art_trajectory_builder(
     if named is not None:
         adapter = await builder.get_trainer_adapter(named)
         made.recorded = getattr(adapter, "recorded", None)
+        made.unmarked = getattr(adapter, "unmarked", None)
         made.model = getattr(adapter, "model_name", None)
     yield made
     for runs in made.evaluation_runs.values():

@@ -1,27 +1,39 @@
 """What the configuration alone can tell of a run: mistakes, and how much there is to do.
 
-In:   a Document, how many examples its dataset has
-Out:  Checks, each with what to change if it failed; a Plan
-Used: preflight.py before epoch 1; run.py for `--dry-run`, which contacts nobody
+In:   a file, or the Document of one; how many examples its dataset has
+Out:  Checks, each with what to change if it failed; a Plan; a Document that a run can begin with
+Used: `hone validate` and `hone finetune` read their file here; preflight.py before epoch 1; dry_run.py
 
-The Document is valid by now: what is checked here is what only shows once a run has been paid for,
-such as a target that no call can match, or groups in which nothing can be compared.
+A Document may be valid and no run: what is checked here is what would only show once a run has
+been paid for, such as a target that no call can match, or groups in which nothing can be compared.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hone.config.check import WORKFLOW, is_run, lacking
+from hone.config.problems import ConfigProblems, Problem, dotted
+from hone.config.problems import Path as Keys
+from hone.config.schema import examine
+from hone.evaluation.datasets import (
+    CsvDataset,
+    JsonDataset,
+    JsonlDataset,
+    ParquetDataset,
+    XlsDataset,
+)
 from hone.finetune.adapter_config import ARTTrainerAdapterConfig
 from hone.finetune.builder import ARTTrajectoryBuilderConfig
-from hone.finetune.episodes import WORKFLOW
 from hone.finetune.words import counted
 
 if TYPE_CHECKING:
     from hone.config.schema import Document
 
+FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
 HARDLY = 1e-3
 """learning rate x optimizer steps under which a run moves the model too little to be seen. AdamW
 moves each weight by about the learning rate a step; the demo's task turns at about 1e-2."""
@@ -37,6 +49,8 @@ class Check:
     """What was found; if it is not ok, what to change."""
     warning: bool = False
     """It is ok, and still somebody should read the message."""
+    path: Keys = ()
+    """The key to change, where it is one of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,36 @@ class Plan:
     optimizer_steps: int
     learning_rate: float | None
     """None for an adapter that is not hone's."""
+
+
+def failures(checks: Sequence[Check]) -> list[Check]:
+    """Those that forbid to go on."""
+    return [check for check in checks if not check.ok]
+
+
+def read_run(
+    file: Path, overrides: Sequence[tuple[str, str]] = (), *, dataset: Path | None = None
+) -> "Document":
+    """Read a file; one that enables finetuning must also have all that `hone finetune` needs.
+
+    Raises ConfigProblems with everything that is wrong, each with its place. `dataset` is what the
+    command names instead of the file's.
+    """
+    loaded, document, wrong = examine(file, overrides)
+    if is_run(loaded):
+        wrong += lacking(loaded, has_dataset=dataset is not None)
+        checks = [] if document is None else check_document(document)
+        if document is not None and dataset is None:
+            checks.append(_dataset(document))
+        told = {problem.path for problem in wrong}
+        wrong += [
+            Problem(loaded.place(check.path), check.path, check.message)
+            for check in checks
+            if not check.ok and check.path not in told
+        ]
+    if document is None or wrong:
+        raise ConfigProblems(dict.fromkeys(wrong))
+    return document
 
 
 def plan(document: "Document", examples: int) -> Plan:
@@ -116,10 +160,13 @@ def check_document(document: "Document") -> list[Check]:
 
 def _reward(document: "Document") -> Check:
     name, reward = "reward", document.finetuning.reward_function
-    known = document.eval.evaluators
+    known, path = document.eval.evaluators, ("finetuning", "reward_function")
     if reward is None:
         return Check(
-            name, False, f"finetuning.reward_function is not set; name one of {_list(known)}"
+            name,
+            False,
+            f"finetuning.reward_function is not set; name one of {_list(known)}",
+            path=path,
         )
     if reward.name in known:
         return Check(name, True, f"the reward is what evaluator {reward.name!r} says")
@@ -128,13 +175,14 @@ def _reward(document: "Document") -> Check:
         False,
         f"finetuning.reward_function.name is {reward.name!r}, and eval.evaluators has no such "
         f"key.{_guess(reward.name, known)} There are: {_list(known)}.",
+        path=(*path, "name"),
     )
 
 
 def _target_functions(document: "Document") -> Check:
     wanted = document.finetuning.target_functions
     known = (WORKFLOW, *document.functions)
-    for target in wanted:
+    for i, target in enumerate(wanted):
         if target not in known:
             return Check(
                 "target functions",
@@ -142,6 +190,7 @@ def _target_functions(document: "Document") -> Check:
                 f"finetuning.target_functions names {target!r}, and `functions` has no such "
                 f"key.{_guess(target, known)} There are: {_list(known)}. As it is, the run would "
                 "end with 'No trajectories collected for epoch'.",
+                path=("finetuning", "target_functions", i),
             )
     every = WORKFLOW in wanted
     what = "every call of a rollout" if every else f"calls made by {_list(wanted)}"
@@ -165,6 +214,7 @@ def _target_model(document: "Document") -> Check:
             f"finetuning.target_model is {wanted!r}, which is neither a key of `llms` nor the name "
             f"of a model.{_guess(wanted, known)} There are: {_list(known)}. As it is, the run would "
             "end with 'No trajectories collected for epoch'.",
+            path=("finetuning", "target_model"),
         )
     alike = [key for key in names if key != wanted and wanted in names]
     alike = [key for key in alike if _address(document, key) == _address(document, wanted)]
@@ -185,11 +235,26 @@ def _address(document: "Document", key: str) -> tuple[object, object]:
     return getattr(llm, "model_name", None), getattr(llm, "base_url", None)
 
 
+def _dataset(document: "Document") -> Check:
+    """Whether a dataset that is read from a file names one."""
+    name, found = "dataset", document.eval.general.dataset
+    if not isinstance(found, FILES) or found.file_path is not None:
+        return Check(name, True, "the dataset says what it is read from")
+    return Check(
+        name,
+        False,
+        f"is missing, and a dataset of type {found.type_name!r} is read from a file; name it, or "
+        "start the run with --dataset FILE",
+        path=("eval", "general", "dataset", "file_path"),
+    )
+
+
 def _group_size(document: "Document") -> Check:
     name, generations = "group size", _generations(document)
     if generations is None:
         return Check(name, True, "the trajectory builder is a plugin's own")
-    key = f"trajectory_builders.{document.finetuning.trajectory_builder}.num_generations"
+    path = ("trajectory_builders", document.finetuning.trajectory_builder or "", "num_generations")
+    key = dotted(path)
     smallest, adapter = document.finetuning.min_group_size, _adapter(document)
     if generations == 1:
         if adapter is None or adapter.training.baseline == "batch":
@@ -201,6 +266,7 @@ def _group_size(document: "Document") -> Check:
             "be learned. Set it to 2 or more (8 gives a good signal), or set training.baseline: "
             f"batch in trainer_adapters.{document.finetuning.trainer_adapter}, which compares with "
             "the mean of the batch.",
+            path=path,
         )
     if generations < smallest:
         return Check(
@@ -208,6 +274,7 @@ def _group_size(document: "Document") -> Check:
             False,
             f"{key} is {generations} but finetuning.min_group_size is {smallest}, so every group "
             "would be dropped; raise the first or lower the second",
+            path=path,
         )
     return Check(name, True, f"{generations} rollouts of each example are compared")
 

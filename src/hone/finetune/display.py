@@ -39,6 +39,8 @@ class State:
         self.training: dict[tuple[int, int], float | None] = {}
         """By epoch and round."""
         self.held_out: dict[int, float | None] = {}
+        self.ended: Event | None = None
+        """The newest epoch_done."""
         self.status: str | None = None
         self.started_at = self.stage_at = self.now = 0.0
         self._durations: list[float] = []
@@ -70,7 +72,8 @@ class State:
     # ---- how each type is read ------------------------------------------------------------
 
     def _run_started(self, event: Event) -> None:
-        self.epochs, self.started_at, self.status = event["epochs"], event["at"], None
+        self.epochs, self.status = event["epochs"], None
+        self.started_at = event.get("began", event["at"])
         # The pace of an earlier session, perhaps on another machine, says nothing about this one.
         self._durations, self._epoch_at = [], None
         self.stage = "starting"
@@ -117,10 +120,15 @@ class State:
         self.held_out[event["epoch"]] = event["avg_reward"]
 
     def _epoch_done(self, event: Event) -> None:
-        self.done = event["epoch"] + 1
+        self.ended = event
+        if event["status"] != "failed":
+            self.done = event["epoch"] + 1
         if self._epoch_at is not None:
             self._durations.append(event["at"] - self._epoch_at)
         self._epoch_at = None
+
+    def _run_interrupted(self, event: Event) -> None:
+        self.status = self.stage = "interrupted"
 
     def _run_finished(self, event: Event) -> None:
         self.status, self.stage = str(event["status"]), str(event["status"])
@@ -136,6 +144,7 @@ _READERS: dict[str, Callable[[State, Event], None]] = {
     "validation_started": State._validation_started,
     "validation": State._validation,
     "epoch_done": State._epoch_done,
+    "run_interrupted": State._run_interrupted,
     "run_finished": State._run_finished,
 }
 
@@ -189,13 +198,18 @@ class Display:
 
     def epoch_line(self, now: float) -> str:
         """What an epoch came to, and how long the rest will take."""
-        state = self.state
-        known = (("reward", state.training), ("held out", state.held_out))
-        said = [f"{name} {number([*values.values()][-1])}" for name, values in known if values]
-        left = state.left_s(now)
+        state, ended = self.state, self.state.ended
+        assert ended is not None, "no epoch is over"
+        epoch, how = ended["epoch"], "failed" if ended["status"] == "failed" else "done"
+        rewards = [mean for (of, _), mean in state.training.items() if of == epoch]
+        said = [f"reward {number(rewards[-1])}"] if rewards else []
+        if epoch in state.held_out:  # validated in this epoch, by the policy that it began with
+            mean = state.held_out[epoch]
+            said += ["no held-out reward" if mean is None else f"held out {number(mean)} before it"]
+        left = state.left_s(now) if how == "done" else None
         said += [f"{duration(now - state.started_at)}"]
         said += [f"about {duration(left)} left"] if left else []
-        return f"epoch {state.done} of {state.epochs} done: {', '.join(said)}"
+        return f"epoch {epoch + 1} of {state.epochs} {how}: {', '.join(said)}"
 
     def stage_line(self, now: float) -> str:
         """How far the stage is."""
@@ -229,6 +243,8 @@ class Display:
         from rich.text import Text
 
         state, now = self.state, self._clock()
+        if not state.epochs:  # the server is not there yet, so nothing is known of the run
+            return Group(Text(state.stage))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)

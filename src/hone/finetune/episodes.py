@@ -77,6 +77,8 @@ class Found:
     sampled: list[Sampled]
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls that are not trained, by reason."""
+    foreign: bool = False
+    """No hone server recorded it: its text and its log-probabilities are all there is."""
 
     @property
     def reason(self) -> str | None:
@@ -128,12 +130,14 @@ def of_seen(seen: "Sequence[SeenCall]", targets: Targets) -> Found:
                 dropped["not_target_function"] += 1
             elif not logprobs.get("content"):
                 dropped["no_logprobs"] += 1
+            elif call.temperature == 0:
+                dropped["greedy"] += 1
             else:
                 finish = choice.get("finish_reason") or "stop"
                 id = f"{call.id or call.index}.{place}"
                 reply, ids = choice["message"], choice.get("token_ids")
                 sampled.append(Sampled(id, call.index, call.messages, reply, finish, logprobs, ids))
-    return Found(sampled, dropped)
+    return Found(sampled, dropped, foreign=True)
 
 
 def _asked(seen: "Sequence[SeenCall]") -> tuple[dict[str, str], dict[str, int]]:

@@ -43,6 +43,8 @@ FREE = (
 """Keys that may differ from one start to the next."""
 _SECRET = re.compile(r"(^|_)((api|access|secret|private)_?key|token|secret|password)$", re.I)
 HIDDEN = "<hidden>"
+LONGEST = 40
+"""Letters of a value that tells two evaluators apart."""
 USUAL_ROOT = Path(".hone")
 """Where `hone serve` looks unless it is told."""
 
@@ -71,6 +73,42 @@ def address_of(served: "Served | None", server: Any) -> dict[str, str]:
         return {} if served is None else {"base_url": served.base_url}
     root = getattr(server, "root", None)
     return {} if root in (None, USUAL_ROOT) else {"root": str(root)}
+
+
+def again(arguments: Sequence[str], resume: str) -> list[str]:
+    """Of the command that goes on with a run: what would begin anew is taken out or overruled."""
+    kept = [argument for argument in arguments if argument != "--fresh"]
+    return [*kept, "-o", "finetuning.resume", "auto"] if resume == "never" else kept
+
+
+def evaluators_of(name: str, training: "Document", validation: "Document | None") -> dict[str, str]:
+    """What measures the rewards, in words: two where another document measures them otherwise."""
+    if validation is None or validation is training:
+        return {"evaluator": name}
+    pair = [(document, document.eval.evaluators.get(name)) for document in (training, validation)]
+    if any(config is None for _, config in pair):
+        return {"evaluator": name}  # building it says what is missing
+    made = [
+        {"": config.type_name} | shown(config.model_dump(mode="json"))
+        for _, config in pair
+        if config is not None
+    ]
+    differing = [key for key in made[0] | made[1] if made[0].get(key) != made[1].get(key)]
+    near = {document.file.resolve().parent for document, _ in pair}
+    if not differing and (len(near) == 1 or ".py" not in str(made[0].get("target"))):
+        return {"evaluator": name}
+    key = differing[0] if differing else None
+    said = [
+        document.file.name if key is None else _value(key, one)
+        for (document, _), one in zip(pair, made, strict=True)
+    ]
+    return {"evaluator": f"{name} ({said[0]})", "validation_evaluator": f"{name} ({said[1]})"}
+
+
+def _value(key: str, config: Mapping[str, Any]) -> str:
+    value = str(config.get(key))
+    told = value if key in ("", "target") else f"{key}: {value}"
+    return told if len(told) <= LONGEST else f"{told[: LONGEST - 3]}..."
 
 
 def shown(value: Any) -> Any:

@@ -52,7 +52,7 @@ class Files:
 
 def write(events: Path, output_dir: Path) -> None:
     """Everything, anew, from the events on disk."""
-    from hone.finetune import plots  # here, because matplotlib takes half a second to import
+    from hone.finetune.report import plots  # here, because matplotlib takes half a second to import
 
     history = History.of(read(events))
     metrics.write(output_dir, history)

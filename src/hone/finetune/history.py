@@ -86,6 +86,61 @@ class Validation:
         )
 
 
+PHASES = ("start_s", "rollout_s", "learn_s", "validate_s")
+"""Start: from the command to the first rollout: the server, the model, the checks before it."""
+_STAGES = {
+    "epoch_started": "rollout_s",
+    "validation_started": "validate_s",
+    "job_submitted": "learn_s",
+    "epoch_collected": None,
+    "job_done": None,
+    "job_failed": None,
+    "validation": None,
+}
+"""What begins with an event, or ends."""
+
+
+def _began(event: Event) -> float:
+    """When the command of this session was given."""
+    return min(event["at"], event.get("began", event["at"]))
+
+
+class _Clock:
+    """Seconds by phase. An epoch measured its own; one that never ended has its events' times."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._open: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        """In `spent` already, and to be replaced when the epoch says what it measured."""
+        self._stage: str | None = None
+        self._last = 0.0
+
+    def add(self, event: Event) -> None:
+        kind = event["type"]
+        if kind == "run_started":
+            self._open, self._stage = dict.fromkeys(PHASES, 0.0), "start_s"
+            self._count("start_s", event["at"] - _began(event))
+        elif self._stage is not None:
+            self._count(self._stage, event["at"] - self._last)
+        self._last = event["at"]
+        if kind == "validation":
+            self._correct("validate_s", event.get("seconds"))
+        elif kind == "epoch_done":
+            for name in ("rollout_s", "learn_s"):
+                self._correct(name, event["phases"].get(name))
+            self._stage = None
+        self._stage = _STAGES.get(kind, self._stage)
+
+    def _count(self, name: str, seconds: float) -> None:
+        self.spent[name] += seconds
+        self._open[name] += seconds
+
+    def _correct(self, name: str, measured: float | None) -> None:
+        if measured is not None:
+            self.spent[name] += measured - self._open[name]
+        self._open[name] = 0.0
+
+
 class History:
     """A run, as far as it is known."""
 
@@ -105,8 +160,8 @@ class History:
         """All that were paid for, those of an interrupted round included."""
         self._rounds: dict[tuple[int, int], Round] = {}
         self._validations: dict[tuple[int, int | None], Validation] = {}
-        self._validating_s = 0.0
         self._spans: list[list[float]] = []
+        self._clock = _Clock()
         self._awaiting_work = False
 
     @classmethod
@@ -123,6 +178,7 @@ class History:
         """One more; types it does not know change nothing but the time."""
         if self._spans and event["type"] != "run_started":
             self._spans[-1][1] = event["at"]
+        self._clock.add(event)
         if event["type"] in _READERS:
             _READERS[event["type"]](self, event)
 
@@ -149,18 +205,20 @@ class History:
         return "unfinished" if self.finished is None else str(self.finished["status"])
 
     @property
+    def evaluators(self) -> tuple[str | None, str | None]:
+        """What measured training rewards, and what measured held-out ones."""
+        training = self.run.get("evaluator")
+        return training, self.run.get("validation_evaluator", training)
+
+    @property
     def seconds(self) -> float:
-        """Of all sessions; the time between them does not count."""
+        """Of all sessions, each from its command's start; the time between them does not count."""
         return sum(end - start for start, end in self._spans)
 
     @property
     def phases(self) -> dict[str, float]:
         """Seconds by phase; they add up to `seconds`."""
-        spent = {
-            name: sum(e["phases"].get(name) or 0.0 for e in self.done.values())
-            for name in ("rollout_s", "learn_s")
-        }
-        spent["validate_s"] = self._validating_s
+        spent = dict(self._clock.spent)
         spent["other_s"] = max(0.0, self.seconds - sum(spent.values()))
         return spent
 
@@ -198,7 +256,7 @@ class History:
         self._awaiting_work = bool(self.sessions)
         self.run, self.finished = event, None
         self.sessions.append(event)
-        self._spans.append([event["at"], event["at"]])
+        self._spans.append([_began(event), event["at"]])
 
     def _epoch_started(self, event: Event) -> None:
         r = self._round(event)
@@ -236,7 +294,6 @@ class History:
     def _validation(self, event: Event) -> None:
         found = Validation.of(event)
         self._validations[found.epoch, found.step] = found
-        self._validating_s += found.seconds
 
     def _epoch_done(self, event: Event) -> None:
         self.done[event["epoch"]] = event

@@ -11,6 +11,7 @@ and went on has files without a gap and without a line twice.
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,8 +20,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hone.events import Event
-from hone.finetune.estimate import by_example
 from hone.finetune.history import History, Round
+from hone.finetune.report.estimate import by_example
 
 TRAINING, REWARDS = "training_metrics.jsonl", "reward_history.json"
 VALIDATIONS, CURRICULUM = "validation_history.json", "curriculum_state.json"
@@ -44,7 +45,7 @@ def write(output_dir: Path, events: Iterable[Event] | History) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
@@ -137,6 +138,8 @@ CLIPPED = 0.2
 SLOW = 1e-5
 """LoRA adapters are trained at 1e-5 to 2e-4; below, a run of ordinary length hardly moves them."""
 FEW_GENERATIONS = 4
+FLAT = "The reward did not rise by more than chance"
+"""How a diagnosis begins."""
 _FALLING = (
     "the reward falls: the updates do harm. Lower trainer_adapters.*.training.learning_rate, or hold "
     "the model near its base with training.beta (0.01 to 0.1). The best step so far is kept."
@@ -164,7 +167,7 @@ def diagnosis(events: Iterable[Event] | History, *, epochs: int = FLAT_EPOCHS) -
     ]
     return "\n".join(
         [
-            f"The reward did not rise by more than chance in the last {len(stretch)} epochs: "
+            f"{FLAT} in the last {len(stretch)} epochs: "
             f"{first['avg_reward']:.3f} -> {last['avg_reward']:.3f} ({rise:+.3f}, standard error {noise:.3f}).",
             f"Measured: {seen}.",
             *(f"- {cause}" for cause in causes),

@@ -4,56 +4,44 @@ In:   the document, the live parts of a run, and its server
 Out:  Checks, each with what to change if it failed
 Used: run.py, before epoch 1
 
-The last checks run one example twice, in rollouts that are in no journal and are trained on by
-nobody: nothing else shows whether the agent's calls reach the model, name their rollout, come back
-with tokens, and differ. Where an earlier check failed, those that build on it are left out.
+The last checks run one example twice (twice.py). Where an earlier check failed, those that build on
+it are left out.
 """
 
 import asyncio
-import math
 import secrets
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from hone.capture.scope import host_of, rollout
 from hone.errors import HoneError
-from hone.finetune import episodes
 from hone.finetune.adapter import NO_CONNECTION, ARTTrainerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
 from hone.finetune.builder import NO_LOGPROBS, ARTTrajectoryBuilder
-from hone.finetune.checks import Check, Plan, check_document, check_movement, plan
-from hone.types import RecordedCall
+from hone.finetune.checks import (
+    Check,
+    Plan,
+    check_document,
+    check_movement,
+    failures,
+    plan,
+)
+from hone.finetune.twice import Twice
 
 if TYPE_CHECKING:
     from hone.config.build import Builder
     from hone.config.schema import Document
-    from hone.evaluation.run import Evaluation, ItemResult
+    from hone.evaluation.run import Evaluation
     from hone.workflow.llm import LLM
 
 __all__ = ["Check", "Plan", "check_document", "failures", "plan", "preflight"]
 
+NO_EXAMPLES = (
+    "the dataset has no examples, so there is nothing to run on. Check file_path and filter of "
+    "eval.general.dataset, or name another file with --dataset"
+)
 PROBE_S = 120.0
 """For one token; the model is loaded by then."""
-COINCIDENCE = 0.05
-"""Two rollouts that say the same are suspect if the model would do so less often than this."""
-
-NOTHING = {
-    "no_calls": "the server recorded no call of the rollout. See that the agent asks the model at "
-    "{url} (its `llms` entry, or base_url), that it does not answer from a cache, that a thread it "
-    "starts gets the context (contextvars.copy_context().run; thread pools have it), and that its "
-    "HTTP client is httpx or httpx2; any other client must use the base URL "
-    "{root}/rollout/ROLLOUT_ID/v1",
-    "other_model": "its calls were answered by another model than {model}. Let the agent ask for "
-    "{base!r} or {model!r}",
-    "not_target_model": "none of its calls asked for finetuning.target_model {target!r}",
-    "not_target_function": "no call came from finetuning.target_functions {functions}",
-    "greedy": "its calls were sampled at temperature 0, so all rollouts of an example are the same "
-    "and there is nothing to compare. Raise `temperature` in the `llms` entry",
-    "abandoned": "the agent left before its answers were complete",
-    "no_logprobs": NO_LOGPROBS,
-}
-"""Why nothing of a rollout could be trained, and what to do."""
 
 
 async def preflight(
@@ -68,7 +56,7 @@ async def preflight(
     """All checks; the run must be open at its server."""
     checks = check_document(document)
     if not evaluation.items:
-        checks.append(Check("dataset", False, "the dataset has no examples; see eval.general"))
+        checks.append(Check("dataset", False, NO_EXAMPLES))
     if failures(checks):
         return checks
     adapter = trainer_adapter if isinstance(trainer_adapter, ARTTrainerAdapter) else None
@@ -77,17 +65,13 @@ async def preflight(
         return checks
     if adapter is not None:
         checks.append(_base_model(adapter))
-        checks += await _llms(document, builder, adapter, run_id)
+        if adapter.info is not None:
+            checks += await _llms(document, builder, adapter, run_id)
     if isinstance(trajectory_builder, ARTTrajectoryBuilder) and not failures(checks):
-        checks += await _Twice(document, trajectory_builder, adapter, evaluation, run_id).checks()
+        checks += await Twice(document, trajectory_builder, adapter, evaluation, run_id).checks()
     falling = adapter is not None and adapter.adapter_config.training.schedule == "linear"
     checks.append(check_movement(plan(document, len(evaluation.items)), falling=falling))
     return checks
-
-
-def failures(checks: Sequence[Check]) -> list[Check]:
-    """Those that forbid to go on."""
-    return [check for check in checks if not check.ok]
 
 
 # ---- the server ---------------------------------------------------------------------------------
@@ -98,7 +82,12 @@ async def _healthy(adapter: TrainerAdapter) -> Check:
     if not isinstance(adapter, ARTTrainerAdapter):
         if await adapter.is_healthy():
             return Check(name, True, "the training backend says that it is healthy")
-        return Check(name, False, f"{NO_CONNECTION}. is_healthy() of the adapter says no.")
+        return Check(
+            name,
+            False,
+            f"{NO_CONNECTION}. is_healthy() of {type(adapter).__name__} says no. See that its "
+            f"backend runs and that its keys under `trainer_adapters` are right.",
+        )
     try:
         health = await adapter.backend.health()
         served = adapter.served
@@ -151,7 +140,11 @@ async def _llms(
                 "on what another endpoint says, set finetuning.allow_foreign_endpoint: true.",
             )
         ]
-    more = "Its text is encoded again and trained off-policy (allow_foreign_endpoint)."
+    more = (
+        "What it says is trained off-policy, from its text and logprobs (allow_foreign_endpoint); "
+        "it does not change by that, so rewards and validation measure the other endpoint, not "
+        f"{adapter.model_name}."
+    )
     return [Check("llm", True, f"{message} {more}", warning=True)]
 
 
@@ -213,171 +206,3 @@ async def _reaches(llm: "LLM", adapter: ARTTrainerAdapter, run_id: str) -> Check
 def _extra(choice: Any, key: str) -> Any:
     """A field that OpenAI's own API does not have."""
     return (choice.model_extra or {}).get(key)
-
-
-# ---- one example, twice -------------------------------------------------------------------------
-
-
-class _Twice:
-    """Two rollouts of the first example, and what they tell."""
-
-    def __init__(
-        self,
-        document: "Document",
-        builder: ARTTrajectoryBuilder,
-        adapter: ARTTrainerAdapter | None,
-        evaluation: "Evaluation",
-        run_id: str,
-    ) -> None:
-        self._document, self._builder, self._adapter = document, builder, adapter
-        self._evaluation, self._item = evaluation, evaluation.items[0]
-        draw = secrets.token_hex(6)
-        self._ids = [f"{run_id}:preflight.{draw}.{i}" for i in (0, 1)]
-        reward = document.finetuning.reward_function
-        assert reward is not None, "check_document came first"
-        self._reward = reward.name
-
-    async def checks(self) -> list[Check]:
-        """In the order in which one depends on the other; stops at the first that fails."""
-        runs = await asyncio.gather(
-            *(
-                self._evaluation.run_item(self._item, rollout=id, evaluators=[self._reward])
-                for id in self._ids
-            )
-        )
-        found = [self._ran(runs)]
-        if not failures(found):
-            recorded = await self._recorded()
-            both = [self._found(run, calls) for run, calls in zip(runs, recorded, strict=True)]
-            found.append(self._calls(both))
-            if not failures(found):
-                trained = [
-                    [call for call in calls if call.id in {one.id for one in some.sampled}]
-                    for calls, some in zip(recorded, both, strict=True)
-                ]
-                found.append(self._differ(trained))
-        found += [self._scored(runs), self._cost(runs)]
-        return found
-
-    def _ran(self, runs: "Sequence[ItemResult]") -> Check:
-        name = "workflow"
-        for run in runs:
-            failure = None if run.rollout is None else run.rollout.failure
-            if failure is not None and failure.kind == "infrastructure":
-                said = failure.failure
-                return Check(
-                    name,
-                    False,
-                    f"the workflow failed on example {self._item.id!r} ({failure.reason}): "
-                    f"{said.type}: {said.message}{_tail(said.traceback)}",
-                )
-        failed = [run.rollout.failure for run in runs if run.rollout and run.rollout.failure]
-        if len(failed) == len(runs):
-            said = failed[0].failure
-            return Check(
-                name,
-                True,
-                f"both rollouts of example {self._item.id!r} failed, as it seems by the model's own "
-                f"doing ({failed[0].reason}): {said.type}: {said.message}{_tail(said.traceback)}",
-                warning=True,
-            )
-        return Check(name, True, f"the workflow ran twice on example {self._item.id!r}")
-
-    async def _recorded(self) -> list[list[RecordedCall]]:
-        ask = self._builder.recorded
-        return [[] if ask is None else await ask(id) for id in self._ids]
-
-    def _found(self, run: "ItemResult", recorded: list[RecordedCall]) -> episodes.Found:
-        seen = () if run.rollout is None else run.rollout.calls
-        if self._builder.recorded is None:
-            return episodes.of_seen(seen, self._builder.targets)
-        return episodes.of_recorded(recorded, seen, self._builder.targets)
-
-    def _calls(self, both: Sequence[episodes.Found]) -> Check:
-        name = "calls"
-        for found in both:
-            lost = found.dropped["unrecorded"]
-            if lost:
-                return Check(
-                    name,
-                    False,
-                    f"{lost} calls of a rollout were answered by a hone server, but not recorded "
-                    "under the rollout: they name no rollout, or another one. Let the agent leave "
-                    "the header X-Hone-Rollout alone.",
-                )
-            if found.reason is not None:
-                return Check(name, False, self._nothing(found.reason))
-        counts = [len(found.sampled) for found in both]
-        others = sum((found.dropped for found in both), start=type(both[0].dropped)())
-        context = ", ".join(f"{n} {why}" for why, n in others.items())
-        more = f"; not trained: {context}" if context else ""
-        message = f"{counts[0]} and {counts[1]} calls of the two rollouts can be trained{more}"
-        return Check(name, True, message)
-
-    def _nothing(self, reason: str) -> str:
-        adapter, config = self._adapter, self._document.finetuning
-        known = {
-            "url": adapter.served.base_url if adapter and adapter.served else "the server",
-            "root": adapter.backend.base_url if adapter else "http://SERVER",
-            "model": adapter.model_name if adapter else "the model in training",
-            "base": adapter.adapter_config.backend.base_model if adapter else "",
-            "target": config.target_model,
-            "functions": config.target_functions,
-        }
-        why = NOTHING.get(reason, f"its calls cannot be trained ({reason})").format(**known)
-        return (
-            f"nothing of a rollout of example {self._item.id!r} could be trained: {why}. As it is, "
-            "the run would end with 'No trajectories collected for epoch'."
-        )
-
-    def _differ(self, trained: Sequence[Sequence[RecordedCall]]) -> Check:
-        name = "sampling"
-        if self._builder.recorded is None:
-            return Check(name, True, "not compared: the endpoint tells no token ids")
-        ids = [[call.call.completion_ids for call in calls] for calls in trained]
-        if ids[0] != ids[1]:
-            return Check(name, True, "two rollouts of one example differ")
-        surprise = sum(sum(call.call.logprobs or ()) for call in trained[0])
-        chance = math.exp(min(0.0, surprise))
-        message = f"two rollouts of example {self._item.id!r} are the same, token for token"
-        if chance >= COINCIDENCE:
-            message += f"; the model does so in {chance:.0%} of cases, so this may be chance"
-            return Check(name, True, message, warning=True)
-        return Check(
-            name,
-            False,
-            f"{message}, which is chance in {chance:.1e} of cases: groups of equal rollouts teach "
-            "nothing. Raise `temperature` in the `llms` entry, remove top_k: 1, a small top_p or a "
-            "cache.",
-        )
-
-    def _scored(self, runs: "Sequence[ItemResult]") -> Check:
-        name, where = "score", f"evaluator {self._reward!r} on example {self._item.id!r}"
-        scores = [run.scores[self._reward] for run in runs if self._reward in run.scores]
-        failed = [score.failure for score in scores if score.failure is not None]
-        if scores and len(failed) == len(scores):
-            said = failed[0]
-            return Check(
-                name,
-                False,
-                f"{where} gives no score: {said.type}: {said.message}{_tail(said.traceback)}",
-            )
-        values = ", ".join(f"{s.value:g}" for s in scores if s.value is not None) or "none yet"
-        return Check(name, True, f"{where}: {values}", warning=bool(failed) or not scores)
-
-    def _cost(self, runs: "Sequence[ItemResult]") -> Check:
-        ran = [run.rollout for run in runs if run.rollout is not None]
-        calls = sum(len(one.calls) for one in ran)
-        tokens = sum((c.usage or {}).get("completion_tokens", 0) for one in ran for c in one.calls)
-        seconds = max((one.seconds for one in ran), default=0.0)
-        return Check(
-            "cost",
-            True,
-            f"the two rollouts took {calls} calls, {tokens} sampled tokens and {seconds:.1f} s; "
-            "they are trained on by nobody",
-        )
-
-
-def _tail(traceback: str, lines: int = 4) -> str:
-    tail = "\n".join(traceback.rstrip().splitlines()[-lines:])
-    return f"\n{tail}" if tail else ""

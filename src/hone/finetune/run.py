@@ -30,16 +30,17 @@ from hone.events import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.display import Display
 from hone.finetune.dry_run import dry_run
-from hone.finetune.facts import address_of, facts_of, shown
+from hone.finetune.facts import address_of, again, evaluators_of, facts_of, shown
+from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFacts, write_whole
 from hone.finetune.preflight import failures, preflight
 from hone.finetune.standing import Standing
 from hone.finetune.stopping import best
 from hone.finetune.words import counted
+from hone.workflow.loop import run_loop
 
 log = logging.getLogger("hone")
 
-INTERRUPTED = 130
 TOLD = ("cost", "movement")
 """Checks that say something even where nothing is wrong."""
 COMPLETED = TrainingStatusEnum.COMPLETED
@@ -75,6 +76,7 @@ class FinetuneOptions:
 
 def finetune(options: FinetuneOptions) -> int:
     """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
+    began = time.time()
     document = read(options.config_file, options.override)
     config = _checked(document, options)
     if options.dry_run:
@@ -82,20 +84,21 @@ def finetune(options: FinetuneOptions) -> int:
     facts = RunFacts(config.seed, facts_of(document, options.told))
     fresh = options.fresh or config.resume == "never"
     with (
+        Interrupts() as interrupts,
         Journal.open(config.output_dir, facts, fresh=fresh) as journal,
         EventLog(config.output_dir / FILE) as events,
         Display(events),
     ):
-        run = Run(document, config, options, journal, events)
+        run = Run(document, config, options, journal, events, interrupts, began)
         if run.standing.is_finished(config.num_epochs):
             ended = run.standing.history.finished or {}
             log.info("Run %s is finished, nothing to do. %s", journal.run_id, ended.get("message"))
             return 0
         try:
-            return asyncio.run(run.go())
-        except KeyboardInterrupt:
-            log.error("Interrupted. The same command goes on with run %s.", journal.run_id)
-            return INTERRUPTED
+            status = run_loop(run.go())
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            return run.interrupted()
+        return run.interrupted() if interrupts.heard else status
 
 
 def _checked(document: Document, options: FinetuneOptions) -> FinetuneConfig:
@@ -133,7 +136,13 @@ class Run:
         options: FinetuneOptions,
         journal: Journal,
         events: EventLog,
+        interrupts: Interrupts,
+        began: float,
     ) -> None:
+        """`began`: when the command was given."""
+        self.interrupts, self.began = interrupts, began
+        self._validating: Document | None = None
+        """The validation's configuration, where it has one of its own."""
         self.document, self.config, self.options = document, config, options
         self.journal, self.events = journal, events
         self.standing = Standing(config, read_events(events.path))
@@ -141,7 +150,7 @@ class Run:
 
     async def go(self) -> int:
         """Everything between opening the journal and the exit status."""
-        started = time.monotonic()
+        self.interrupts.end_this()
         self._write_configuration()
         try:
             async with AsyncExitStack() as stack:
@@ -149,6 +158,8 @@ class Run:
             status, message = self._verdict(statuses)
         except HoneError as error:
             status, message = TrainingStatusEnum.FAILED, str(error)
+        if self.interrupts.heard:  # whatever it met on its way out
+            raise asyncio.CancelledError
         found = best(self.standing.history.validations)
         self.events.append(
             "run_finished",
@@ -156,7 +167,7 @@ class Run:
             message=message,
             step=self._last_step(),
             best_step=None if found is None else found.step,
-            seconds=time.monotonic() - started,
+            seconds=time.time() - self.began,
         )
         self._report()
         if status is COMPLETED:
@@ -214,7 +225,7 @@ class Run:
         """The held-out set, if the command named one."""
         other, dataset = self.options.validation_config_file, self.options.validation_dataset
         if other is not None:
-            document = read(other, self.options.override)
+            document = self._validating = read(other, self.options.override)
             served, builder = builder.served, await stack.enter_async_context(build(document))
             builder.served = served
         elif dataset is None:
@@ -224,6 +235,7 @@ class Run:
     async def _announce(self, trainer: Trainer, training: Evaluation) -> None:
         adapter, validation = trainer.trainer_adapter, trainer.validation
         assert adapter is not None and trainer.trajectory_builder is not None
+        assert self.config.reward_function is not None
         server = getattr(adapter.adapter_config, "backend", None)
         learning = getattr(adapter.adapter_config, "training", None)
         resumed, step = self.journal.session > 1, await adapter.policy_step()
@@ -231,8 +243,10 @@ class Run:
             "run_started",
             run_id=self.journal.run_id,
             session=self.journal.session,
+            began=self.began,
             config_file=str(self.options.config_file),
             command=shlex.join(["hone", *sys.argv[1:]]),
+            again=shlex.join(["hone", *again(sys.argv[1:], self.config.resume)]),
             name=getattr(server, "name", None),
             project=getattr(server, "project", None),
             base_model=getattr(server, "base_model", None),
@@ -244,6 +258,8 @@ class Run:
             generations=getattr(trainer.trajectory_builder, "num_generations", None),
             validation_examples=len(validation.items) if validation else 0,
             validation_interval=self.options.validation_interval,
+            validation_greedy=self.config.validation.greedy,
+            **evaluators_of(self.config.reward_function.name, self.document, self._validating),
             learning_rate=getattr(learning, "learning_rate", None),
             output_dir=str(self.config.output_dir),
             resumed=resumed,
@@ -297,6 +313,23 @@ class Run:
         epochs = counted(len(statuses), "epoch")
         return COMPLETED, f"Finetuning completed successfully: {epochs}, run {run_id}"
 
+    def interrupted(self) -> int:
+        """Tell what there is so far; whatever stands in the way of that, the exit status is 130."""
+        run_id, history = self.journal.run_id, self.standing.history
+        if history.finished is not None and history.run.get("session") == self.journal.session:
+            log.error("Interrupted when run %s had ended already.", run_id)
+            return INTERRUPTED
+        try:
+            if history.run.get("session") == self.journal.session:
+                self.events.append("run_interrupted")  # the time until here was spent, too
+                self._report(brief=True)
+        except Exception as error:  # noqa: BLE001  # an interrupt ends as one, whatever the report meets
+            log.warning("The report could not be written: %s: %s", type(error).__name__, error)
+        anew = self.options.fresh or self.config.resume == "never"
+        how = "Without --fresh and finetuning.resume: never the" if anew else "The"
+        log.error("Interrupted. %s same command goes on with run %s.", how, run_id)
+        return INTERRUPTED
+
     def _last_step(self) -> int | None:
         jobs = [self.standing.last_job(epoch) for epoch in self.standing.history.epochs]
         steps = [job["step"] for job in jobs if job is not None]
@@ -308,11 +341,11 @@ class Run:
         text = yaml.safe_dump(shown(self.document.loaded.data), sort_keys=False)
         write_whole(self.config.output_dir / "config_effective.yml", text)
 
-    def _report(self) -> None:
+    def _report(self, *, brief: bool = False) -> None:
         """Whatever came of it; a run that never started has nothing to tell."""
         if not self.standing.history.sessions:
             return
-        from hone.finetune import report  # here, because it draws
+        from hone.finetune.report import report  # here, because it draws
 
-        report.write(self.config.output_dir)
+        report.write(self.config.output_dir, brief=brief)
         log.info("Report: %s", self.config.output_dir / "report.html")

@@ -102,5 +102,7 @@ def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str
     return (
         f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "
         f"finetuning.target_functions {list(targets)!r} names functions that call the trained "
-        "model, and that the reward's evaluator gives a score (`hone eval` shows every one)."
+        "model, and that the reward's evaluator gives a score (`hone eval` shows every one). Mend "
+        "what failed and run the same command again: rollouts that gave nothing to train on are run "
+        "anew, the others are kept."
     )

@@ -5,7 +5,7 @@ Out:  text
 Used: plots.py, report.py, page.py and display.py, so that all say the same alike
 """
 
-from hone.finetune.estimate import Estimate
+from hone.finetune.report.estimate import Estimate
 
 MINUS = "\u2212"
 

@@ -113,15 +113,6 @@ class Batch:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def ends(self) -> list[tuple[Block, int]]:
-        """Prompts this step finishes reading, and the row of their last token."""
-        return [
-            (p.chunk.block, p.rows.stop - 1)
-            for p in self._prefills
-            if p.chunk.stop == len(p.chunk.block.ids)
-        ]
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = self._config.windows[layer]
         out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)

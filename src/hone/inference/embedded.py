@@ -7,7 +7,7 @@ Used: the server where no vLLM is installed; benchmarks; tests
 One thread owns the model and takes all steps:
 
     admit   requests whose memory can be reserved, in the order they came
-    plan    chunks of prompts not read yet + one token for every running sample -> one Batch
+    plan    chunks of probes and prompts not read yet + one token for every running sample -> one Batch
     compute hidden states of the whole batch in one pass
     draw    the next token of every sample, deliver it, let finished samples leave
 
@@ -26,15 +26,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hone.errors import EngineError
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.batch import Batch, Chunk
-from hone.inference.kv import Block, Lane
-from hone.inference.requests import Request, Sample, check
+from hone.inference.kv import Lane
+from hone.inference.requests import Request, Sample, check, deliver
 from hone.inference.sampler import draw
 from hone.inference.scheduler import Scheduler
+from hone.inference.scoring import Scoring, check_sequences
 from hone.models.decoder import Decoder
 from hone.models.find import find, load_tokenizer
 from hone.models.fit import available_memory, require_fit
@@ -81,6 +81,7 @@ class EmbeddedEngine:
         self._seeds = torch.Generator()
         self._seeds.manual_seed(seed) if seed is not None else self._seeds.seed()
         self._adapters: dict[str, Lora] = {}
+        self._scoring = Scoring(decoder)
         self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._counts = {"prompt": 0, "prefilled": 0, "sampled": 0}
         self._held_s = 0.0
@@ -191,11 +192,15 @@ class EmbeddedEngine:
         self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
     ) -> Probe:
         lora = None if adapter is None else self._adapter(adapter)
+        check_sequences(sequences, self._decoder.config)
+        with self._awake:
+            self._check_open()
+            scores = self._scoring.add(sequences, lora)
+            self._awake.notify()
         sha256 = BASE_SHA256
-        if lora is not None:
+        if lora is not None:  # meanwhile; probes that are asked for together are read together
             sha256 = await asyncio.wrap_future(_apart(lambda: lora.served_sha256))
-        scored = [await self._errand(lambda ids=ids: self._score(ids, lora)) for ids in sequences]
-        return Probe(sha256=sha256, logprobs=tuple(scored))
+        return Probe(sha256=sha256, logprobs=await asyncio.wrap_future(scores))
 
     def stats(self) -> EngineStats:
         with self._awake:
@@ -249,24 +254,29 @@ class EmbeddedEngine:
             for request in (*self._schedule.running, *self._schedule.waiting):
                 request.fail(EngineError(f"the engine {reason}; the request was not finished"))
             for future in (*self._rested, *(future for _, future in self._errands)):
-                future.set_exception(EngineError(f"the engine {reason}"))
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineError(f"the engine {reason}"))
+            self._scoring.fail(EngineError(f"the engine {reason}"))
             self._schedule.clear()
 
     def _wait_for_work(self) -> bool:
         with self._awake:
-            while not (
-                self._closed or self._errands or self._schedule.running or self._admissible()
-            ):
+            while not (self._closed or self._errands or self._scoring or self._has_requests()):
                 if self._rested:
                     self._schedule.clear()
                 while self._rested:
-                    self._rested.pop().set_result(None)
+                    rested = self._rested.pop()
+                    if rested.set_running_or_notify_cancel():
+                        rested.set_result(None)
                 self._awake.wait()
             if not self._schedule.running:
                 started = perf_counter()
                 while self._awake.wait(GATHER_S) and perf_counter() - started < GATHER_AT_MOST_S:
                     pass
             return not self._closed
+
+    def _has_requests(self) -> bool:
+        return bool(self._schedule.running) or self._admissible()
 
     def _admissible(self) -> bool:
         return bool(self._schedule.waiting) and not self._asleep
@@ -278,24 +288,32 @@ class EmbeddedEngine:
             schedule.remove_aborted()
             if self._admissible():
                 schedule.admit()
-            chunks, lanes = schedule.chunks(), schedule.lanes
+            lanes, share = schedule.lanes, schedule.share
+            probed = self._scoring.chunks(share)
+            chunks = schedule.chunks(share - sum(c.stop - c.start for c in probed))
         for call, future in errands:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001  the caller awaits the future and gets it
                 future.set_exception(error)
-        states = self._read(chunks, lanes)
+        states = self._read(probed, chunks, lanes)
         with self._awake:
             fresh = schedule.fresh()
         drawn = self._draw(states, [row for lane in lanes for row in lane.rows], fresh)
         with self._awake:
             schedule.rearrange(fresh)
+            self._scoring.answer()
         # Delivered last: whoever hears that a request ended finds its place free.
         for loop, deltas in drawn.items():
-            _deliver(loop, deltas)
+            deliver(loop, deltas)
 
-    def _read(self, chunks: list[Chunk], lanes: list[Lane[Sample]]) -> Tensor | None:
+    def _read(
+        self, probed: list[Chunk], prompts: list[Chunk], lanes: list[Lane[Sample]]
+    ) -> Tensor | None:
         """One pass over the step's tokens; the states of the running samples, [rows, hidden]."""
+        chunks = probed + prompts
         decodes = [(lane, [row.ids[-1] for row in lane.rows], lane.rows[0].lora) for lane in lanes]
         batch = Batch(self._decoder.config, chunks, decodes, self._decoder.device)
         if not len(batch):
@@ -303,10 +321,13 @@ class EmbeddedEngine:
         hidden = self._decoder.hidden(batch.token_ids, batch.positions, batch.attend, batch.spans)
         for chunk in chunks:
             chunk.block.filled = chunk.stop
-        for block, row in batch.ends:
-            block.last_hidden = hidden[row].clone()
-            self._schedule.prefixes.index(block)
-        self._counts["prefilled"] += batch.decode_start
+        states = hidden[: batch.decode_start].split([c.stop - c.start for c in chunks])
+        self._scoring.take(list(zip(probed, states, strict=False)))
+        for chunk, read in zip(prompts, states[len(probed) :], strict=True):
+            self._counts["prefilled"] += len(read)
+            if chunk.block.complete:
+                chunk.block.last_hidden = read[-1].clone()
+                self._schedule.prefixes.index(chunk.block)
         return hidden[batch.decode_start :]
 
     def _draw(self, states: Tensor | None, running: list[Sample], fresh: list[Sample]) -> Drawn:
@@ -342,15 +363,6 @@ class EmbeddedEngine:
             self._awake.notify()
         return await asyncio.wrap_future(future)
 
-    def _score(self, ids: Sequence[int], lora: Lora | None) -> tuple[float, ...]:
-        """Log-probabilities of every token but the first, from a pass of their own."""
-        device = self._decoder.device
-        block = Block("", ids, self._decoder.config, self._decoder.embedding)
-        batch = Batch(self._decoder.config, [Chunk(block, 0, len(ids), lora)], [], device)
-        hidden = self._decoder.hidden(batch.token_ids, batch.positions, batch.attend, batch.spans)
-        logprobs = F.log_softmax(self._decoder.logits(hidden[:-1]).float(), -1)
-        return tuple(logprobs.gather(1, batch.token_ids[1:, None])[:, 0].tolist())
-
     def _adapter(self, adapter: AdapterRef) -> Lora:
         try:
             return self._adapters[adapter.sha256]
@@ -375,6 +387,8 @@ def _apart(call: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(call())
         except Exception as error:  # noqa: BLE001  whoever waits for the future gets it
@@ -382,14 +396,3 @@ def _apart(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="hone-apart", daemon=True).start()
     return future
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, deltas: list[tuple[Request, Delta]]) -> None:
-    """Hand a step's deltas to the loop that asked for them, in one call."""
-
-    def put() -> None:
-        for request, delta in deltas:
-            request.deltas.put_nowait(delta)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(put)

@@ -162,3 +162,14 @@ def check(
         raise ConfigError("stop holds an empty string, which ends every answer at once")
     if sampling.stop and not has_decode:
         raise ConfigError("stop strings need an engine that can turn ids into text")
+
+
+def deliver(loop: asyncio.AbstractEventLoop, deltas: list[tuple[Request, Delta]]) -> None:
+    """Hand a step's deltas to the loop that asked for them, in one call."""
+
+    def put() -> None:
+        for request, delta in deltas:
+            request.deltas.put_nowait(delta)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(put)

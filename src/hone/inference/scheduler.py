@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from hone.inference.batch import Chunk
 from hone.inference.kv import Block, Lane, Prefixes, lane_capacity
+from hone.inference.reading import Reading
 from hone.inference.requests import Request, Sample
 from hone.models.decoder import Decoder
 
@@ -26,6 +27,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.prefixes = Prefixes()
+        self._reading = Reading()
         self.budget = budget
         self.max_running = max_running
         self.token_bytes = decoder.config.kv_bytes_per_token * decoder.embedding.itemsize // 4
@@ -74,22 +76,20 @@ class Scheduler:
         if found is not None:
             block.copy_front(*found)
         self.prefixes.add(block)
+        self._reading.add(block, request.lora)
         return block
 
-    def chunks(self) -> list[Chunk]:
-        """The next tokens of prompts not read yet, in the order of admission, up to the step's share.
+    @property
+    def share(self) -> int:
+        """Tokens to read in the next pass, of prompts and of what else there is.
 
         Where no sample waits for its next token there is nobody to keep waiting: four shares.
         """
-        blocks = {id(request.block): request for request in reversed(self.running)}
-        chunks, left = [], self._prefill_tokens * (1 if self._lanes else 4)
-        for request in reversed(blocks.values()):
-            block = request.block
-            stop = min(len(block.ids), block.filled + left)
-            if stop > block.filled:
-                chunks.append(Chunk(block, block.filled, stop, request.lora))
-                left -= stop - block.filled
-        return sorted(chunks, key=lambda chunk: chunk.block.key)
+        return self._prefill_tokens * (1 if self._lanes else 4)
+
+    def chunks(self, limit: int) -> list[Chunk]:
+        """The next tokens of prompts not read yet, up to so many; adapters side by side."""
+        return sorted(self._reading.chunks(limit), key=lambda chunk: chunk.block.key)
 
     def fresh(self) -> list[Sample]:
         """Samples whose prompt has been read and whose first token has not been drawn."""
@@ -138,6 +138,7 @@ class Scheduler:
     def clear(self) -> None:
         """Free all key-value memory; nothing runs any more."""
         self._lanes.clear()
+        self._reading.clear()
         self.prefixes = Prefixes()
 
     def _lane(self, key: str, tokens: int) -> Lane[Sample]:

@@ -94,7 +94,7 @@ class Learner:
             )
             batches = [pack(s, row_tokens=config.row_tokens) for s in deal(samples, config)]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
-        probe = ProbeCalls.choose(samples.samples if probe_tokens else ())
+        probe = ProbeCalls.choose(samples.samples if probe_tokens else (), self.decoder.dtype)
         with self._whole_or_not_at_all():
             with clock.phase("probe"):
                 before = probe.logprobs(self.decoder, self.lora)

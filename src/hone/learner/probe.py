@@ -23,12 +23,30 @@ from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 
-CALLS = 4
-TOKENS = 320
-"""The probe is two extra forward passes over so many calls and tokens (one call at least), here and
-in the engine: on a CPU it was half of a small job's time with 512."""
+Ints = NDArray[np.int64]
+
 OTHERS = 32
 """So many more tokens of the same calls are priced, whether they moved or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How much is looked at: two extra forward passes over it, here and in the engine."""
+
+    calls: int
+    tokens: int
+    """Of all calls together, what they share counted once; one call at least."""
+    context: int | None = None
+    """Tokens before the first trained one; None: all of them."""
+    span: int | None = None
+    """Tokens from the first trained one on; None: to the end."""
+
+
+WHOLE = Reach(calls=4, tokens=320)
+SHORT = Reach(calls=4, tokens=96, context=24, span=24)
+"""In a window tokens move half as far as in the context they were trained in. In float32 that is
+still sixty times what two programs differ by (SmolLM2, learning rate 1e-5), for a third of the work.
+In bfloat16 they differ by as much as a step moves: there the whole calls are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +78,23 @@ class ProbeCalls:
     trained: Tensor  # [M] bool, per label of the calls: whether the job trains it
 
     @classmethod
-    def choose(cls, samples: Sequence[Sample]) -> "ProbeCalls":
+    def choose(cls, samples: Sequence[Sample], dtype: torch.dtype) -> "ProbeCalls":
         """Calls with the largest advantages, shorter ones first: those the step pushes hardest."""
+        reach = SHORT if dtype in (torch.float32, torch.float64) else WHOLE
         calls = [call for sample in samples for call in sample.calls if call.advantage != 0]
         calls.sort(key=lambda call: (-abs(call.advantage), len(call.ids)))
-        chosen: list[LabelledCall] = []
-        left = TOKENS
-        for call in calls[:CALLS]:
-            if not chosen or len(call.ids) <= left:
-                chosen.append(call)
-                left -= len(call.ids)
-        watched = [_watched(call, OTHERS // len(chosen)) for call in chosen]
+        chosen: list[_Window] = []
+        left = reach.tokens
+        for call in calls[: 4 * reach.calls]:
+            window = _Window.cut(call, reach, [other.ids for other in chosen])
+            if len(chosen) == reach.calls or left <= 0:
+                break
+            if len(window.own) and (not chosen or len(window.ids) - window.known <= left):
+                chosen.append(window)
+                left -= len(window.ids) - window.known
+        watched = [
+            window.watched(extra) for window, extra in zip(chosen, _spread(chosen), strict=True)
+        ]
         trained = [torch.as_tensor(of_call) for _, of_call in watched]
         return cls(
             tuple(call for call, _ in watched),
@@ -81,7 +105,7 @@ class ProbeCalls:
         """Of every label of the calls, in their order, under this adapter."""
         if not self.calls:
             return torch.empty(0, dtype=torch.float64)
-        batch = pack([Sample(0, 0, self.calls)], row_tokens=TOKENS)
+        batch = pack([Sample(0, 0, self.calls)], row_tokens=WHOLE.tokens)
         values = torch.empty(len(batch.labels), dtype=torch.float64)
         for row in batch.rows:
             priced, _ = row_logprobs(decoder, row, batch.labels, twin(lora))
@@ -103,11 +127,55 @@ class ProbeCalls:
         return Movement(sequences, moved(trained[furthest]), moved(others))
 
 
-def _watched(call: LabelledCall, others: int) -> tuple[LabelledCall, NDArray[np.bool_]]:
-    """The call at temperature 1, labelled at its own places and at `others` more; which are its own."""
-    own = call.prompt + call.places
-    rest = np.setdiff1d(np.arange(1, len(call.ids)), own)
-    spread = rest[np.linspace(0, len(rest) - 1, min(others, len(rest))).round().astype(int)]
-    places = np.union1d(own, spread)
-    labelled = replace(call, prompt=1, places=places - 1, logprobs=None, temperature=1.0)
-    return labelled, np.isin(places, own)
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A stretch of a call; its tokens are priced as if nothing stood before it."""
+
+    call: LabelledCall
+    ids: Ints
+    own: Ints  # places of the window that the job trains and no other window has
+    known: int
+    """So many tokens at its front are another window's too."""
+
+    @classmethod
+    def cut(cls, call: LabelledCall, reach: Reach, others: Sequence[Ints]) -> "_Window":
+        own = call.prompt + call.places
+        first = int(own[0])
+        start = 0 if reach.context is None else max(0, first - reach.context)
+        stop = len(call.ids) if reach.span is None else first + reach.span
+        ids = call.ids[start:stop]
+        known = max((_same(ids, other) for other in others), default=0)
+        own = own[own < stop] - start
+        return cls(call, ids, own[own >= known], known)
+
+    @property
+    def rest(self) -> Ints:
+        """Places that are not trained, and not another window's."""
+        return np.setdiff1d(np.arange(max(1, self.known), len(self.ids)), self.own)
+
+    def watched(self, extra: Ints) -> tuple[LabelledCall, NDArray[np.bool_]]:
+        """A call at temperature 1, labelled at its own places and some more; which are its own."""
+        places = np.union1d(self.own, extra)
+        labelled = replace(
+            self.call, ids=self.ids, prompt=1, places=places - 1, logprobs=None, temperature=1.0
+        )
+        return labelled, np.isin(places, self.own)
+
+
+def _spread(windows: Sequence[_Window]) -> list[Ints]:
+    """OTHERS of the places that are not trained, evenly from all windows."""
+    rests = [window.rest for window in windows]
+    total = sum(map(len, rests))
+    picked = np.linspace(0, total - 1, min(OTHERS, total)).round().astype(int)
+    ends = np.cumsum([len(rest) for rest in rests])
+    return [
+        rest[picked[(picked >= end - len(rest)) & (picked < end)] - (end - len(rest))]
+        for rest, end in zip(rests, ends, strict=True)
+    ]
+
+
+def _same(ids: Ints, other: Ints) -> int:
+    """How many tokens both begin with."""
+    length = min(len(ids), len(other))
+    differ = np.nonzero(ids[:length] != other[:length])[0]
+    return int(differ[0]) if len(differ) else length

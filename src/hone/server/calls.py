@@ -14,6 +14,7 @@ nothing, else float64: a client's copy of them, sent back as JSON, must be found
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, date, datetime
 
@@ -72,6 +73,8 @@ class CallStore:
         self._lock = threading.Lock()
         self._open: dict[str, tuple[RunSpec, float]] = {}
         """Asked for with every request of a rollout, so kept in memory."""
+        self._unmarked: Counter[str] = Counter()
+        """Requests outside any rollout, by the model that answered, since this server started."""
         self.read_runs()
 
     # ---- runs -------------------------------------------------------------------------------
@@ -156,6 +159,11 @@ class CallStore:
         found = self._open.get(run.id)
         return None if found is None else datetime.fromtimestamp(found[1], UTC).date()
 
+    def unmarked(self, models: Iterable[str]) -> dict[str, int]:
+        """Requests to these models that named neither a rollout nor a function."""
+        with self._lock:
+            return {model: n for model in models if (n := self._unmarked[model])}
+
     # ---- calls ------------------------------------------------------------------------------
 
     def add(self, call: RecordedCall, *, parent: RecordedCall | None = None) -> None:
@@ -168,6 +176,9 @@ class CallStore:
         if not calls:
             return
         first = calls[0]
+        if not first.rollout and not first.call.function:
+            with self._lock:
+                self._unmarked[first.model] += 1
         made = [Row(first, parent), *(Row(call, first) for call in calls[1:])]
         with self._store.transaction() as db:
             for row in made:

@@ -8,11 +8,14 @@ A rollout that made no call is an empty list and not an error: an agent may end 
 """
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path
+from pydantic import Field
 from starlette.responses import Response
 
+from hone.errors import Conflict, NotFound
 from hone.types import Name, RecordedCall, RolloutId, RunSpec, Strict
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class RunInfo(Strict):
     open: bool
     calls: int
     """How many calls of it are kept."""
+    unmarked: dict[str, int] = Field(default_factory=dict)
+    """Requests to the run's model, and to its base model, that named no rollout (and no function),
+    since this server started: agents of the run that cannot be seen, or somebody else."""
 
 
 def routes(state: "State") -> APIRouter:
@@ -83,4 +89,8 @@ def routes(state: "State") -> APIRouter:
 
 def _said(state: "State", run_id: str) -> dict[str, Any]:
     spec, is_open, calls = state.calls.run(run_id)
-    return {**spec.model_dump(), "open": is_open, "calls": calls}
+    told = {**spec.model_dump(), "open": is_open, "calls": calls}
+    with suppress(NotFound, Conflict):  # its name may mean another model by now, or several
+        record = state.models.find(spec.model or "")
+        told["unmarked"] = state.calls.unmarked((str(record.key), record.spec.base_model))
+    return told

@@ -303,8 +303,10 @@ class TrainingService:
     ) -> None:
         movement = checkpoint.manifest["movement"]
         sequences = movement["sequences"]
-        old = await base.engine.probe(sequences, before)
-        new = await base.engine.probe(sequences, after)
+        # Asked together, so that an engine can read both in one pass.
+        old, new = await asyncio.gather(
+            base.engine.probe(sequences, before), base.engine.probe(sequences, after)
+        )
         try:
             proof = prove(movement, old, new, checkpoint.sha256)
         except NotProved:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from hone.capture.scope import host_of
 from hone.config.registry import LLMBaseConfig, register_llm_provider
@@ -100,6 +100,33 @@ class LLM:
             both["extra_body"] = {**self.params["extra_body"], **more["extra_body"]}
         both.setdefault("model", self.model)
         return await self.client.chat.completions.create(messages=list(messages), **both)
+
+    async def check_step(self) -> None:
+        """Refuse NAME@STEP where a hone server has NAME and not that step.
+
+        Nothing is said of a server that cannot be asked, or that names its models otherwise.
+        """
+        stem, at, step = self.model.rpartition("@")
+        if not at:
+            return
+        import openai
+
+        try:
+            asked = self.client.with_options(max_retries=0, timeout=CONNECT_S)
+            known = [one.id for one in (await asked.models.list()).data]
+        except openai.OpenAIError:
+            return
+        # A server leaves the project out of names that are in use only once.
+        stems = [name for name in (stem, stem.partition("/")[2]) if f"{name}@0" in known]
+        if stems and f"{stems[0]}@{step}" not in known:
+            steps = [name.rpartition("@")[2] for name in known if name.startswith(f"{stems[0]}@")]
+            why = ""
+            if step == "best":
+                why = "; the best step is known once a run has validated on held-out examples"
+            raise ConfigError(
+                f"model_name is {self.model!r}, and {self.base_url} has no such step; it has "
+                f"{', '.join(f'@{one}' for one in steps)}{why}"
+            )
 
     async def close(self) -> None:
         """Close the connections; the next use opens new ones."""
@@ -203,6 +230,13 @@ class _OpenAIFields(LLMBaseConfig):
     api_type: Literal["chat_completion", "responses"] = "chat_completion"
     """Only `chat_completion` in this version."""
 
+    @field_validator("base_url")
+    @classmethod
+    def _can_be_dialled(cls, url: str | None) -> str | None:
+        if url is not None:
+            dialled(url)
+        return url
+
     @model_validator(mode="before")
     @classmethod
     def _model_is_model_name(cls, block: Any) -> Any:
@@ -293,18 +327,27 @@ async def openai_llm(config: OpenAIConfig, builder: "Builder") -> AsyncIterator[
 @register_llm_provider(config_type=TrainableConfig)
 async def trainable_llm(config: TrainableConfig, builder: "Builder") -> AsyncIterator[LLM]:
     """The model that is trained, wherever it is served."""
-    name, served = _name_of(config, builder), builder.served
+    name = _name_of(config, builder)
     key = config.api_key.get_secret_value() if config.api_key else None
     if config.base_url is not None:
         llm = config.llm(name, base_url=config.base_url, api_key=key, model=config.model_name)
-    elif served is not None:
+    else:
+        if builder.served is None and builder.document.finetuning.trainer_adapter is not None:
+            await builder.serve()  # nobody has asked yet: a judge, where the workflow is skipped
+        served = builder.served
+        if served is None:
+            raise ConfigError(
+                f"llms.{name}: base_url is not set, and nothing serves the model yet; set base_url, "
+                "or name a trainer adapter in finetuning.trainer_adapter, which starts or finds the "
+                "server"
+            )
         model = config.model_name or served.model
         llm = config.llm(name, base_url=served.base_url, api_key=key or served.api_key, model=model)
-    else:
-        raise ConfigError(
-            f"llms.{name}: base_url is not set, and nothing serves the model yet; set base_url, or "
-            "name a trainer adapter in finetuning.trainer_adapter, which starts or finds the server"
-        )
+    try:
+        await llm.check_step()
+    except ConfigError:
+        await llm.close()
+        raise
     yield llm
     await llm.close()
 

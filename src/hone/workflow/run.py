@@ -21,6 +21,7 @@ from hone.capture.scope import recorded
 from hone.errors import ConfigError
 from hone.workflow.failure import RolloutFailure, raised, timed_out
 from hone.workflow.function import Function
+from hone.workflow.loop import run_loop
 
 GRACE_S = 5.0
 """How long an agent may take to end after it was cancelled."""
@@ -102,7 +103,7 @@ def run_inputs(options: RunOptions) -> list[RolloutResult]:
     inputs = list(options.input)
     if options.input_file is not None:
         try:
-            inputs.append(options.input_file.read_text(encoding="utf-8"))
+            inputs.append(options.input_file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"--input_file {options.input_file}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -112,7 +113,7 @@ def run_inputs(options: RunOptions) -> list[RolloutResult]:
             ) from error
     if not inputs:
         raise ConfigError("hone run: nothing to run on; give --input TEXT or --input_file FILE")
-    return asyncio.run(_run_inputs(options, inputs))
+    return run_loop(_run_inputs(options, inputs))
 
 
 async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutResult]:

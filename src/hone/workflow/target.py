@@ -50,7 +50,7 @@ def load_target(target: str, directory: Path, *, where: str = "target") -> Any:
             if isinstance(error, HoneError):
                 raise
             raise ConfigError(
-                f"{where}: {target!r} cannot be loaded: {_said(error, directory)}"
+                f"{where}: {target!r} cannot be loaded: {said_at(error, directory)}"
             ) from error
     found: Any = module
     for part in name.split("."):
@@ -64,7 +64,7 @@ def load_target(target: str, directory: Path, *, where: str = "target") -> Any:
     return found
 
 
-def _said(error: BaseException, directory: Path) -> str:
+def said_at(error: BaseException, directory: Path) -> str:
     """What went wrong, and on which line: the innermost one beside the YAML, if there is one."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"

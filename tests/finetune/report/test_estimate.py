@@ -1,10 +1,10 @@
-"""finetune/estimate.py: intervals of known distributions, and gains paired by example."""
+"""finetune/report/estimate.py: intervals of known distributions, and gains paired by example."""
 
 import math
 
 import pytest
 
-from hone.finetune.estimate import Estimate, changes, estimate, gain
+from hone.finetune.report.estimate import Estimate, changes, estimate, gain
 
 
 def test_nothing_has_no_mean_and_one_example_no_interval():

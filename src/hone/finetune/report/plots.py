@@ -10,31 +10,33 @@ policy. Bands and bars are 95% intervals over examples. Colours differ in lightn
 line has a form of its own, so nothing depends on telling colours apart.
 """
 
-import io
 import math
+import os
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.finetune.curves import Curves, Point, curves, smoothed
-from hone.finetune.estimate import gain
+from hone.finetune import metrics
 from hone.finetune.history import History, Round
-from hone.finetune.words import interval, number
+from hone.finetune.report import canvas
+from hone.finetune.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
+from hone.finetune.report.curves import Curves, Point, curves, smoothed
+from hone.finetune.report.estimate import gain
+from hone.finetune.words import counted, interval, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-INK, SOFT, FAINT, PAPER = "#22303c", "#66727c", "#d5dce1", "#eef2f4"
-COOL, WARM, DEEP, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a4262c"
-"""Training, held-out, what was trained on, what failed."""
+__all__ = ["NARROW", "WIDE", "example_changes", "headline", "learning", "reward_plot", "rewards"]
 
-WIDE, NARROW = (10.0, 5.2), (4.6, 4.4)
-"""Inches: for a screen, and for a phone."""
-NARROW_BELOW = 7.0
+COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4262c"
+"""Training, held-out, what was trained on, held-out numbers, what failed."""
 MANY = 60
 """With more points a line is smoothed, and what it smooths is drawn faintly."""
+LONGEST = 24
+"""Letters of an evaluator's name that fit beside an axis."""
 
 
 # ---- figures --------------------------------------------------------------------------------------
@@ -42,57 +44,69 @@ MANY = 60
 
 def reward_plot(history: History, path: Path) -> None:
     """Training, held-out and filtered reward, and the curriculum's share, as one PNG."""
-    path.write_bytes(rewards(history, WIDE))
+    keep(rewards(history, WIDE), path)
+
+
+def keep(picture: bytes, path: Path) -> None:
+    """Whole or not at all: somebody may be looking at it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    beside.write_bytes(picture)
+    beside.replace(path)
 
 
 def rewards(history: History, size: tuple[float, float]) -> bytes:
     """The reward plot as PNG bytes."""
     drawn = curves(history)
-    figure = _figure(size)
-    narrow = size[0] < NARROW_BELOW
-    if drawn.percentile:
-        axis, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    else:
-        axis = below = figure.add_subplot()
-    _dress(axis)
-    _frame(axis, drawn)
-    handles = _lines(axis, drawn) + _marks(axis, drawn)
+    # What different evaluators gave shares no scale, so it shares no axis.
+    parts = drawn.by_evaluator()
+    heights = [5.0 / len(parts)] * len(parts) + ([1.0] if drawn.percentile else [])
+    figure = canvas.figure((size[0], size[1] * (1.0 if len(parts) == 1 else 1.3)))
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     title, note = headline(history)
-    _title(axis, title, note, legend_rows=_legend(axis, handles))
-    axis.set_ylabel("reward", color=SOFT, fontsize=10)
-    if below is not axis:
-        _share(below, drawn, narrow=narrow)
-    below.set_xlabel("epochs trained", color=SOFT, fontsize=10)
-    return _png(figure)
+    for axis, part in zip(axes, parts, strict=False):
+        canvas.dress(axis)
+        _frame(axis, part, last=drawn.last)
+        rows = canvas.legend(axis, _lines(axis, part) + _marks(axis, part))
+        name = drawn.names[0] if len(parts) == 1 else None  # else the legends say it
+        said = f"reward: {name}" if name and len(name) <= LONGEST else "reward"
+        axis.set_ylabel(canvas.plain(said), color=SOFT, fontsize=10)
+        if axis is axes[0]:
+            canvas.title(axis, title, note, legend_rows=rows)
+    if drawn.percentile:
+        _share(axes[-1], drawn, narrow=size[0] < NARROW_BELOW)
+    axes[-1].set_xlabel("epochs trained", color=SOFT, fontsize=10)
+    return canvas.png(figure)
 
 
 def headline(history: History) -> tuple[str, str]:
     """The finding in a few words, and how sure it is."""
     scored = history.scored
     if len(scored) >= 2:
-        first, last = scored[0].rewards, scored[-1].rewards
-        found, what = gain(first, last), "Held-out reward"
-        means = scored[0].mean, scored[-1].mean
-    else:
-        means = ((r.epoch, r.metrics.get("avg_reward")) for r in history.rounds)
-        known = [(epoch, mean) for epoch, mean in means if mean is not None]
-        if not known:
-            return "No reward yet", ""
-        found = None
-        if len(known) > 1:
-            found = gain(history.rewards(known[0][0]), history.rewards(known[-1][0]))
-        means, what = (known[0][1], known[-1][1]), "Training reward"
-        if len(known) == 1:
-            return f"Training reward {number(known[0][1])}", "one epoch so far"
-    title = f"{what} {number(means[0])} \u2192 {number(means[1])}"
+        first, last = scored[0], scored[-1]
+        title = f"Held-out reward {number(first.mean)} \u2192 {number(last.mean)}"
+        late = f", after {counted(first.epoch, 'epoch')} already" if first.epoch else ""
+        return title, _how_sure(first.rewards, last.rewards) + late
+    epochs = [(e["epoch"], e["avg_reward"]) for e in metrics.reward_history(history)]
+    known = [(epoch, mean) for epoch, mean in epochs if mean is not None]
+    if not known:
+        return "No reward" if history.finished else "No reward yet", ""
+    if len(known) == 1:
+        return f"Training reward {number(known[0][1])}", "of one epoch"
+    (first, before), (last, after) = known[0], known[-1]
+    title = f"Training reward {number(before)} \u2192 {number(after)}"
+    return title, _how_sure(history.rewards(first), history.rewards(last))
+
+
+def _how_sure(before: dict[str, list[float]], after: dict[str, list[float]]) -> str:
+    found = gain(before, after)
     if found is None or found.low is None:
-        return title, ""
-    return title, f"{interval(found)}, {found.n} examples"
+        return ""
+    return f"{interval(found)}, {counted(found.n, 'example')}"
 
 
 def example_changes(deltas: Sequence[float], size: tuple[float, float]) -> bytes:
     """What each held-out example gained or lost, from the most to the least."""
-    figure, axis = _one_axis((size[0], size[1] * 0.8))
+    figure, axis = canvas.one_axis((size[0], size[1] * 0.8))
     ordered = sorted(deltas, reverse=True)
     better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
     colours = [COOL if d > 0 else WARM for d in ordered]
@@ -106,14 +120,14 @@ def example_changes(deltas: Sequence[float], size: tuple[float, float]) -> bytes
     every = max(1, math.ceil(len(ordered) / 8))
     axis.set_xticks(range(every, len(ordered) + 1, every))
     same = len(ordered) - better - worse
-    _title(
+    canvas.title(
         axis,
         f"{better} better, {worse} worse, {same} unchanged",
         f"change of the reward of each of {len(ordered)} examples",
     )
     axis.set_xlabel("example", color=SOFT, fontsize=10)
     axis.set_ylabel("change", color=SOFT, fontsize=10)
-    return _png(figure)
+    return canvas.png(figure)
 
 
 PANELS: tuple[tuple[str, Callable[[Round], float | None]], ...] = (
@@ -127,20 +141,25 @@ PANELS: tuple[tuple[str, Callable[[Round], float | None]], ...] = (
 """What the learning looked like; only what was measured is drawn."""
 
 
-def learning(history: History, size: tuple[float, float]) -> bytes | None:
-    """Small pictures of what the jobs measured; None where they measured nothing."""
+def measured(history: History) -> dict[str, list[tuple[float, float | None]]]:
+    """By panel: epochs trained, and what was measured there; no panel of which nothing was."""
     series = {name: [(r.trained, value(r)) for r in history.rounds] for name, value in PANELS}
-    series = {
+    return {
         name: points for name, points in series.items() if any(y is not None for _, y in points)
     }
+
+
+def learning(history: History, size: tuple[float, float]) -> bytes | None:
+    """Small pictures of what the jobs measured; None where they measured nothing."""
+    series = measured(history)
     if not series:
         return None
     columns = 2 if size[0] < NARROW_BELOW else 3
     lines = math.ceil(len(series) / columns)
-    figure = _figure((size[0], 0.35 + 1.75 * lines))
+    figure = canvas.figure((size[0], 0.35 + 1.75 * lines))
     for i, (name, points) in enumerate(series.items()):
         axis = figure.add_subplot(lines, columns, i + 1)
-        _dress(axis)
+        canvas.dress(axis)
         xs, ys = [x for x, _ in points], [math.nan if y is None else y for _, y in points]
         many = len(xs) > MANY
         marker = {} if many else {"marker": "o", "markersize": 3.5}
@@ -153,10 +172,10 @@ def learning(history: History, size: tuple[float, float]) -> bytes | None:
         axis.set_title(name, loc="left", fontsize=9.5, color=INK, pad=6)
         axis.tick_params(labelsize=8)
         axis.locator_params(axis="y", nbins=4)
-        _whole_numbers(axis, 5)
+        canvas.whole_numbers(axis, 5)
         if i >= len(series) - columns:
             axis.set_xlabel("epochs trained", color=SOFT, fontsize=8.5)
-    return _png(figure)
+    return canvas.png(figure)
 
 
 def _flat_share(r: Round) -> float | None:
@@ -167,13 +186,11 @@ def _flat_share(r: Round) -> float | None:
 # ---- the reward plot, part by part ----------------------------------------------------------------
 
 
-def _frame(axis: "Axes", drawn: Curves) -> None:
+def _frame(axis: "Axes", drawn: Curves, *, last: float) -> None:
     """Axes that show the whole range of rewards where it is known to end."""
-    xs = [p.x for p in (*drawn.training, *drawn.held_out)] or [0.0]
-    last = max(xs)
     pad = max(0.25, 0.02 * last)
-    axis.set_xlim(-pad, max(last, 1.0) + pad * 1.6)
-    _whole_numbers(axis, 12)
+    axis.set_xlim(-pad, max(last, 1.0) + pad * 2.2)
+    canvas.whole_numbers(axis, 12)
     low, high = drawn.bounds or (0.0, 1.0)
     if low >= 0 and high <= 1:
         low, high = 0.0, 1.0
@@ -183,7 +200,7 @@ def _frame(axis: "Axes", drawn: Curves) -> None:
 
 def _share(axis: "Axes", drawn: Curves, *, narrow: bool) -> None:
     """The curriculum's share in a strip of its own below the rewards, with what it grew to."""
-    _dress(axis)
+    canvas.dress(axis)
     xs, shares = (list(column) for column in zip(*drawn.percentile, strict=True))
     right = axis.get_xlim()[1]
     heights = [100 * share for share in (*shares, shares[-1])]
@@ -203,8 +220,10 @@ def _share(axis: "Axes", drawn: Curves, *, narrow: bool) -> None:
 
 
 def _lines(axis: "Axes", drawn: Curves) -> list[Any]:
-    training = _line(axis, drawn.training, COOL, "o", "-", "training")
-    held_out = _line(axis, drawn.held_out, WARM, "D", (0, (5, 2)), "held out")
+    name, other = drawn.labels
+    training = _line(axis, drawn.training, COOL, "o", "-", name)
+    held_out = _line(axis, drawn.held_out, WARM, "D", (0, (5, 2)), other)
+    _tell_the_last(axis, drawn)
     handles = [line for line in (training, held_out) if line is not None]
     if any(y is not None for _, y in drawn.filtered):
         xs, ys = [x for x, _ in drawn.filtered], [_nan(y) for _, y in drawn.filtered]
@@ -212,6 +231,16 @@ def _lines(axis: "Axes", drawn: Curves) -> list[Any]:
         style: dict[str, Any] = {"linestyle": (0, (1, 1.6)), "linewidth": 1.4, "zorder": 4}
         handles += axis.plot(xs, ys, color=DEEP, label="learned from", **style)
     return handles
+
+
+def _tell_the_last(axis: "Axes", drawn: Curves) -> None:
+    """The number that the run came to, beside its point."""
+    points, colour = (drawn.held_out, RUST) if drawn.held_out else (drawn.training, DEEP)
+    known = [(p.x, p.value.mean) for p in points if p.value]
+    if len(known) > 1:
+        at: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
+        said = number(known[-1][1])
+        axis.annotate(said, known[-1], **at, fontsize=10, fontweight="bold", color=colour)
 
 
 def _line(
@@ -250,7 +279,7 @@ def _line(
         markersize=6.0 if dots else 6.6,
         markeredgecolor="white",
         markeredgewidth=0.8,
-        label=name,
+        label=canvas.plain(name),
         zorder=5 if dots else 6,
     )
     return line
@@ -269,6 +298,7 @@ def _marks(axis: "Axes", drawn: Curves) -> list[Any]:
             handles += axis.plot(
                 *(xs, [0.025] * len(xs)),
                 transform=floor,
+                clip_on=False,
                 linestyle="none",
                 marker="x",
                 markersize=7,
@@ -305,96 +335,9 @@ def _marks(axis: "Axes", drawn: Curves) -> list[Any]:
     return handles
 
 
-# ---- manner ---------------------------------------------------------------------------------------
-
-
-def _figure(size: tuple[float, float]) -> "Figure":
-    # Matplotlib takes a second to load. Its own Figure, and not pyplot: this may run in a thread.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=150 if size[0] > NARROW_BELOW else 200, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _one_axis(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
-    figure = _figure(size)
-    axis = figure.add_subplot()
-    _dress(axis)
-    return figure, axis
-
-
-def _dress(axis: "Axes") -> None:
-    axis.grid(axis="y", color=FAINT, linewidth=0.7)
-    axis.set_axisbelow(True)
-    axis.tick_params(length=0, labelcolor=INK, labelsize=9)
-    axis.spines[:].set_visible(False)
-    axis.spines["bottom"].set_visible(True)
-    axis.spines["bottom"].set_color(FAINT)
-
-
-def _title(axis: "Axes", title: str, note: str, *, legend_rows: int = 0) -> None:
-    """Two lines, and below them room for the legend."""
-    above = 12 + 17 * legend_rows
-    if note:
-        axis.annotate(note, **_above(above), fontsize=10, color=SOFT)
-        above += 18
-    axis.annotate(title, **_above(above), fontsize=13, fontweight="bold", color=INK)
-
-
-def _above(points: float) -> dict[str, Any]:
-    return {
-        "xy": (0.0, 1.0),
-        "xycoords": "axes fraction",
-        "xytext": (0.0, points),
-        "textcoords": "offset points",
-        "va": "bottom",
-        "annotation_clip": False,
-    }
-
-
-def _legend(axis: "Axes", handles: list[Any]) -> int:
-    """Above the plot, where no line can run into it; how many rows it takes."""
-    figure = axis.get_figure(root=True)
-    assert figure is not None, "an axis without a figure"
-    room = 0.88 * figure.get_window_extent().width
-    for columns in range(len(handles), 0, -1):
-        legend = axis.legend(
-            handles=handles,
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-            borderaxespad=0.4,
-            borderpad=0.0,
-            ncols=columns,
-            frameon=False,
-            fontsize=9.5,
-            labelcolor=INK,
-            handlelength=2.2,
-            columnspacing=1.6,
-            labelspacing=0.35,
-        )
-        if legend.get_window_extent().width <= room:
-            return math.ceil(len(handles) / columns)
-    return len(handles)
-
-
-def _whole_numbers(axis: "Axes", most: int = 10) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.xaxis.set_major_locator(MaxNLocator(most, integer=True))
-
-
 def _window(points: int) -> int:
     return 2 * (points // 40) + 1 if points > MANY else 1
 
 
 def _nan(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _png(figure: "Figure") -> bytes:
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, metadata={"Software": None}, facecolor="white")
-    return picture.getvalue()

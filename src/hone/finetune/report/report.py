@@ -12,6 +12,7 @@ report says so first, because a model may learn its training examples by heart.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,9 @@ from typing import Any, Literal
 from hone.errors import ConfigError
 from hone.events import FILE, read
 from hone.finetune import metrics
-from hone.finetune.estimate import Estimate, by_example, changes, estimate
-from hone.finetune.examples import Example, pick
 from hone.finetune.history import History, Validation
+from hone.finetune.report.estimate import Estimate, by_example, changes, estimate
+from hone.finetune.report.examples import Example, pick
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
 
@@ -60,9 +61,22 @@ class Report:
     def verdict(self) -> Verdict:
         if self.gain is None:
             return "unknown"
-        if not self.gain.certain:
+        if not self.gain.certain or self.idle:
             return "unclear"
         return "better" if self.gain.mean > 0 else "worse"
+
+    @property
+    def idle(self) -> str | None:
+        """Why nothing was learned, where no job moved the model; None where one did, or none ran."""
+        jobs = [r.job for r in self.history.rounds if r.job and r.job["type"] == "job_done"]
+        reasons = [job.get("reason") for job in jobs]
+        return str(reasons[-1]) if reasons and all(reasons) else None
+
+    @property
+    def epoch_means(self) -> list[tuple[int, float | None]]:
+        """Mean training reward of each epoch."""
+        entries = metrics.reward_history(self.history)
+        return [(entry["epoch"], entry["avg_reward"]) for entry in entries]
 
     @property
     def best_step(self) -> int | None:
@@ -99,6 +113,8 @@ class Report:
             "verdict": self.verdict,
             "measured_on": "validation" if self.held_out else "training",
             "best": self.best and self.best.as_dict(),
+            "evaluator": history.evaluators[0],
+            "validation_evaluator": history.evaluators[1],
             "status": history.status,
             "message": finished.get("message"),
             "epochs": len(history.done),
@@ -137,20 +153,35 @@ class Report:
         }
 
 
-def write(output_dir: Path) -> Report:
-    """All four files; what they say is what was known when this was called."""
-    # Both draw, and matplotlib takes a second to load.
-    from hone.finetune import page, plots
-    from hone.finetune.sections import sections
+def write(output_dir: Path, *, brief: bool = False) -> Report:
+    """All four files; what they say is what was known when this was called.
+
+    `brief` draws nothing, for somebody who waits for the command to end: the rewards were drawn after
+    the last round or validation, and the rest can wait until the run is over.
+    """
+    # Both draw, and matplotlib takes a second to load, but only when something is drawn.
+    from hone.finetune.report import page, plots
+    from hone.finetune.report.sections import sections
 
     output_dir = Path(output_dir)
-    report = measure(output_dir)
-    plots.reward_plot(report.history, output_dir / "reward_plot.png")
-    told = sections(report)
+    report, place = measure(output_dir), output_dir / "reward_plot.png"
+    if brief:
+        picture = place.read_bytes() if _is_new(place, report.history) else None
+    else:
+        picture = plots.rewards(report.history, plots.WIDE)
+        plots.keep(picture, place)
+    told = sections(report, picture, brief=brief)
     metrics.replace(output_dir / "report.json", json.dumps(report.as_dict(), indent=2) + "\n")
     metrics.replace(output_dir / "report.md", page.markdown(told))
     metrics.replace(output_dir / "report.html", page.html(told))
     return report
+
+
+def _is_new(picture: Path, history: History) -> bool:
+    """It shows all there is to show."""
+    times = [r.collected["at"] for r in history.rounds if r.collected]
+    newest = max([*times, *(v.at for v in history.validations)], default=math.inf)
+    return picture.exists() and picture.stat().st_mtime >= newest
 
 
 def measure(output_dir: Path) -> Report:

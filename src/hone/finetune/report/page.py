@@ -11,8 +11,7 @@ same size as a desk. Everything that came from a model or a dataset is escaped.
 from base64 import b64encode
 from html import escape
 
-from hone.finetune.examples import Answer, Example
-from hone.finetune.sections import (
+from hone.finetune.report.blocks import (
     Bar,
     Block,
     Commands,
@@ -23,6 +22,7 @@ from hone.finetune.sections import (
     Text,
     Tiles,
 )
+from hone.finetune.report.examples import Answer, Example
 from hone.finetune.words import number
 
 STYLE = """
@@ -38,7 +38,7 @@ text-wrap:balance}
 h1.good{color:var(--good)}h1.bad{color:var(--bad)}h1.unsure{color:var(--unsure)}
 header p.basis{font-size:1.06rem;margin:0;max-width:44rem}
 h2{font-size:1.18rem;margin:2.8rem 0 .7rem;padding-top:1rem;border-top:1px solid var(--line)}
-p{margin:.6rem 0;overflow-wrap:anywhere}
+p{margin:.6rem 0;overflow-wrap:anywhere;white-space:pre-line}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.7rem;
 margin:1.5rem 0 .6rem}
 .tile{background:var(--paper);border-radius:.6rem;padding:.75rem .95rem}
@@ -59,7 +59,8 @@ overflow-wrap:anywhere}
 font-size:.92rem;padding:0;margin:0;list-style:none}
 .key i{display:inline-block;width:.8rem;height:.8rem;border-radius:.2rem;margin-right:.5rem}
 .key span{display:block;color:var(--soft);padding-left:1.3rem}
-.p0{background:#1f7a8c}.p1{background:#e2703a}.p2{background:#e9b949}.p3{background:#c3ccd2}
+.start{background:#7a6fb0}.rollouts{background:#1f7a8c}.learning{background:#e2703a}
+.validation{background:#e9b949}.everything{background:#c3ccd2}
 pre{background:var(--paper);border-radius:.5rem;padding:.75rem .9rem;margin:.25rem 0 1rem;
 font:.86rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;
 overflow-wrap:anywhere}
@@ -124,10 +125,11 @@ def _html(block: Block) -> str:
         case Table():
             return _html_table(block)
         case Picture():
-            return (
-                f'<picture><source media="(max-width: 600px)" srcset="{_embedded(block.narrow)}">'
-                f'<img src="{_embedded(block.wide)}" alt="{escape(block.alt)}"></picture>'
-            )
+            image = f'<img src="{_embedded(block.wide)}" alt="{escape(block.alt)}">'
+            if block.narrow is None:
+                return image
+            source = f'<source media="(max-width: 600px)" srcset="{_embedded(block.narrow)}">'
+            return f"<picture>{source}{image}</picture>"
         case Bar():
             return _html_bar(block)
         case Commands():
@@ -155,12 +157,13 @@ def _html_table(table: Table) -> str:
 
 def _html_bar(bar: Bar) -> str:
     parts = "".join(
-        f'<i class="p{i}" style="width:{share:.2%}" title="{escape(name)}"></i>'
-        for i, (name, share, _) in enumerate(bar.parts)
+        f'<i class="{name.split()[0]}" style="width:{share:.2%}" title="{escape(name)}"></i>'
+        for name, share, _ in bar.parts
     )
     key = "".join(
-        f'<li><i class="p{i}"></i>{escape(name)} <span>{share:.0%}, {escape(amount)}</span></li>'
-        for i, (name, share, amount) in enumerate(bar.parts)
+        f'<li><i class="{name.split()[0]}"></i>{escape(name)} '
+        f"<span>{share:.0%}, {escape(amount)}</span></li>"
+        for name, share, amount in bar.parts
     )
     return f'<div class="bar">{parts}</div><ul class="key">{key}</ul>'
 
@@ -209,7 +212,9 @@ def _markdown(block: Block) -> list[str]:
         case Table():
             return _md_table(block.head, block.rows)
         case Picture():
-            return [f"![{block.alt}]({block.file})"] if block.file else []
+            if block.file:
+                return [f"![{block.alt}]({block.file})"]
+            return [] if block.instead is None else _markdown(block.instead)
         case Bar():
             rows = tuple((name, f"{share:.0%}", amount) for name, share, amount in block.parts)
             return _md_table(("phase", "share", "time"), rows)

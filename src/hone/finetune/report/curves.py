@@ -10,11 +10,11 @@ training and validation at one place are of one policy. What failed has no value
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from hone.finetune.estimate import Estimate, estimate
 from hone.finetune.history import History, Round
+from hone.finetune.report.estimate import Estimate, estimate
 
 BAND_RESAMPLES = 1000
 
@@ -43,8 +43,55 @@ class Curves:
     job_failures: list[float] = field(default_factory=list)
     best: tuple[float, int] | None = None
     """Where the best step was validated, and which it is."""
-    bounds: tuple[float, float] | None = None
-    """The lowest and the highest reward anyone got."""
+    training_bounds: tuple[float, float] | None = None
+    """The lowest and the highest reward of a rollout."""
+    held_out_bounds: tuple[float, float] | None = None
+    names: tuple[str | None, str | None] = None, None
+    """The evaluators of training and of validation."""
+    greedy: bool = False
+    """Validations ran at temperature 0."""
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Of all that is drawn."""
+        known = [b for b in (self.training_bounds, self.held_out_bounds) if b is not None]
+        return (min(b[0] for b in known), max(b[1] for b in known)) if known else None
+
+    @property
+    def last(self) -> float:
+        """The most epochs of training behind anything drawn."""
+        return max((p.x for p in (*self.training, *self.held_out)), default=0.0)
+
+    @property
+    def apart(self) -> bool:
+        """Training and validation were measured by different evaluators."""
+        first, second = self.names
+        return None not in self.names and first != second
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """What the two lines are called."""
+        how = " at temperature 0" if self.greedy else ""
+        if not self.apart:
+            return "training", f"held out{how}"
+        return f"training, by {self.names[0]}", f"held out{how}, by {self.names[1]}"
+
+    def by_evaluator(self) -> "list[Curves]":
+        """One, or where two evaluators measured: the held-out line, and the training line."""
+        if not (self.apart and self.training and self.held_out):
+            return [self]
+        return [
+            replace(self, training=[], filtered=[], training_bounds=None),
+            replace(
+                self,
+                held_out=[],
+                held_out_bounds=None,
+                expansions=[],
+                resumed=[],
+                job_failures=[],
+                best=None,
+            ),
+        ]
 
 
 def curves(history: History) -> Curves:
@@ -54,9 +101,8 @@ def curves(history: History) -> Curves:
     with_curriculum = any(share < 1 for _, share in shares)
     filtered = [(r.trained, r.metrics.get("filtered_avg_reward")) for r in rounds]
     differs = any(r.metrics.get("filtered_avg_reward") != _mean(r) for r in rounds)
-    lows = [r.metrics.get("min_reward") for r in rounds] + [v.min for v in history.validations]
-    highs = [r.metrics.get("max_reward") for r in rounds] + [v.max for v in history.validations]
-    known = [x for x in (*lows, *highs) if x is not None]
+    ends = [r.metrics.get(key) for r in rounds for key in ("min_reward", "max_reward")]
+    held_out_ends = [end for v in history.validations for end in (v.min, v.max)]
     return Curves(
         training=[Point(r.trained, _training(r)) for r in rounds],
         held_out=[
@@ -69,8 +115,16 @@ def curves(history: History) -> Curves:
         resumed=history.resumed_at,
         job_failures=[r.trained for r in rounds if r.job and r.job["type"] == "job_failed"],
         best=_best(history),
-        bounds=(min(known), max(known)) if known else None,
+        training_bounds=_bounds(ends),
+        held_out_bounds=_bounds(held_out_ends),
+        names=history.evaluators,
+        greedy=bool(history.run.get("validation_greedy")),
     )
+
+
+def _bounds(rewards: Sequence[float | None]) -> tuple[float, float] | None:
+    known = [reward for reward in rewards if reward is not None]
+    return (min(known), max(known)) if known else None
 
 
 def _best(history: History) -> tuple[float, int] | None:

@@ -1,17 +1,18 @@
-"""finetune/curves.py and plots.py: what is drawn, worked out by hand; every story can be drawn."""
+"""finetune/report/curves.py and plots.py: what is drawn, worked out by hand; every story can be drawn."""
 
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.finetune.runs import STORIES, Story, events
 from tests.finetune.test_metrics import collected, rollout, started
 
-from hone.finetune import plots
-from hone.finetune.curves import curves, smoothed
-from hone.finetune.estimate import Estimate
 from hone.finetune.history import History
+from hone.finetune.report import plots
+from hone.finetune.report.curves import curves, smoothed
+from hone.finetune.report.estimate import Estimate
 from hone.finetune.words import duration, interval, number
 
 
@@ -86,7 +87,40 @@ def test_a_gap_stays_a_gap_when_smoothed():
 def test_every_story_can_be_drawn(name: str, tmp_path: Path):
     history = History.of(events(STORIES[name]))
     plots.reward_plot(history, tmp_path / "reward_plot.png")
-    assert size((tmp_path / "reward_plot.png").read_bytes()) == (1500, 780)
+    # Two evaluators have an axis each: 1.3 times 780.
+    height = 1014 if name == "apart" else 780
+    assert size((tmp_path / "reward_plot.png").read_bytes()) == (1500, height)
+    assert [path.name for path in tmp_path.iterdir()] == ["reward_plot.png"]
+
+
+def test_what_two_evaluators_measured_shares_no_axis():
+    history = History.of(events(STORIES["apart"]))
+    whole = curves(history)
+    held_out, training = whole.by_evaluator()
+    assert held_out.labels[1] == "held out, by reward (exact_match)"
+    assert training.labels[0] == "training, by reward (agent.py:shaped)"
+    assert (held_out.training, held_out.filtered, training.held_out) == ([], [], [])
+    assert (held_out.held_out, training.training) == (whole.held_out, whole.training)
+    # Right or wrong on one axis, the shaped reward from -2 to 3 on the other.
+    assert (held_out.bounds, training.bounds) == ((0.0, 1.0), (-2.0, 3.0))
+    assert whole.bounds == (-2.0, 3.0)
+
+
+def test_one_evaluator_has_one_axis_and_temperature_0_is_named():
+    told = [started(evaluator="match"), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
+    drawn = curves(History.of(told))
+    assert drawn.by_evaluator() == [drawn]
+    assert drawn.labels == ("training", "held out")
+    told[0]["validation_greedy"] = True
+    assert curves(History.of(told)).labels == ("training", "held out at temperature 0")
+    # Runs of before this was recorded.
+    assert not curves(History.of([started(), *told[1:]])).apart
+
+
+def test_a_name_is_no_formula(tmp_path: Path):
+    named: dict[str, Any] = {"evaluator": "cost in $ and $x^{", "validation_evaluator": "$"}
+    told = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
+    assert size(plots.rewards(History.of(told), plots.WIDE)) == (1500, 1014)
 
 
 def test_there_is_a_picture_for_a_phone():
@@ -98,6 +132,8 @@ def test_a_run_that_has_not_begun_can_be_drawn():
     history = History.of([started()])
     assert size(plots.rewards(history, plots.WIDE)) == (1500, 780)
     assert plots.headline(history) == ("No reward yet", "")
+    ended = {"at": 9.0, "type": "run_finished", "status": "failed", "message": "", "step": 0}
+    assert plots.headline(History.of([started(), ended])) == ("No reward", "")
     assert plots.learning(history, plots.WIDE) is None
     history = History.of([started(), collected(0, None, low=None, high=None)])
     assert size(plots.rewards(history, plots.WIDE)) == (1500, 780)
@@ -114,6 +150,23 @@ def test_the_headline_says_the_finding():
     title, note = plots.headline(History.of(told))
     assert title == "Held-out reward 0.00 \u2192 1.00"
     assert note == "+1.00 (95% interval +1.00 to +1.00), 8 examples"
+
+
+def test_the_headline_of_gaps_and_of_one_epoch():
+    told = [started(), validation(0, {}, None)]
+    assert plots.headline(History.of([*told, collected(0, 0.5)])) == (
+        *("Training reward 0.50", "of one epoch"),
+    )
+    told += [
+        validation(2, {"a": [0.0], "b": [0.0]}, 0.0),
+        validation(4, {"a": [1.0], "b": [1.0]}, 1.0),
+    ]
+    title, note = plots.headline(History.of(told))
+    assert title == "Held-out reward 0.00 \u2192 1.00"
+    assert note.endswith("2 examples, after 2 epochs already")
+    # Rounds count by what they weigh: (0.2 * 10 + 0.8 * 30) / 40 = 0.65.
+    told = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
+    assert plots.headline(History.of(told))[0] == "Training reward 0.65"
 
 
 def test_numbers_in_words():

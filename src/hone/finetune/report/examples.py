@@ -1,7 +1,7 @@
 """The same example before and after: what was asked, what was answered, what it was worth.
 
 In:   two files of the journal (trajectories/*.jsonl), of the first and the last policy
-Out:  a few Examples: the most improved, and what got worse or still fails
+Out:  a few Examples: the most improved, and what got worse, still fails or could not be scored
 Used: report.py
 
 Successes alone would be an advertisement, so what got worse is always among them. A line that cannot
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 IMPROVED, WORSE, FAILING, SAME = "improved", "got worse", "still failing", "unchanged"
-MOST = {IMPROVED: 3, WORSE: 2, FAILING: 1}
+UNSCORED = "could not be scored"
+MOST = {IMPROVED: 3, WORSE: 2, FAILING: 1, UNSCORED: 1}
 LONGEST = 700
 """Characters of a text that are shown."""
 
@@ -43,7 +44,7 @@ class Example:
 
 
 def pick(before: Path, after: Path) -> list[Example]:
-    """Up to six, the telling ones; none where the files are not there."""
+    """Up to seven, the telling ones; none where the files are not there."""
     first, last = _records(before), _records(after)
     both = [_example(first[id], last[id]) for id in first if id in last]
     chosen: list[Example] = []
@@ -79,9 +80,9 @@ def _example(first: dict[str, Any], last: dict[str, Any]) -> Example:
 
 
 def _kind(before: float | None, after: float | None) -> str:
-    if after is None:
-        return FAILING if before is None else WORSE
-    if before is None or after > before:
+    if before is None or after is None:  # which says nothing about the model getting better
+        return UNSCORED
+    if after > before:
         return IMPROVED
     if after < before:
         return WORSE

@@ -1,22 +1,26 @@
-"""finetune/report.py, sections.py, page.py, examples.py: the answer first, and honest."""
+"""finetune/report/report.py, page.py, examples.py: the answer first, and honest."""
 
 import json
+import os
 import re
 import shlex
+from base64 import b64encode
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.finetune.report.test_plots import validation
 from tests.finetune.runs import STORIES, Story, tell
-from tests.finetune.test_metrics import started
-from tests.finetune.test_plots import validation
+from tests.finetune.test_metrics import collected, job, started
 
 from hone.errors import ConfigError
-from hone.finetune import page, report
-from hone.finetune.estimate import Estimate
-from hone.finetune.examples import LONGEST, pick, shown
-from hone.finetune.report import difference, measure
-from hone.finetune.sections import sections
+from hone.finetune.report import page, report
+from hone.finetune.report.blocks import Document, Picture, Section, Text
+from hone.finetune.report.estimate import Estimate
+from hone.finetune.report.examples import LONGEST, pick, shown
+from hone.finetune.report.report import difference, measure
+from hone.finetune.report.sections import sections
 
 
 def log(tmp_path: Path, *told: dict) -> Path:
@@ -50,8 +54,12 @@ def test_baseline_tuned_and_gain_by_hand(tmp_path: Path):
     assert found["verdict"] == "better" and found["measured_on"] == "validation"
     assert found["checkpoint"]["step"] == 2
     assert found["seconds"] == 99.0 and set(found["phases"]) == {
-        *("rollout_s", "learn_s", "validate_s", "other_s")
+        *("start_s", "rollout_s", "learn_s", "validate_s", "other_s")
     }
+    # A picture of every example in the HTML; without pictures, how many.
+    text = (tmp_path / "report.md").read_text()
+    assert "| better | 4 |\n| worse | 0 |\n| unchanged | 4 |\n" in text
+    assert "<td>unchanged</td>" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_validation_that_failed_is_no_baseline(tmp_path: Path):
@@ -80,12 +88,32 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path):
         report.write(tmp_path)
 
 
+def test_what_measured_is_named(tmp_path: Path):
+    log(tmp_path, started(evaluator="match"), collected(0, 0.5), finished())
+    found = measure(tmp_path).as_dict()
+    assert (found["evaluator"], found["validation_evaluator"]) == ("match", "match")
+    told: dict[str, Any] = {
+        "evaluator": "r (agent.py:shaped)",
+        "validation_evaluator": "r (exact_match)",
+    }
+    log(tmp_path, started(**told), collected(0, 0.5), finished())
+    found = measure(tmp_path).as_dict()
+    assert {key: found[key] for key in told} == told
+    log(tmp_path, started(), finished())  # of before this was recorded
+    found = measure(tmp_path).as_dict()
+    assert (found["evaluator"], found["validation_evaluator"]) == (None, None)
+
+
 # ---- what it says first ---------------------------------------------------------------------------
 
 FIRST = {
     "good": ("Held-out reward rose from 0.24 to 0.84", "the gain is not chance", "good"),
     "failed": ("The run failed after 6 of 20 epochs", "loss is not finite", "bad"),
-    "unfinished": ("The run was interrupted after 9 of 20", "same command goes on", "unsure"),
+    "unfinished": (
+        "The run was interrupted after 9 of 20",
+        "not finished; the command below goes on",
+        "unsure",
+    ),
     "worse": ("Held-out reward fell", "the loss is not chance", "bad"),
     "one_epoch": ("No certain gain", "the interval holds 0", "unsure"),
     "few": ("No certain gain", "on fewer than 6 examples nothing is certain", "unsure"),
@@ -96,27 +124,11 @@ FIRST = {
 @pytest.mark.parametrize("name", FIRST)
 def test_the_report_leads_with_the_answer(name: str, tmp_path: Path):
     tell(STORIES[name], tmp_path)
-    document = sections(measure(tmp_path))
+    document = sections(measure(tmp_path), brief=True)
     headline, basis, tone = FIRST[name]
     assert document.headline.startswith(headline)
     assert basis in document.basis
     assert document.tone == tone
-
-
-def test_a_run_that_never_got_a_reward_says_so(tmp_path: Path):
-    place = log(tmp_path, started(), finished("failed", message="the server is gone", step=0))
-    report.write(place)
-    text = (tmp_path / "report.md").read_text()
-    assert text.startswith("# The run failed after 0 of 5 epochs\n\nThe server is gone.")
-    assert json.loads((tmp_path / "report.json").read_text())["gain"] is None
-    assert "Use it" not in text
-
-
-def test_one_validation_alone_is_told(tmp_path: Path):
-    place = log(tmp_path, started(), validation(0, {"a": [0.5]}, 0.5), finished())
-    document = sections(measure(place))
-    assert document.headline == "Nothing can be compared"
-    assert "one validation only (mean reward 0.50)" in document.basis
 
 
 # ---- what it holds --------------------------------------------------------------------------------
@@ -154,7 +166,7 @@ class Balanced(HTMLParser):
 
 def test_the_commands_are_the_ones_to_type(tmp_path: Path):
     tell(Story(epochs=2, interval=1, examples=4, more={"base_url": None}), tmp_path)
-    report.write(tmp_path)
+    report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     block = text.split("```bash\n")[1].split("```")[0]
     commands = [line for line in block.replace("\\\n", "").splitlines() if line[0] != "#"]
@@ -172,7 +184,7 @@ def test_the_commands_are_the_ones_to_type(tmp_path: Path):
 def test_a_server_of_somebody_else_is_asked_where_it_is(tmp_path: Path):
     told = Story(epochs=2, interval=1, examples=4, more={"base_url": "http://gpu:8000/v1"})
     tell(told, tmp_path)
-    report.write(tmp_path)
+    report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     assert "curl http://gpu:8000/v1/chat/completions" in text and "hone serve" not in text
     assert "# on the server's machine, take it elsewhere" in text
@@ -180,30 +192,107 @@ def test_a_server_of_somebody_else_is_asked_where_it_is(tmp_path: Path):
 
 def test_no_trained_step_beats_the_base_model(tmp_path: Path):
     tell(STORIES["worse"], tmp_path)
-    report.write(tmp_path)
+    report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     assert "No trained step beats the untrained model" in text
     assert "tool_caller@best" not in text.split("## Use it")[1].split("##")[0]
 
 
-def test_markdown_has_no_heading_over_pictures_that_stand_in_the_html_alone(tmp_path: Path):
-    tell(STORIES["gaps"], tmp_path)
+@pytest.mark.parametrize("name", ["gaps", "no_validation"])
+def test_no_heading_stands_over_nothing(name: str, tmp_path: Path):
+    tell(STORIES[name], tmp_path)
     told = sections(measure(tmp_path))
     assert "<h2>How the learning went</h2>" in page.html(told)
-    text = page.markdown(told)
-    assert "How the learning went" not in text and "## Where the time went" in text
+    lines = [line for line in page.markdown(told).splitlines() if line]
+    headings = [i for i, line in enumerate(lines) if line.startswith("## ")]
+    assert "## How the learning went" in lines and "## Where the time went" in lines
+    assert all(not line.startswith("#") for i in headings for line in lines[i + 1 : i + 2])
+    assert headings[-1] < len(lines) - 1
+
+
+def test_a_picture_that_stands_in_the_html_alone_has_no_heading_in_markdown():
+    drawn = Section("Drawn", (Picture(b"", None, "a curve"),))
+    told = Document("m", "Better", "So it is.", "good", (drawn, Section("Told", (Text("So."),))))
+    assert page.markdown(told) == "# Better\n\nSo it is.\n\n## Told\n\nSo.\n"
+    assert "<h2>Drawn</h2>" in page.html(told)
 
 
 def test_what_was_left_out_is_counted(tmp_path: Path):
     told = tell(STORIES["gaps"], tmp_path)
     rollouts = [e for e in told if e["type"] == "rollout" and e["split"] == "train"]
     limit = sum(e["failure_reason"] == "token_limit" for e in rollouts)
-    text = page.markdown(sections(measure(tmp_path)))
+    text = page.markdown(sections(measure(tmp_path), brief=True))
     assert (
         f"| rollout failed, policy: token_limit | {limit} | {limit / len(rollouts):.1%} |" in text
     )
     # Every third epoch of 16 drops 2 for their evaluator: 0, 3, 6, 9, 12, 15.
     assert "| evaluator failed | 12 |" in text
+
+
+# ---- of a run that was interrupted ----------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One of five epochs, the newest event with a reward at 10; nothing can be drawn."""
+    monkeypatch.delattr("hone.finetune.report.canvas.png")
+    goes_on = "hone finetune --config_file=a.yml"
+    return log(
+        tmp_path,
+        started(name="agent", command=f"{goes_on} --fresh", again=goes_on),
+        validation(0, {"a": [0.25]}, 0.25),
+        collected(0, 0.5),
+        job(0, entropy=0.5),
+        {"at": 9.0, "type": "epoch_done", "epoch": 0, "status": "completed", "phases": {}},
+        validation(1, {"a": [0.75]}, 0.75),
+        {"at": 12.0, "type": "run_interrupted"},
+    )
+
+
+def test_a_brief_report_says_that_the_run_is_not_finished_and_how_to_go_on(interrupted: Path):
+    found = report.write(interrupted, brief=True).as_dict()
+    assert (found["status"], found["verdict"], found["message"]) == ("unfinished", "unclear", None)
+    assert (found["epochs"], found["epochs_planned"], found["seconds"]) == (1, 5, 12.0)
+    assert json.loads((interrupted / "report.json").read_text()) == found
+    text = (interrupted / "report.md").read_text()
+    assert text.startswith(
+        "# The run was interrupted after 1 of 5 epochs\n\nIt is not finished; the command below goes "
+        "on from there. So far: no certain gain: held-out reward went from 0.25 to 0.75. "
+    )
+    # It does not begin anew.
+    assert text.split("## Go on\n\n")[1].startswith(
+        "```bash\n# from where it stopped; nothing that was done is done again\n"
+        "hone finetune --config_file=a.yml\n```\n"
+    )
+    html = (interrupted / "report.html").read_text()
+    assert "<pre>hone finetune --config_file=a.yml</pre>" in html
+    assert "<h1" in html and ">The run was interrupted after 1 of 5 epochs</h1>" in html
+
+
+def test_a_brief_report_draws_nothing(interrupted: Path):
+    report.write(interrupted, brief=True)
+    names = {path.name for path in interrupted.iterdir()}
+    assert names == {"events.jsonl", "report.json", "report.md", "report.html"}
+    text = (interrupted / "report.md").read_text()
+    assert "## Reward" not in text and "How the learning went" not in text and "![" not in text
+    assert "<img" not in (interrupted / "report.html").read_text()
+    with pytest.raises(AttributeError, match="png"):
+        report.write(interrupted)  # which would draw
+
+
+def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
+    plot = interrupted / "reward_plot.png"
+    plot.write_bytes(b"drawn before")
+    for at, is_shown in ((10.0, True), (9.5, False)):  # the last validation was at 10
+        os.utime(plot, (at, at))
+        report.write(interrupted, brief=True)
+        text, html = ((interrupted / f"report.{kind}").read_text() for kind in ("md", "html"))
+        shown_as = "![Held-out reward 0.25 \u2192 0.75](reward_plot.png)"
+        assert (f"## Reward\n\n{shown_as}\n" in text) is is_shown
+        source = f'<img src="data:image/png;base64,{b64encode(b"drawn before").decode()}"'
+        assert html.count("<img") == html.count(source) == int(is_shown)
+        assert "<picture>" not in html  # there is no other for a phone
+        assert plot.read_bytes() == b"drawn before" and plot.stat().st_mtime == at
 
 
 # ---- examples -------------------------------------------------------------------------------------
@@ -237,7 +326,7 @@ def test_examples_show_what_got_worse_too(tmp_path: Path):
     assert {id: example.kind for id, example in found.items()} == {
         "up": "improved",
         "down": "got worse",
-        "gone": "got worse",
+        "gone": "could not be scored",
         "zero": "still failing",
     }
     assert found["up"].before.text == "wrong" and found["up"].after.reward == 1.0
@@ -245,6 +334,24 @@ def test_examples_show_what_got_worse_too(tmp_path: Path):
     assert found["gone"].before.text == "said"
     assert found["gone"].after.text == "failed (infrastructure: timeout: after 600 s)"
     assert found["gone"].after.reward is None
+
+
+def test_an_example_that_failed_once_is_neither_better_nor_worse(tmp_path: Path):
+    before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    lost = {"kind": "infrastructure", "reason": "connection", "message": ""}
+    long = {"kind": "policy", "reason": "token_limit", "message": ""}
+    before.write_text(record("first", None, None, failure=lost) + record("rated", 0.5))
+    after.write_text(record("first", 1.0) + record("rated", 0.0, None, failure=long))
+    found = {example.id: example for example in pick(before, after)}
+    assert found["first"].kind == "could not be scored"
+    assert found["first"].before.text == "failed (infrastructure: connection)"
+    assert (found["first"].before.reward, found["first"].after.reward) == (None, 1.0)
+    # A failure of the model may have been given a reward: then it was scored.
+    assert found["rated"].kind == "got worse" and found["rated"].after.reward == 0.0
+    # Both failed, too; one of them is shown, and it is no gain and no loss.
+    after.write_text(record("first", None, None, failure=lost) + record("rated", None, "x"))
+    (shown_one,) = pick(before, after)
+    assert (shown_one.id, shown_one.kind) == ("first", "could not be scored")
 
 
 def test_examples_need_no_files(tmp_path: Path):
@@ -263,5 +370,5 @@ def test_a_fence_in_an_answer_does_not_end_the_fence(tmp_path: Path):
     folder = tmp_path / "trajectories"
     (folder / "validation_000.jsonl").write_text(record("a", 0.0, "```\ncode\n```"))
     (folder / "validation_002.jsonl").write_text(record("a", 1.0, "fine"))
-    text = page.markdown(sections(measure(tmp_path)))
+    text = page.markdown(sections(measure(tmp_path), brief=True))
     assert "````\n```\ncode\n```\n````" in text

@@ -1,0 +1,93 @@
+"""Ctrl-C: the first one ends a run that then tells what it has, the second one leaves at once.
+
+In:   SIGINT, while a run goes on
+Out:  the run's task is cancelled, once; or the process ends with 130
+Used: run.py around the whole run, commands.py when it is over
+
+Python's own way raises KeyboardInterrupt wherever the event loop happens to be, and asyncio then
+complains about every task that was torn apart. Here nothing is raised into the loop: a run is cancelled
+like any other task, its agents' `finally` blocks are run, and what the loop might still say about them
+is left to --log-level debug. Leaving at once is safe at any time, because what a run needs to go on is
+on disk before it is needed, and a server of its own ends when its pipe closes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any, NoReturn, Self
+
+from hone import progress
+
+log = logging.getLogger("hone")
+
+INTERRUPTED = 130
+SAME_S = 0.5
+"""Signals so near each other are one Ctrl-C: a terminal sends it to all its processes, and one that
+started this one (`uv run`, `make`) may pass it on."""
+SAID = "Ending what runs and writing the report; Ctrl-C again leaves at once"
+
+
+class Interrupts:
+    """Listens while it is open, in the main thread, unless a program listens already."""
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._heard_at = 0.0
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._listening = False
+        self._saying = threading.Thread(target=progress.write, args=(SAID,), daemon=True)
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._hear)
+            self._listening = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._listening:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._listening = False
+        if self._saying.ident is not None:
+            self._saying.join()
+
+    def end_this(self) -> None:
+        """From now on the first Ctrl-C cancels the task that calls this."""
+        task = asyncio.current_task()
+        assert task is not None, "called outside of a task"
+        self._running = asyncio.get_running_loop(), task
+
+    def _hear(self, *_: object) -> None:
+        now = time.monotonic()
+        if self.heard:
+            if now - self._heard_at >= SAME_S:
+                leave()
+            return
+        self.heard, self._heard_at = True, now
+        if self._running is None:
+            raise KeyboardInterrupt
+        # In a thread: this may have come in the middle of a line of the console's.
+        self._saying.start()
+        loop, task = self._running
+        loop.set_exception_handler(_unsaid)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            loop.call_soon_threadsafe(task.cancel)
+
+
+def _unsaid(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    log.debug("after Ctrl-C: %s", context["message"], exc_info=context.get("exception"))
+
+
+def leave() -> NoReturn:
+    """End the process as interrupted, and wait for no thread of an agent's."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            stream.flush()
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # a live display hides the cursor
+    os._exit(INTERRUPTED)

@@ -1,0 +1,1 @@
+"""A run that was recorded -> what is said and drawn of it."""

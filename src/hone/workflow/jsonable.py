@@ -1,0 +1,73 @@
+"""Any value -> JSON text, whatever it holds.
+
+In:   what a workflow returned, what an evaluator said, a row
+Out:  JSON that every reader takes; what has no place in it stands there as text
+Used: evaluation/files.py
+
+A result that was paid for is never lost because it cannot be written: keys that are no text, values
+that hold themselves, NaN and objects that cannot even say what they are become text.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+DEPTH = 100
+"""Lists and objects nested deeper are cut: their readers have limits too."""
+_DIGITS = 4000
+"""Python neither writes nor reads integers with more than 4300."""
+
+
+def dumps(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
+    """JSON text of the value; raises for nothing that the value holds."""
+    how: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "allow_nan": False}
+    try:
+        return json.dumps(value, default=as_json, **how)
+    except Exception:  # noqa: BLE001  # a class of the user's may raise anything
+        return json.dumps(_mended(value, ()), **how)
+
+
+def as_json(value: Any) -> Any:
+    """What json cannot write by itself: models by their fields, anything else as text."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)
+    return as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """str() of a value whose class may not have a working one."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001  # a class of the user's may raise anything
+        return f"<{type(value).__name__}, whose text cannot be had: {type(error).__name__}>"
+
+
+def _mended(value: Any, above: tuple[int, ...]) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() < _DIGITS * 3 else hex(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else json.dumps(value)
+    if id(value) in above:
+        return "<holds itself>"
+    if len(above) > DEPTH:
+        return f"<nested deeper than {DEPTH}>"
+    inside = (*above, id(value))
+    if isinstance(value, BaseModel):
+        value = dict(value)
+    if isinstance(value, Mapping):
+        return {_key(key): _mended(inner, inside) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_mended(inner, inside) for inner in value]
+    return as_text(value)
+
+
+def _key(key: Any) -> str:
+    plain = key is None or isinstance(key, bool | int | float)
+    return json.dumps(key) if plain else as_text(key)

@@ -1,0 +1,69 @@
+"""Run a command's coroutine to its end, whatever agents have left behind.
+
+In:   the coroutine of `hone run` or `hone eval`
+Out:  what it returns, once everything else was cancelled and had time to end
+Used: workflow/run.py, evaluation/run.py
+
+asyncio.run waits for every task and every thread of its pool, however long they take: an agent that
+catches its cancellation, or sits in `asyncio.to_thread`, would keep a command that has everything
+from ending. Here tasks have GRACE_S, and threads are daemons that the process does not wait for.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+GRACE_S = 5.0
+"""How long what is left may take to end after it was cancelled."""
+
+log = logging.getLogger("hone")
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, which leaves behind what does not end."""
+    return asyncio.run(_alone(main))
+
+
+async def _alone(main: Coroutine[Any, Any, T]) -> T:
+    asyncio.get_running_loop().set_default_executor(_Threads())
+    try:
+        return await main
+    finally:
+        await _leave_others()
+
+
+async def _leave_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if not others:
+        return
+    _, left = await asyncio.wait(others, timeout=GRACE_S)
+    for task in left:
+        log.warning("%s did not end within %g s of being cancelled", task.get_name(), GRACE_S)
+        # asyncio's page "Extending" names the first; run_until_complete does the second as well.
+        asyncio._unregister_task(task)
+        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]  # see above
+
+
+class _Threads(ThreadPoolExecutor):
+    """A daemon thread for each call; the loop takes no executor of another class."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  # raised again where it is awaited
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="hone-to_thread", daemon=True).start()
+        return future

@@ -1,0 +1,64 @@
+"""One command at a time in a directory; a dead one blocks nobody."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.errors import ConfigError, Conflict
+from hone.evaluation.lock import DirectoryLock, is_locked
+
+HOLD = (
+    "import sys; from pathlib import Path; from hone.evaluation.lock import DirectoryLock; "
+    "held = DirectoryLock(Path(sys.argv[1]), 'l', command='hone eval', key='a.b'); "
+    "print('held', flush=True); sys.stdin.read()"
+)
+
+
+def taken(directory: Path) -> DirectoryLock:
+    return DirectoryLock(directory, "l", command="hone eval", key="a.b")
+
+
+def test_the_second_is_told_who_holds_it(tmp_path: Path):
+    assert not is_locked(tmp_path, "l")
+    with taken(tmp_path):
+        assert is_locked(tmp_path, "l")
+        with pytest.raises(Conflict) as caught:
+            taken(tmp_path)
+    assert str(caught.value) == (
+        f"a.b: {tmp_path} is in use by another `hone eval` (process {os.getpid()}). Wait until it "
+        "has ended, or name another directory with -o a.b DIR."
+    )
+    assert not is_locked(tmp_path, "l")
+    taken(tmp_path).release()
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "held\n"
+        with pytest.raises(Conflict, match=rf"process {child.pid}\)"):
+            taken(tmp_path)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    assert (tmp_path / "l").read_text() == str(child.pid)
+    with taken(tmp_path):
+        assert (tmp_path / "l").read_text() == str(os.getpid())
+
+
+def test_a_directory_that_takes_no_file_is_named(tmp_path: Path):
+    (tmp_path / "l").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"a\.b: .* cannot be written to \(Is a directory\); name"
+    ):
+        taken(tmp_path)

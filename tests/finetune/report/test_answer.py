@@ -1,0 +1,111 @@
+"""finetune/report/answer.py: the first words of a report are true of every run, also of those that failed."""
+
+import json
+from pathlib import Path
+
+from tests.finetune.report.test_plots import validation
+from tests.finetune.report.test_report import finished, log
+from tests.finetune.test_metrics import collected, job, rollout, started
+
+from hone.finetune.report import report
+from hone.finetune.report.report import measure
+from hone.finetune.report.sections import sections
+
+
+def test_a_run_that_never_got_a_reward_says_so(tmp_path: Path):
+    place = log(tmp_path, started(), finished("failed", message="the server is gone", step=0))
+    report.write(place)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# The run failed after 0 of 5 epochs\n\nThe server is gone.")
+    assert json.loads((tmp_path / "report.json").read_text())["gain"] is None
+    assert "Use it" not in text
+
+
+def test_one_validation_alone_is_told(tmp_path: Path):
+    place = log(tmp_path, started(), validation(0, {"a": [0.5]}, 0.5), finished())
+    document = sections(measure(place), brief=True)
+    assert document.headline == "Nothing can be compared"
+    assert document.basis == (
+        "One validation gave a number, 0.50 before the training. No training rollout gave a reward."
+    )
+
+
+def basis(tmp_path: Path, *told: dict) -> tuple[str, str]:
+    document = sections(measure(log(tmp_path, *told)), brief=True)
+    return document.headline, document.basis
+
+
+def test_one_epoch_without_held_out_examples(tmp_path: Path):
+    headline, rests = basis(tmp_path, started(), collected(0, 0.5), job(0), finished())
+    assert headline == "Nothing can be compared"
+    assert rests == (
+        "Only epoch 1 gave training rewards (mean 0.50), earned before it was trained on. "
+        "Name held-out examples with --validation_dataset."
+    )
+
+
+def test_jobs_that_moved_nothing_are_no_gain(tmp_path: Path):
+    why = "no gradient step: 4 of 4 groups have equal rewards"
+    right = {str(i): [1.0] for i in range(8)}
+    wrong = {str(i): [0.0] for i in range(8)}
+    told = [started(), validation(0, wrong, 0.0), collected(0, 0.5), job(0, reason=why)]
+    headline, rests = basis(tmp_path, *told, validation(1, right, 1.0), finished())
+    assert headline == "Nothing was learned"
+    assert rests == (
+        f"No job moved the model: N{why[1:]}. Held-out reward went from 0.00 to 1.00 all the same: "
+        "that is chance, for the model did not change."
+    )
+    assert measure(tmp_path).verdict == "unclear"
+    # One job that did move it is enough.
+    headline, _ = basis(
+        tmp_path, *told, collected(1, 0.5), job(1), validation(2, right, 1.0), finished()
+    )
+    assert headline == "Held-out reward rose from 0.00 to 1.00"
+    # Nothing to compare, and nothing learned.
+    headline, rests = basis(tmp_path, started(), collected(0, 0.5), job(0, reason=why), finished())
+    assert headline == "Nothing was learned" and "Only epoch 1 gave" in rests
+
+
+def test_validations_that_failed_at_the_ends_are_told(tmp_path: Path):
+    first, last = {str(i): [0.0] for i in range(8)}, {str(i): [1.0] for i in range(8)}
+    _, rests = basis(
+        tmp_path,
+        started(validation_examples=8),
+        validation(0, {}, None),
+        validation(1, first, 0.0),
+        validation(4, last, 1.0),
+        validation(5, {}, None),
+        finished(),
+    )
+    assert rests.endswith(
+        "so the gain is not chance. No validation before the training gave a number: 'before' is "
+        "after 1 epoch. The validation after 5 epochs gave no number: 'after' is after 4 epochs."
+    )
+
+
+def test_examples_that_only_one_validation_scored_are_told(tmp_path: Path):
+    first, last = {str(i): [0.0] for i in range(8)}, {str(i): [1.0] for i in range(7)}
+    _, rests = basis(tmp_path, started(), validation(0, first, 0.0), validation(1, last, 1.0))
+    assert ", paired over the 7 of 8 examples that both scored: " in rests
+
+
+def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
+    told = []
+    for epoch in range(2):
+        told += [rollout(epoch, str(i), 0, float(epoch)) for i in range(8)]
+        told.append(collected(epoch, float(epoch)))
+    headline, rests = basis(tmp_path, started(), *told)
+    assert (
+        "So far: training reward rose from 0.00 to 1.00. There are no held-out examples, " in rests
+    )
+    assert headline == "The run was interrupted after 0 of 5 epochs"
+    held_out = started(validation_examples=8)
+    _, rests = basis(tmp_path, held_out, validation(0, {}, None), *told, finished())
+    assert rests.startswith(
+        "None of 1 validation gave a number, so these are the rewards of epoch 1 "
+    )
+    assert "--validation_dataset" not in rests  # it was named
+    _, rests = basis(
+        tmp_path, held_out, validation(0, {"a": [0.5]}, 0.5), *told, validation(2, {}, None)
+    )
+    assert "One validation gave a number, 0.50 before the training, and 1 gave none, so " in rests

@@ -1,0 +1,34 @@
+"""Whatever a workflow returns can be written, and read again by anybody."""
+
+import json
+from typing import Any
+
+from hone.workflow.jsonable import DEPTH, dumps
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_what_json_can_hold_stays_what_it_is():
+    value = {"a": [1, 2.5, None, True, "\u00e9"], "b": {"c": ()}}
+    assert json.loads(dumps(value)) == {"a": [1, 2.5, None, True, "\u00e9"], "b": {"c": []}}
+
+
+def test_what_json_cannot_hold_stands_there_as_text():
+    circle: list[Any] = [1]
+    circle.append(circle)
+    value = {("a", 1): float("nan"), 3: {7}, None: Mute(), "c": circle, "n": 10**5000}
+    told = json.loads(dumps(value))
+    assert told["('a', 1)"] == "NaN" and told["3"] == [7]
+    assert told["null"] == "<Mute, whose text cannot be had: RuntimeError>"
+    assert told["c"] == [1, "<holds itself>"]
+    assert int(told["n"], 16) == 10**5000
+
+
+def test_what_is_nested_too_deep_is_cut():
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    assert f"nested deeper than {DEPTH}" in dumps(deep)
