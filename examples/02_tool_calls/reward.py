@@ -18,15 +18,17 @@ def exact(output: str, expected: str) -> float:
 
 
 def graded(output: str, expected: str) -> float:
-    """An object is worth .1, its tool .3, its parameter .5, all of it 1."""
+    """An object is worth .1; its tool, its parameter and its value, where right, .2 more each; all 1."""
     call, wanted = _parsed(output), json.loads(expected)
     if not isinstance(call, dict):
         return 0.0
-    if call.get("tool") != wanted["tool"]:
-        return 0.1
-    if set(call) != set(wanted):
-        return 0.3
-    return 1.0 if exact(output, expected) else 0.5
+    if exact(output, expected):
+        return 1.0
+    tool, value = call.pop("tool", None) == wanted.pop("tool"), list(wanted.values())
+    right = (
+        tool + (set(call) == set(wanted)) + (_canonical(list(call.values())) == _canonical(value))
+    )
+    return round(0.1 + 0.2 * right, 1)
 
 
 def _parsed(text: str) -> object:

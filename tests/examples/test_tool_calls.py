@@ -68,8 +68,11 @@ async def test_the_agent_sends_the_first_example_s_prompt(task: Any, agent: Any)
         ('{"tool": "timer", "minutes": "12"}', 0.5),
         ('{"tool": "timer", "minutes": 12.0}', 0.5),
         ('{"tool": "timer", "minutes": 12, "name": "tea"}', 0.3),
-        ('{"tool": "timer", "seconds": 12}', 0.3),
-        ('{"tool": "call", "minutes": 12}', 0.1),
+        ('{"tool": "timer", "seconds": 12}', 0.5),
+        ('{"tool": "timer", "name": "Alice"}', 0.3),
+        ('{"tool": "call", "minutes": 12}', 0.5),
+        ('{"tool": "call", "name": 12}', 0.3),
+        ('{"tool": "call", "name": "Alice"}', 0.1),
         ("{}", 0.1),
         ('["timer", 12]', 0.0),
         ("Here you go: 12 minutes.", 0.0),
@@ -77,12 +80,11 @@ async def test_the_agent_sends_the_first_example_s_prompt(task: Any, agent: Any)
         ("[" * 100_000, 0.0),
     ],
 )
-def test_an_answer_is_worth_what_it_is_in_the_first_example(
-    task: Any, reward: Any, text: str, worth: float
-):
+def test_an_answer_is_worth_what_is_right_of_it(task: Any, reward: Any, text: str, worth: float):
     expected = '{"tool": "timer", "minutes": 12}'
-    assert reward.graded(text, expected) == worth == task.reward(text, task.Item("", "timer", 12))
-    assert reward.exact(text, expected) == float(worth == 1.0)
+    assert reward.graded(text, expected) == worth
+    in_the_first_example = task.reward(text, task.Item("", "timer", 12))
+    assert reward.exact(text, expected) == float(worth == 1.0) == float(in_the_first_example == 1.0)
 
 
 def test_the_configurations_load_and_share_all_but_the_reward():

@@ -158,7 +158,7 @@ def test_a_restarted_server_continues_where_it_stood(
     second = ask(after, [user("one"), reply(first), user("two")], rollout="r")
     assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
     assert [call.index for call in after.state.calls.rollout("r")] == [0, 1]
-    assert after.engine.asked[0].sampling.seed == request_seed(0, "r", 1)
+    assert after.engine.asked[0].sampling.seed == request_seed(None, "r", 1)
 
 
 def test_an_answer_that_nobody_received_is_not_continued(
@@ -279,20 +279,29 @@ def test_the_address_names_the_rollout_for_clients_that_know_no_headers(
 
 def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: Ask) -> None:
     server = make_server()
-    server.state.calls.open_run(RunSpec(id="run1", seed=5))
+    run = RunSpec(id="run1", seed=5)
+    server.state.calls.open_run(run)
     for rollout in ("run1:a", "run1:a", "run1:b", "loose"):
         ask(server, "one", rollout=rollout, seed=42)
     ask(server, "one", seed=42)
     seeds = [asked.sampling.seed for asked in server.engine.asked]
     assert seeds == [
-        request_seed(5, "run1:a", 0),
-        request_seed(5, "run1:a", 1),
-        request_seed(5, "run1:b", 0),
-        request_seed(0, "loose", 0),
+        request_seed(run, "run1:a", 0),
+        request_seed(run, "run1:a", 1),
+        request_seed(run, "run1:b", 0),
+        request_seed(None, "loose", 0),
         42,
     ]
     assert len(set(seeds)) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_runs_with_one_seed_draw_alike_and_others_do_not() -> None:
+    def seed(run: str, seed: int) -> int:
+        return request_seed(RunSpec(id=run, seed=seed), f"{run}:0.0.3.1.s1", 0)
+
+    assert seed("art_run_1", 0) == seed("art_run_2", 0)
+    assert seed("art_run_1", 0) != seed("art_run_1", 1)
 
 
 def test_a_rollout_may_be_sampled_at_another_temperature_than_its_requests_say(

@@ -160,7 +160,8 @@ class FinetuneConfig(Strict):
     """Where metrics, plots, trajectories and the report are written, and the run's journal."""
 
     seed: int = 0
-    """Of the order of examples, the sampling of rollouts and the training."""
+    """Of the order of examples, the sampling of rollouts and the training. Equal seeds give equal
+    runs as far as rounding lets them: what else is in a batch may tip a token."""
     resume: Literal["auto", "never"] = "auto"
     """Whether the same command goes on with a run that was interrupted."""
     keep_checkpoints: int | None = Field(default=None, ge=1)

@@ -151,7 +151,7 @@ class Preparation:
     ) -> Sampling:
         seed = asked.seed
         if self.where.rollout:
-            seed = request_seed(self.run.seed if self.run else 0, self.where.rollout, place)
+            seed = request_seed(self.run, self.where.rollout, place)
         return Sampling(
             n=asked.n or 1,
             max_tokens=room,

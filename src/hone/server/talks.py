@@ -23,7 +23,7 @@ from hone.inference.bridge import Bridged, Conversation, RenderedCall, Why
 from hone.inference.template import ChatTemplate
 from hone.server.calls import CallStore
 from hone.server.language import Language
-from hone.types import RecordedCall
+from hone.types import RecordedCall, RunSpec
 
 ROLLOUT_TOKENS = 16 * 2**20
 """Tokens kept in memory for rollouts; beyond, the least recently used are read from the store."""
@@ -196,12 +196,14 @@ class Talks:
                 del self._scopes[rollout]
 
 
-def request_seed(run_seed: int, rollout: str, index: int) -> int:
+def request_seed(run: RunSpec | None, rollout: str, index: int) -> int:
     """What a rollout's request is sampled by, whatever seed its client sent.
 
-    Equal seeds in an agent's code must not make equal rollouts.
+    Equal seeds in an agent's code must not make equal rollouts. The run's name is no part of it:
+    two runs with one seed draw alike.
     """
-    text = f"{run_seed} {rollout} {index}"
+    seed, own = (0, rollout) if run is None else (run.seed, rollout.removeprefix(f"{run.id}:"))
+    text = f"{seed} {own} {index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
