@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from hone.errors import EngineError
+from hone.inference.apart import apart
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.batch import Batch, Chunk
 from hone.inference.kv import Lane
@@ -117,7 +118,7 @@ class EmbeddedEngine:
 
         tokenizer = load_tokenizer(files)
         return cls(
-            _apart(load).result(),
+            apart(load).result(),
             decode=lambda ids: str(tokenizer.decode(ids)),
             kv_budget_bytes=kv_budget_bytes,
         )
@@ -169,7 +170,7 @@ class EmbeddedEngine:
             lora = Lora.load(directory, config, device=device).fuse(self._decoder.dtype)
             return lora, lora.sha256
 
-        lora, found = await asyncio.wrap_future(_apart(load))
+        lora, found = await asyncio.wrap_future(apart(load, gives_way=True))
         if found != adapter.sha256:
             raise EngineError(
                 f"publish of step {adapter.step} of {adapter.model!r}: {directory} holds an adapter "
@@ -199,7 +200,7 @@ class EmbeddedEngine:
             self._awake.notify()
         sha256 = BASE_SHA256
         if lora is not None:  # meanwhile; probes that are asked for together are read together
-            sha256 = await asyncio.wrap_future(_apart(lambda: lora.served_sha256))
+            sha256 = await asyncio.wrap_future(apart(lambda: lora.served_sha256, gives_way=True))
         return Probe(sha256=sha256, logprobs=await asyncio.wrap_future(scores))
 
     def stats(self) -> EngineStats:
@@ -376,23 +377,3 @@ class EmbeddedEngine:
         if self._closed:
             why = "" if self._failure is None else f" after it failed: {self._failure!r}"
             raise EngineError(f"the engine is closed{why}")
-
-
-def _apart(call: Callable[[], T]) -> Future[T]:
-    """Run something on a thread that ends with it.
-
-    OpenMP keeps a pool for every thread that computed once, and where pools outnumber the cores
-    it stops waiting actively: the engine's own steps would be 7% slower from then on.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(call())
-        except Exception as error:  # noqa: BLE001  whoever waits for the future gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="hone-apart", daemon=True).start()
-    return future
