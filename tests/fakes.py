@@ -146,6 +146,7 @@ class ScriptedEngine:
             adapters=tuple(self.published),
             prompt_tokens=sum(len(asked.prompt_ids) for asked in self.asked),
             prefilled_tokens=sum(len(asked.prompt_ids) for asked in self.asked),
+            decoded_tokens=sum(len(ids) - 1 for asked in self.asked for ids in asked.answers),
             sampled_tokens=sum(len(ids) for asked in self.asked for ids in asked.answers),
             kv_budget_bytes=0,
             kv_reserved_bytes=0,

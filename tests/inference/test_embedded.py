@@ -108,6 +108,64 @@ async def test_requests_with_the_same_prompt_share_one_prefill(served):
     assert stats.prefilled_tokens == len(PROMPT) and stats.prompt_tokens == 8 * len(PROMPT)
 
 
+def rows_of(answers: list[Completion]) -> int:
+    """Tokens that must be read to sample these: every different beginning that goes on, once."""
+    longest = max(len(done.ids) for done in answers)
+    beginnings = [{tuple(d.ids[:t]) for d in answers if len(d.ids) > t} for t in range(1, longest)]
+    return sum(len(different) for different in beginnings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+async def test_samples_that_say_the_same_are_computed_once_until_they_part(served, temperature):
+    way = Sampling(n=8, max_tokens=40, temperature=temperature, seed=5)
+    answers = await complete(served.engine, PROMPT, way, served.first)
+    for done in answers:
+        assert_agree(done.logprobs, served.expected(PROMPT, done, served.first, temperature or 1.0))
+    stats = served.engine.stats()
+    assert stats.decoded_tokens == rows_of(answers)
+    assert stats.sampled_tokens == 8 * 40
+    different = len({tuple(done.ids) for done in answers})
+    assert different == 1 if temperature == 0 else different > 1
+
+
+async def test_requests_with_one_prompt_share_rows_whatever_their_sampling(served):
+    greedy = Sampling(max_tokens=12, temperature=0.0)
+    cool = Sampling(n=3, max_tokens=12, temperature=0.3, seed=1)
+    narrow = Sampling(n=2, max_tokens=7, top_k=4, seed=2)
+    ways = [greedy, cool, narrow]
+    alone = [await complete(served.engine, PROMPT, way) for way in ways]
+    before = served.engine.stats().decoded_tokens
+    await served.engine.sleep()  # so that they come together
+    together = asyncio.gather(*(complete(served.engine, PROMPT, way) for way in ways))
+    await asyncio.sleep(0.02)
+    await served.engine.wake()
+    answers = await together
+    assert [[d.ids for d in some] for some in answers] == [[d.ids for d in some] for some in alone]
+    (one, two, three) = answers
+    for done, temperature in [*((d, 1.0) for d in one + three), *((d, 0.3) for d in two)]:
+        assert_agree(done.logprobs, served.expected(PROMPT, done, None, temperature))
+    shared = served.engine.stats().decoded_tokens - before
+    assert shared == rows_of([*one, *two, *three]) < sum(map(rows_of, answers))
+
+
+async def test_whoever_leaves_a_shared_row_leaves_the_others_in_it(served):
+    greedy = Sampling(max_tokens=30, temperature=0.0)
+    (whole,) = await complete(served.engine, PROMPT, greedy, served.first)
+    await served.engine.sleep()
+    early = served.engine.generate(PROMPT, greedy, served.first)
+    first = asyncio.ensure_future(anext(early))
+    rest = asyncio.ensure_future(complete(served.engine, PROMPT, greedy, served.first))
+    short = replace(greedy, max_tokens=9)
+    ends = asyncio.ensure_future(complete(served.engine, PROMPT, short, served.first))
+    await asyncio.sleep(0.02)
+    await served.engine.wake()
+    await first
+    await early.aclose()  # the one who came first is aborted
+    assert (await ends)[0].ids == whole.ids[:9]
+    assert (await rest)[0].ids == whole.ids
+    assert served.engine.stats().running == 0
+
+
 async def test_prompts_that_begin_alike_and_come_together_read_their_beginning_once(served):
     front = [*PROMPT, *PROMPT[::-1], *PROMPT]  # 60 tokens
     prompts = [[*front, 300 + i, *PROMPT[:i]] for i in range(6)]

@@ -75,7 +75,7 @@ def test_lanes_stay_without_holes_and_rows_keep_their_keys(config: DecoderConfig
     lane.remove(2)
     lane.remove(9)
     larger = Lane[Row](64, config, LIKE)
-    larger.move_in(lane.rows[0], lane, 0)
+    larger.copy_in(lane.rows[0], lane, 0)
     lane.remove(0)
     assert len(lane.rows) == 8
     for held in (lane, larger):

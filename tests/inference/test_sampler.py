@@ -20,7 +20,7 @@ def test_block_size_is_about_the_root():
 
 def test_logprobs_are_scaled_by_the_temperature():
     # Logits ln 1, ln 4 at temperature 2 are ln 1, ln 2: probabilities 1/3 and 2/3.
-    (token,) = draw(torch.tensor([[0.0, math.log(4)]]), rows(1, temperature=2.0))
+    (token,) = draw(torch.tensor([[0.0, math.log(4)]]), [0], rows(1, temperature=2.0))
     assert token.logprob == pytest.approx(math.log((1 + token.id) / 3), abs=1e-6)
 
 
@@ -30,7 +30,7 @@ def test_narrowing_by_hand():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     seen = {}
     for i in range(64):
-        (token,) = draw(logits.clone(), [Drawing(Sampling(top_k=3, top_p=0.7), stream(1, i))])
+        (token,) = draw(logits.clone(), [0], [Drawing(Sampling(top_k=3, top_p=0.7), stream(1, i))])
         seen[token.id] = token
     assert set(seen) == {0, 1}
     assert seen[1].logprob == pytest.approx(math.log(0.25), abs=1e-6)
@@ -42,7 +42,7 @@ def test_greedy_is_the_mode_even_where_its_block_is_light():
     logits = torch.full((1, 64), -20.0)
     logits[0, 5] = 1.0
     logits[0, 8:16] = 0.9
-    (token,) = draw(logits, rows(1, temperature=0.0))
+    (token,) = draw(logits, [0], rows(1, temperature=0.0))
     assert token.id == 5
 
 
@@ -50,9 +50,34 @@ def test_rounding_of_logits_does_not_change_draws():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(256, 49152, generator=generator) * 3
     noisy = logits + torch.randn(logits.shape, generator=generator) * 5e-7
-    one = [t.id for t in draw(logits.clone(), rows(256))]
-    two = [t.id for t in draw(noisy, rows(256))]
+    one = [t.id for t in draw(logits.clone(), range(256), rows(256))]
+    two = [t.id for t in draw(noisy, range(256), rows(256))]
     assert one == two
+
+
+def test_drawings_of_one_row_draw_as_if_each_had_a_row_of_its_own():
+    logits = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)) * 3
+    places = [2, 0, 0, 2, 0, 0, 2]
+    temperatures = [1.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.5]
+    top_k = [0, 0, 0, 5, 0, 0, 0]
+
+    def drawings() -> list[Drawing]:
+        ways = zip(temperatures, top_k, strict=True)
+        return [
+            Drawing(Sampling(temperature=t, top_k=k, top_logprobs=2), stream(7, i))
+            for i, (t, k) in enumerate(ways)
+        ]
+
+    shared = draw(logits.clone(), places, drawings())
+    own = draw(logits[places].clone(), range(7), drawings())
+    assert [t.id for t in shared] == [t.id for t in own]
+    for one, other in zip(shared, own, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
+        assert one.masked_logprob == pytest.approx(other.masked_logprob, abs=1e-6)
+        assert [i for i, _ in one.top] == [i for i, _ in other.top]
+    expected = logits.log_softmax(-1)
+    assert shared[1].logprob == pytest.approx(expected[0, shared[1].id].item(), abs=1e-5)
+    assert shared[3].masked_logprob is not None and shared[0].masked_logprob is None
 
 
 def test_a_stream_depends_on_seed_and_sample_only():

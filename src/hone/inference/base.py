@@ -116,6 +116,8 @@ class EngineStats:
     adapters: tuple[str, ...]
     prompt_tokens: int
     prefilled_tokens: int
+    decoded_tokens: int
+    """Tokens of answers that were read to sample the next: one for all samples that said the same."""
     sampled_tokens: int
     kv_budget_bytes: int
     kv_reserved_bytes: int

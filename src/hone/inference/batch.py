@@ -1,12 +1,12 @@
 """One step's tokens on one flat axis, and who of them sees what.
 
-In:   chunks of prompts to read, lanes of samples to advance by one token
+In:   chunks of prompts to read, lanes of branches to advance by one token
 Out:  ids, positions, adapter spans, and `attend` for the decoder
 Used: inference/embedded.py, anew for every step
 
-Prompts are read and samples advanced in the same matrix products: on a CPU a product over 300
-rows costs little more than one over 64. A sample's attention is the prompt's part, computed once
-for all samples that share the block, and its own part, merged by their log-sum-exps.
+Prompts are read and branches advanced in the same matrix products: on a CPU a product over 300
+rows costs little more than one over 64. A branch's attention is the prompt's part, computed once
+for all branches that share the block, and its own part, merged by their log-sum-exps.
 """
 
 import math
@@ -45,10 +45,9 @@ class _Prefill:
 class _Decode:
     lane: Lane[Row]
     rows: slice
-    slots: Tensor  # [n] int64
-    own: Tensor  # [n] int64, own tokens before this one
+    place: tuple[Any, ...]  # of the new token in a lane's keys [n, kv_heads, capacity, dim]
     longest: int
-    masks: dict[int | None, Tensor]  # window -> [n, 1, 1, longest] added to own scores
+    masks: dict[int | None, Tensor | None]  # window -> [n, 1, 1, longest] added to own scores
     prefixes: list[tuple[Block, Tensor | slice, dict[int | None, Tensor | None]]]
     stack: "_Stack | None"
 
@@ -59,21 +58,24 @@ class _Stack:
 
     k: Tensor  # [layers, P, kv_heads, longest, dim]
     v: Tensor
-    rows: Tensor  # [P, m] int64, slots of each prompt's rows; the first one again where too few
-    place: Tensor | None  # [n] int64, where each slot stands in `rows`, flattened; None: in order
+    slots: Tensor  # [P * m] int64, of each prompt's rows; the first one again where too few
+    place: Tensor | None  # [n] int64, where each slot stands in `slots`; None: in order
     mask: Tensor | None  # [P, 1, 1, longest] added to scores, where lengths differ
 
     def attend(self, layer: int, grouped: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
-        prompts, rows = self.rows.shape
+        prompts, rows = self.k.shape[1], len(self.slots) // self.k.shape[1]
         kv, g, dim = grouped.shape[1:]
-        ordered = grouped if self.place is None else grouped[self.rows]
+        ordered = grouped if self.place is None else grouped.index_select(0, self.slots)
         some = ordered.view(prompts, rows, kv, g, dim).transpose(1, 2)
         flat = some.reshape(prompts, kv, rows * g, dim)
         seen, lse = _attention(flat, self.k[layer], self.v[layer], self.mask)
-        seen = seen.view(prompts, kv, rows, g, dim).transpose(1, 2).reshape(-1, kv, g, dim)
+        # On a CPU attention leaves its answers in this order, [prompt, row, g, kv, dim].
+        seen = seen.transpose(1, 2).reshape(-1, g, kv, dim)
         lse = lse.view(prompts, kv, rows, g).transpose(1, 2).reshape(-1, kv, g)
-        return (seen, lse) if self.place is None else (seen[self.place], lse[self.place])
+        if self.place is not None:
+            seen, lse = seen.index_select(0, self.place), lse.index_select(0, self.place)
+        return seen.transpose(1, 2), lse
 
 
 class Batch:
@@ -143,8 +145,8 @@ class Batch:
         # Heads that share keys are queries of one another's attention: no key is read twice.
         grouped = q.reshape(n, config.kv_heads, -1, config.head_dim)
         keys, values = lane.k[layer, :n], lane.v[layer, :n]
-        keys[decode.slots, :, decode.own] = k
-        values[decode.slots, :, decode.own] = v
+        keys[decode.place] = k
+        values[decode.place] = v
         keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]
         mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
         if decode.stack is not None:
@@ -168,15 +170,16 @@ class Batch:
             self.spans.append((rows.start, rows.stop, lora))
 
     def _decode(self, lane: Lane[Row], rows: slice, device: torch.device) -> _Decode:
-        own = torch.tensor([row.own for row in lane.rows], device=device)
-        longest = int(own.max()) + 1
+        lengths = [row.own for row in lane.rows]
+        own = torch.tensor(lengths, device=device)
+        longest = max(lengths) + 1
         places = torch.arange(longest, device=device)
-        masks = {}
+        masks: dict[int | None, Tensor | None] = {}
         for window in self._windows:
             hidden = places > own[:, None]
             if window is not None:
                 hidden |= own[:, None] - places >= window
-            masks[window] = _added(hidden)[:, None, None]
+            masks[window] = _added(hidden)[:, None, None] if hidden.any() else None
         groups: dict[int, tuple[Block, list[int]]] = {}
         for slot, row in enumerate(lane.rows):
             groups.setdefault(id(row.block), (row.block, []))[1].append(slot)
@@ -185,9 +188,12 @@ class Batch:
             slots = _slots(members, device)
             prefix = {w: self._prefix_mask(block, own[slots], w) for w in self._windows}
             prefixes.append((block, slots, prefix))
-        slots = torch.arange(len(lane.rows), device=device)
+        if min(lengths) == longest - 1:  # one column of keys, as among samples that began together
+            place: tuple[Any, ...] = (slice(None), slice(None), longest - 1)
+        else:
+            place = (torch.arange(len(lane.rows), device=device), slice(None), own)
         stack = self._stack(lane, list(groups.values()), device)
-        return _Decode(lane, rows, slots, own, longest, masks, prefixes, stack)
+        return _Decode(lane, rows, place, longest, masks, prefixes, stack)
 
     def _stack(
         self, lane: Lane[Row], groups: list[tuple[Block, list[int]]], device: torch.device
@@ -210,7 +216,7 @@ class Batch:
         hidden = torch.arange(longest, device=device) >= lengths[:, None]
         return _Stack(
             *stacked,
-            rows=torch.tensor(rows, device=device),
+            slots=torch.tensor(rows, device=device).flatten(),
             place=None if in_order else torch.tensor(place, device=device),
             mask=_added(hidden)[:, None, None] if unequal else None,
         )

@@ -7,9 +7,11 @@ Used: the server where no vLLM is installed; benchmarks; tests
 One thread owns the model and takes all steps:
 
     admit   requests whose memory can be reserved, in the order they came
-    plan    chunks of probes and prompts not read yet + one token for every running sample -> one Batch
+    plan    chunks of probes and prompts not read yet + one token for every running branch -> one Batch
     compute hidden states of the whole batch in one pass
     draw    the next token of every sample, deliver it, let finished samples leave
+
+Samples of one prompt that have drawn the same tokens are one row of that pass until they part.
 
 A request keeps the adapter it was admitted with until it ends: publishing puts a new adapter
 beside the old one and never changes a sample half-way.
@@ -32,7 +34,7 @@ from hone.inference.apart import apart
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.batch import Batch, Chunk
 from hone.inference.kv import Lane
-from hone.inference.requests import Request, Sample, check, deliver
+from hone.inference.requests import Branch, Request, check, deliver
 from hone.inference.sampler import draw
 from hone.inference.scheduler import Scheduler
 from hone.inference.scoring import Scoring, check_sequences
@@ -84,7 +86,7 @@ class EmbeddedEngine:
         self._adapters: dict[str, Lora] = {}
         self._scoring = Scoring(decoder)
         self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._counts = {"prompt": 0, "prefilled": 0, "sampled": 0}
+        self._counts = {"prompt": 0, "prefilled": 0, "decoded": 0, "sampled": 0}
         self._held_s = 0.0
         self._asleep = self._closed = False
         self._rested: list[Future[None]] = []
@@ -207,11 +209,12 @@ class EmbeddedEngine:
         with self._awake:
             schedule = self._schedule
             return EngineStats(
-                running=sum(len(lane.rows) for lane in schedule.lanes),
+                running=sum(len(row.samples) for lane in schedule.lanes for row in lane.rows),
                 waiting=len(schedule.waiting),
                 adapters=tuple(self._adapters),
                 prompt_tokens=self._counts["prompt"],
                 prefilled_tokens=self._counts["prefilled"],
+                decoded_tokens=self._counts["decoded"],
                 sampled_tokens=self._counts["sampled"],
                 kv_budget_bytes=schedule.budget,
                 kv_reserved_bytes=schedule.reserved_bytes,
@@ -311,11 +314,11 @@ class EmbeddedEngine:
             deliver(loop, deltas)
 
     def _read(
-        self, probed: list[Chunk], prompts: list[Chunk], lanes: list[Lane[Sample]]
+        self, probed: list[Chunk], prompts: list[Chunk], lanes: list[Lane[Branch]]
     ) -> Tensor | None:
-        """One pass over the step's tokens; the states of the running samples, [rows, hidden]."""
+        """One pass over the step's tokens; the states of the running branches, [rows, hidden]."""
         chunks = probed + prompts
-        decodes = [(lane, [row.ids[-1] for row in lane.rows], lane.rows[0].lora) for lane in lanes]
+        decodes = [(lane, [row.last_id for row in lane.rows], lane.rows[0].lora) for lane in lanes]
         batch = Batch(self._decoder.config, chunks, decodes, self._decoder.device)
         if not len(batch):
             return None
@@ -331,26 +334,25 @@ class EmbeddedEngine:
                 self._schedule.prefixes.index(chunk.block)
         return hidden[batch.decode_start :]
 
-    def _draw(self, states: Tensor | None, running: list[Sample], fresh: list[Sample]) -> Drawn:
+    def _draw(self, states: Tensor | None, running: list[Branch], fresh: list[Branch]) -> Drawn:
         """The next token of every sample that has a state to draw from, by who waits for it."""
-        for row in running:
-            row.own += 1
+        for branch in running:
+            branch.own += 1
         drawn: Drawn = {}
         rows = running + fresh
         if not rows:
             return drawn
-        blocks = {id(sample.block): sample.block for sample in fresh}
-        firsts = [block.last_hidden for block in blocks.values() if block.last_hidden is not None]
+        firsts = [b.block.last_hidden for b in fresh if b.block.last_hidden is not None]
         parts = ([states] if states is not None else []) + ([torch.stack(firsts)] if firsts else [])
         logits = self._decoder.logits(torch.cat(parts))
-        if fresh:  # the samples of one prompt draw from one row of logits
-            place = {block: len(running) + i for i, block in enumerate(blocks)}
-            index = [*range(len(running)), *(place[id(sample.block)] for sample in fresh)]
-            logits = logits[torch.tensor(index, device=logits.device)]
-        for row, token in zip(rows, draw(logits, [r.drawing for r in rows]), strict=True):
-            delta = row.take(token, self._decode)
-            drawn.setdefault(row.request.loop, []).append((row.request, delta))
-        self._counts["sampled"] += len(rows)
+        samples = [sample for branch in rows for sample in branch.samples]
+        places = [place for place, branch in enumerate(rows) for _ in branch.samples]
+        tokens = draw(logits, places, [sample.drawing for sample in samples])
+        for sample, token in zip(samples, tokens, strict=True):
+            delta = sample.take(token, self._decode)
+            drawn.setdefault(sample.request.loop, []).append((sample.request, delta))
+        self._counts["decoded"] += len(running)
+        self._counts["sampled"] += len(samples)
         return drawn
 
     # ---- errands ----------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Keys and values of what has been read so far: shared prompt blocks, and lanes of own tokens.
 
 In:   token ids as they are prefilled and sampled
-Out:  Block (a prompt's keys and values, shared by every sample of it), Lane (one row a sample),
+Out:  Block (a prompt's keys and values, shared by every sample of it), Lane (one row a branch),
       Prefixes (which blocks a new prompt can start from)
 Used: inference/embedded.py
 
-A sample attends to its prompt's block and to its own row. The n samples of a prompt, and separate
+A sample attends to its prompt's block and to its branch's row. The n samples of a prompt, and separate
 requests with the same prompt, read one block. Everything is keyed by the adapter's hash: keys
 and values computed under one adapter are wrong under any other, even one with the same name.
 """
@@ -153,7 +153,7 @@ def lane_capacity(tokens: int) -> int:
 
 
 class Row(Protocol):
-    """What a lane asks of the samples in it."""
+    """What a lane asks of the branches in it."""
 
     @property
     def own(self) -> int:
@@ -168,7 +168,7 @@ R = TypeVar("R", bound=Row)
 
 
 class Lane(Generic[R]):
-    """Own keys and values of the running samples of one adapter that are about equally long.
+    """Own keys and values of the running branches of one adapter that are about equally long.
 
     Rows lie side by side without holes, so one attention call serves them all; lengths differ by
     a factor of two at most, so at most half of what it reads is padding.
@@ -228,8 +228,8 @@ class Lane(Generic[R]):
         if rows > self.k.shape[1]:
             self.k, self.v = self._grown(self.k, rows), self._grown(self.v, rows)
 
-    def move_in(self, row: R, source: "Lane[R]", slot: int) -> None:
-        """Take over a row that outgrew a smaller lane."""
+    def copy_in(self, row: R, source: "Lane[R]", slot: int) -> None:
+        """One more row that begins as one of this or another lane does."""
         ours = self.add(row)
         self.k[:, ours, :, : row.own] = source.k[:, slot, :, : row.own]
         self.v[:, ours, :, : row.own] = source.v[:, slot, :, : row.own]

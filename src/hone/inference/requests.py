@@ -1,7 +1,8 @@
 """A request on its way through the embedded engine, and the samples it asks for.
 
 In:   prompt ids and Sampling
-Out:  Request (what is reserved and read once), Sample (one answer as it grows)
+Out:  Request (what is reserved and read once), Sample (one answer as it grows), Branch (answers
+      that have been the same so far)
 Used: inference/embedded.py
 
 What can never fit is refused here, before it waits: a request that no amount of waiting can
@@ -90,20 +91,11 @@ class Sample:
         self.index = index
         self.drawing = Drawing(request.sampling, stream(seed, index))
         self.ids: list[int] = []
-        self.own = 0
         self.finish: FinishReason | None = None
 
     @property
     def done(self) -> bool:
         return self.finish is not None
-
-    @property
-    def block(self) -> Block:
-        return self.request.block
-
-    @property
-    def lora(self) -> Lora | None:
-        return self.request.lora
 
     def take(self, token: SampledToken, decode: Callable[[list[int]], str] | None) -> Delta:
         """Append what was drawn and decide whether the answer ends here."""
@@ -126,6 +118,44 @@ class Sample:
                 if stop in text:
                     return "stop", stop
         return ("length", None) if len(self.ids) >= self.request.max_tokens else (None, None)
+
+
+class Branch:
+    """Samples of one prompt that have drawn the same tokens so far: one row, computed once.
+
+    Short and structured answers are mostly alike, the more so the better a model is trained: of
+    eight tool calls to one request a trained model writes one or two different ones. Every sample
+    still draws by its own noise, so what it says is what it would have said alone.
+    """
+
+    def __init__(self, samples: list[Sample], own: int = 0) -> None:
+        self.samples = samples
+        self.own = own
+        """Own tokens that have keys and values."""
+
+    @property
+    def block(self) -> Block:
+        return self.samples[0].request.block
+
+    @property
+    def lora(self) -> Lora | None:
+        return self.samples[0].request.lora
+
+    @property
+    def key(self) -> str:
+        return self.samples[0].request.key
+
+    @property
+    def last_id(self) -> int:
+        return self.samples[0].ids[-1]
+
+    def parted(self) -> list["Branch"]:
+        """After a draw: those who go on, by the token they drew."""
+        by_token: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            if not sample.done:
+                by_token.setdefault(sample.ids[-1], []).append(sample)
+        return [Branch(samples, self.own) for samples in by_token.values()]
 
 
 def check(

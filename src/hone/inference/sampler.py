@@ -1,6 +1,6 @@
-"""Logits -> one drawn token a row, with the log-probability the learner will be compared with.
+"""Logits -> drawn tokens, each with the log-probability the learner will be compared with.
 
-In:   logits [B, vocab], how each row is sampled, each row's own random stream
+In:   logits [B, vocab]; for every drawing the row it draws from, how, and its own random stream
 Out:  SampledTokens
 Used: inference/embedded.py, once per step
 
@@ -24,7 +24,7 @@ from hone.inference.base import SampledToken, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One row's way of being sampled, and the stream its noise comes from."""
+    """A way of being sampled, and the stream the noise comes from."""
 
     sampling: Sampling
     stream: np.random.Generator
@@ -40,46 +40,67 @@ def block_size(vocab: int) -> int:
     return 1 << math.ceil(math.log2(math.sqrt(vocab)))
 
 
-def draw(logits: Tensor, rows: Sequence[Drawing]) -> list[SampledToken]:
-    """One token for every row of logits [B, vocab]; the logits are overwritten."""
-    logits = logits.float()
-    temperatures = [row.sampling.temperature or 1.0 for row in rows]
-    if any(t != 1.0 for t in temperatures):
-        logits /= torch.tensor(temperatures, device=logits.device)[:, None]
-    size = block_size(logits.shape[1])
-    blocks = _blocks(logits, size)
-    block_lse = blocks.logsumexp(-1)  # [B, blocks]
-    lse = block_lse.logsumexp(-1)  # [B]
-    narrowed = [i for i, row in enumerate(rows) if row.sampling.narrowed]
+def draw(logits: Tensor, places: Sequence[int], rows: Sequence[Drawing]) -> list[SampledToken]:
+    """One token for every drawing, from its place's row of logits [B, vocab], which are overwritten."""
+    scores, ways, of = _ways(logits.float(), places, rows)
+    index = torch.tensor(of, device=scores.device)
+    size = block_size(scores.shape[1])
+    drawn = _blocks(scores, size)  # [ways, blocks, size]
+    # As logsumexp over the last axis, in one pass; a block's first score is always finite.
+    block_lse = scores[:, ::size] - drawn.log_softmax(-1)[:, :, 0]  # [ways, blocks]
+    lse = block_lse.logsumexp(-1)  # [ways]
     masked_lse: dict[int, float] = {}
-    drawn = blocks
-    if narrowed:
-        keep = _narrow(logits[narrowed], [rows[i].sampling for i in narrowed])
-        drawn = blocks.clone()
+    if narrowed := [i for i, way in enumerate(ways) if way.narrowed]:
+        keep = _narrow(scores[narrowed], [ways[i] for i in narrowed])
+        drawn = drawn.clone()
         drawn[narrowed] = _blocks(keep, size)
         block_lse[narrowed] = drawn[narrowed].logsumexp(-1)
         masked_lse = dict(zip(narrowed, block_lse[narrowed].logsumexp(-1).tolist(), strict=True))
-    noise = _noise(rows, block_lse.shape[1], size).to(logits.device)
-    chosen = (block_lse + noise[:, : block_lse.shape[1]]).argmax(-1)
-    inside = drawn[torch.arange(len(rows), device=chosen.device), chosen]
-    ids = chosen * size + (inside + noise[:, block_lse.shape[1] :]).argmax(-1)
+    blocks = block_lse.shape[1]
+    noise = _noise(rows, blocks, size).to(scores.device)
+    chosen = (block_lse[index] + noise[:, :blocks]).argmax(-1)
+    ids = chosen * size + (drawn[index, chosen] + noise[:, blocks:]).argmax(-1)
     # The block with the largest sum need not hold the largest token.
-    greedy = [i for i, row in enumerate(rows) if row.sampling.temperature == 0]
-    if greedy:
-        ids[greedy] = logits[greedy].argmax(-1)
-    picked = logits.gather(1, ids[:, None])[:, 0]
-    logprobs = (picked - lse).tolist()
-    alternatives = _alternatives(logits, lse, rows)
-    scores = picked.tolist()
+    if greedy := [i for i, row in enumerate(rows) if row.sampling.temperature == 0]:
+        ids[greedy] = scores[index[greedy]].argmax(-1)
+    picked = scores[index, ids]
+    logprobs, picks = (picked - lse[index]).tolist(), picked.tolist()
+    alternatives = _alternatives(scores, lse, of, rows)
     return [
         SampledToken(
             id=token,
             logprob=logprobs[i],
-            masked_logprob=scores[i] - masked_lse[i] if i in masked_lse else None,
+            masked_logprob=picks[i] - masked_lse[of[i]] if of[i] in masked_lse else None,
             top=alternatives.get(i, ()),
         )
         for i, token in enumerate(ids.tolist())
     ]
+
+
+def _ways(
+    logits: Tensor, places: Sequence[int], rows: Sequence[Drawing]
+) -> tuple[Tensor, list[Sampling], list[int]]:
+    """Logits [ways, vocab] over their temperatures, how each is narrowed, and which a drawing uses.
+
+    Drawings of one place that are sampled alike use one row; mostly that is the row there is.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    of: list[int] = []
+    firsts: list[int] = []
+    for i, (place, row) in enumerate(zip(places, rows, strict=True)):
+        way = row.sampling
+        key = (place, way.temperature or 1.0, way.top_k, way.top_p, way.min_p)
+        of.append(numbers.setdefault(key, len(numbers)))
+        if of[-1] == len(firsts):
+            firsts.append(i)
+    wanted = [places[i] for i in firsts]
+    if wanted != list(range(len(logits))):
+        logits = logits[torch.tensor(wanted, device=logits.device)]
+    ways = [rows[i].sampling for i in firsts]
+    temperatures = [way.temperature or 1.0 for way in ways]
+    if any(t != 1.0 for t in temperatures):
+        logits /= torch.tensor(temperatures, device=logits.device)[:, None]
+    return logits, ways, of
 
 
 def _blocks(logits: Tensor, size: int) -> Tensor:
@@ -120,13 +141,14 @@ def _narrow(logits: Tensor, ways: Sequence[Sampling]) -> Tensor:
 
 
 def _alternatives(
-    logits: Tensor, lse: Tensor, rows: Sequence[Drawing]
+    scores: Tensor, lse: Tensor, of: Sequence[int], rows: Sequence[Drawing]
 ) -> dict[int, tuple[tuple[int, float], ...]]:
     wanted = [i for i, row in enumerate(rows) if row.sampling.top_logprobs]
     if not wanted:
         return {}
     most = max(rows[i].sampling.top_logprobs for i in wanted)
-    values, ids = (logits[wanted] - lse[wanted][:, None]).topk(most, -1)
+    used = torch.tensor([of[i] for i in wanted], device=scores.device)
+    values, ids = (scores[used] - lse[used][:, None]).topk(most, -1)
     return {
         i: tuple(zip(ids[j].tolist(), values[j].tolist(), strict=True))[
             : rows[i].sampling.top_logprobs

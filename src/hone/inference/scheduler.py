@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hone.inference.batch import Chunk
 from hone.inference.kv import Block, Lane, Prefixes, lane_capacity
 from hone.inference.reading import Reading
-from hone.inference.requests import Request, Sample
+from hone.inference.requests import Branch, Request, Sample
 from hone.models.decoder import Decoder
 
 
@@ -34,10 +34,10 @@ class Scheduler:
         self._config = decoder.config
         self._like = decoder.embedding
         self._prefill_tokens = prefill_tokens
-        self._lanes: dict[tuple[str, int], Lane[Sample]] = {}
+        self._lanes: dict[tuple[str, int], Lane[Branch]] = {}
 
     @property
-    def lanes(self) -> list[Lane[Sample]]:
+    def lanes(self) -> list[Lane[Branch]]:
         """In one order, so that the same requests make the same batch; adapters side by side."""
         return [self._lanes[key] for key in sorted(self._lanes)]
 
@@ -91,37 +91,28 @@ class Scheduler:
         """The next tokens of prompts not read yet, up to so many; adapters side by side."""
         return sorted(self._reading.chunks(limit), key=lambda chunk: chunk.block.key)
 
-    def fresh(self) -> list[Sample]:
-        """Samples whose prompt has been read and whose first token has not been drawn."""
-        return [
-            sample
-            for request in self.running
-            if request.block.last_hidden is not None
-            for sample in request.samples
-            if not sample.ids
-        ]
+    def fresh(self) -> list[Branch]:
+        """Samples whose prompt has been read and whose first token has not been drawn, by prompt."""
+        by_block: dict[int, list[Sample]] = {}
+        for request in self.running:
+            if request.block.last_hidden is not None:
+                undrawn = [sample for sample in request.samples if not sample.ids]
+                by_block.setdefault(id(request.block), []).extend(undrawn)
+        return [Branch(samples) for samples in by_block.values() if samples]
 
-    def rearrange(self, fresh: Sequence[Sample]) -> None:
-        """After a draw: finished samples leave, outgrown ones move, new ones enter."""
+    def rearrange(self, fresh: Sequence[Branch]) -> None:
+        """After a draw: finished samples leave, branches part, outgrown ones move, new ones enter."""
         for lane in self.lanes:
             for slot in reversed(range(len(lane.rows))):
-                row = lane.rows[slot]
-                if row.done:
-                    self._keep(lane, slot)
-                elif row.own >= lane.capacity:
-                    self._lane(row.request.key, row.own + 1).move_in(row, lane, slot)
-                else:
-                    continue
-                lane.remove(slot)
-        entering: dict[str, list[Sample]] = {}
-        for sample in fresh:
-            if not sample.done:
-                entering.setdefault(sample.request.key, []).append(sample)
-        for key, samples in entering.items():
+                self._part(lane, slot)
+        entering: dict[str, list[Branch]] = {}
+        for branch in fresh:
+            entering.setdefault(branch.key, []).extend(branch.parted())
+        for key, branches in entering.items():
             lane = self._lane(key, 1)
-            lane.reserve(len(lane.rows) + len(samples))
-            for sample in samples:
-                lane.add(sample)
+            lane.reserve(len(lane.rows) + sum(len(branch.samples) for branch in branches))
+            for branch in branches:
+                lane.add(branch)
         self._drop_empty_lanes()
         for request in [r for r in self.running if r.done]:
             self._release(request)
@@ -130,7 +121,10 @@ class Scheduler:
         for request in [r for r in self.running if r.aborted]:
             for lane in self._lanes.values():
                 for slot in reversed(range(len(lane.rows))):
-                    if lane.rows[slot].request is request:
+                    stay = [s for s in lane.rows[slot].samples if s.request is not request]
+                    if stay:
+                        lane.rows[slot].samples = stay
+                    else:
                         lane.remove(slot)
             self._release(request)
         self._drop_empty_lanes()
@@ -141,24 +135,38 @@ class Scheduler:
         self._reading.clear()
         self.prefixes = Prefixes()
 
-    def _lane(self, key: str, tokens: int) -> Lane[Sample]:
+    def _part(self, lane: Lane[Branch], slot: int) -> None:
+        """One row after a draw: it stays, leaves, moves, or becomes several."""
+        branch = lane.rows[slot]
+        for sample in branch.samples:
+            if sample.finish == "stop":
+                self._keep(lane, slot, sample)
+        parts = branch.parted()
+        if parts and branch.own < lane.capacity:
+            lane.rows[slot] = parts.pop(0)
+            for part in parts:
+                lane.copy_in(part, lane, slot)
+            return
+        for part in parts:
+            self._lane(part.key, part.own + 1).copy_in(part, lane, slot)
+        lane.remove(slot)
+
+    def _lane(self, key: str, tokens: int) -> Lane[Branch]:
         capacity = lane_capacity(tokens)
         if (key, capacity) not in self._lanes:
-            self._lanes[key, capacity] = Lane[Sample](capacity, self._config, self._like)
+            self._lanes[key, capacity] = Lane[Branch](capacity, self._config, self._like)
         return self._lanes[key, capacity]
 
     def _drop_empty_lanes(self) -> None:
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.rows}
 
-    def _keep(self, lane: Lane[Sample], slot: int) -> None:
+    def _keep(self, lane: Lane[Branch], slot: int, sample: Sample) -> None:
         """Turn an answer into a block, so that the next turn need not read it again.
 
-        One that was cut at its limit is seldom continued, and copying it is not free.
+        Not one that was cut at its limit: it is seldom continued, and copying it is not free.
         """
         row = lane.rows[slot]
-        if row.finish != "stop":
-            return
-        ids = row.ids[: row.own]
+        ids = sample.ids[: row.own]
         size = (len(row.block.ids) + row.own) * self.token_bytes
         fits = self.reserved_bytes + self.prefixes.unused_bytes + size <= self.budget
         if fits and (row.block.key, row.block.ids + tuple(ids)) not in self.prefixes:
