@@ -72,6 +72,17 @@ class TestTightEmbedded(TestEmbedded):
         await served.engine.close()
 
 
+class TestMergedEmbedded(TestEmbedded):
+    """The same with every adapter merged into the weights as soon as it has computed a row."""
+
+    @pytest.fixture
+    async def served(self, tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:
+        served = await serve(tiny_llama_dir, tmp_path, merge_after=1)
+        await complete(served.engine, PROMPT, Sampling(max_tokens=40), served.first)
+        yield served
+        await served.engine.close()
+
+
 @pytest.mark.gpu
 class TestEmbeddedOnCuda(EngineConformance):
     @pytest.fixture

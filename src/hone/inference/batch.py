@@ -12,6 +12,7 @@ for all branches that share the block, and its own part, merged by their log-sum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -115,6 +116,23 @@ class Batch:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def wanted(self, *, whole: int) -> tuple[list[int] | None, list[int]]:
+        """The rows whose states are asked for (None: all), and how many of each chunk, then of lanes.
+
+        All of the first `whole` chunks, which are a probe's, and of the lanes; of a prompt its last,
+        which the first token of every answer is drawn from.
+        """
+        chunks = [prefill.chunk for prefill in self._prefills]
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        asked = lengths[:whole] + [int(c.stop == len(c.block.ids)) for c in chunks[whole:]]
+        sizes = [*asked, len(self) - self.decode_start]
+        if asked == lengths:
+            return None, sizes
+        rows: list[int] = []
+        for end, count in zip(accumulate(lengths), asked, strict=True):
+            rows += range(end - count, end)
+        return [*rows, *range(self.decode_start, len(self))], sizes
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = self._config.windows[layer]
         out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
@@ -135,13 +153,14 @@ class Batch:
             out[rows] = seen[0].transpose(0, 1).flatten(1)
         for decode in self._decodes:
             rows = decode.rows
-            out[rows] = self._attend_lane(decode, layer, q[rows], k[rows], v[rows], window)
+            self._attend_lane(decode, layer, q[rows], k[rows], v[rows], out[rows])
         return out
 
     def _attend_lane(
-        self, decode: _Decode, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
-    ) -> Tensor:
-        config, lane, n = self._config, decode.lane, len(q)
+        self, decode: _Decode, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """Write the attention of a lane's rows into `out`, [n, heads * dim]."""
+        config, lane, n, window = self._config, decode.lane, len(q), self._config.windows[layer]
         # Heads that share keys are queries of one another's attention: no key is read twice.
         grouped = q.reshape(n, config.kv_heads, -1, config.head_dim)
         keys, values = lane.k[layer, :n], lane.v[layer, :n]
@@ -151,15 +170,18 @@ class Batch:
         mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
         if decode.stack is not None:
             theirs, theirs_lse = decode.stack.attend(layer, grouped)
-            return _merged(mine, mine_lse, theirs, theirs_lse)
-        theirs, theirs_lse = torch.empty_like(mine), torch.empty_like(mine_lse)
-        for block, slots, masks in decode.prefixes:
-            some = grouped[slots].transpose(0, 1)  # [kv, m, g, dim]
-            flat = some.reshape(1, config.kv_heads, -1, config.head_dim)
-            seen, lse = _attention(flat, block.k[None, layer], block.v[None, layer], masks[window])
-            theirs[slots] = seen.view(some.shape).transpose(0, 1)
-            theirs_lse[slots] = lse.view(some.shape[:3]).transpose(0, 1)
-        return _merged(mine, mine_lse, theirs, theirs_lse)
+        else:
+            theirs, theirs_lse = torch.empty_like(mine), torch.empty_like(mine_lse)
+            for block, slots, masks in decode.prefixes:
+                some = grouped[slots].transpose(0, 1)  # [kv, m, g, dim]
+                flat = some.reshape(1, config.kv_heads, -1, config.head_dim)
+                keys, values = block.k[None, layer], block.v[None, layer]
+                seen, lse = _attention(flat, keys, values, masks[window])
+                theirs[slots] = seen.view(some.shape).transpose(0, 1)
+                theirs_lse[slots] = lse.view(some.shape[:3]).transpose(0, 1)
+        # Two parts of one attention, weighed by what each was normalised by.
+        share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
+        torch.lerp(mine, theirs, share, out=out.view(grouped.shape))
 
     def _span(self, rows: slice, lora: Lora | None) -> None:
         if lora is None:
@@ -228,12 +250,6 @@ class Batch:
         distance = (len(block.ids) + own)[:, None] - torch.arange(len(block.ids), device=own.device)
         heads = self._config.heads // self._config.kv_heads
         return _added(distance >= window).repeat_interleave(heads, 0)[None, None]
-
-
-def _merged(mine: Tensor, mine_lse: Tensor, theirs: Tensor, theirs_lse: Tensor) -> Tensor:
-    """Two parts of one attention, weighed by what each was normalised by; [n, heads * dim]."""
-    share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
-    return torch.lerp(mine, theirs, share).flatten(1)
 
 
 def _slots(members: list[int], device: torch.device) -> Tensor | slice:

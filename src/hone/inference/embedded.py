@@ -34,6 +34,7 @@ from hone.inference.apart import apart
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.batch import Batch, Chunk
 from hone.inference.kv import Lane
+from hone.inference.merging import MERGE_AFTER, Merging, roomy
 from hone.inference.requests import Branch, Request, check, deliver
 from hone.inference.sampler import draw
 from hone.inference.scheduler import Scheduler
@@ -46,8 +47,6 @@ from hone.models.machine import fastest_device, fastest_dtype
 
 PREFILL_TOKENS = 512
 """Prompt tokens read per step while samples run: fills the cores and does not stall the samples."""
-PACK_SHARE = 4
-"""Weights are copied into a faster layout if they take less than 1 / this of the free memory."""
 GATHER_S, GATHER_AT_MOST_S = 0.003, 0.02
 """An idle engine waits so long for requests that come together: one pass reads their prompts."""
 BASE_SHA256 = "base"
@@ -68,6 +67,7 @@ class EmbeddedEngine:
         kv_budget_bytes: int | None = None,
         max_running: int = 256,
         prefill_tokens: int = PREFILL_TOKENS,
+        merge_after: int = MERGE_AFTER,
         seed: int | None = None,
     ) -> None:
         """`decode` turns ids into text and is needed only for stop strings.
@@ -85,6 +85,7 @@ class EmbeddedEngine:
         self._seeds.manual_seed(seed) if seed is not None else self._seeds.seed()
         self._adapters: dict[str, Lora] = {}
         self._scoring = Scoring(decoder)
+        self._merging = Merging(decoder, after=merge_after)
         self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._counts = {"prompt": 0, "prefilled": 0, "decoded": 0, "sampled": 0}
         self._held_s = 0.0
@@ -115,8 +116,7 @@ class EmbeddedEngine:
             kind = dtype or fastest_dtype(where)
             require_fit(files, dtype_bytes=kind.itemsize, device=where)
             decoder = Decoder.load(files.path, device=where, dtype=kind)
-            roomy = decoder.nbytes < available_memory(where) // PACK_SHARE
-            return decoder.pack() if roomy else decoder
+            return decoder.pack() if roomy(decoder) else decoder
 
         tokenizer = load_tokenizer(files)
         return cls(
@@ -186,7 +186,8 @@ class EmbeddedEngine:
 
     async def unload(self, adapter: AdapterRef) -> None:
         def forget() -> None:
-            self._adapters.pop(adapter.sha256, None)
+            if (lora := self._adapters.pop(adapter.sha256, None)) is not None:
+                self._merging.forget(lora)
             self._schedule.prefixes.forget(adapter.sha256)
 
         await self._errand(forget)
@@ -268,6 +269,7 @@ class EmbeddedEngine:
             while not (self._closed or self._errands or self._scoring or self._has_requests()):
                 if self._rested:
                     self._schedule.clear()
+                    self._merging.forget()
                 while self._rested:
                     rested = self._rested.pop()
                     if rested.set_running_or_notify_cancel():
@@ -322,17 +324,19 @@ class EmbeddedEngine:
         batch = Batch(self._decoder.config, chunks, decodes, self._decoder.device)
         if not len(batch):
             return None
-        hidden = self._decoder.hidden(batch.token_ids, batch.positions, batch.attend, batch.spans)
+        decoder, adapters = self._merging.decoder(len(batch), batch.spans)
+        wanted, sizes = batch.wanted(whole=len(probed))
+        hidden = decoder.hidden(batch.token_ids, batch.positions, batch.attend, adapters, wanted)
         for chunk in chunks:
             chunk.block.filled = chunk.stop
-        states = hidden[: batch.decode_start].split([c.stop - c.start for c in chunks])
+        *states, running = hidden.split(sizes)
         self._scoring.take(list(zip(probed, states, strict=False)))
         for chunk, read in zip(prompts, states[len(probed) :], strict=True):
-            self._counts["prefilled"] += len(read)
+            self._counts["prefilled"] += chunk.stop - chunk.start
             if chunk.block.complete:
                 chunk.block.last_hidden = read[-1].clone()
                 self._schedule.prefixes.index(chunk.block)
-        return hidden[batch.decode_start :]
+        return running
 
     def _draw(self, states: Tensor | None, running: list[Branch], fresh: list[Branch]) -> Drawn:
         """The next token of every sample that has a state to draw from, by who waits for it."""

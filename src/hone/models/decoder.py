@@ -9,6 +9,7 @@ only by the order of sums, not by two authors' readings of the same model. Who s
 to `attend`, so there is no batch axis, no padding and no mask in here.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
-from hone.models.layers import Projection, rms_norm, swiglu
+from hone.models.layers import Projection, packed, rms_norm, swiglu
 from hone.models.lora import Lora
 from hone.models.machine import packs, prefer_blas
 from hone.models.weights import Tensors, read_tensors
@@ -44,6 +45,29 @@ class Layer:
     out: Projection
     gate_up: Projection
     down: Projection
+
+    def pack(self) -> "Layer":
+        """With a copy of every matrix laid out for sampling."""
+        return self._with(Projection.pack)
+
+    def merged(self, lora: Lora) -> "Layer":
+        """For sampling under this adapter alone, which is then part of the matrices.
+
+        Only in float32: added to a coarser type, small changes would round away.
+        """
+        assert self.out.weight.dtype == torch.float32, (
+            "merged into a coarse type it is another adapter"
+        )
+        return self._with(lambda projection: projection.merged(lora))
+
+    def _with(self, changed: Callable[[Projection], Projection]) -> "Layer":
+        return replace(
+            self,
+            qkv=changed(self.qkv),
+            out=changed(self.out),
+            gate_up=changed(self.gate_up),
+            down=changed(self.down),
+        )
 
 
 class Decoder:
@@ -136,14 +160,23 @@ class Decoder:
         positions: Tensor,  # [N] int64
         attend: Attend,
         adapters: Sequence[Span] = (),
+        wanted: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, [N, hidden]; `head` turns them into logits."""
+        """Hidden states after the last norm, [N, hidden]; `head` turns them into logits.
+
+        With `wanted`, rows in rising order, only theirs: of most tokens of a prompt nobody asks more
+        than keys and values, and these are known before the last layer has done half its work.
+        """
         cos, sin = self._rotation(positions)
         x = self.embedding[token_ids]
         for index, layer in enumerate(self.layers):
             y = rms_norm(x, layer.input_norm, self.config.norm_eps)
             q, k, v = self._qkv(index, layer, y, cos, sin, adapters)
-            x = layer.out.added(x, attend(index, q, k, v), adapters)
+            seen = attend(index, q, k, v)
+            if wanted is not None and index == len(self.layers) - 1:
+                rows = torch.tensor(wanted, dtype=torch.int64, device=x.device)
+                x, seen, adapters = x[rows], seen[rows], _among(wanted, adapters)
+            x = layer.out.added(x, seen, adapters)
             y = rms_norm(x, layer.post_norm, self.config.norm_eps)
             x = layer.down.added(x, swiglu(layer.gate_up(y, adapters)), adapters)
         return rms_norm(x, self.norm, self.config.norm_eps)
@@ -161,21 +194,17 @@ class Decoder:
         """
         if not packs(self.device, self.dtype):
             return self
-        layers = [
-            replace(
-                layer,
-                qkv=layer.qkv.pack(),
-                out=layer.out.pack(),
-                gate_up=layer.gate_up.pack(),
-                down=layer.down.pack(),
-            )
-            for layer in self.layers
-        ]
-        packed = Decoder(
+        decoder = self.with_layers([layer.pack() for layer in self.layers])
+        decoder._packed_head = packed(self.head)
+        return decoder
+
+    def with_layers(self, layers: Sequence[Layer]) -> "Decoder":
+        """The same with these layers in place of its own."""
+        decoder = Decoder(
             self.config, embedding=self.embedding, head=self.head, norm=self.norm, layers=layers
         )
-        packed._packed_head = torch.ops.mkldnn._reorder_linear_weight(self.head, None)
-        return packed
+        decoder._packed_head = self._packed_head
+        return decoder
 
     def _qkv(
         self,
@@ -211,6 +240,12 @@ class Decoder:
             )
         cos, sin = self._tables
         return cos[positions], sin[positions]
+
+
+def _among(wanted: Sequence[int], adapters: Sequence[Span]) -> list[Span]:
+    """The same spans, counted in wanted rows."""
+    ends = [(bisect_left(wanted, a), bisect_left(wanted, b), lora) for a, b, lora in adapters]
+    return [(start, stop, lora) for start, stop, lora in ends if start < stop]
 
 
 def _frequencies(config: DecoderConfig, device: torch.device) -> tuple[Tensor, float]:

@@ -23,14 +23,14 @@ from hone.models.lora import Lora
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear layers that read the same input, as one frozen matrix; adapters are added unmerged."""
+    """Linear layers that read the same input, as one frozen matrix, and an adapter beside it."""
 
     key: str
     weight: Tensor  # [inputs, outputs]
     bias: Tensor | None  # [outputs]
     sizes: tuple[int, ...]
     packed: Tensor | None = None
-    """The same matrix as oneDNN reads it fastest; for sampling, where the memory allows it."""
+    """What is multiplied by instead in sampling: a matrix as oneDNN reads it fastest."""
 
     def __call__(self, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
         if adapters and torch.is_grad_enabled():
@@ -57,13 +57,25 @@ class Projection:
 
     def pack(self) -> "Projection":
         """With a copy laid out for sampling."""
-        rows = self.weight.t().contiguous()
-        return replace(self, packed=torch.ops.mkldnn._reorder_linear_weight(rows, None))
+        return replace(self, packed=packed(self.weight.t().contiguous()))
+
+    def merged(self, lora: Lora) -> "Projection":
+        """For sampling under this adapter alone: its product is part of the matrix."""
+        a, b = lora.fused(self.key, self.weight.dtype)
+        rows = torch.addmm(self.weight.t(), b.t(), a.t(), alpha=lora.scale)  # [outputs, inputs]
+        if self.packed is None:
+            return replace(self, weight=rows.t())
+        return replace(self, packed=packed(rows))
 
     def _adapt_(self, y: Tensor, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> None:
         for start, stop, lora in adapters:
             a, b = lora.fused(self.key, y.dtype)
             y[start:stop].addmm_(x[start:stop] @ a, b, alpha=lora.scale)
+
+
+def packed(rows: Tensor) -> Tensor:
+    """A matrix [outputs, inputs] laid out as oneDNN multiplies by it fastest."""
+    return torch.ops.mkldnn._reorder_linear_weight(rows, None)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -137,7 +149,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over its root mean square, times the weight."""
     if x.requires_grad:
         return _RmsNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    if x.is_cuda or x.dtype in (torch.bfloat16, torch.float16):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # On a CPU torch's own is eight passes over x; this is three.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
 
 
 class _SwiGlu(torch.autograd.Function):
