@@ -1,7 +1,8 @@
-"""An OpenAI endpoint that answers at once, in a process of its own.
+"""An OpenAI endpoint that answers at once, in a process of its own, and what is asked of it.
 
 In:   POSTs, of which it reads no more than the length
-Out:  always the same chat completion, as large as a real one of 16 tokens with log-probabilities
+Out:  always the same chat completion, as large as a real one of 16 tokens with log-probabilities;
+      `crowd`: seconds a call of many at once
 Used: bench/harness.py and bench/peers/nat_eval.py; standard library only, since the latter runs in
       the peer's environment
 
@@ -13,11 +14,17 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 TOKENS = 16
+AT_ONCE = 16
+MESSAGES: Any = [
+    {"role": "system", "content": "You turn requests into tool calls. " * 8},
+    {"role": "user", "content": "What is the weather in Turin tomorrow?"},
+]
 
 
 @contextmanager
@@ -36,6 +43,19 @@ def endpoint() -> Iterator[str]:
         process.stdin.close()
         process.wait(10)
         process.stdout.close()
+
+
+async def crowd(ask: Callable[[], Awaitable[object]], count: int) -> float:
+    """Seconds a call of so many calls, of which 16 run at a time."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one() -> None:
+        async with slots:
+            await ask()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(count)))
+    return (time.perf_counter() - began) / count
 
 
 def answer() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
-from bench.endpoint import endpoint
+from bench.endpoint import AT_ONCE, MESSAGES, crowd, endpoint
 from bench.peer_env import NAT
 from bench.process import Contender, ContenderFailed, serve
 from bench.report import Result, result
@@ -28,14 +28,9 @@ from bench.setting import Setting
 DEADLINE_S = 300.0
 CALLS = 400
 BLOCK = 50
-AT_ONCE = 16
 TURNS = 8
 """Calls of a longer rollout."""
 GOAL_MS = 2.0
-MESSAGES = [
-    {"role": "system", "content": "You turn requests into tool calls. " * 8},
-    {"role": "user", "content": "What is the weather in Turin tomorrow?"},
-]
 
 
 def run(setting: Setting) -> Iterator[Result]:
@@ -119,16 +114,15 @@ class _Harness:
             through += await self._rollouts(BLOCK, turns=1)
             turns += await self._rollouts(BLOCK // TURNS, turns=TURNS)
         by_turn = [seconds / TURNS for seconds in turns]
-        crowd = [await self._crowd_alone(calls), await self._crowd(calls)]
+        at_once = await crowd(self._ask, calls), await self._crowd(calls)
         return {
             **overheads(alone, through),
             "p50_of_turns": (median(by_turn) - median(alone)) * 1e3,
-            "at_once": (crowd[1] - crowd[0]) * 1e3,
+            "at_once": (at_once[1] - at_once[0]) * 1e3,
         }
 
     async def _ask(self) -> str | None:
-        messages: Any = MESSAGES
-        answer = await self._llm.client.chat.completions.create(model="m", messages=messages)
+        answer = await self._llm.client.chat.completions.create(model="m", messages=MESSAGES)
         return answer.choices[0].message.content
 
     async def _timed(self) -> float:
@@ -144,21 +138,10 @@ class _Harness:
         return [later - earlier for earlier, later in pairwise(ends)]
 
     async def _crowd(self, count: int) -> float:
-        """Seconds a call of rollouts that run 16 at a time."""
+        """Seconds a call of rollouts, of which 16 run at a time."""
         began = time.perf_counter()
         done = await self._evaluation(count, 1, AT_ONCE).run()
         assert not done.workflow_interrupted, "a rollout failed"
-        return (time.perf_counter() - began) / count
-
-    async def _crowd_alone(self, count: int) -> float:
-        slots = asyncio.Semaphore(AT_ONCE)
-
-        async def one() -> None:
-            async with slots:
-                await self._ask()
-
-        began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(count)))
         return (time.perf_counter() - began) / count
 
     def _evaluation(self, count: int, turns: int, at_once: int) -> Any:

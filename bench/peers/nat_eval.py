@@ -19,15 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.endpoint import endpoint
+from bench.endpoint import AT_ONCE, MESSAGES, crowd, endpoint
 from bench.process import serve
 
-AT_ONCE = 16
 FEW = 16
-MESSAGES: Any = [
-    {"role": "system", "content": "You turn requests into tool calls. " * 8},
-    {"role": "user", "content": "What is the weather in Turin tomorrow?"},
-]
 
 
 def start(settings: dict[str, Any]) -> Any:
@@ -79,7 +74,7 @@ class _Nat:
 
     async def overhead(self, calls: int) -> dict[str, float]:
         through = await self._evaluated(calls + FEW) - await self._evaluated(FEW)
-        alone = await self._crowd(calls)
+        alone = await crowd(self._ask, calls)
         return {"at_once": (through / calls - alone) * 1e3}
 
     async def _ask(self) -> str:
@@ -112,17 +107,6 @@ class _Nat:
         assert not done.workflow_interrupted, "an item failed"
         assert len(done.eval_input.eval_input_items) == count, "items were lost"
         return took
-
-    async def _crowd(self, count: int) -> float:
-        slots = asyncio.Semaphore(AT_ONCE)
-
-        async def one() -> None:
-            async with slots:
-                await self._ask()
-
-        began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(count)))
-        return (time.perf_counter() - began) / count
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from hone.inference.template import ChatTemplate
+
 TEMPLATES = Path(__file__).parent.parent / "data" / "templates"
 
 CORPUS = [
@@ -97,3 +99,18 @@ def make_tokenizer() -> MakeTokenizer:
         return built[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def qwen25(make_tokenizer: MakeTokenizer) -> ChatTemplate:
+    return ChatTemplate.load(make_tokenizer("qwen2.5-instruct"))
+
+
+@pytest.fixture(scope="module")
+def smollm2(make_tokenizer: MakeTokenizer) -> ChatTemplate:
+    return ChatTemplate.load(make_tokenizer("smollm2-instruct"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(make_tokenizer: MakeTokenizer) -> ChatTemplate:
+    return ChatTemplate.load(make_tokenizer("qwen3"), "Qwen/Qwen3-0.6B")

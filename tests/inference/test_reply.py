@@ -33,21 +33,6 @@ property_test = settings(
 words = st.text(st.sampled_from("the wind \n\u00e9\u4f60\U0001f600"), min_size=1, max_size=12)
 
 
-@pytest.fixture(scope="module")
-def qwen25(make_tokenizer) -> ChatTemplate:
-    return ChatTemplate.load(make_tokenizer("qwen2.5-instruct"))
-
-
-@pytest.fixture(scope="module")
-def smollm2(make_tokenizer) -> ChatTemplate:
-    return ChatTemplate.load(make_tokenizer("smollm2-instruct"))
-
-
-@pytest.fixture(scope="module")
-def qwen3(make_tokenizer) -> ChatTemplate:
-    return ChatTemplate.load(make_tokenizer("qwen3"), "Qwen/Qwen3-0.6B")
-
-
 def say(template: ChatTemplate, text: str) -> list[int]:
     return template.tokenizer.encode(text, add_special_tokens=False)
 

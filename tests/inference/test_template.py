@@ -19,21 +19,6 @@ property_test = settings(
 )
 
 
-@pytest.fixture(scope="module")
-def qwen25(make_tokenizer) -> ChatTemplate:
-    return ChatTemplate.load(make_tokenizer("qwen2.5-instruct"))
-
-
-@pytest.fixture(scope="module")
-def smollm2(make_tokenizer) -> ChatTemplate:
-    return ChatTemplate.load(make_tokenizer("smollm2-instruct"))
-
-
-@pytest.fixture(scope="module")
-def qwen3(make_tokenizer) -> ChatTemplate:
-    return ChatTemplate.load(make_tokenizer("qwen3"), "Qwen/Qwen3-0.6B")
-
-
 # Which renderer
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from hone.errors import Cancelled, LearnerDied, SampleRefused
 from hone.learner.learner import Learner
-from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
+from hone.learner.worker import NICENESS, LearnerProcess, LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
@@ -141,6 +142,38 @@ def test_a_learner_that_does_not_end_is_ended(tiny_llama_dir: Path):
 def test_a_model_that_is_not_there_fails_the_start(tmp_path: Path):
     with pytest.raises(LearnerDied, match=r"(?s)during 'start'.*exit code 1.*nothing"):
         LearnerProcess.start(spec(tmp_path / "nothing"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has its own niceness")
+def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
+    tiny_llama_dir: Path, tmp_path: Path, job, monkeypatch: pytest.MonkeyPatch
+):
+    # Loaded by Python itself before any of our code: writes down who is made how nice.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "really = os.setpriority\n"
+        "def noted(which, who, niceness):\n"
+        f"    Path({str(tmp_path)!r}, str(os.getpid())).write_text(f'{{which}} {{who}} {{niceness}}')\n"
+        "    really(which, who, niceness)\n"
+        "os.setpriority = noted\n"
+    )
+    inherited = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), inherited]))
+    polite = LearnerProcess.launch(spec(tiny_llama_dir), gives_way=True)
+    plain = LearnerProcess.launch(spec(tiny_llama_dir))
+    try:
+        assert polite.ready() == polite.info and plain.ready() == plain.info
+        which, who, niceness = map(int, (tmp_path / str(polite.pid)).read_text().split())
+        assert which == os.PRIO_PROCESS and niceness == NICENESS
+        assert who != polite.pid and not (tmp_path / str(plain.pid)).exists()
+        # The thread that learns has its process' id.
+        nice = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (polite.pid, plain.pid)]
+        assert nice == [os.getpriority(os.PRIO_PROCESS, 0)] * 2
+        assert polite.train(job, CONFIG)["sha256"] == plain.train(job, CONFIG)["sha256"]
+    finally:
+        polite.close()
+        plain.close()
 
 
 def test_what_libraries_print_does_not_reach_the_messages(

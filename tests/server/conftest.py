@@ -17,6 +17,7 @@ import pytest
 from tests.fakes import ScriptedEngine
 from tests.inference.conftest import build_tokenizer
 from tests.server.api import Api, Open, opening
+from tests.server.worlds import World
 
 from hone.inference.base import Engine
 from hone.server import jobs, models
@@ -103,6 +104,14 @@ def make_state(tmp_path: Path, tokenizer: Any) -> MakeState:
         return State.open(Settings(**settings), open_engine=lambda name: used)
 
     return make
+
+
+@pytest.fixture
+async def world(make_state: MakeState, tiny_model: Path) -> AsyncIterator[World]:
+    """A server's parts with one model, to add recorded calls to."""
+    world = await World.open(make_state(), tiny_model)
+    yield world
+    await world.close()
 
 
 @dataclass

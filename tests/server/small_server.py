@@ -38,7 +38,7 @@ ENDED = "ended.json"
 class LearnerHere(LearnerProcess):
     """A learner in this process: the same bits, without the ten seconds a process takes to start."""
 
-    def __init__(self, spec: LearnerSpec, *, env: object = None) -> None:
+    def __init__(self, spec: LearnerSpec, **_: object) -> None:
         import torch
 
         from hone.learner.learner import Learner
@@ -57,6 +57,10 @@ class LearnerHere(LearnerProcess):
             deterministic=False,
             sha256=self.learner.lora.sha256,
         )
+
+    def ready(self, **_: Any) -> WorkerInfo:
+        assert self.info is not None, "it loads where it is made"
+        return self.info
 
     def train(self, groups: Any, config: Any, *, on_progress: Any = None, **more: Any) -> Any:
         told = (lambda at: on_progress(asdict(at))) if on_progress else None
@@ -235,6 +239,6 @@ def fork_for_each_order() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        run({"root": sys.argv[1], "model": sys.argv[2]}, start_learner=LearnerProcess.start)
+        run({"root": sys.argv[1], "model": sys.argv[2]}, start_learner=LearnerProcess.launch)
     else:
         fork_for_each_order()

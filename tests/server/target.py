@@ -40,13 +40,17 @@ USER = {"role": "user", "content": "the weather"}
 class QuickLearner(LearnerProcess):
     """Reads a job as the learner would, and learns nothing: what was accepted can be trained."""
 
-    def __init__(self, spec: LearnerSpec, *, env: object = None) -> None:
+    def __init__(self, spec: LearnerSpec, **_: object) -> None:
         said = json.loads((spec.model_dir / "config.json").read_text())
         self.vocab, self.positions = said["vocab_size"], said["max_position_embeddings"]
         self.sha256 = ""
         self.info = WorkerInfo(
             pid=0, torch="", threads=1, device="cpu", deterministic=True, sha256=""
         )
+
+    def ready(self, **_: Any) -> WorkerInfo:
+        assert self.info is not None, "it loads where it is made"
+        return self.info
 
     def load(self, directory: Path, **_: Any) -> str:
         self.sha256 = json.loads((directory / "manifest.json").read_text())["sha256"]

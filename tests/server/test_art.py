@@ -6,7 +6,8 @@ tests/art drives the clients themselves; these are the same bodies without their
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from tests.server.conftest import MakeServer, Server
 from tests.server.small_server import LearnerHere
+from tests.server.worlds import art_model
 
 from hone.errors import TrainingError
 from hone.server.app import State
@@ -25,25 +27,7 @@ KEY = ModelKey("proof", "agent")
 
 
 def model(base: Path | str, **changes: Any) -> dict[str, Any]:
-    """The model object of openpipe-art 0.5.4, as NAT 1.6.0's adapter fills it."""
-    return {
-        "name": "agent",
-        "project": "proof",
-        "entity": None,
-        "id": None,
-        "config": None,
-        "trainable": True,
-        "inference_api_key": None,
-        "inference_base_url": None,
-        "inference_model_name": None,
-        "base_model": str(base),
-        "_internal_config": {
-            "init_args": None,
-            "engine_args": {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
-            "torchtune_args": None,
-            "trainer_args": {"learning_rate": 1e-3, "beta": 0.0},
-        },
-    } | changes
+    return art_model("agent", "proof", str(base), learning_rate=1e-3, beta=0.0) | changes
 
 
 class Learner(LearnerHere):
@@ -138,9 +122,15 @@ def art(tmp_path: Path, tiny_model: Path) -> Iterator[ArtServer]:
     Learner.reached.clear()
     Learner.go_on.set()
     Learner.failing = False
-    settings = Settings(root=tmp_path / "hone", device="cpu", learner_threads=1)
-    server = Server(State.open(settings, start_learner=Learner), None).start()
-    art = ArtServer(server, tiny_model)
+    with served(tmp_path, tiny_model, Learner) as art:
+        yield art
+
+
+@contextmanager
+def served(root: Path, model: Path, start_learner: Callable[..., Any]) -> Iterator[ArtServer]:
+    settings = Settings(root=root / "hone", device="cpu", learner_threads=1)
+    server = Server(State.open(settings, start_learner=start_learner), None).start()
+    art = ArtServer(server, model)
     yield art
     art.http.close()
     server.stop()
@@ -256,18 +246,19 @@ def test_the_reply_ends_when_the_new_step_is_served(art: ArtServer) -> None:
 # ---- what goes wrong --------------------------------------------------------------------------
 
 
-def test_a_failure_before_the_stream_has_a_status_and_a_reason(art: ArtServer) -> None:
-    art.prepared()
-    groups = art.groups()
-    art.state.service._start_learner = _no_learner
-    got = art.post("/_train_model", art.training_call(groups))
-    (job,) = art.state.jobs.list()
-    assert got.status_code == 500
-    assert got.json()["detail"].startswith(
-        f"job {job.id!r} failed: TrainingError: there is no memory\nIts trace is in "
-    )
-    assert "Traceback" not in got.text
-    assert art.step() == 0
+def test_a_failure_before_the_stream_has_a_status_and_a_reason(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    with served(tmp_path, tiny_model, _no_learner) as art:
+        art.prepared()
+        got = art.post("/_train_model", art.training_call(art.groups()))
+        (job,) = art.state.jobs.list()
+        assert got.status_code == 500
+        assert got.json()["detail"].startswith(
+            f"job {job.id!r} failed: TrainingError: there is no memory\nIts trace is in "
+        )
+        assert "Traceback" not in got.text
+        assert art.step() == 0
 
 
 def _no_learner(*_: Any, **__: Any) -> Any:

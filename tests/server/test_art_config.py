@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.server.worlds import art_model
 
 from hone.errors import ConfigError, Unprocessable
 from hone.server import art_log
@@ -14,25 +15,7 @@ from hone.server.art_log import ArtGroup
 from hone.trajectory import means
 from hone.types import ModelSpec
 
-# As openpipe-art 0.5.4 sends it, through NAT 1.6.0's adapter.
-MODEL: dict[str, Any] = {
-    "name": "run1",
-    "project": "proj1",
-    "entity": None,
-    "id": None,
-    "config": None,
-    "trainable": True,
-    "inference_api_key": None,
-    "inference_base_url": None,
-    "inference_model_name": None,
-    "base_model": "tiny",
-    "_internal_config": {
-        "init_args": None,
-        "engine_args": {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
-        "torchtune_args": None,
-        "trainer_args": {"learning_rate": 0.001, "beta": 0.01},
-    },
-}
+MODEL = art_model("run1", "proj1", "tiny", learning_rate=0.001, beta=0.01)
 
 
 def spec_of(**internal: Any) -> ModelSpec:

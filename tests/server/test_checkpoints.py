@@ -193,8 +193,10 @@ def test_best_is_of_retained_steps_and_may_be_smoothed(checkpoints: Checkpoints,
     # alpha 0.5: 0, (0.8 + 0)/1.5 = 0.53, (0.7 + 0.4 + 0)/1.75 = 0.63, (0.75 + 0.35 + 0.2)/1.875 = 0.69
     assert checkpoints.best(KEY, smoothing=0.5) == 3
     assert checkpoints.best(KEY, "val/other") is None
+    checkpoints.log(KEY, 2, {"reward": 0.8}, "val")
+    assert checkpoints.best(KEY) == 1  # and that of step 2 is 0.75, as of step 3
     checkpoints.delete(KEY, [1])
-    assert checkpoints.best(KEY) == 3
+    assert checkpoints.best(KEY) == 2  # of equal ones the first, as in a run's report
 
 
 def test_history_goes_on_after_half_a_line(checkpoints: Checkpoints):

@@ -1,24 +1,13 @@
 """Messages and choices become calls: found again, rendered, or refused with the reason."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types.chat.chat_completion import Choice as OpenAIChoice
-from tests.server.conftest import MakeState
 from tests.server.worlds import TOOLS, USER, World, choice, logprobs_of, spelt, talk
 
 from hone.trajectory import History
 from hone.types import Call
-
-
-@pytest.fixture
-async def world(make_state: MakeState, tiny_model: Path) -> AsyncIterator[World]:
-    world = await World.open(make_state(), tiny_model)
-    yield world
-    await world.close()
-
 
 # ---- by messages: found again ------------------------------------------------------------------
 

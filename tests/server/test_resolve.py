@@ -1,24 +1,14 @@
 """Trajectory groups by tokens and by rollout become calls; what is wrong is refused by its path."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import VOCAB, MakeState
+from tests.server.conftest import VOCAB
 from tests.server.worlds import USER, World, by_tokens, talk
 
 from hone.errors import Unprocessable
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Call, Failure
-
-
-@pytest.fixture
-async def world(make_state: MakeState, tiny_model: Path) -> AsyncIterator[World]:
-    world = await World.open(make_state(), tiny_model)
-    yield world
-    await world.close()
-
 
 # ---- by tokens --------------------------------------------------------------------------------
 

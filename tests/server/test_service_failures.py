@@ -181,9 +181,9 @@ async def test_a_learner_that_dies_fails_its_job_and_is_replaced(tiny_model: Pat
     class Mortal(LearnerHere):
         """The first one dies under its first job."""
 
-        def __init__(self, spec: LearnerSpec, *, env: object = None) -> None:
-            super().__init__(spec, env=env)
-            started.append((spec, env))
+        def __init__(self, spec: LearnerSpec, **how: object) -> None:
+            super().__init__(spec)
+            started.append((spec, how))
 
         def train(self, *args: Any, **more: Any) -> Any:
             if len(started) == 1:
@@ -199,4 +199,5 @@ async def test_a_learner_that_dies_fails_its_job_and_is_replaced(tiny_model: Pat
         assert job.failure.type == "LearnerDied" and "SIGKILL" in job.failure.message
         await server.trained(tiny_model, 0, 10)
         assert len(started) == 2  # one for the job that failed, one kept for the two after it
-        assert all(spec.threads == 2 and env == PATIENT for spec, env in started)
+        assert all(spec.threads == 2 for spec, _ in started)
+        assert all(how == {"gives_way": False, "env": PATIENT} for _, how in started)

@@ -1,10 +1,8 @@
 """A job is trained on answers of the step it starts from, or says which were not."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.server.conftest import MakeState
 from tests.server.small_server import CONFIG, SmallServer, spec, token_groups
 from tests.server.worlds import USER, World, by_tokens, choice, talk
 
@@ -16,13 +14,11 @@ ADAPTER = "a" * 64
 
 
 @pytest.fixture
-async def world(make_state: MakeState, tiny_model: Path) -> AsyncIterator[World]:
+def world(world: World) -> World:
     """Step 3 is the newest."""
-    world = await World.open(make_state(), tiny_model)
     adapter = AdapterRef(str(world.record.key), 3, ADAPTER)
     world.state.serving.promote(world.record, adapter, 3)
-    yield world
-    await world.close()
+    return world
 
 
 def test_nothing_stale_is_trained_unless_it_is_asked_for():

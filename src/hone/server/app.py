@@ -27,10 +27,12 @@ import hone
 from hone import errors
 from hone.errors import HoneError
 from hone.inference.base import Engine
+from hone.learner.worker import LearnerProcess
 from hone.server import art, auth, calls, chat, jobs, models, training
 from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoints
 from hone.server.jobs import JobStore
+from hone.server.learners import StartLearner
 from hone.server.models import ModelStore
 from hone.server.rename import finish_renames
 from hone.server.service import TrainingService
@@ -84,7 +86,7 @@ class State:
         settings: Settings,
         *,
         open_engine: Callable[[str], Engine] | None = None,
-        start_learner: Callable[..., Any] | None = None,
+        start_learner: StartLearner = LearnerProcess.launch,
     ) -> Self:
         """Open or make the state under `settings.root`; loads no model."""
         settings.root.mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,7 @@ class State:
             calls=recorded,
             settings=settings,
             metrics=metrics,
-            **({} if start_learner is None else {"start_learner": start_learner}),
+            start_learner=start_learner,
         )
         state = cls(
             settings=settings,

@@ -131,7 +131,7 @@ def routes(state: "State") -> APIRouter:
 
     @router.post("/_prepare_backend_for_training")
     async def prepare(body: PrepareRequest, request: Request) -> tuple[str, str]:
-        """Load the model and serve its newest step; where, and with which key."""
+        """Load the model, serve its newest step, start its learner; where, and with which key."""
         asked = (body.config or {}).get("server_args") or {}
         if ignored := server_keys(body.config):
             say("ART: keys that mean nothing here", model=str(body.model.key), keys=ignored)

@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hone.disk import move, sync
 from hone.errors import ConfigError, NotFound
 from hone.server.failpoints import failpoint
 from hone.server.telemetry import say
@@ -120,7 +121,7 @@ class Checkpoints:
             (partial / MANIFEST).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
             failpoint("checkpoint/before-fsync")
             for file in (*partial.iterdir(), partial):
-                _sync(file)
+                sync(file)
             failpoint("checkpoint/after-fsync")
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -264,7 +265,7 @@ class Checkpoints:
             weight = 1 + (1 - smoothing) * weight
             smoothed[step] = total / weight
         have = {checkpoint.step for checkpoint in self.list(key)}
-        return max(smoothed.keys() & have, key=lambda step: (smoothed[step], step), default=None)
+        return max(smoothed.keys() & have, key=lambda step: (smoothed[step], -step), default=None)
 
     # ---- one directory ----------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class Checkpoints:
         if not parent.exists():
             parent.mkdir(parents=True)
             for made in parent.parents[: len(parent.relative_to(self.root).parts)]:
-                _sync(made)
+                sync(made)
         for left in parent.glob(".*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -316,20 +317,6 @@ class Checkpoints:
             shutil.rmtree(target)
         move(path, target)
         return target
-
-
-def move(path: Path, target: Path) -> None:
-    """Rename, on the disk when it returns."""
-    path.rename(target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

@@ -6,8 +6,10 @@ Used: serving.py (Base is a Language with an engine), resolve.py to render what 
 
 The fingerprint holds weights, tokenizer, template, its arguments and the date it prints, each by
 itself. What was made under another of the first three is never continued and never trained on: its
-ids would mean something else. Arguments and date are a request's own. Hashing the weights reads every byte of them, so the hash
-is kept beside the state with size and time of each file, and computed again when one changes.
+ids would mean something else. Arguments and date are a request's own.
+
+Hashing the weights reads every byte of them, so the hash is kept beside the state with size and
+time of each file, and computed again when one changes.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What a job does with its learner: start it, put it at a step, train, save the next step.
+"""What a job does with its learner: launch it, put it at a step, train, save the next step.
 
 In:   a job, its groups, the checkpoint it goes on from
 Out:  the learner's StepResult, as a mapping; the checkpoint of the next step
@@ -29,6 +29,9 @@ PROGRESS_S = 0.1
 """Progress is told at most so often; the last of each phase always."""
 PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 """Threads of the learner that wait must not spin: they would take the engine's cores."""
+AHEAD_SHARE = 8
+"""A learner has room ahead of its first job if its weights take less than 1 / this of the memory
+that is free: the engine, which may load at the same time, takes two to three times as much."""
 
 Tell = Callable[[dict[str, Any]], object]
 
@@ -61,10 +64,14 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) ->
     )
 
 
-def start(
-    launch: Callable[..., LearnerProcess], language: Language, settings: Settings
+def launch(
+    start_learner: Callable[..., LearnerProcess],
+    language: Language,
+    settings: Settings,
+    *,
+    gives_way: bool,
 ) -> LearnerProcess:
-    """A learner over a base model."""
+    """A learner over a base model, which has begun to load it."""
     device, dtype = _machine(settings.device)
     spec = LearnerSpec(
         model_dir=language.files.path,
@@ -73,7 +80,21 @@ def start(
         device=device,
         dtype=dtype,
     )
-    return launch(spec, env=PATIENT)
+    return start_learner(spec, gives_way=gives_way, env=PATIENT)
+
+
+def has_room_ahead(language: Language, settings: Settings) -> bool:
+    """Whether a learner that has no job yet leaves the engine what that needs.
+
+    Not on a GPU, which the two share, nor where memory is short.
+    """
+    from hone.models.fit import available_memory, estimate
+    from hone.models.machine import fastest_device
+
+    if (settings.device or fastest_device()) != "cpu":
+        return False
+    weights = estimate(language.files.config, dtype_bytes=4, kv_tokens=0).weights
+    return weights < available_memory() // AHEAD_SHARE
 
 
 def learn(

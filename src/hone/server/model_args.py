@@ -2,7 +2,7 @@
 
 In:   sections of keys: init_args, engine_args, peft_args, trainer_args
 Out:  fields of ModelSpec and of TrainConfig; names of keys that mean nothing here
-Used: training.py for ModelSpec's own sections; art_config.py for ART's `_internal_config`
+Used: checks.py for ModelSpec's own sections; art_config.py for ART's `_internal_config`
 
 Every key is honoured, refused, or named as not applicable. Refused is what would change the result
 and cannot be done: training on as if it had not been said would be worse than an error. Null means
@@ -200,12 +200,10 @@ def check_devices(where: str, value: Any) -> None:
 
 
 def _check_projections(where: str, value: Any) -> None:
-    if value != "all-linear" and not (isinstance(value, list) and _texts(value) == PROJECTIONS):
+    if value != "all-linear" and not (
+        isinstance(value, list) and {*map(str, value)} == PROJECTIONS
+    ):
         raise ConfigError(
             f"{where}: {brief(value)} is not in this version; leave it out: adapters are on "
             f"{', '.join(sorted(PROJECTIONS))}"
         )
-
-
-def _texts(values: list[Any]) -> set[str]:
-    return {str(value) for value in values}

@@ -15,8 +15,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hone.disk import move
 from hone.errors import Conflict, NotFound
-from hone.server.checkpoints import move
 from hone.server.failpoints import failpoint
 from hone.server.models import ModelRecord
 from hone.server.telemetry import say

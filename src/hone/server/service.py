@@ -15,7 +15,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.failpoints import failpoint
 from hone.server.jobs import FINAL, JobStore, Pin
 from hone.server.language import Language
+from hone.server.learners import Learners, StartLearner
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
@@ -50,7 +51,6 @@ FAILPOINTS = (
 
 CLOSE_S = 20.0
 """A job has so long to end, or to go back to the queue, when the server stops."""
-StartLearner = Callable[..., LearnerProcess]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,6 @@ class _Lane:
 
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
-    learner: LearnerProcess | None = None
     job: str | None = None
     """The one that is running."""
 
@@ -76,8 +75,8 @@ class TrainingService:
         serving: Serving,
         calls: CallStore,
         settings: Settings,
-        metrics: Metrics | None = None,
-        start_learner: StartLearner = LearnerProcess.start,
+        metrics: Metrics,
+        start_learner: StartLearner,
     ) -> None:
         self._jobs = jobs
         self._models = models
@@ -85,8 +84,8 @@ class TrainingService:
         self._serving = serving
         self._calls = calls
         self._settings = settings
-        self._metrics = metrics or Metrics()
-        self._start_learner = start_learner
+        self._metrics = metrics
+        self._learners = Learners(settings, start_learner)
         self._lanes: dict[str, _Lane] = {}
         self._cancelled: set[str] = set()
         self._beginning = threading.Lock()
@@ -116,7 +115,11 @@ class TrainingService:
             lane.woken.set()
 
     async def prepare(self, record: ModelRecord) -> Checkpoint:
-        """Load the engine, write step 0 if there is no step yet, serve the newest."""
+        """Load the engine, write step 0 if there is no step yet, serve the newest.
+
+        The learner begins to load meanwhile, and may go on after it.
+        """
+        self._learners.launch_ahead(await self._serving.template(record.spec.base_model))
         newest = await self._newest(record)
         await self._serving.resolve(str(record.key))
         return newest
@@ -136,8 +139,7 @@ class TrainingService:
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
         for lane in self._lanes.values():
             lane.woken.set()
-            if lane.learner is not None:
-                await asyncio.to_thread(lane.learner.close)
+        await self._learners.close()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
             for task in late:  # its job stays running, and is recovered at the next start
@@ -173,12 +175,12 @@ class TrainingService:
                 pin = Pin(newest.step, newest.sha256) if checkpoint is None else None
                 job = await asyncio.to_thread(jobs.take, job.id, pin)
                 say("job started", job=job.id, model=job.model, base_step=job.base_step)
-                await self.prepare(record)
+                await serving.resolve(str(record.key))
                 base = await serving.base(base_model)
 
                 if checkpoint is None:
                     # Learn.
-                    learner = await self._learner(lane, base)
+                    learner = await self._learners.ready(base)
                     failpoint("job/before-learn")
                     async with self._serving_held(learner) as held:
                         result = await asyncio.to_thread(self._learn, learner, job, newest)
@@ -213,7 +215,7 @@ class TrainingService:
                 # Mark done.
                 await self._finish(job, checkpoint, checkpoint.manifest)
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
-                await self._end_badly(lane, job, error)
+                await self._end_badly(job, error)
             finally:
                 lane.job = None
                 self._cancelled.discard(job.id)
@@ -231,15 +233,6 @@ class TrainingService:
         with self._beginning:
             newest = self._checkpoints.newest(record.key)
             return newest or learning.save_first(self._checkpoints, record.spec, language)
-
-    async def _learner(self, lane: _Lane, base: Base) -> LearnerProcess:
-        """The base model's learner, started if there is none."""
-        if lane.learner is None:
-            start = (learning.start, self._start_learner, base, self._settings)
-            lane.learner = await asyncio.to_thread(*start)
-            if self._closing:  # which did not see it
-                await asyncio.to_thread(lane.learner.close)
-        return lane.learner
 
     @asynccontextmanager
     async def _serving_held(self, learner: LearnerProcess) -> AsyncIterator[dict[str, float]]:
@@ -335,11 +328,10 @@ class TrainingService:
             self._metrics.step.labels(job.model).set(checkpoint.step)
         self._count(job)
 
-    async def _end_badly(self, lane: _Lane, job: JobInfo, error: Exception) -> None:
+    async def _end_badly(self, job: JobInfo, error: Exception) -> None:
         """Whatever went wrong: the step before stays, and the job says why."""
-        if isinstance(error, LearnerDied) and lane.learner is not None:
-            await asyncio.to_thread(lane.learner.close, deadline_s=0)
-            lane.learner = None
+        if isinstance(error, LearnerDied):
+            await self._learners.let_go(job.base_model)
         job = await asyncio.to_thread(self._jobs.get, job.id)
         if job.state in FINAL:  # cancelled while it was being taken
             return

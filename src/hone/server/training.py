@@ -106,7 +106,7 @@ def _model_routes(state: "State", router: APIRouter) -> None:
 
     @router.post("/models/{project}/{name}/prepare")
     async def prepare(project: Name, name: Name, request: Request) -> ModelInfo:
-        """Load its engine, write step 0 if there is no step yet, and serve the newest."""
+        """Load its engine, write step 0 if there is none, serve the newest, start its learner."""
         record = await _record(state, project, name)
         await state.service.prepare(record)
         return await _info(state, record, request)

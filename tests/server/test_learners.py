@@ -1,0 +1,164 @@
+"""When a base model's learner is there: ahead of its first job, once, and never for serving alone."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
+
+from hone.errors import TrainingError
+from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.server import learning
+from hone.server.settings import Settings
+
+
+class Launches:
+    """`LearnerProcess.launch`, and what it was asked for."""
+
+    def __init__(self, launch: Callable[..., LearnerProcess] = LearnerProcess.launch) -> None:
+        self._launch = launch
+        self.learners: list[LearnerProcess] = []
+        self.gave_way: list[bool] = []
+
+    def __call__(self, spec: LearnerSpec, *, gives_way: bool, **more: Any) -> LearnerProcess:
+        self.gave_way.append(gives_way)
+        learner = self._launch(spec, gives_way=gives_way, **more)
+        self.learners.append(learner)
+        return learner
+
+    async def begun(self) -> None:
+        """Once it was asked for one."""
+        async with asyncio.timeout(60):
+            while not self.gave_way:
+                await asyncio.sleep(0.01)
+
+    async def first(self) -> LearnerProcess:
+        async with asyncio.timeout(60):
+            while not self.learners:
+                await asyncio.sleep(0.01)
+        return self.learners[0]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_the_first_job_finds_its_learner_already_there(tiny_model: Path, tmp_path: Path):
+    launches = Launches()
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        record = server.models.register(spec(tiny_model))
+        assert launches.learners == []
+        await asyncio.gather(*(server.service.prepare(record) for _ in range(5)))
+        ahead = await launches.first()
+        assert is_alive(ahead.pid) and server.jobs.list() == []
+        await server.trained(tiny_model, 0, 10)
+        for step in (1, 2):
+            said = server.checkpoints.get(record.key, step).manifest
+            assert said["learner"]["pid"] == ahead.pid
+        await server.service.prepare(record)
+        assert launches.gave_way == [True]  # it is the only one
+    assert not is_alive(ahead.pid)
+
+
+async def test_a_job_that_comes_first_launches_it_and_preparing_launches_no_second(
+    tiny_model: Path, tmp_path: Path
+):
+    launches = Launches(LearnerHere)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        await server.trained(tiny_model, 0)
+        await server.service.prepare(server.models.find("agent"))
+    assert launches.gave_way == [False]
+
+
+async def test_a_server_that_only_serves_has_no_learner(tiny_model: Path, tmp_path: Path):
+    launches = Launches()
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        server.models.register(spec(tiny_model))
+        for name in (str(tiny_model), "agent"):
+            await server.serving.resolve(name)
+    assert launches.gave_way == []
+
+
+async def test_no_learner_is_launched_ahead_where_memory_is_short(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    launches = Launches(LearnerHere)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        language = await server.serving.template(str(tiny_model))
+        assert learning.has_room_ahead(language, server.settings)
+        # Half a megabyte of weights is more than a part in 2**60 of any memory.
+        monkeypatch.setattr(learning, "AHEAD_SHARE", 2**60)
+        assert not learning.has_room_ahead(language, server.settings)
+        await server.service.prepare(server.models.register(spec(tiny_model)))
+        await server.trained(tiny_model, 0)
+    assert launches.gave_way == [False]
+
+
+async def test_no_learner_is_launched_ahead_on_a_gpu(tiny_model: Path, tmp_path: Path):
+    async with SmallServer.started(tmp_path / "hone") as server:
+        language = await server.serving.template(str(tiny_model))
+    assert not learning.has_room_ahead(language, Settings(device="cuda:0"))
+
+
+async def test_a_learner_that_cannot_be_launched_is_the_first_jobs_failure(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: Any, **__: Any) -> LearnerProcess:
+        raise TrainingError("there is no memory")
+
+    launches = Launches(refuse)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        record = server.models.register(spec(tiny_model))
+        await server.service.prepare(record)
+        await launches.begun()
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.failure is not None
+        assert (job.failure.type, job.failure.message) == ("TrainingError", "there is no memory")
+        assert launches.gave_way == [True, False]
+        assert "no learner could be launched ahead; the first job tries it" in caplog.text
+        assert (await server.serving.resolve("agent")).step == 0  # and the server goes on
+
+
+async def test_a_learner_that_dies_while_it_loads_ahead_is_the_first_jobs_failure(
+    tiny_model: Path, tmp_path: Path
+):
+    def launch(asked: LearnerSpec, *, gives_way: bool, **more: Any) -> LearnerProcess:
+        """The one that is launched ahead finds no weights."""
+        changed = {"model_dir": tmp_path / "nothing"} if gives_way else {}
+        return LearnerProcess.launch(asked.model_copy(update=changed), gives_way=gives_way, **more)
+
+    launches = Launches(launch)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        record = server.models.register(spec(tiny_model))
+        await server.service.prepare(record)
+        await launches.begun()
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.state == "failed" and job.failure is not None
+        assert job.failure.type == "LearnerDied"
+        died = f"learner process {launches.learners[0].pid}, during 'start': it ended (exit code 1)"
+        assert job.failure.message.startswith(died) and "nothing" in job.failure.message
+        await server.trained(tiny_model, 0)  # the next job gets another
+        assert launches.gave_way == [True, False]
+
+
+async def test_a_server_that_stops_does_not_wait_for_a_learner_that_loads(
+    tiny_model: Path, tmp_path: Path
+):
+    def launch(*asked: Any, **more: Any) -> LearnerProcess:
+        learner = LearnerProcess.launch(*asked, **more)
+        os.kill(learner.pid, signal.SIGSTOP)  # and so will never have loaded
+        return learner
+
+    launches = Launches(launch)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        await server.service.prepare(server.models.register(spec(tiny_model)))
+        stopped = await launches.first()
+    assert not is_alive(stopped.pid)
