@@ -43,7 +43,8 @@ demo: $(INSTALLED)
 	  -o finetuning.output_dir .demo -o trainer_adapters.server.backend.root .demo/server $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	@# A file's tests stay together: what they share (a server, a learner) is started once.
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

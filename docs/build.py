@@ -18,7 +18,7 @@ import typer
 from pydantic_core import PydanticUndefined
 from yaml_reference import bound, yaml_reference
 
-from hone.cli import app
+from hone.cli import EXITS, app
 from hone.server.app import State, create_apps
 from hone.server.settings import Settings
 from hone.types import Strict, TrainConfig
@@ -68,7 +68,17 @@ def config_reference() -> str:
 
 def cli_reference() -> str:
     """Every command with its arguments and options, depth first."""
-    lines = ["# Commands", "", GENERATED, ""]
+    lines = [
+        "# Commands",
+        "",
+        GENERATED,
+        "",
+        "## Exit status",
+        "",
+        "| status | meaning |",
+        "|---|---|",
+    ]
+    lines += [*(f"| {status} | {meaning} |" for status, meaning in EXITS.items()), ""]
     for path, command in _walk("hone", typer.main.get_command(app)):
         parameters = [
             p for p in command.params if p.name not in STANDARD and not getattr(p, "hidden", False)

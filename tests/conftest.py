@@ -51,6 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and (reason := lacking()):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # A file's tests stay in one process, so the long files begin first and short ones fill the end.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")

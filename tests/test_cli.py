@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import hone
-from hone.cli import app
+from hone.cli import EXITS, app
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +81,22 @@ def test_an_unknown_model_is_three_lines_on_stderr_and_exit_1():
 def test_a_wrong_command_is_a_usage_error():
     assert run("models", "shwo").exit_code == 2
     assert run("models", "pull").exit_code == 2
+
+
+def test_ctrl_c_ends_any_command_with_130(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hone.models.catalogue.entries", interrupted)
+    result = run("models", "list")
+    assert (result.exit_code, result.stderr) == (130, "hone: interrupted\n")
+
+
+def test_every_exit_status_is_explained():
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    assert sorted(EXITS) == [0, 1, 2, 130]
+    for status, meaning in EXITS.items():
+        assert f"| {status} | {meaning} |\n" in page
 
 
 def test_the_command_itself_converts_once_and_says_so(tmp_path, tiny_gguf):

@@ -53,6 +53,13 @@ def test_links_and_named_files_exist():
     assert not broken
 
 
+def test_the_seven_files_to_read_first_are_there():
+    part = README.split("## Read these seven files")[1].split("\n## ")[0]
+    numbered = re.findall(r"^(\d)\. `([^`]+)`: \S", part, re.M)
+    assert [int(number) for number, _ in numbered] == [1, 2, 3, 4, 5, 6, 7]
+    assert [path for _, path in numbered if not (ROOT / "src/hone" / path).is_file()] == []
+
+
 def test_the_tree_is_read_by_its_indentation():
     text = "<!-- tree -->\n```\nsrc/p/   why\n  a.py   first\n  b/\n    c.py\nX   last\n```\n<!-- /tree -->"
     assert _listed(text) == {"src/p", "src/p/a.py", "src/p/b", "src/p/b/c.py", "X"}

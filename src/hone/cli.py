@@ -1,8 +1,7 @@
 """The command line: parse, then call one function and print what it returns.
 
 In:   arguments
-Out:  results on stdout, progress and errors on stderr; exit 0, 1 (a HoneError), 2 (usage) or
-      130 (Ctrl-C)
+Out:  results on stdout, progress and errors on stderr; one of the EXITS
 Used: the `hone` script
 
 A HoneError is printed as its message and never as a traceback: the message already says where,
@@ -23,8 +22,18 @@ from typer.core import TyperGroup
 import hone
 from hone.commands import harness
 from hone.errors import ConfigError, HoneError, NotInThisVersion
+from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.terminal import LogLevel, log_from, log_no_more, print_table
+
+EXITS = {
+    0: "What was asked for is done; `hone finetune`: every epoch trained, or had nothing to train on.",
+    1: "It failed, or what was checked or run is not all well; the last lines on stderr say why.",
+    2: "The command line cannot be understood: an unknown command or option, or a value it cannot take.",
+    INTERRUPTED: "Ctrl-C. `hone finetune` has written a report of what there was, and goes on when it is "
+    "given again; a second Ctrl-C leaves at once, without a report.",
+}
+"""What an exit status means; docs/reference/cli.md shows it."""
 
 _SERVER_PACKAGES = {"fastapi", "filelock", "gguf", "huggingface_hub", "numpy", "psutil"} | {
     "prometheus_client",
@@ -48,7 +57,7 @@ class _Commands(TyperGroup):
             typer.echo(f"hone: {_headed(error, problems)}", err=True)
         except KeyboardInterrupt:
             typer.echo("hone: interrupted", err=True)
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         except ModuleNotFoundError as error:
             if error.name not in _SERVER_PACKAGES:
                 raise

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from hone.errors import ConfigError, NotInThisVersion
+from hone.finetune.interrupt import INTERRUPTED, leave
 from hone.terminal import Command, LogLevel, pairs, print_table
 
 if TYPE_CHECKING:
@@ -125,7 +126,6 @@ def finetune_command(
 
         hone finetune --config_file=train.yml -o finetuning.num_epochs 50
     """
-    from hone.finetune.interrupt import INTERRUPTED, leave
     from hone.finetune.run import FinetuneOptions, finetune
 
     status = finetune(

@@ -166,6 +166,8 @@ async def test_names_that_are_not_there(write: Write):
         ]:
             with pytest.raises(ConfigError, match=f"^{title} 'x' not found"):
                 await get("x")
+        with pytest.raises(ConfigError, match=r"^LLM 'x' not found"):
+            builder.get_llm_config("x")
 
 
 async def test_what_cannot_be_made_names_its_place_once(write: Write):

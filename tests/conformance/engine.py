@@ -166,8 +166,11 @@ class EngineConformance:
         assert len(deltas) >= 12
         assert [d.finish for d in deltas].count("length") == 2
         (one, two) = await complete(served.engine, PROMPT, sampling)
-        streamed = [[t.id for d in deltas if d.sample == i for t in d.tokens] for i in (0, 1)]
-        assert streamed == [one.ids, two.ids]
+        for i, done in enumerate((one, two)):
+            tokens = [token for delta in deltas if delta.sample == i for token in delta.tokens]
+            assert [token.id for token in tokens] == done.ids
+            streamed = [token.logprob for token in tokens]
+            assert_agree(streamed, served.expected(PROMPT, done, None))
 
     @pytest.mark.parametrize(
         ("way", "kept"),
@@ -225,6 +228,7 @@ class EngineConformance:
     async def test_a_request_in_flight_is_answered_by_one_step(self, served, tmp_path):
         sampling = Sampling(max_tokens=60, seed=2)
         other, where = served.second, served.adapters[served.second]
+        await served.engine.unload(other)  # so that publishing it below is news to the engine
         done, newer = Completion(), []
         async for delta in served.engine.generate(PROMPT, sampling, served.first):
             done.add(delta)

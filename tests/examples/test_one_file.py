@@ -8,6 +8,7 @@ in the same way by chance.
 import importlib.util
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -46,6 +47,12 @@ def task() -> Any:
 def loop(task: Any) -> Any:
     _module("picture")
     return _module("loop")
+
+
+def test_it_is_one_readable_file_that_borrows_only_the_loader():
+    text = (FOLDER / "loop.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert re.findall(r"^\s*(?:from|import) (hone\S*)", text, re.M) == ["hone.models.find"]
 
 
 # The task

@@ -311,7 +311,7 @@ class _Teller:
             status=status,
             message=message,
             step=self.step,
-            best_step=max(self.validated, default=(0.0, None))[1],
+            best_step=max(self.validated, key=lambda found: found[0], default=(0.0, None))[1],
             seconds=self.at - self.began,
         )
 

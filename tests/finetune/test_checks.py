@@ -1,13 +1,14 @@
-"""A file that is to be trained with: everything a run would be refused for is told at once."""
+"""finetune/checks.py: what a file lacks is told all at once; what a document means for a run."""
 
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from tests.finetune.rehearsal import document, one
 
 from hone.config.schema import ConfigProblems, read
-from hone.finetune.checks import read_run
+from hone.finetune.checks import check_document, check_movement, failures, plan, read_run
 
 Write = Callable[[str], Path]
 
@@ -113,3 +114,112 @@ def test_what_only_the_whole_document_tells(write: Write):
         "with --dataset FILE"
     )
     assert len(refused(file, dataset=Path("rows.json"))) == 4
+
+
+# ---- what the configuration alone tells -----------------------------------------------------------
+
+
+def test_a_sound_configuration(tmp_path: Path):
+    checks = check_document(document(tmp_path))
+    assert failures(checks) == []
+    assert [check.name for check in checks] == [
+        "reward", "target functions", "target model", "group size",
+    ]  # fmt: skip
+
+
+def test_keys_of_the_originals_say_what_to_set_instead(tmp_path: Path):
+    wrong = {"a": {"training": {"gradient_accumulation_steps": 4, "learning_rat": 1}}}
+    with pytest.raises(ConfigProblems) as caught:
+        document(tmp_path, trainer_adapters=wrong)
+    said = str(caught.value)
+    assert "not in this version of hone; set groups_per_optimizer_step" in said
+    assert "unknown key 'learning_rat'. Did you mean 'learning_rate'?" in said
+
+
+def test_a_target_function_that_is_not_there(tmp_path: Path):
+    doc = document(tmp_path, finetuning={"target_functions": ["<workflow>", "serach"]})
+    found = one(check_document(doc), "target functions")
+    assert not found.ok
+    assert (
+        "names 'serach', and `functions` has no such key. Did you mean 'search'?" in found.message
+    )
+    assert "There are: '<workflow>', 'search'." in found.message
+    assert "No trajectories collected for epoch" in found.message
+
+
+def test_a_target_model_by_key_by_name_and_by_neither(tmp_path: Path):
+    for wanted in ("actor", "base"):
+        doc = document(tmp_path, finetuning={"target_model": wanted})
+        assert one(check_document(doc), "target model").ok
+    doc = document(tmp_path, finetuning={"target_model": "acto"})
+    found = one(check_document(doc), "target model")
+    assert not found.ok
+    assert "is 'acto', which is neither a key of `llms` nor the name of a model." in found.message
+    assert "Did you mean 'actor'?" in found.message
+
+
+def test_two_entries_that_cannot_be_told_apart(tmp_path: Path):
+    twin = {
+        "_type": "openai",
+        "model_name": "base",
+        "base_url": "http://127.0.0.1:7623/v1",
+        "temperature": 0.2,
+    }
+    doc = document(tmp_path, llms={"critic": twin}, finetuning={"target_model": "actor"})
+    found = one(check_document(doc), "target model")
+    assert found.ok and found.warning
+    assert "llms.actor and 'critic' ask for the same model at the same address" in found.message
+
+
+def test_one_generation_needs_the_batch(tmp_path: Path):
+    single = {"b": {"num_generations": 1}}
+    found = one(check_document(document(tmp_path, trajectory_builders=single)), "group size")
+    assert not found.ok
+    assert "trajectory_builders.b.num_generations is 1" in found.message
+    assert "training.baseline: batch in trainer_adapters.a" in found.message
+    batch = {"a": {"training": {"baseline": "batch"}}}
+    doc = document(tmp_path, trajectory_builders=single, trainer_adapters=batch)
+    assert one(check_document(doc), "group size").ok
+
+
+def test_groups_smaller_than_the_smallest(tmp_path: Path):
+    found = one(check_document(document(tmp_path, finetuning={"min_group_size": 4})), "group size")
+    assert not found.ok
+    assert "num_generations is 2 but finetuning.min_group_size is 4" in found.message
+
+
+# ---- how much there is to do ------------------------------------------------------------------------
+
+
+def test_the_seed_s_own_learning_rate_can_hardly_move_the_model(tmp_path: Path):
+    slow = {"a": {"training": {"learning_rate": "1e-6"}}}
+    planned = plan(document(tmp_path, trainer_adapters=slow), 50)
+    # 50 examples x 2 generations x 20 epochs; 50 groups in steps of 8 are 7 steps an epoch.
+    assert (planned.rollouts, planned.jobs, planned.optimizer_steps) == (2000, 20, 140)
+    found = check_movement(planned)
+    assert found.ok and found.warning
+    # 140 x 1e-6 = 1.4e-4
+    assert "140 optimizer steps at learning_rate 1e-06: each weight moves by about 1.4e-04" in (
+        found.message
+    )
+    assert "can hardly move the model. Raise training.learning_rate" in found.message
+
+
+def test_a_faster_one_can(tmp_path: Path):
+    found = check_movement(plan(document(tmp_path), 50))
+    # 140 x 5e-5 = 7e-3; falling to 0 it is half of that.
+    assert not found.warning
+    assert "7.0e-03" in found.message
+    assert "3.5e-03" in check_movement(plan(document(tmp_path), 50), falling=True).message
+    still = {"a": {"training": {"learning_rate": 0}}}
+    assert not check_movement(plan(document(tmp_path, trainer_adapters=still), 50)).warning
+
+
+def test_rounds_and_partial_epochs(tmp_path: Path):
+    parts = {"groups_per_step": 12, "examples_per_epoch": 30, "num_epochs": 2}
+    planned = plan(document(tmp_path, finetuning=parts), 50)
+    # 30 of 50 examples: rounds of 12, 12 and 6, which are 2 + 2 + 1 optimizer steps.
+    assert (planned.examples, planned.rounds, planned.jobs) == (30, 3, 6)
+    assert (planned.rollouts, planned.optimizer_steps) == (120, 10)
+    nothing = plan(document(tmp_path), 0)
+    assert (nothing.rollouts, nothing.jobs, nothing.optimizer_steps) == (0, 0, 0)

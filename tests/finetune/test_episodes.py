@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hone.capture.base import SeenCall, Step
+from hone.capture.openai import LEFT
 from hone.finetune.base import EpisodeItem, Trajectory
 from hone.finetune.convert import conversations
 from hone.finetune.episodes import Sampled, Targets, episode, of_recorded, of_seen, shaped
@@ -197,3 +198,13 @@ def test_tool_calls_and_parts_and_roles():
     assert items[3].metadata == {"tool_call_id": "t1", "conversation": 0}
     assert all(isinstance(item, EpisodeItem) for item in items)
     assert [item.logprobs for item in items] == [None, None, {}, None, {}]
+
+
+def test_a_stream_that_the_agent_left_is_named_before_the_server_has_noticed():
+    every = Targets(frozenset({"<workflow>"}), None, "p/n")
+    left = [seen(0, "base", error=LEFT), seen(1, "base")]
+    assert of_recorded([], left, every).reason == "abandoned"
+    assert of_recorded([], left[1:], every).reason == "no_calls"
+    # Once it is recorded it counts once.
+    both = [recorded("c0", abandoned=True)]
+    assert of_recorded(both, left, every).dropped == {"abandoned": 1}

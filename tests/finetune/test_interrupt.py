@@ -7,20 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
+from filelock import FileLock
+from tests.finetune.command import DOCUMENT, Command
 
 from hone.finetune import interrupt
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 
-
-@pytest.fixture(autouse=True)
-def pythons_own_listener() -> Iterator[None]:
-    """As a program starts; pytest's workers do not listen to Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 def test_the_first_cancels_the_task_and_its_cleanup_is_not_disturbed(
@@ -117,3 +114,40 @@ def test_the_second_leaves_at_once_whatever_hangs():
     _, said = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
     assert "Traceback" not in said and "asyncio" not in said
+
+
+def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
+    """It waits for a root that an orphan seems to use, and would say after a minute that it cannot."""
+    command, root = Command(tmp_path), tmp_path / "root"
+    document = {
+        **DOCUMENT,
+        "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder", "num_generations": 2}},
+        "trainer_adapters": {
+            "a": {
+                "_type": "openpipe_art_trainer_adapter",
+                "backend": {"name": "agent", "base_model": "none", "root": str(root)},
+            }
+        },
+    }
+    command.file.write_text(yaml.safe_dump(document))
+    root.mkdir()
+    orphan = subprocess.Popen([sys.executable, "-c", ""])
+    orphan.wait()
+    (root / "server.owner").write_text(str(orphan.pid))
+    with FileLock(root / "server.lock"):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hone.cli", "finetune", f"--config_file={command.file}"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        output = root / "logs" / "server.out"
+        while process.poll() is None and not output.exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=100)
+    assert process.returncode == INTERRUPTED
+    *_, last = said.splitlines()
+    assert last.endswith(f"Interrupted. The same command begins run {command.run_id}.")
+    assert "Traceback" not in said
+    assert output.read_text() == "", "it was not waited for"

@@ -1,123 +1,16 @@
 """`hone finetune` from the command's options to its exit status, over parts that need no server."""
 
 import json
-import logging
-import signal
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.fakes import MemoryAdapter, ScriptedBuilder
+from tests.fakes import SickAdapter
+from tests.finetune.command import AGENT, DOCUMENT, Command, Parts
 
-from hone.config.registry import (
-    TrainerAdapterConfig,
-    TrajectoryBuilderConfig,
-    register_trainer_adapter,
-    register_trajectory_builder,
-)
+from hone.config.problems import ConfigProblems, dotted
 from hone.errors import ConfigError, Conflict
-from hone.events import read as read_events
-from hone.finetune.run import FinetuneOptions, finetune
-
-
-class ScriptedBuilderConfig(TrajectoryBuilderConfig, name="scripted_builder"):
-    """Of this file's tests."""
-
-
-class MemoryAdapterConfig(TrainerAdapterConfig, name="memory_adapter"):
-    """Of this file's tests."""
-
-    api_key: str = ""
-
-
-class Parts:
-    """What the factories give; a test puts its own there."""
-
-    builder: ScriptedBuilder
-    adapter: MemoryAdapter
-    closed: list[str]
-
-
-@register_trajectory_builder(config_type=ScriptedBuilderConfig)
-async def scripted_builder(config: Any, builder: Any) -> AsyncIterator[ScriptedBuilder]:
-    yield Parts.builder
-    Parts.closed.append("builder")
-
-
-@register_trainer_adapter(config_type=MemoryAdapterConfig)
-async def memory_adapter(config: Any, builder: Any) -> AsyncIterator[MemoryAdapter]:
-    yield Parts.adapter
-    Parts.closed.append("adapter")
-
-
-AGENT = """
-def run(input: str) -> str:
-    if "broken" in input:
-        raise ConnectionError("no tool")
-    return "0.5"
-
-def score(item):
-    return float(item.output_obj)
-"""
-
-DOCUMENT: dict[str, Any] = {
-    "workflow": {"_type": "python", "target": "agent.py:run"},
-    "eval": {
-        "general": {"dataset": {"_type": "json", "file_path": "train.json"}},
-        "evaluators": {"score": {"_type": "python", "target": "agent.py:score"}},
-    },
-    "trajectory_builders": {"b": {"_type": "scripted_builder"}},
-    "trainer_adapters": {"a": {"_type": "memory_adapter", "api_key": "sesame"}},
-    "trainers": {"t": {"_type": "openpipe_art_trainer"}},
-    "finetuning": {
-        "enabled": True,
-        "trainer": "t",
-        "trajectory_builder": "b",
-        "trainer_adapter": "a",
-        "reward_function": {"name": "score"},
-        "num_epochs": 2,
-        "output_dir": "out",
-    },
-}
-
-
-def rising(epoch: int, example: str, generation: int) -> float:
-    return 0.1 + 0.2 * generation + 0.1 * epoch
-
-
-class Command:
-    """`hone finetune` in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.out = directory, directory / "out"
-        (directory / "agent.py").write_text(AGENT)
-        for name, questions in {"train": "ab", "val": "xy", "empty": ""}.items():
-            rows = [{"id": q, "question": q} for q in questions]
-            (directory / f"{name}.json").write_text(json.dumps(rows))
-        self.file = directory / "train.yml"
-        self.file.write_text(yaml.safe_dump(DOCUMENT))
-
-    def __call__(self, *override: tuple[str, str], **options: Any) -> int:
-        return finetune(FinetuneOptions(config_file=self.file, override=override, **options))
-
-    def events(self, type: str) -> list[dict[str, Any]]:
-        return [e for e in read_events(self.out / "events.jsonl") if e["type"] == type]
-
-    @property
-    def run_id(self) -> str:
-        return json.loads((self.out / "run.json").read_text())["run_id"]
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Command:
-    monkeypatch.chdir(tmp_path)
-    Parts.builder, Parts.adapter, Parts.closed = ScriptedBuilder(rising), MemoryAdapter(), []
-    caplog.set_level(logging.INFO, logger="hone")
-    return Command(tmp_path)
 
 
 def test_a_run_ends_with_0_a_report_and_everything_closed(
@@ -208,11 +101,15 @@ def test_another_configuration_is_refused_unless_fresh(command: Command):
 
 
 def test_what_preflight_refuses_is_not_started(command: Command, caplog: pytest.LogCaptureFixture):
-    assert command(("finetuning.target_functions.0", "serch")) == 1
+    Parts.adapter = SickAdapter()
+    assert command() == 1
     assert Parts.builder.ran == []
-    assert "the run was not started; 1 check failed" in caplog.records[-1].message
-    assert "'serch'" in caplog.records[-1].message
-    assert command.events("preflight")[0]["checks"][0]["ok"] is True
+    said = caplog.records[-1].message
+    assert said.startswith("the run was not started; 1 check failed:\nserver: ")
+    assert "is_healthy() of SickAdapter says no" in said
+    checks = command.events("preflight")[0]["checks"]
+    assert [check["name"] for check in checks if not check["ok"]] == ["server"]
+    assert checks[0]["ok"] is True
     assert Parts.closed == ["builder", "adapter"]
 
 
@@ -221,9 +118,36 @@ def test_what_a_run_cannot_do_without_is_said_before_anything_is_opened(command:
         command(("finetuning.enabled", "false"))
     document = {**DOCUMENT, "finetuning": {**DOCUMENT["finetuning"], "reward_function": None}}
     command.file.write_text(yaml.safe_dump(document))
-    with pytest.raises(ConfigError, match=r"reward_function: missing; name one of .*\(score\)"):
+    with pytest.raises(ConfigError, match=r"reward_function: is missing; name one of .*\(score\)"):
         command()
-    assert not command.out.exists()
+    assert not command.out.exists() and Parts.closed == []
+
+
+def test_everything_a_run_lacks_is_said_at_once(command: Command):
+    finetuning = {**DOCUMENT["finetuning"], "reward_function": None, "target_functions": ["serch"]}
+    document = {**DOCUMENT, "finetuning": {**finetuning, "num_epoch": 3}}
+    del document["workflow"]
+    command.file.write_text(yaml.safe_dump(document))
+    (command.directory / "val.yml").write_text("eval: {general: {max_concurency: 1}}\n")
+    with pytest.raises(ConfigProblems) as caught:
+        command(validation_config_file=Path("val.yml"))
+    said = [(p.place.file, dotted(p.path)) for p in caught.value.problems]
+    assert said == [
+        (str(command.file), "finetuning.num_epoch"),
+        (str(command.file), "workflow"),
+        (str(command.file), "finetuning.reward_function"),
+        (str(command.file), "finetuning.target_functions.0"),
+        ("val.yml", "eval.general.max_concurency"),
+    ]
+    assert not command.out.exists() and Parts.closed == []
+
+
+def test_a_dataset_of_the_command_is_one(command: Command):
+    document = {**DOCUMENT, "eval": {"evaluators": DOCUMENT["eval"]["evaluators"]}}
+    command.file.write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigProblems, match=r"eval\.general\.dataset: is missing, and finetuning"):
+        command()
+    assert command(dataset=Path("train.json")) == 0
 
 
 def test_an_empty_dataset_is_named(command: Command, caplog: pytest.LogCaptureFixture):
@@ -257,62 +181,6 @@ def test_another_evaluator_of_the_validation_is_told(command: Command):
     assert "heights cannot be compared" in (command.out / "report.md").read_text()
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """As a program starts; pytest's workers do not listen to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
-    command: Command, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    def interrupting(epoch: int, example: str, generation: int) -> float:
-        if (epoch, example, generation) == (1, "b", 1):
-            Parts.adapter.hangs = True  # so that it is in the middle of something
-            signal.raise_signal(signal.SIGINT)
-        return rising(epoch, example, generation)
-
-    monkeypatch.setattr("sys.argv", ["hone", "finetune", "--config_file=train.yml", "--fresh"])
-    Parts.builder.reward = interrupting
-    assert command(validation_dataset=Path("val.json")) == 130
-    assert caplog.records[-1].levelname == "ERROR"
-    goes_on = f"Interrupted. The same command goes on with run {command.run_id}."
-    assert caplog.records[-1].message == goes_on
-    assert Parts.closed == ["builder", "adapter"]
-    assert command.events("run_finished") == [] and len(command.events("run_interrupted")) == 1
-    report = json.loads((command.out / "report.json").read_text())
-    assert (report["status"], report["epochs"], report["epochs_planned"]) == ("unfinished", 1, 2)
-    text = (command.out / "report.md").read_text()
-    assert text.startswith("# The run was interrupted after 1 of 2 epochs\n\nIt is not finished;")
-    assert "\nhone finetune --config_file=train.yml\n" in text.split("## Go on")[1]
-    Parts.builder.reward, Parts.adapter.hangs = rising, False
-    assert command(validation_dataset=Path("val.json")) == 0
-    assert json.loads((command.out / "report.json").read_text())["status"] == "completed"
-    assert "## Go on" not in (command.out / "report.md").read_text()
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(
-    command: Command, caplog: pytest.LogCaptureFixture
-):
-    def interrupting(epoch: int, example: str, generation: int) -> float:
-        (command.out / "report.json").mkdir(exist_ok=True)  # a file cannot take its place
-        signal.raise_signal(signal.SIGINT)
-        return 0.5
-
-    Parts.builder.reward = interrupting
-    assert command(fresh=True) == 130
-    warned, last = caplog.records[-2:]
-    assert warned.message.startswith("The report could not be written: IsADirectoryError: ")
-    assert last.message == (
-        "Interrupted. Without --fresh and finetuning.resume: never the same command goes on with "
-        f"run {command.run_id}."
-    )
-
-
 def test_the_time_counts_from_the_command(command: Command):
     assert command() == 0
     (started,), (finished,) = command.events("run_started"), command.events("run_finished")
@@ -336,8 +204,8 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     command()
     assert command(("finetuning.num_epochs", "3"), dry_run=True) == 0
     assert f"goes on with {command.run_id}, of which 2 epochs are done" in capsys.readouterr().out
-    assert command(("finetuning.target_functions.0", "serch"), dry_run=True) == 1
-    assert "'serch'" in caplog.records[-1].message
+    with pytest.raises(ConfigProblems, match="functions has no 'serch', so no call can be trained"):
+        command(("finetuning.target_functions.0", "serch"), dry_run=True)
     assert command(("workflow.target", "agent.py:rum"), dry_run=True) == 1
     said = caplog.records[-1].message
     assert said.startswith("workflow: target: 'agent.py:rum': ")

@@ -1,8 +1,8 @@
-"""Early stopping, and which validation was the best."""
+"""Early stopping."""
 
 from hone.config.schema import EarlyStoppingConfig
 from hone.finetune.history import Validation
-from hone.finetune.stopping import best, reason_to_stop
+from hone.finetune.stopping import reason_to_stop
 
 
 def measured(*means: float | None) -> list[Validation]:
@@ -48,9 +48,3 @@ def test_a_validation_that_failed_says_nothing():
 
 def test_without_the_section_nothing_stops():
     assert reason_to_stop(measured(0.3, 0.1, 0.1, 0.1), None) is None
-
-
-def test_the_best_is_the_first_of_the_highest():
-    found = best(measured(0.1, 0.4, None, 0.4))
-    assert found is not None and found.step == 1
-    assert best(measured(None)) is None

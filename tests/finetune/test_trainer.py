@@ -3,97 +3,19 @@
 import json
 import logging
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.fakes import MemoryAdapter, ScriptedBuilder
+from tests.finetune.trainers import Bench, evaluation, rising
 
 from hone.config.schema import (
     CurriculumLearningConfig,
     EarlyStoppingConfig,
-    FinetuneConfig,
-    FinetuneRunConfig,
-    RewardFunctionConfig,
-    ValidationConfig,
 )
 from hone.errors import ConfigError
-from hone.evaluation.base import EvalInputItem, EvalOutputItem
-from hone.evaluation.run import Evaluation
-from hone.events import Event, read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
-from hone.workflow.function import Function
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
-
-
-class Told:
-    """An evaluator: the output is the score; a workflow that says nothing cannot be scored."""
-
-    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
-        return EvalOutputItem(id=item.id, score=float(item.output_obj))
-
-
-def evaluation(
-    names: str = "abcd", workflow: Callable[[str], Any] = lambda input: "0.5"
-) -> Evaluation:
-    async def answer(input: str) -> str:
-        return workflow(input)
-
-    return Evaluation(
-        workflow=Function.of("<workflow>", answer),
-        items=[EvalInputItem(id=name, input_obj=name) for name in names],
-        evaluators={"score": Told()},
-        max_concurrency=4,
-    )
-
-
-def rising(epoch: int, example: str, generation: int) -> float:
-    """0.1 and 0.3 in epoch 0, 0.1 more in each later one: means of 0.2, 0.3, ..."""
-    return 0.1 + 0.2 * generation + 0.1 * epoch
-
-
-class Bench:
-    """A trainer in a directory, as often as it is started."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.builder = ScriptedBuilder(rising)
-        self.adapter = MemoryAdapter()
-        self.training = evaluation()
-        self.validation: Evaluation | None = None
-        self.interval = 5
-        self.keys: dict[str, Any] = {}
-
-    async def start(self) -> ARTTrainer:
-        config = FinetuneConfig(
-            reward_function=RewardFunctionConfig(name="score"),
-            output_dir=self.directory,
-            run_configuration=FinetuneRunConfig(validation_interval=self.interval),
-            **self.keys,
-        )
-        trainer = ARTTrainer(ARTTrainerConfig())
-        await trainer.bind_components(self.builder, self.adapter)
-        await trainer.initialize(config)
-        trainer.bind_evaluations(self.training, self.validation)
-        return trainer
-
-    async def run(self, epochs: int) -> list[Any]:
-        trainer = await self.start()
-        try:
-            return await trainer.run(epochs)
-        finally:
-            await trainer.cleanup()
-
-    def events(self, type: str) -> list[Event]:
-        return [e for e in read(self.directory / "events.jsonl") if e["type"] == type]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path / "out")
 
 
 async def test_three_epochs_are_three_jobs(bench: Bench):
@@ -227,51 +149,6 @@ async def test_an_epoch_of_some_examples(bench: Bench):
     ran = [{example for epoch, example, _ in bench.builder.ran if epoch == e} for e in (0, 1)]
     assert ran[0] | ran[1] == set("abcd")
     assert not ran[0] & ran[1]
-
-
-async def test_validation_comes_first_at_each_interval_and_last(bench: Bench):
-    bench.validation, bench.interval = evaluation("xy"), 2
-    await bench.run(3)
-    found = bench.events("validation")
-    assert [(e["epoch"], e["step"], e["avg_reward"]) for e in found] == [
-        (0, 0, 0.5),
-        (2, 2, 0.5),
-        (3, 3, 0.5),
-    ]
-    assert found[0]["rewards"] == {"x": [0.5], "y": [0.5]}
-    assert ("val", 2, {"reward": 0.5}) in bench.adapter.logged
-    order = [e["type"] for e in read(bench.directory / "events.jsonl")]
-    assert order.index("validation") < order.index("epoch_started")
-    names = {p.name for p in (bench.directory / "trajectories").glob("validation_*")}
-    assert names == {"validation_000.jsonl", "validation_002.jsonl", "validation_003.jsonl"}
-    await bench.run(3)
-    assert len(bench.events("validation")) == 3
-
-
-async def test_a_validation_that_fails_is_a_gap_and_no_zero(bench: Bench):
-    def broken(input: str) -> str:
-        raise ConnectionError("no route to the tool")
-
-    bench.validation = evaluation("xy", broken)
-    bench.keys = {"rollout_retries": 0}
-    statuses = await bench.run(1)
-    assert [status.status for status in statuses] == [COMPLETED]
-    first, _ = bench.events("validation")
-    assert (first["avg_reward"], first["failures"]) == (None, 2)
-    assert first["rewards"] == {"x": [None], "y": [None]}
-    assert "2 of 2 rollouts failed by no fault of the model" in first["error"]
-    assert not [entry for entry in bench.adapter.logged if entry[0] == "val"]
-    history = json.loads((bench.directory / "validation_history.json").read_text())
-    assert history[0]["avg_reward"] is None
-
-
-async def test_greedy_validation_repeats_each_example(bench: Bench):
-    seen: list[str] = []
-    bench.validation = evaluation("x", lambda input: (seen.append(input), "1")[1])
-    bench.keys = {"validation": ValidationConfig(greedy=True, reps=3)}
-    await bench.run(1)
-    assert seen == ["x"] * 6  # before and after
-    assert bench.events("validation")[0]["rewards"] == {"x": [1.0, 1.0, 1.0]}
 
 
 async def test_it_stops_when_held_out_reward_stops_rising(bench: Bench):

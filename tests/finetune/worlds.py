@@ -1,13 +1,16 @@
 """A hone server over a tiny model, and the harness's parts pointed at it.
 
 In:   a running LocalBackend, changes to the configuration
-Out:  adapters, and rollouts that the server recorded; a proxy that loses things on the way
-Used: test_adapter.py, test_builder.py and test_preflight.py
+Out:  adapters, builders, and rollouts that the server recorded; a proxy that loses things on the way
+Used: the tests of adapter.py, builder.py and preflight.py
 """
 
 import json
 import secrets
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,10 +20,16 @@ from fastapi import Request, Response
 from tests.workflow.endpoint import Endpoint
 
 import hone
+from hone import LocalBackend
 from hone.backends.remote import RemoteBackend
 from hone.config.schema import FinetuneConfig
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.run import Evaluation
 from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
 from hone.finetune.base import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
+from hone.workflow.function import Function
+from hone.workflow.llm import LLM
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say a number."}]
 
@@ -113,3 +122,87 @@ class LossyProxy(Endpoint):
             for key in self._keys:
                 choice.pop(key, None)
         return Response(json.dumps(said), answer.status_code, media_type="application/json")
+
+
+# ---- a builder -----------------------------------------------------------------------------------
+
+
+class Length:
+    """A reward: how long the output is; `bad` says of which items it fails."""
+
+    def __init__(self, bad: tuple[str, ...] = ()) -> None:
+        self.bad = bad
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        if item.id in self.bad:
+            raise ValueError(f"no idea about {item.id}")
+        return EvalOutputItem(id=item.id, score=len(item.output_obj), reasoning={"why": "length"})
+
+
+@dataclass
+class World:
+    """A builder over a server, and what its agent may use."""
+
+    adapter: ARTTrainerAdapter
+    builder: ARTTrajectoryBuilder
+    llm: LLM
+    run_id: str
+    ran: Counter[str] = field(default_factory=Counter)
+    """How often the agent ran on each input."""
+
+    def bind(
+        self, agent: Callable[..., Any], inputs: list[str], reward: Any = None, **options: Any
+    ) -> None:
+        async def counted(question: str) -> Any:
+            self.ran[question] += 1
+            return await agent(question)
+
+        items = [EvalInputItem(id=f"e{i}", input_obj=text) for i, text in enumerate(inputs)]
+        self.builder.bind_evaluation(
+            Evaluation(
+                workflow=Function.of("<workflow>", counted),
+                items=items,
+                evaluators={"reward": reward or Length()},
+                **{"max_concurrency": 4, "host": "localhost", **options},
+            )
+        )
+
+    async def say(self, question: str, **options: Any) -> str:
+        answer = await self.llm.chat([{"role": "user", "content": question}], **options)
+        return answer.choices[0].message.content or ""
+
+    async def collect(self, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        await self.builder.start_run(self.run_id, meta)
+        return await self.builder.finalize(self.run_id, meta)
+
+
+@asynccontextmanager
+async def world(
+    server: LocalBackend, model: Path, *, generations: int = 2, **config: Any
+) -> AsyncIterator[World]:
+    adapter = adapter_for(server, model)
+    run = finetuning(**config)
+    await adapter.initialize(run)
+    run_id = f"art_run_{secrets.token_hex(4)}"
+    await adapter.open_run(run_id, 0)
+    assert adapter.served is not None
+    served = adapter.served
+    llm = LLM(
+        name="actor",
+        base_url=served.base_url,
+        model=served.model,
+        params={"max_tokens": 5, "temperature": 1.0},
+    )
+    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=generations))
+    await builder.initialize(run)
+    builder.recorded, builder.model = adapter.recorded, adapter.model_name
+    try:
+        yield World(adapter, builder, llm, run_id)
+    finally:
+        await llm.close()
+        await adapter.close()
+
+
+def metadata(trajectory: Trajectory) -> dict[str, Any]:
+    assert trajectory.metadata is not None
+    return trajectory.metadata

@@ -1,5 +1,6 @@
 """Jobs through the learner: what they change, what they must not, and what they report."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,27 @@ def test_nothing_depends_on_packing_order_or_micro_batches(
                 metrics[f"learn/{name}"], rel=1e-9, abs=1e-12
             )
     assert run(groups, 1)[1]["learn/micro_batches"] > metrics["learn/micro_batches"] == 1
+
+
+def test_calls_of_several_adapters_share_the_trie_and_train_alike(
+    decoder: Decoder, make_lora, groups
+):
+    def run(*steps: int) -> tuple[list[Tensor], float]:
+        turn = itertools.cycle(steps)
+
+        def sampled(t: Trajectory) -> Trajectory:
+            calls = [call.model_copy(update={"step": next(turn)}) for call in t.calls]
+            return Trajectory(calls=calls, reward=t.reward)
+
+        made = [TrajectoryGroup(trajectories=[*map(sampled, g.trajectories)]) for g in groups]
+        learner = Learner(decoder, make_lora(decoder), base_model="tiny")
+        metrics = learner.train(made, TrainConfig(learning_rate=1e-3)).metrics
+        return copies(learner), metrics["learn/computed_tokens"]
+
+    one, computed = run(4)
+    several, again = run(4, 2, 3)  # who sampled a token decides neither its place nor its weight
+    assert computed == again
+    assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 
 def test_the_same_job_gives_the_same_bits(decoder: Decoder, make_lora, groups):

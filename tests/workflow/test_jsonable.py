@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from hone.workflow.jsonable import DEPTH, dumps
 
 
@@ -27,8 +29,17 @@ def test_what_json_cannot_hold_stands_there_as_text():
     assert int(told["n"], 16) == 10**5000
 
 
-def test_what_is_nested_too_deep_is_cut():
+@pytest.mark.parametrize(("depth", "cut"), [(DEPTH, False), (DEPTH + 2, True), (5000, True)])
+def test_what_is_nested_too_deep_is_cut(depth: int, cut: bool):
     deep: Any = "x"
-    for _ in range(5000):
-        deep = [deep]
-    assert f"nested deeper than {DEPTH}" in dumps(deep)
+    for i in range(depth):
+        deep = [deep] if i % 2 else {"in": deep}
+    written = dumps(deep)
+    assert (f"nested deeper than {DEPTH}" in written) == cut
+    assert json.loads(written) is not None and ('"x"' in written) != cut
+
+
+def test_what_holds_itself_twice_is_written_too():
+    twice: list[Any] = []
+    twice += [twice, twice]
+    assert json.loads(dumps(twice)) == ["<holds itself>", "<holds itself>"]

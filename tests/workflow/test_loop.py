@@ -1,13 +1,16 @@
 """A command ends when its work has, whatever was left behind."""
 
 import asyncio
+import gc
+import logging
+import signal
 import threading
 from contextlib import suppress
 
 import pytest
 
 from hone.workflow import loop
-from hone.workflow.loop import run_loop
+from hone.workflow.loop import ended_together, run_loop
 
 
 def test_a_task_that_ignores_its_cancellation_is_left(
@@ -28,6 +31,46 @@ def test_a_task_that_ignores_its_cancellation_is_left(
 
     assert run_loop(main()) == "done"
     assert "stubborn did not end within 0.05 s of being cancelled" in caplog.text
+    gc.collect()  # asyncio would tell now that a task was destroyed
+    assert [r.name for r in caplog.records if r.levelno >= logging.WARNING] == ["hone"]
+
+
+def test_ctrl_c_cancels_the_work_and_is_told_when_that_has_ended():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    cleaned = []
+
+    async def main() -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned.append(True)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_loop(main())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert cleaned
+
+
+async def test_when_one_of_many_fails_the_others_are_ended_first():
+    ended = []
+
+    async def waits(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def fails() -> None:
+        raise ValueError("one")
+
+    with pytest.raises(ValueError, match="one"):
+        await ended_together([waits("a"), fails(), asyncio.create_task(waits("b"))])
+    assert ended == ["a", "b"]
+    assert await ended_together(asyncio.sleep(0, n) for n in (1, 2)) == [1, 2]
 
 
 def test_a_thread_that_hangs_is_not_waited_for():

@@ -76,7 +76,7 @@ class LocalBackend(RemoteBackend):
 
     async def connect(self) -> None:
         """Start the server unless it runs."""
-        if self._server is None:
+        if self._server is None or self._lock.locked():  # which is held until it answers
             # A thread, because it waits on a pipe; its lock lets one of many callers start it.
             await asyncio.to_thread(self.start)
 
@@ -100,6 +100,8 @@ class LocalBackend(RemoteBackend):
             if self._closed:
                 raise ServerError(f"LocalBackend({str(self.root)!r}) is closed; make another one")
             ready = self._launch()
+            if self._closed:  # while it was launched
+                self._give_up()
             told = _first_line(ready, START_S)
             if not told:
                 raise self._failed_to_start(ended=told is not None)
@@ -109,14 +111,23 @@ class LocalBackend(RemoteBackend):
 
     def stop(self) -> None:
         """End the server and wait for it; a running job goes back to its queue on disk."""
+        self._closed = True
+        if self._lock.locked():
+            self._give_up()  # whoever starts it holds the lock until it has ended
         with self._lock:
-            server, self._server, self._closed = self._server, None, True
+            server, self._server = self._server, None
             if server is None:
                 return
             atexit.unregister(self.stop)
             if os.getpid() == self._owner:  # not in a fork of it
                 server.terminate()
                 _end(server, STOP_S)
+
+    def _give_up(self) -> None:
+        """End a server that does not answer yet: it has nothing to put back."""
+        server = self._server
+        if server is not None and os.getpid() == self._owner:
+            server.terminate()
 
     def _launch(self) -> int:
         """Start the process; the end of the pipe on which it says that it is ready."""

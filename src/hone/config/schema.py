@@ -180,7 +180,7 @@ class FinetuneConfig(Strict):
     rollout_timeout_s: float = Field(default=600.0, gt=0)
     """For one run of the workflow on one input."""
     rollout_retries: int = Field(default=1, ge=0)
-    """How often a rollout is run again that failed by no fault of the model."""
+    """How often a rollout is run again that failed by no fault of the model or its evaluator."""
     job_timeout_s: float = Field(default=86400.0, gt=0)
     """For one training job."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)

@@ -36,7 +36,7 @@ from hone.evaluation.results import (
 from hone.progress import Progress
 from hone.trajectory import failure_of
 from hone.workflow.function import Function
-from hone.workflow.loop import run_loop
+from hone.workflow.loop import ended_together, run_loop
 from hone.workflow.run import run_rollout
 from hone.workflow.target import load_target
 
@@ -166,7 +166,7 @@ class Evaluation:
                 on_result(result)
             return result
 
-        results = await _all([one(item) for item in (self.items if items is None else items)])
+        results = await ended_together(map(one, self.items if items is None else items))
         return EvaluationRunOutput(
             results=results,
             eval_input=EvalInput(eval_input_items=[result.item for result in results]),
@@ -194,7 +194,7 @@ class Evaluation:
             except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
                 return dict.fromkeys(names, Score(None, failure=failure_of(error)))
         deadline = self.timeout_s
-        scores = await _all(
+        scores = await ended_together(
             [score(self.evaluators[name], item, timeout_s=deadline) for name in names]
         )
         return dict(zip(names, scores, strict=True))
@@ -268,17 +268,6 @@ def _check_item(item: Any) -> None:
             f"custom_pre_eval_process_function returned {type(item).__name__}; it must return the "
             "EvalInputItem it was given, or a copy of it"
         )
-
-
-async def _all(coroutines: Sequence[Any]) -> list[Any]:
-    """Run all at once, results in order; when one raises, the others are ended first."""
-    tasks = [asyncio.create_task(one) for one in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # ---- hone eval --------------------------------------------------------------------------------

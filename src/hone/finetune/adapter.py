@@ -56,7 +56,6 @@ logger = logging.getLogger("hone")
 BACKEND = "openpipe-art"
 """What a TrainingJobRef calls it."""
 NO_CONNECTION = "Failed to connect to ART backend"
-OUT_OF_MEMORY = "CUDA out of memory"
 LESS_MEMORY = (
     "What to do: reduce backend.engine_args.gpu_memory_utilization, reduce "
     "backend.init_args.max_seq_length (or training.max_seq_length) or training.row_tokens, reduce "

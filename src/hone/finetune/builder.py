@@ -32,11 +32,20 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.groups import Collected, collected, grouped
-from hone.finetune.records import append_line, plain, record_of, rollout_id, told
+from hone.finetune.records import (
+    append_line,
+    plain,
+    record_of,
+    rollout_id,
+    told,
+    worth,
+    worth_another,
+)
 from hone.finetune.rounds import Round
 from hone.finetune.unmarked import EVALUATION, Unmarked
 from hone.trajectory import failure_of
 from hone.types import RecordedCall
+from hone.workflow.loop import ended_together
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
@@ -44,15 +53,6 @@ if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation, ItemResult
-
-__all__ = [
-    "ARTTrajectoryBuilder",
-    "ARTTrajectoryBuilderConfig",
-    "Collected",
-    "record_of",
-    "rollout_id",
-    "told",
-]
 
 logger = logging.getLogger("hone")
 
@@ -135,7 +135,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 of_generation.append(asyncio.create_task(rollout))
         self._rounds[run_id] = at
         self.evaluation_runs[run_id] = [
-            asyncio.create_task(_all(tasks), name=f"eval-run-{run_id}-gen-{k}")
+            asyncio.create_task(ended_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
             for k, tasks in enumerate(rollouts)
         ]
 
@@ -147,11 +147,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             raise ConfigError(f"No evaluation runs found for run_id: {run_id}")
         runs, at = self.evaluation_runs[run_id], self._rounds[run_id]
         try:
-            records = [record for ran in await asyncio.gather(*runs) for record in ran]
+            records = [record for ran in await ended_together(runs) for record in ran]
         finally:
-            for task in runs:
-                task.cancel()
-            await asyncio.gather(*runs, return_exceptions=True)
             self.evaluation_runs.pop(run_id, None)
             self._rounds.pop(run_id, None)
         groups, left_out = grouped(records, [item.id for item in at.items], self._smallest)
@@ -222,7 +219,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 reward_name=reward,
             )
             record = await self._with_trajectory(at, record, result)
-            if not _worth_another(record):
+            if not worth_another(record):
                 break
         assert record is not None, config.rollout_retries
         if at.journal is not None:
@@ -261,7 +258,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         self, at: Round, record: RolloutRecord, result: "ItemResult | None"
     ) -> RolloutRecord:
         """The record with what is trained of it, if anything is."""
-        reward = self._reward(record)
+        reward = worth(record, self._config)
         if reward is None:
             return record
         ran = None if result is None else result.rollout
@@ -294,15 +291,6 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             metadata=names,
         )
         return record.model_copy(update={"reward": reward, "trajectory": trajectory})
-
-    def _reward(self, record: RolloutRecord) -> float | None:
-        """What the rollout is worth; None where it is left out."""
-        failure, instead = record.failure, self._config.on_policy_failure
-        if failure is None:
-            return record.reward
-        if failure.kind == "policy" and instead != "drop":
-            return instead.reward
-        return None
 
     def _count(self, found: episodes.Found) -> None:
         """Calls that are not trained of a rollout that is; the others are counted as rollouts."""
@@ -366,24 +354,6 @@ async def art_trajectory_builder(
             task.cancel()
 
 
-def _worth_another(record: RolloutRecord) -> bool:
-    """Whether its world failed it; an evaluator is not asked again by running the agent again."""
-    failure = record.failure
-    return (
-        failure is not None and failure.kind == "infrastructure" and failure.reason != "evaluator"
-    )
-
-
 def _reasoning(result: "ItemResult | None", name: str | None) -> Any:
     score = None if result is None or name is None else result.scores.get(name)
     return None if score is None else plain(score.reasoning)
-
-
-async def _all(tasks: Sequence[asyncio.Task[RolloutRecord]]) -> list[RolloutRecord]:
-    """Their results; none of them outlives this."""
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """`hone finetune --dry-run`: what would run, and how much of it. Contacts nobody.
 
-In:   the document, what the command said beside it
+In:   the run's document and the validation's, what the command said beside them
 Out:  lines for a reader; what the configuration alone shows to be wrong
 Used: run.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config.build import build
-from hone.config.schema import Document, FinetuneRunConfig, read
+from hone.config.schema import Document, FinetuneRunConfig
 from hone.errors import ConfigError
 from hone.evaluation.run import dataset_items
 from hone.events import FILE
@@ -28,10 +28,14 @@ PREFLIGHT = 2
 """Rollouts before the first epoch that are trained on by nobody."""
 
 
-async def dry_run(document: Document, told: FinetuneRunConfig) -> tuple[list[str], list[Check]]:
-    """What to say, and what is wrong."""
+async def dry_run(
+    document: Document, validating: Document | None, told: FinetuneRunConfig
+) -> tuple[list[str], list[Check]]:
+    """What to say, and what is wrong; `validating` is the validation's own document, if any."""
     examples = await _count(document, told.dataset)
-    held_out = await _held_out(document, told)
+    held_out = 0
+    if validating is not None or told.validation_dataset is not None:
+        held_out = await _count(validating or document, told.validation_dataset)
     planned = plan(document, examples)
     checks = [*check_document(document), *_targets(document), check_movement(planned)]
     lines = [
@@ -105,14 +109,6 @@ def _standing(document: Document) -> Iterator[str]:
     standing = Standing(config, read_events(config.output_dir / FILE))
     done = sum(map(standing.is_done, range(config.num_epochs)))
     yield f"run           goes on with {found.run_id}, of which {done} epochs are done"
-
-
-async def _held_out(document: Document, told: FinetuneRunConfig) -> int:
-    if told.validation_config_file is not None:
-        document = read(told.validation_config_file, told.override)
-    elif told.validation_dataset is None:
-        return 0
-    return await _count(document, told.validation_dataset)
 
 
 async def _count(document: Document, dataset: Path | None) -> int:

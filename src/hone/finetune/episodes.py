@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hone.capture.openai import LEFT
 from hone.finetune.base import EpisodeItem, EpisodeItemRole
 from hone.types import RecordedCall
 
@@ -110,6 +111,10 @@ def of_recorded(
                 logprobs={},
             )
         )
+    if (
+        not recorded
+    ):  # a server records what its client left when it has noticed, which may be later
+        dropped["abandoned"] += sum(call.error == LEFT for call in seen)
     ids = {one.id for one in recorded}
     dropped["unrecorded"] += sum(id not in ids for id in asked)
     return Found(sampled, +dropped)

@@ -200,6 +200,11 @@ class History:
         return [v for v in self.validations if v.mean is not None and v.rewards]
 
     @property
+    def best(self) -> Validation | None:
+        """With the highest mean; of equal ones the first, as it moved least from the base model."""
+        return max(self.scored, key=lambda v: v.mean or 0.0, default=None)
+
+    @property
     def status(self) -> str:
         """completed, failed, another that the trainer named, or unfinished."""
         return "unfinished" if self.finished is None else str(self.finished["status"])

@@ -13,7 +13,6 @@ on disk before it is needed, and a server of its own ends when its pipe closes.
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -22,14 +21,14 @@ import time
 from typing import Any, NoReturn, Self
 
 from hone import progress
-
-log = logging.getLogger("hone")
+from hone.workflow.loop import to_debug
 
 INTERRUPTED = 130
+"""The exit status."""
 SAME_S = 0.5
 """Signals so near each other are one Ctrl-C: a terminal sends it to all its processes, and one that
 started this one (`uv run`, `make`) may pass it on."""
-SAID = "Ending what runs and writing the report; Ctrl-C again leaves at once"
+SAID = "Ending what runs; Ctrl-C again leaves at once"
 
 
 class Interrupts:
@@ -74,13 +73,9 @@ class Interrupts:
         # In a thread: this may have come in the middle of a line of the console's.
         self._saying.start()
         loop, task = self._running
-        loop.set_exception_handler(_unsaid)
+        loop.set_exception_handler(to_debug)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
             loop.call_soon_threadsafe(task.cancel)
-
-
-def _unsaid(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    log.debug("after Ctrl-C: %s", context["message"], exc_info=context.get("exception"))
 
 
 def leave() -> NoReturn:

@@ -43,10 +43,10 @@ def write(output_dir: Path, events: Iterable[Event] | History) -> None:
         replace(output_dir / CURRICULUM, _indented(states[-1]))
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def replace(path: Path, held: str | bytes) -> None:
+    """Write a file whole or not at all: somebody may be looking at it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_bytes(held.encode() if isinstance(held, str) else held)
     beside.replace(path)
 
 

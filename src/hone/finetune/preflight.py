@@ -18,14 +18,7 @@ from hone.errors import HoneError
 from hone.finetune.adapter import NO_CONNECTION, ARTTrainerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
 from hone.finetune.builder import NO_LOGPROBS, ARTTrajectoryBuilder
-from hone.finetune.checks import (
-    Check,
-    Plan,
-    check_document,
-    check_movement,
-    failures,
-    plan,
-)
+from hone.finetune.checks import Check, check_document, check_movement, failures, plan
 from hone.finetune.twice import Twice
 
 if TYPE_CHECKING:
@@ -33,8 +26,6 @@ if TYPE_CHECKING:
     from hone.config.schema import Document
     from hone.evaluation.run import Evaluation
     from hone.workflow.llm import LLM
-
-__all__ = ["Check", "Plan", "check_document", "failures", "plan", "preflight"]
 
 NO_EXAMPLES = (
     "the dataset has no examples, so there is nothing to run on. Check file_path and filter of "

@@ -1,7 +1,7 @@
 """A rollout that ended -> one line of the journal, and one event.
 
 In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
-Out:  a RolloutRecord; the id a rollout runs under; the fields of its event
+Out:  a RolloutRecord, what it is worth, whether to run it again; its id; the fields of its event
 Used: builder.py for training, validation.py for held-out examples
 
 A rollout that failed, or that its evaluator failed to score, has no reward: it has a failure, of
@@ -20,6 +20,7 @@ from hone.finetune.base import FailureRecord, RolloutRecord, StepRecord
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
+    from hone.config.schema import FinetuneConfig
     from hone.evaluation.run import ItemResult
 
 Split = Literal["train", "val"]
@@ -94,6 +95,24 @@ def told(record: RolloutRecord) -> dict[str, Any]:
         "failure_kind": failure and failure.kind,
         "failure_reason": failure and failure.reason,
     }
+
+
+def worth_another(record: RolloutRecord) -> bool:
+    """Whether its world failed it; an evaluator is not asked again by running the agent again."""
+    failure = record.failure
+    return (
+        failure is not None and failure.kind == "infrastructure" and failure.reason != "evaluator"
+    )
+
+
+def worth(record: RolloutRecord, config: "FinetuneConfig") -> float | None:
+    """Its reward, or what `on_policy_failure` gives instead; None where it is left out."""
+    failure, instead = record.failure, config.on_policy_failure
+    if failure is None:
+        return record.reward
+    if failure.kind == "policy" and instead != "drop":
+        return instead.reward
+    return None
 
 
 def append_line(directory: str | Path, name: str, **fields: Any) -> None:

@@ -22,20 +22,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.config.build import Builder, build
+from hone.config.problems import ConfigProblems, Problem
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig, read
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.events import FILE, EventLog
 from hone.events import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
+from hone.finetune.checks import failures, read_run
 from hone.finetune.display import Display
 from hone.finetune.dry_run import dry_run
 from hone.finetune.facts import address_of, again, evaluators_of, facts_of, shown
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFacts, write_whole
-from hone.finetune.preflight import failures, preflight
+from hone.finetune.preflight import preflight
 from hone.finetune.standing import Standing
-from hone.finetune.stopping import best
 from hone.finetune.words import counted
 from hone.workflow.loop import run_loop
 
@@ -77,10 +78,10 @@ class FinetuneOptions:
 def finetune(options: FinetuneOptions) -> int:
     """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
     began = time.time()
-    document = read(options.config_file, options.override)
-    config = _checked(document, options)
+    document, validating = _documents(options)
+    config = document.finetuning.model_copy(update={"run_configuration": options.told})
     if options.dry_run:
-        return _say_what_would_run(document, options.told)
+        return _say_what_would_run(document, validating, options.told)
     facts = RunFacts(config.seed, facts_of(document, options.told))
     fresh = options.fresh or config.resume == "never"
     with (
@@ -89,7 +90,7 @@ def finetune(options: FinetuneOptions) -> int:
         EventLog(config.output_dir / FILE) as events,
         Display(events),
     ):
-        run = Run(document, config, options, journal, events, interrupts, began)
+        run = Run(document, validating, config, options, journal, events, interrupts, began)
         if run.standing.is_finished(config.num_epochs):
             ended = run.standing.history.finished or {}
             log.info("Run %s is finished, nothing to do. %s", journal.run_id, ended.get("message"))
@@ -101,25 +102,33 @@ def finetune(options: FinetuneOptions) -> int:
         return run.interrupted() if interrupts.heard else status
 
 
-def _checked(document: Document, options: FinetuneOptions) -> FinetuneConfig:
-    """What the run itself needs of the configuration."""
-    config = document.finetuning
-    if not config.enabled:
+def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
+    """The run's, and the validation's where it has one; raises with all that is wrong with both."""
+    problems: list[Problem] = []
+    document = validating = None
+    try:
+        document = read_run(options.config_file, options.override, dataset=options.dataset)
+    except ConfigProblems as error:
+        problems += error.problems
+    try:
+        if options.validation_config_file is not None:
+            validating = read(options.validation_config_file, options.override)
+    except ConfigProblems as error:
+        problems += error.problems
+    if document is None or problems:
+        raise ConfigProblems(dict.fromkeys(problems))
+    if not document.finetuning.enabled:
         raise ConfigError(
             f"{document.file}: Finetuning is not enabled in the provided configuration. Set "
             "finetuning.enabled: true."
         )
-    if config.reward_function is None:
-        raise ConfigError(
-            f"{document.file}: finetuning.reward_function: missing; name one of eval.evaluators "
-            f"({', '.join(document.eval.evaluators) or 'there is none yet'}), as "
-            "reward_function: {name: ...}"
-        )
-    return config.model_copy(update={"run_configuration": options.told})
+    return document, validating
 
 
-def _say_what_would_run(document: Document, told: FinetuneRunConfig) -> int:
-    lines, wrong = asyncio.run(dry_run(document, told))
+def _say_what_would_run(
+    document: Document, validating: Document | None, told: FinetuneRunConfig
+) -> int:
+    lines, wrong = asyncio.run(dry_run(document, validating, told))
     sys.stdout.write("\n".join(lines) + "\n")
     for check in wrong:
         log.error("%s: %s", check.name, check.message)
@@ -132,6 +141,7 @@ class Run:
     def __init__(
         self,
         document: Document,
+        validating: Document | None,
         config: FinetuneConfig,
         options: FinetuneOptions,
         journal: Journal,
@@ -139,11 +149,10 @@ class Run:
         interrupts: Interrupts,
         began: float,
     ) -> None:
-        """`began`: when the command was given."""
+        """`validating`: the validations' document, if it is another; `began`: the command's time."""
         self.interrupts, self.began = interrupts, began
-        self._validating: Document | None = None
-        """The validation's configuration, where it has one of its own."""
-        self.document, self.config, self.options = document, config, options
+        self.document, self.validating = document, validating
+        self.config, self.options = config, options
         self.journal, self.events = journal, events
         self.standing = Standing(config, read_events(events.path))
         events.listeners.append(self.standing.add)
@@ -160,7 +169,7 @@ class Run:
             status, message = TrainingStatusEnum.FAILED, str(error)
         if self.interrupts.heard:  # whatever it met on its way out
             raise asyncio.CancelledError
-        found = best(self.standing.history.validations)
+        found = self.standing.history.best
         self.events.append(
             "run_finished",
             status=status,
@@ -223,10 +232,10 @@ class Run:
 
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
         """The held-out set, if the command named one."""
-        other, dataset = self.options.validation_config_file, self.options.validation_dataset
-        if other is not None:
-            document = self._validating = read(other, self.options.override)
-            served, builder = builder.served, await stack.enter_async_context(build(document))
+        dataset = self.options.validation_dataset
+        if self.validating is not None:
+            served = builder.served
+            builder = await stack.enter_async_context(build(self.validating))
             builder.served = served
         elif dataset is None:
             return None
@@ -259,7 +268,7 @@ class Run:
             validation_examples=len(validation.items) if validation else 0,
             validation_interval=self.options.validation_interval,
             validation_greedy=self.config.validation.greedy,
-            **evaluators_of(self.config.reward_function.name, self.document, self._validating),
+            **evaluators_of(self.config.reward_function.name, self.document, self.validating),
             learning_rate=getattr(learning, "learning_rate", None),
             output_dir=str(self.config.output_dir),
             resumed=resumed,
@@ -316,18 +325,21 @@ class Run:
     def interrupted(self) -> int:
         """Tell what there is so far; whatever stands in the way of that, the exit status is 130."""
         run_id, history = self.journal.run_id, self.standing.history
-        if history.finished is not None and history.run.get("session") == self.journal.session:
+        begun = history.run.get("session") == self.journal.session
+        if begun and history.finished is not None:
             log.error("Interrupted when run %s had ended already.", run_id)
             return INTERRUPTED
         try:
-            if history.run.get("session") == self.journal.session:
+            if begun:
                 self.events.append("run_interrupted")  # the time until here was spent, too
+            if history.finished is None:  # else a report of the session before is there
                 self._report(brief=True)
         except Exception as error:  # noqa: BLE001  # an interrupt ends as one, whatever the report meets
             log.warning("The report could not be written: %s: %s", type(error).__name__, error)
         anew = self.options.fresh or self.config.resume == "never"
         how = "Without --fresh and finetuning.resume: never the" if anew else "The"
-        log.error("Interrupted. %s same command goes on with run %s.", how, run_id)
+        goes_on = "goes on with" if history.sessions else "begins"
+        log.error("Interrupted. %s same command %s run %s.", how, goes_on, run_id)
         return INTERRUPTED
 
     def _last_step(self) -> int | None:

@@ -1,10 +1,10 @@
-"""Whether the run still gets better on held-out examples, and when it was best.
+"""Whether the run still gets better on held-out examples.
 
 In:   the validations so far, finetuning.early_stopping
-Out:  the best validation; a reason to stop, or none
-Used: trainer.py after each validation; run.py for what it says at the end
+Out:  a reason to stop, or none
+Used: standing.py, which trainer.py asks before each epoch and run.py at the end
 
-Pure functions of what was measured, so that a resumed run comes to the same conclusion.
+A pure function of what was measured, so that a resumed run comes to the same conclusion.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,6 @@ from hone.finetune.history import Validation
 
 if TYPE_CHECKING:
     from hone.config.schema import EarlyStoppingConfig
-
-
-def best(validations: Sequence[Validation]) -> Validation | None:
-    """The one with the highest mean; of equal ones the first."""
-    known = [(v.mean, v) for v in validations if v.mean is not None]
-    return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def reason_to_stop(

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from hone.config.schema import Document
     from hone.evaluation.run import Evaluation, ItemResult
 
-COINCIDENCE = 0.05
-"""Two rollouts that say the same are suspect if the model would do so less often than this."""
+COINCIDENCE = 1e-3
+"""Two rollouts that say the same are refused if the model would do so less often than this. So often
+at the most is a good run refused by chance; answers of one or two tokens are only warned about."""
 
 NOTHING = {
     "no_calls": "the server recorded no call of the rollout. See that the agent asks the model at "
@@ -154,7 +155,9 @@ class Twice:
         chance = math.exp(min(0.0, surprise))
         message = f"two rollouts of example {self._item.id!r} are the same, token for token"
         if chance >= COINCIDENCE:
-            message += f"; the model does so in {chance:.0%} of cases, so this may be chance"
+            message += (
+                f"; the model does so with a probability of {chance:.2g}, so this may be chance"
+            )
             return Check(name, True, message, warning=True)
         return Check(
             name,

@@ -8,7 +8,6 @@ A rollout that failed is no 0: it is counted, and where too many failed by no fa
 the validation has no mean at all and appears as a gap.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from statistics import fmean
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
 from hone.finetune.base import RolloutRecord
-from hone.finetune.records import record_of, rollout_id, told
+from hone.finetune.records import record_of, rollout_id, told, worth, worth_another
 from hone.finetune.stats import check_failures
+from hone.workflow.loop import ended_together
 
 if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
@@ -54,13 +54,7 @@ async def validate(
         events.append("rollout", **told(record))
         return record
 
-    tasks = [asyncio.create_task(rollout(*one)) for one in wanted]
-    try:
-        records = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    records = await ended_together(rollout(*one) for one in wanted)
     outcome = _outcome(records, f"validation after {epoch} epochs", config)
     return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
 
@@ -94,13 +88,10 @@ async def _run(
         record = record_of(
             result, rollout=rollout, split="val", epoch=epoch, generation=rep, reward_name=reward
         )
-        if record.failure is None or record.failure.kind != "infrastructure":
+        if not worth_another(record):
             break
     assert record is not None, config.rollout_retries
-    failure, instead = record.failure, config.on_policy_failure
-    if failure is not None and failure.kind == "policy" and instead != "drop":
-        return record.model_copy(update={"reward": instead.reward})
-    return record
+    return record.model_copy(update={"reward": worth(record, config)})
 
 
 def _outcome(

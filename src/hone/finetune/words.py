@@ -45,6 +45,11 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours} h"
 
 
+def when(epochs: int) -> str:
+    """Of something measured when so many epochs were trained."""
+    return f"after {counted(epochs, 'epoch')}" if epochs else "before the training"
+
+
 def counted(number: int, noun: str) -> str:
     """With its plural."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

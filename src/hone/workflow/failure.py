@@ -7,7 +7,8 @@ Used: workflow/run.py
 Failures of the policy are the model's own doing and may be given a reward; to drop them would be
 to reward them. Everything else is infrastructure: it says nothing of the policy, may be tried
 again, and is never scored. Where it cannot be told, it is infrastructure: a rollout too few costs
-less than one that trains the model for a cable that was cut.
+less than one that trains the model for a cable that was cut. So what an agent raises is its own
+failure, unless it plainly could not read an answer; that answers were cut before is said beside it.
 """
 
 import json
@@ -46,9 +47,21 @@ def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
     # Of several at once the policy is blamed only if nothing else went wrong.
     kind, reason = next((k for k in kinds if k[0] == "infrastructure"), kinds[0])
     failure = failure_of(error)
-    if reason == "connection":
-        failure = failure.model_copy(update={"message": failure.message + _unreached(error)})
+    more = {"connection": _unreached(error), "agent_error": _cut(calls)}.get(reason, "")
+    failure = failure.model_copy(update={"message": failure.message + more})
     return RolloutFailure(kind, reason, failure)
+
+
+def _cut(calls: Sequence[SeenCall]) -> str:
+    """How many answers ended at their token limit: what the agent made of them may be why."""
+    answers = [call for call in calls if call.choices]
+    cut = sum(call.finish == "length" for call in answers)
+    if not cut:
+        return ""
+    return (
+        f" (answers cut at the token limit before it: {cut} of {len(answers)}; an agent that cannot "
+        "go on with such an answer raises hone.errors.PolicyFailure)"
+    )
 
 
 def _unreached(error: BaseException) -> str:
@@ -87,12 +100,17 @@ def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
         reason = _of_the_world(cause)
         if reason is not None:
             return "infrastructure", reason
-    if answers and answers[-1].finish == "length":
-        return "policy", "token_limit"
-    unparseable = (json.JSONDecodeError, ValidationError)
-    if answers and (isinstance(error, unparseable) or isinstance(error.__cause__, unparseable)):
-        return "policy", "unparseable"
+    if answers and (_is_unread(error) or _is_unread(error.__cause__)):
+        return "policy", "token_limit" if answers[-1].finish == "length" else "unparseable"
     return "infrastructure", "agent_error"
+
+
+def _is_unread(error: BaseException | None) -> bool:
+    """Whether it says that text could not be read."""
+    if error is None:
+        return False
+    unparseable = isinstance(error, (json.JSONDecodeError, ValidationError))
+    return unparseable or _is(error, "openai", "LengthFinishReasonError")
 
 
 def _of_the_world(error: BaseException) -> str | None:

@@ -11,6 +11,7 @@ that hold themselves, NaN and objects that cannot even say what they are become 
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel
@@ -24,10 +25,10 @@ _DIGITS = 4000
 def dumps(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
     """JSON text of the value; raises for nothing that the value holds."""
     how: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "allow_nan": False}
-    try:
-        return json.dumps(value, default=as_json, **how)
-    except Exception:  # noqa: BLE001  # a class of the user's may raise anything
-        return json.dumps(_mended(value, ()), **how)
+    if not _too_deep(value):
+        with suppress(Exception):  # a class of the user's may raise anything
+            return json.dumps(value, default=as_json, **how)
+    return json.dumps(_mended(value, ()), **how)
 
 
 def as_json(value: Any) -> Any:
@@ -45,6 +46,19 @@ def as_text(value: Any) -> str:
         return str(value)
     except Exception as error:  # noqa: BLE001  # a class of the user's may raise anything
         return f"<{type(value).__name__}, whose text cannot be had: {type(error).__name__}>"
+
+
+def _too_deep(value: Any) -> bool:
+    """Whether it is nested deeper than DEPTH; what it holds twice is looked at once a level."""
+    level = {id(value): value}
+    for _ in range(DEPTH + 1):
+        inside = [
+            v.values() if isinstance(v, dict) else v
+            for v in level.values()
+            if isinstance(v, dict | list | tuple)
+        ]
+        level = {id(inner): inner for inners in inside for inner in inners}
+    return bool(level)
 
 
 def _mended(value: Any, above: tuple[int, ...]) -> Any:

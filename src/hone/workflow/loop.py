@@ -1,8 +1,8 @@
 """Run a command's coroutine to its end, whatever agents have left behind.
 
-In:   the coroutine of `hone run` or `hone eval`
+In:   the coroutine of `hone run`, `hone eval` or `hone finetune`; work that ends together
 Out:  what it returns, once everything else was cancelled and had time to end
-Used: workflow/run.py, evaluation/run.py
+Used: workflow/run.py, evaluation/run.py, finetune/run.py and builder.py
 
 asyncio.run waits for every task and every thread of its pool, however long they take: an agent that
 catches its cancellation, or sits in `asyncio.to_thread`, would keep a command that has everything
@@ -12,7 +12,7 @@ from ending. Here tasks have GRACE_S, and threads are daemons that the process d
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,15 +26,35 @@ log = logging.getLogger("hone")
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """asyncio.run, which leaves behind what does not end."""
-    return asyncio.run(_alone(main))
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    try:
+        return runner.run(_alone(main))
+    finally:
+        # Not runner.close(), which would wait for those that were left.
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def ended_together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Run all at once, results in order; when one raises, the others are ended first."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _alone(main: Coroutine[Any, Any, T]) -> T:
-    asyncio.get_running_loop().set_default_executor(_Threads())
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(_Threads())
     try:
         return await main
     finally:
         await _leave_others()
+        await loop.shutdown_asyncgens()
 
 
 async def _leave_others() -> None:
@@ -46,9 +66,13 @@ async def _leave_others() -> None:
     _, left = await asyncio.wait(others, timeout=GRACE_S)
     for task in left:
         log.warning("%s did not end within %g s of being cancelled", task.get_name(), GRACE_S)
-        # asyncio's page "Extending" names the first; run_until_complete does the second as well.
-        asyncio._unregister_task(task)
-        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]  # see above
+    if left:
+        asyncio.get_running_loop().set_exception_handler(to_debug)
+
+
+def to_debug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """For a loop that is ending: what asyncio says of tasks that were left or torn apart."""
+    log.debug("%s", context["message"], exc_info=context.get("exception"))
 
 
 class _Threads(ThreadPoolExecutor):

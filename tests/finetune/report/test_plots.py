@@ -169,6 +169,18 @@ def test_the_headline_of_gaps_and_of_one_epoch():
     assert plots.headline(History.of(told))[0] == "Training reward 0.65"
 
 
+def test_the_headline_of_one_validation():
+    told = [started(), validation(0, {"a": [0.25]}, 0.25)]
+    assert plots.headline(History.of(told)) == (
+        *("Held-out reward 0.25 before the training", "of one validation"),
+    )
+    assert plots.headline(History.of([*told, collected(0, 0.5)])) == (
+        *("Training reward 0.50", "of one epoch; held out 0.25 before the training"),
+    )
+    told = [started(), validation(0, {}, None), validation(2, {"a": [0.5]}, 0.5)]
+    assert plots.headline(History.of(told))[0] == "Held-out reward 0.50 after 2 epochs"
+
+
 def test_numbers_in_words():
     assert number(None) == "none"
     assert number(-0.525) == "\u22120.53"

@@ -1,7 +1,6 @@
 """finetune/report/report.py, page.py, examples.py: the answer first, and honest."""
 
 import json
-import os
 import re
 import shlex
 from base64 import b64encode
@@ -15,7 +14,8 @@ from tests.finetune.runs import STORIES, Story, tell
 from tests.finetune.test_metrics import collected, job, started
 
 from hone.errors import ConfigError
-from hone.finetune.report import page, report
+from hone.finetune.history import History
+from hone.finetune.report import page, plots, report
 from hone.finetune.report.blocks import Document, Picture, Section, Text
 from hone.finetune.report.estimate import Estimate
 from hone.finetune.report.examples import LONGEST, pick, shown
@@ -282,17 +282,28 @@ def test_a_brief_report_draws_nothing(interrupted: Path):
 
 def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
     plot = interrupted / "reward_plot.png"
-    plot.write_bytes(b"drawn before")
-    for at, is_shown in ((10.0, True), (9.5, False)):  # the last validation was at 10
-        os.utime(plot, (at, at))
+    # The last validation was at 10. A plot of what was known before may have been finished after it.
+    for until, is_shown in (("10.0", True), ("9.5", False), ("110.0", False), ("10.01", False)):
+        drawn = f"drawn before [rewards until {until}]".encode()
+        plot.write_bytes(drawn)
         report.write(interrupted, brief=True)
         text, html = ((interrupted / f"report.{kind}").read_text() for kind in ("md", "html"))
         shown_as = "![Held-out reward 0.25 \u2192 0.75](reward_plot.png)"
         assert (f"## Reward\n\n{shown_as}\n" in text) is is_shown
-        source = f'<img src="data:image/png;base64,{b64encode(b"drawn before").decode()}"'
+        source = f'<img src="data:image/png;base64,{b64encode(drawn).decode()}"'
         assert html.count("<img") == html.count(source) == int(is_shown)
         assert "<picture>" not in html  # there is no other for a phone
-        assert plot.read_bytes() == b"drawn before" and plot.stat().st_mtime == at
+        assert plot.read_bytes() == drawn
+
+
+def test_a_plot_says_until_when_it_knows_the_rewards(tmp_path: Path):
+    told = [started(), validation(0, {"a": [0.25]}, 0.25), collected(0, 0.5)]
+    history = History.of(told)
+    picture = plots.rewards(history, plots.NARROW)
+    assert b"[rewards until 9.0]" in picture and plots.shows_all(picture, history)
+    assert not plots.shows_all(picture, History.of([*told, validation(1, {"a": [0.75]}, 0.75)]))
+    # What brought no reward leaves it as it is.
+    assert plots.shows_all(picture, History.of([*told, {"at": 12.0, "type": "run_interrupted"}]))
 
 
 # ---- examples -------------------------------------------------------------------------------------

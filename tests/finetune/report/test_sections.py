@@ -177,7 +177,8 @@ READING = (
 def beside_its_plot(tmp_path: Path, *events: dict) -> tuple[str | None, str | None]:
     """How to read the plot, and the facts, of a report that draws nothing new."""
     log(tmp_path, *events)
-    (tmp_path / "reward_plot.png").write_bytes(b"")
+    newest = max(e["at"] for e in events if e["type"] in ("epoch_collected", "validation"))
+    (tmp_path / "reward_plot.png").write_bytes(f"[rewards until {newest!r}]".encode())
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     reward = under(text, "Reward")

@@ -12,7 +12,7 @@ only one of them scored, that the rewards are of training examples.
 from typing import TYPE_CHECKING
 
 from hone.finetune.report.estimate import MIN_PAIRS, Estimate
-from hone.finetune.words import counted, interval, number
+from hone.finetune.words import counted, interval, number, when
 
 if TYPE_CHECKING:
     from hone.finetune.report.report import Report
@@ -99,14 +99,10 @@ def _gaps(report: "Report") -> list[str]:
     assert report.baseline is not None and report.tuned is not None
     first, last, said = report.baseline.epoch, report.tuned.epoch, []
     if first:
-        after = counted(first, "epoch")
-        said.append(f"No validation before the training gave a number: 'before' is after {after}.")
+        said.append(f"No validation before the training gave a number: 'before' is {when(first)}.")
     newest = report.history.validations[-1].epoch
     if newest > last:
-        said.append(
-            f"The validation after {counted(newest, 'epoch')} gave no number: 'after' is after "
-            f"{counted(last, 'epoch')}."
-        )
+        said.append(f"The validation {when(newest)} gave no number: 'after' is {when(last)}.")
     return said
 
 
@@ -130,9 +126,7 @@ def _validations(report: "Report") -> str:
         return "Held-out examples were not run yet"
     if not scored:
         return f"None of {counted(failed, 'validation')} gave a number"
-    epoch = scored[0].epoch
-    when = f"after {counted(epoch, 'epoch')}" if epoch else "before the training"
-    one = f"One validation gave a number, {number(scored[0].mean)} {when}"
+    one = f"One validation gave a number, {number(scored[0].mean)} {when(scored[0].epoch)}"
     return f"{one}, and {failed} gave none" if failed else one
 
 

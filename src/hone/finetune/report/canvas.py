@@ -101,8 +101,9 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def png(made: "Figure") -> bytes:
+def png(made: "Figure", comment: str = "") -> bytes:
+    """`comment` stands in the file as plain text, and is not drawn."""
     made.tight_layout()
     picture = io.BytesIO()
-    made.savefig(picture, metadata={"Software": None}, facecolor="white")
+    made.savefig(picture, metadata={"Software": None, "Comment": comment}, facecolor="white")
     return picture.getvalue()

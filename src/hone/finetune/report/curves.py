@@ -129,9 +129,8 @@ def _bounds(rewards: Sequence[float | None]) -> tuple[float, float] | None:
 
 def _best(history: History) -> tuple[float, int] | None:
     """Of the steps that were validated; None where the newest one is the best."""
-    scored = history.scored
-    best = max(scored, key=lambda v: (v.mean or 0.0, v.epoch), default=None)
-    if best is None or best is scored[-1] or best.step is None:
+    best = history.best
+    if best is None or best is history.scored[-1] or best.step is None:
         return None
     return float(best.epoch), best.step
 

@@ -11,8 +11,6 @@ line has a form of its own, so nothing depends on telling colours apart.
 """
 
 import math
-import os
-import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +22,7 @@ from hone.finetune.report import canvas
 from hone.finetune.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
 from hone.finetune.report.curves import Curves, Point, curves, smoothed
 from hone.finetune.report.estimate import gain
-from hone.finetune.words import counted, interval, number
+from hone.finetune.words import counted, interval, number, when
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,14 +42,18 @@ LONGEST = 24
 
 def reward_plot(history: History, path: Path) -> None:
     """Training, held-out and filtered reward, and the curriculum's share, as one PNG."""
-    keep(rewards(history, WIDE), path)
+    metrics.replace(path, rewards(history, WIDE))
 
 
-def keep(picture: bytes, path: Path) -> None:
-    """Whole or not at all: somebody may be looking at it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    beside.write_bytes(picture)
-    beside.replace(path)
+def shows_all(picture: bytes, history: History) -> bool:
+    """Whether it is a reward plot that was drawn when the newest reward was known."""
+    return _shown(history).encode() in picture
+
+
+def _shown(history: History) -> str:
+    """What a reward plot carries in its file: the time of the newest event with rewards."""
+    times = [r.collected["at"] for r in history.rounds if r.collected]
+    return f"[rewards until {max([*times, *(v.at for v in history.validations)], default=None)!r}]"
 
 
 def rewards(history: History, size: tuple[float, float]) -> bytes:
@@ -75,7 +77,7 @@ def rewards(history: History, size: tuple[float, float]) -> bytes:
     if drawn.percentile:
         _share(axes[-1], drawn, narrow=size[0] < NARROW_BELOW)
     axes[-1].set_xlabel("epochs trained", color=SOFT, fontsize=10)
-    return canvas.png(figure)
+    return canvas.png(figure, comment=_shown(history))
 
 
 def headline(history: History) -> tuple[str, str]:
@@ -88,10 +90,14 @@ def headline(history: History) -> tuple[str, str]:
         return title, _how_sure(first.rewards, last.rewards) + late
     epochs = [(e["epoch"], e["avg_reward"]) for e in metrics.reward_history(history)]
     known = [(epoch, mean) for epoch, mean in epochs if mean is not None]
+    once = f"{number(scored[0].mean)} {when(scored[0].epoch)}" if scored else ""
+    if not known and once:
+        return f"Held-out reward {once}", "of one validation"
     if not known:
         return "No reward" if history.finished else "No reward yet", ""
     if len(known) == 1:
-        return f"Training reward {number(known[0][1])}", "of one epoch"
+        note = f"of one epoch; held out {once}" if once else "of one epoch"
+        return f"Training reward {number(known[0][1])}", note
     (first, before), (last, after) = known[0], known[-1]
     title = f"Training reward {number(before)} \u2192 {number(after)}"
     return title, _how_sure(history.rewards(first), history.rewards(last))

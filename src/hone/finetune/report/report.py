@@ -12,7 +12,6 @@ report says so first, because a model may learn its training examples by heart.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +83,7 @@ class Report:
         told = (self.history.finished or {}).get("best_step")
         if told is not None or not self.held_out:
             return told
-        found = self.best or self.tuned
+        found = self.history.best
         return None if found is None else found.step
 
     @property
@@ -166,22 +165,16 @@ def write(output_dir: Path, *, brief: bool = False) -> Report:
     output_dir = Path(output_dir)
     report, place = measure(output_dir), output_dir / "reward_plot.png"
     if brief:
-        picture = place.read_bytes() if _is_new(place, report.history) else None
+        picture = place.read_bytes() if place.exists() else b""
+        picture = picture if plots.shows_all(picture, report.history) else None
     else:
         picture = plots.rewards(report.history, plots.WIDE)
-        plots.keep(picture, place)
+        metrics.replace(place, picture)
     told = sections(report, picture, brief=brief)
     metrics.replace(output_dir / "report.json", json.dumps(report.as_dict(), indent=2) + "\n")
     metrics.replace(output_dir / "report.md", page.markdown(told))
     metrics.replace(output_dir / "report.html", page.html(told))
     return report
-
-
-def _is_new(picture: Path, history: History) -> bool:
-    """It shows all there is to show."""
-    times = [r.collected["at"] for r in history.rounds if r.collected]
-    newest = max([*times, *(v.at for v in history.validations)], default=math.inf)
-    return picture.exists() and picture.stat().st_mtime >= newest
 
 
 def measure(output_dir: Path) -> Report:
@@ -197,8 +190,8 @@ def measure(output_dir: Path) -> Report:
     if held_out:
         first, last = _validated(scored[0]), _validated(scored[-1])
         rewards = scored[0].rewards, scored[-1].rewards
-        top = max(scored, key=lambda v: (v.mean or 0.0, v.epoch))
-        best = None if top is scored[-1] else _validated(top)
+        top = history.best
+        best = None if top is None or top is scored[-1] else _validated(top)
     else:
         epochs = [e for e in history.epochs if history.rewards(e)]
         ends = (epochs[0], epochs[-1]) if len(epochs) > 1 else ()

@@ -1,0 +1,258 @@
+"""A run over a real server up to its first epoch: what preflight finds in it.
+
+In:   the seed's basic configuration, with changes
+Out:  its document; its live parts; the checks of them
+Used: test_checks.py, test_preflight.py and test_twice.py
+"""
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from tests.finetune.worlds import LossyProxy
+from tests.workflow.endpoint import Endpoint, Reply, serving
+
+from hone import LocalBackend
+from hone.config.build import Builder, build
+from hone.config.schema import Document, read
+from hone.evaluation.run import Evaluation, evaluation
+from hone.finetune.adapter import ARTTrainerAdapter
+from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
+from hone.finetune.checks import Check, failures
+from hone.finetune.preflight import preflight
+
+AGENT = """
+import asyncio
+import json
+import urllib.request
+
+import hone
+import hone.errors
+
+async def run(question, llm):
+    answer = await llm.chat([{"role": "user", "content": question}])
+    return answer.choices[0].message.content or ""
+
+async def search(question, llm):
+    return await run(f"search {question}", llm)
+
+async def nested(question, functions):
+    return await functions["search"](question)
+
+async def silent(question, llm):
+    return question
+
+async def broken(question, llm):
+    raise RuntimeError("no such table: users")
+
+async def wrong_header(question, llm):
+    answer = await llm.client.chat.completions.create(
+        model=llm.model,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=3,
+        extra_headers={"X-Hone-Rollout": "somebody-else"},
+    )
+    return answer.choices[0].message.content or ""
+
+async def refuses(question, llm):
+    await run(question, llm)
+    raise hone.errors.PolicyFailure("no move", reason="unparseable")
+
+async def impatient(question, llm):
+    messages = [{"role": "user", "content": question}]
+    client = llm.client.chat.completions
+    stream = await client.create(model=llm.model, messages=messages, max_tokens=200, stream=True)
+    async for _ in stream:
+        await stream.close()
+        return "enough"
+
+def asked(url, model, question):
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 3}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+async def unseen(question, llm):
+    return await asyncio.to_thread(asked, llm.base_url, llm.model, question)
+
+async def half_seen(question, llm):
+    return await run(question, llm) + await unseen(question, llm)
+
+def length(item):
+    return float(len(item.output_obj))
+
+def fails(item):
+    raise KeyError("answer")
+"""
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Tables into tables; None removes a key."""
+    found = dict(base)
+    for key, value in changes.items():
+        if value is None:
+            found.pop(key, None)
+        elif isinstance(value, dict) and isinstance(found.get(key), dict):
+            found[key] = merged(found[key], value)
+        else:
+            found[key] = value
+    return found
+
+
+def document(
+    directory: Path,
+    url: str = "http://127.0.0.1:7623",
+    base: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Document:
+    """The seed's basic configuration over the agent above, with changes."""
+    address = urlsplit(url)
+    (directory / "agent.py").write_text(AGENT)
+    rows = [{"id": f"e{i}", "question": f"Say {i}.", "answer": str(i)} for i in range(50)]
+    (directory / "train.json").write_text(json.dumps(rows))
+    basic = {
+        "llms": {
+            "actor": {
+                "_type": "openai",
+                "model_name": "base",
+                "base_url": f"{url}/v1",
+                "api_key": "default",
+                "temperature": 1.0,
+                "max_tokens": 6,
+            }
+        },
+        "functions": {
+            "search": {"_type": "python", "target": "agent.py:search", "llm": "actor"},
+        },
+        "workflow": {"_type": "python", "target": "agent.py:run", "llm": "actor"},
+        "eval": {
+            "general": {
+                "dataset": {"_type": "json", "file_path": str(directory / "train.json")},
+            },
+            "evaluators": {"reward": {"_type": "python", "target": "agent.py:length"}},
+        },
+        "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder"}},
+        "trainer_adapters": {
+            "a": {
+                "_type": "openpipe_art_trainer_adapter",
+                "backend": {
+                    "ip": address.hostname,
+                    "port": address.port,
+                    "name": f"agent-{secrets.token_hex(4)}",
+                    "project": "suite",
+                    "base_model": "base",
+                },
+            }
+        },
+        "trainers": {"t": {"_type": "openpipe_art_trainer"}},
+        "finetuning": {
+            "enabled": True,
+            "trainer": "t",
+            "trajectory_builder": "b",
+            "trainer_adapter": "a",
+            "reward_function": {"name": "reward"},
+            "num_epochs": 20,
+            "output_dir": str(directory / "out"),
+        },
+    }
+    file = directory / "config.yml"
+    file.write_text(yaml.safe_dump(merged(merged(basic, base or {}), changes), sort_keys=False))
+    return read(file)
+
+
+def one(checks: list[Check], name: str) -> Check:
+    [found] = [check for check in checks if check.name == name]
+    return found
+
+
+@dataclass(frozen=True)
+class Live:
+    """The parts of a run, built from its document as `hone finetune` does."""
+
+    builder: Builder
+    trajectories: TrajectoryBuilder
+    adapter: ARTTrainerAdapter
+    evaluation: Evaluation
+    id: str
+
+    async def checks(self, adapter: TrainerAdapter | None = None) -> list[Check]:
+        """Of the parts as they are now, or with another adapter."""
+        return await preflight(
+            document=self.builder.document,
+            builder=self.builder,
+            trajectory_builder=self.trajectories,
+            trainer_adapter=adapter or self.adapter,
+            evaluation=self.evaluation,
+            run_id=self.id,
+        )
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Runs over one server and one model, each with changes to the configuration."""
+
+    directory: Path
+    server: LocalBackend
+    model: Path
+
+    @asynccontextmanager
+    async def live(self, **changes: Any) -> AsyncIterator[Live]:
+        base = {
+            "llms": {"actor": {"model_name": str(self.model)}},
+            "trainer_adapters": {"a": {"backend": {"base_model": str(self.model)}}},
+        }
+        doc = document(self.directory, self.server.base_url, base, **changes)
+        async with build(doc) as builder:
+            adapter = await builder.get_trainer_adapter("a")
+            assert isinstance(adapter, ARTTrainerAdapter)
+            trajectories = await builder.get_trajectory_builder("b")
+            await trajectories.initialize(doc.finetuning)
+            await adapter.initialize(doc.finetuning)
+            builder.served = adapter.served
+            run_id = f"art_run_{secrets.token_hex(4)}"
+            await adapter.open_run(run_id, 0)
+            async with evaluation(builder) as evaluating:
+                trajectories.bind_evaluation(evaluating)
+                yield Live(builder, trajectories, adapter, evaluating, run_id)
+
+    async def checked(self, **changes: Any) -> list[Check]:
+        async with self.live(**changes) as run:
+            return await run.checks()
+
+    async def failed(self, **changes: Any) -> Check:
+        """The one check that fails."""
+        [found] = failures(await self.checked(**changes))
+        return found
+
+    async def lossy(self, **lost: Any) -> tuple[Check, str]:
+        """What is refused where agents reach the server through a proxy; and its address."""
+        async with serving(LossyProxy(self.server.base_url, **lost)) as url:
+            changes: dict[str, Any] = {
+                "llms": {"actor": {"base_url": url}},
+                "trainer_adapters": {"a": {"backend": {"inference_port": urlsplit(url).port}}},
+            }
+            return await self.failed(**changes), url
+
+    async def foreign(self, *replies: Reply, **actor: Any) -> list[Check]:
+        """Where the agent asks an endpoint that is not the server's, and may."""
+        async with serving(Endpoint(*replies)) as url:
+            return await self.checked(
+                llms={"actor": {"base_url": url, **actor}},
+                finetuning={"allow_foreign_endpoint": True},
+            )
+
+
+def told(text: str, *logprobs: float) -> Reply:
+    """An answer whose letters are its tokens."""
+    content = [
+        {"token": letter, "logprob": value, "bytes": list(letter.encode()), "top_logprobs": []}
+        for letter, value in zip(text, logprobs, strict=True)
+    ]
+    return Reply(text, more={"logprobs": {"content": content, "refusal": None}})

@@ -1,0 +1,45 @@
+"""finetune/adapter_config.py: the seed's defaults, keys that go together, what is sent of them."""
+
+from typing import Any
+
+import pytest
+
+from hone.finetune.adapter import ARTTrainerAdapterConfig
+
+
+def config(**blocks: Any) -> ARTTrainerAdapterConfig:
+    return ARTTrainerAdapterConfig.model_validate({"backend": {}, **blocks})
+
+
+def test_the_seed_s_defaults():
+    backend, training = config().backend, config().training
+    assert (backend.name, backend.project) == ("trainer_run", "trainer_project")
+    assert backend.base_model == "Qwen/Qwen2.5-7B-Instruct"
+    assert (backend.api_key, backend.delete_old_checkpoints) == ("default", False)
+    assert (training.learning_rate, training.beta) == (5e-5, 0.0)
+    assert config(training={"learning_rate": "1e-6"}).training.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ({"ip": "localhost"}, "ip is 'localhost' but port is not set; set both"),
+        ({"port": 7623}, "port is 7623 but ip is not set; set both"),
+        ({"inference_port": 8000}, "inference_port is 8000 but ip is not set"),
+        ({"nmae": "x"}, "nmae"),
+    ],
+)
+def test_keys_that_do_not_go_together(backend: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        config(backend=backend)
+
+
+def test_what_is_sent_of_training():
+    # beta and learning_rate always: their defaults are this adapter's; the rest only as written.
+    training = config(training={"loss": "dapo", "plot_tensors": True}).training
+    assert training.job_keys(0, 20) == {"loss": "dapo", "learning_rate": 5e-5, "beta": 0.0}
+    falling = config(training={"learning_rate": 1e-4, "schedule": "linear"}).training
+    # Four jobs: 1, 3/4, 1/2, 1/4 of it.
+    assert [falling.job_keys(i, 4)["learning_rate"] for i in range(4)] == pytest.approx(
+        [1e-4, 7.5e-5, 5e-5, 2.5e-5]
+    )

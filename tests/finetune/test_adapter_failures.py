@@ -1,0 +1,142 @@
+"""ARTTrainerAdapter at a stand-in that does what a sound server never does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi import Request, Response
+from tests.finetune.worlds import adapter_for, finetuning, said
+from tests.sdk.conftest import serving
+from tests.sdk.standin import StandIn, refusal
+
+from hone import RemoteBackend
+from hone.errors import Conflict, HoneError, NotFound
+from hone.finetune.adapter import LESS_MEMORY, ARTTrainerAdapter
+from hone.finetune.base import (
+    TrainingJobRef,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+)
+
+COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
+
+
+@asynccontextmanager
+async def submitted(
+    standin: StandIn, *, patience_s: float = 2.0, **run: Any
+) -> AsyncIterator[tuple[ARTTrainerAdapter, TrainingJobRef]]:
+    """A job at a server that does what the test says."""
+    async with serving(standin.app) as url:
+        adapter = adapter_for(RemoteBackend(url), "b")
+        adapter.backend.patience_s = patience_s
+        adapter.run_config = finetuning(**run)
+        episode = [said("user", "u"), said("assistant", "a", {"content": [{}]})]
+        group = [Trajectory(episode=episode, reward=r) for r in (0.0, 1.0)]
+        sent = TrajectoryCollection(trajectories=[group], run_id="r", metadata={"key": "k"})
+        yield adapter, await adapter.submit(sent)
+        await adapter.close()
+
+
+async def test_a_job_that_runs_and_one_too_many():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        status = await adapter.status(ref)
+        running = TrainingStatusEnum.RUNNING
+        assert (status.status, status.message) == (running, "Training is in progress.")
+        assert list(adapter.training_jobs) == ["r"]
+        trajectory = Trajectory(episode=[said("user", "u"), said("assistant", "a", {})], reward=0.0)
+        group = TrajectoryCollection(trajectories=[[trajectory]], run_id="r")
+        with pytest.raises(Conflict, match="Training job for run r already exists"):
+            await adapter.submit(group)
+        unknown = TrainingJobRef(run_id="nobody", backend="openpipe-art")
+        for ask in (adapter.status, adapter.wait_until_complete):
+            with pytest.raises(NotFound, match="No training job found with run_id nobody"):
+                await ask(unknown)
+
+
+async def test_a_job_that_runs_out_of_memory_says_what_to_do():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+        failure = {"type": "OutOfMemoryError", "message": message}
+        standin.emit("failed", failure=failure)
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED
+        assert status.message is not None
+        assert status.message.startswith(
+            "Training failed with error: OutOfMemoryError: CUDA out of memory."
+        )
+        assert status.message.endswith(LESS_MEMORY)
+        for key in ("gpu_memory_utilization", "max_seq_length", "num_generations"):
+            assert key in LESS_MEMORY
+        assert "tensor_parallel_size" in LESS_MEMORY
+        assert "logs/server.log" in status.message
+
+
+async def test_a_server_without_memory_for_the_model_says_what_to_do():
+    standin = StandIn()
+
+    def refuse(request: Request) -> Response | None:
+        if request.url.path == "/health":
+            return Response('{"status": "ok"}', media_type="application/json")
+        if request.url.path.endswith("/prepare"):
+            return refusal(500, "CUDA out of memory. Tried to allocate 9 GiB", "EngineError")
+        return None
+
+    standin.refuse = refuse
+    async with serving(standin.app) as url:
+        adapter = adapter_for(RemoteBackend(url), "b")
+        with pytest.raises(HoneError, match="CUDA out of memory") as caught:
+            await adapter.initialize(finetuning())
+        assert LESS_MEMORY in str(caught.value)
+
+
+async def test_a_failure_of_another_kind_and_a_cancelled_job():
+    for event, data, expected in (
+        ("failed", {"failure": {"type": "NonFinite", "message": "loss is NaN"}}, FAILED),
+        ("cancelled", {}, TrainingStatusEnum.CANCELED),
+    ):
+        standin = StandIn()
+        async with submitted(standin) as (adapter, ref):
+            standin.emit(event, **data)
+            status = await adapter.wait_until_complete(ref)
+            assert status.status is expected
+            assert LESS_MEMORY not in (status.message or "")
+            assert await adapter.status(ref) == status, "it is not forgotten"
+
+
+async def test_a_job_that_takes_too_long_is_cancelled():
+    standin = StandIn()
+    async with submitted(standin, job_timeout_s=0.2) as (adapter, ref):
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED
+        assert "did not end within finetuning.job_timeout_s=0.2 and was cancelled" in (
+            status.message or ""
+        )
+        assert standin.job.info.state == "cancelled"
+
+
+async def test_whoever_stops_waiting_does_not_stop_the_job():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        waiting = asyncio.create_task(adapter.wait_until_complete(ref))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert standin.job.info.state == "queued"
+        standin.emit("done", step=1)
+        assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+
+
+async def test_a_server_that_stays_away_under_a_job():
+    standin = StandIn()
+    async with submitted(standin, patience_s=0.1) as (adapter, ref):
+        standin.refuse = lambda request: refusal(503, "closing", "Unavailable")
+        standin.emit("queued")
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED
+        assert "no hone server answers there" in (status.message or "")

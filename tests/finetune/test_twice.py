@@ -1,0 +1,196 @@
+"""finetune/twice.py: what one example, run twice, tells of a run before it is paid for."""
+
+from typing import Any
+
+from tests.finetune.rehearsal import Rehearsal, one, told
+
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.finetune.builder import ARTTrajectoryBuilder
+from hone.finetune.checks import failures
+
+
+async def test_nested_targets(rehearsal: Rehearsal):
+    workflow = {"target": "agent.py:nested", "llm": None, "functions": ["search"]}
+    changes: dict[str, Any] = {
+        "workflow": workflow,
+        "finetuning": {"target_functions": ["search"], "target_model": "actor"},
+    }
+    assert failures(await rehearsal.checked(**changes)) == []
+
+
+async def test_calls_that_no_target_matches(rehearsal: Rehearsal):
+    found = await rehearsal.failed(finetuning={"target_functions": ["search"]})
+    assert found.name == "calls"
+    assert "no call came from finetuning.target_functions ['search']" in found.message
+    assert "No trajectories collected for epoch" in found.message
+
+
+async def test_calls_that_ask_for_another_entry_than_the_target(rehearsal: Rehearsal):
+    critic = {"_type": "openai", "model_name": f"{rehearsal.model}@0", "api_key": "default"}
+    changes: dict[str, Any] = {
+        "llms": {"critic": {**critic, "base_url": f"{rehearsal.server.base_url}/v1"}},
+        "finetuning": {"target_model": "critic"},
+    }
+    found = await rehearsal.failed(**changes)
+    assert found.name == "calls"
+    assert "none of its calls asked for finetuning.target_model 'critic'" in found.message
+
+
+async def test_an_agent_that_talks_to_the_untrained_model(rehearsal: Rehearsal):
+    frozen = {"actor": {"model_name": f"{rehearsal.model}@0"}}
+    found = await rehearsal.failed(llms=frozen)
+    assert found.name == "calls"
+    assert "answered by another model than suite/agent-" in found.message
+
+
+async def test_an_agent_that_never_asks(rehearsal: Rehearsal):
+    found = await rehearsal.failed(workflow={"target": "agent.py:silent"})
+    assert found.name == "calls"
+    assert "the server recorded no call of the rollout" in found.message
+    assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in found.message
+
+
+async def test_calls_under_another_rollout(rehearsal: Rehearsal):
+    found = await rehearsal.failed(workflow={"target": "agent.py:wrong_header"})
+    assert found.name == "calls"
+    assert "they name no rollout, or another one" in found.message
+
+
+async def test_an_agent_that_leaves_before_the_end(rehearsal: Rehearsal):
+    found = await rehearsal.failed(workflow={"target": "agent.py:impatient"})
+    assert found.name == "calls"
+    assert "the agent left before its answers were complete" in found.message
+
+
+async def test_another_endpoint_without_logprobs(rehearsal: Rehearsal):
+    [found] = failures(await rehearsal.foreign())
+    assert found.name == "calls"
+    assert "set `logprobs: true` in its `llms` entry and see that it returns them" in found.message
+
+
+# ---- sampling -------------------------------------------------------------------------------------
+
+
+async def test_greedy_sampling(rehearsal: Rehearsal):
+    found = await rehearsal.failed(llms={"actor": {"temperature": 0}})
+    assert found.name == "calls"
+    assert "sampled at temperature 0" in found.message
+    assert "Raise `temperature` in the `llms` entry" in found.message
+
+
+async def test_sampling_that_is_greedy_in_other_words(rehearsal: Rehearsal):
+    found = await rehearsal.failed(llms={"actor": {"top_k": 1, "max_tokens": 12}})
+    assert found.name == "sampling"
+    assert "are the same, token for token, which is chance in" in found.message
+    assert "remove top_k: 1" in found.message
+
+
+async def test_a_coincidence_that_may_be_one(rehearsal: Rehearsal):
+    """At so low a temperature the model is certain of every token: both say the same rightly."""
+    cold = {"actor": {"temperature": 0.001, "max_tokens": 2}}
+    checks = await rehearsal.checked(llms=cold)
+    assert failures(checks) == []
+    found = one(checks, "sampling")
+    assert found.warning
+    assert "token for token; the model does so with a probability of 1, so this" in found.message
+
+
+async def test_another_endpoint_that_repeats_itself(rehearsal: Rehearsal):
+    same = [told("ab", -4, -5)] * 2
+    [found] = failures(await rehearsal.foreign(*same))
+    assert found.name == "sampling"
+    # exp(-9) = 1.234e-4
+    assert "which is chance in 1.2e-04 of cases" in found.message
+    # exp(-6.5) = 1.503e-3: seldom, and so are all the other things that were not said
+    checks = await rehearsal.foreign(*[told("ab", -2, -4.5)] * 2)
+    assert failures(checks) == []
+    assert (
+        "does so with a probability of 0.0015, so this may be chance"
+        in one(checks, "sampling").message
+    )
+    same = [told("ab", -4, -5)] * 2
+    [found] = failures(await rehearsal.foreign(*same, temperature=0))
+    assert found.name == "calls"
+    assert "sampled at temperature 0" in found.message
+
+
+# ---- the agent and the reward ---------------------------------------------------------------------
+
+
+async def test_an_agent_that_fails(rehearsal: Rehearsal):
+    found = await rehearsal.failed(workflow={"target": "agent.py:broken"})
+    assert found.name == "workflow"
+    assert "failed on example 'e0' (agent_error): RuntimeError: no such table: users" in (
+        found.message
+    )
+    assert "agent.py" in found.message, "it says where"
+
+
+async def test_rollouts_that_fail_by_the_models_doing(rehearsal: Rehearsal):
+    checks = await rehearsal.checked(workflow={"target": "agent.py:refuses"})
+    assert failures(checks) == []
+    found = one(checks, "workflow")
+    assert found.warning
+    assert "as it seems by the model's own doing (unparseable): PolicyFailure: no move" in (
+        found.message
+    )
+
+
+async def test_an_evaluator_that_fails(rehearsal: Rehearsal):
+    broken = {"evaluators": {"reward": {"target": "agent.py:fails"}}}
+    found = await rehearsal.failed(eval=broken)
+    assert found.name == "score"
+    assert "evaluator 'reward' on example 'e0' gives no score: KeyError: 'answer'" in found.message
+
+
+# ---- calls that name no rollout -------------------------------------------------------------------
+
+
+async def test_an_agent_whose_client_cannot_be_seen(rehearsal: Rehearsal):
+    workflow = {"workflow": {"target": "agent.py:unseen"}}
+    checks = await rehearsal.checked(**workflow)
+    [found] = failures(checks)
+    assert "the server recorded no call of the rollout" in found.message
+    assert "its HTTP client is httpx or httpx2" in found.message
+    # The base model's name means the run's model only inside a rollout of the run.
+    strange = one(checks, "unmarked calls")
+    assert strange.warning
+    assert f"2 calls named no rollout while rollouts ran ({rehearsal.model}: 2)" in strange.message
+    assert f"Outside a rollout {str(rehearsal.model)!r} is the untrained model." in strange.message
+
+
+async def test_unmarked_calls_beside_marked_ones(rehearsal: Rehearsal):
+    backend = {"name": "half-seen"}
+    changes: dict[str, Any] = {
+        "workflow": {"target": "agent.py:half_seen"},
+        "llms": {"actor": {"model_name": "suite/half-seen"}},
+        "trainer_adapters": {"a": {"backend": backend}},
+    }
+    found = await rehearsal.failed(**changes)
+    assert found.name == "unmarked calls"
+    assert "2 calls named no rollout while rollouts ran (suite/half-seen: 2)" in found.message
+    assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in found.message
+
+
+async def test_a_judge_at_the_same_server_is_no_stranger(rehearsal: Rehearsal):
+    async with rehearsal.live() as run:
+        adapter, trajectories = run.adapter, run.trajectories
+        before = await adapter.backend.unmarked(run.id)
+        asked: list[str] = []
+
+        class Judge:
+            async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+                answer = await adapter.model.openai_client().chat.completions.create(
+                    model=str(rehearsal.model),
+                    messages=[{"role": "user", "content": "good?"}],
+                    max_tokens=2,
+                )
+                asked.append(answer.id)
+                return EvalOutputItem(id=item.id, score=1.0)
+
+        run.evaluation.evaluators["reward"] = Judge()
+        assert isinstance(trajectories, ARTTrajectoryBuilder)
+        await trajectories.run_item(run.evaluation.items[0], f"{run.id}:j", "reward")
+        assert len(asked) == 1
+        assert await adapter.backend.unmarked(run.id) == before
+        await adapter.model.close()
