@@ -1,6 +1,7 @@
 """ChatTemplate: which renderer is chosen, what is refused, and how completions are read back."""
 
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hone.errors import ModelUnsupported, TemplateError
 from hone.inference.template import UNPROVED, ChatTemplate
 
+ROOT = Path(__file__).parents[2]
 HI = [{"role": "user", "content": "hi"}]
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather"}}]
 NO_TOOLS_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -67,6 +69,8 @@ def test_what_the_template_itself_refuses_is_a_template_error(make_tokenizer):
 def test_unproved_families_are_named_and_proved_ones_are_not():
     assert "Llama 3" in UNPROVED
     assert not {"SmolLM2", "Qwen2.5", "Qwen3"} & set(UNPROVED)
+    said = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert [name for name in UNPROVED if name not in said] == []
 
 
 @pytest.mark.parametrize("family", ["smollm2-instruct", "qwen2.5-instruct", "qwen3"])

@@ -37,8 +37,8 @@ Span = tuple[int, int, Lora]
 class Layer:
     """One block's frozen weights; linear layers that read the same input are one matrix."""
 
-    input_norm: Tensor  # [hidden]
-    post_norm: Tensor  # [hidden]
+    input_norm: Tensor | None  # [hidden]; None: it is in the matrix that reads the normed
+    post_norm: Tensor | None  # [hidden]
     q_norm: Tensor | None  # [head_dim], Qwen3
     k_norm: Tensor | None  # [head_dim], Qwen3
     qkv: Projection
@@ -48,25 +48,28 @@ class Layer:
 
     def pack(self) -> "Layer":
         """With a copy of every matrix laid out for sampling."""
-        return self._with(Projection.pack)
+        return replace(
+            self,
+            qkv=self.qkv.pack(),
+            out=self.out.pack(),
+            gate_up=self.gate_up.pack(),
+            down=self.down.pack(),
+        )
 
     def merged(self, lora: Lora) -> "Layer":
-        """For sampling under this adapter alone, which is then part of the matrices.
+        """For sampling under this adapter alone: it and the norms' weights are in the matrices.
 
         Only in float32: added to a coarser type, small changes would round away.
         """
-        assert self.out.weight.dtype == torch.float32, (
-            "merged into a coarse type it is another adapter"
-        )
-        return self._with(lambda projection: projection.merged(lora))
-
-    def _with(self, changed: Callable[[Projection], Projection]) -> "Layer":
+        assert self.out.weight.dtype == torch.float32, "in a coarse type it is another adapter"
         return replace(
             self,
-            qkv=changed(self.qkv),
-            out=changed(self.out),
-            gate_up=changed(self.gate_up),
-            down=changed(self.down),
+            input_norm=None,
+            post_norm=None,
+            qkv=self.qkv.merged(lora, self.input_norm),
+            out=self.out.merged(lora),
+            gate_up=self.gate_up.merged(lora, self.post_norm),
+            down=self.down.merged(lora),
         )
 
 
@@ -223,8 +226,13 @@ class Decoder:
             q = rms_norm(qk[:, :heads], layer.q_norm, config.norm_eps)
             k = rms_norm(qk[:, heads:], layer.k_norm, config.norm_eps)
             qk = torch.cat((q, k), 1)
-        if config.rotary[index]:
+        if config.rotary[index] and torch.is_grad_enabled():
             qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
+        elif config.rotary[index]:  # the same half by half, without the copy that a roll makes
+            half, turned = dim // 2, qk * cos
+            turned[..., :half].addcmul_(qk[..., half:], sin[..., :half])
+            turned[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+            qk = turned
         return qk[:, :heads], qk[:, heads:], v
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

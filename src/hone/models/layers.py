@@ -59,10 +59,15 @@ class Projection:
         """With a copy laid out for sampling."""
         return replace(self, packed=packed(self.weight.t().contiguous()))
 
-    def merged(self, lora: Lora) -> "Projection":
-        """For sampling under this adapter alone: its product is part of the matrix."""
+    def merged(self, lora: Lora, norm: Tensor | None = None) -> "Projection":
+        """For sampling under this adapter alone: its product is part of the matrix.
+
+        So is the weight [inputs] of the norm before it, if there is one.
+        """
         a, b = lora.fused(self.key, self.weight.dtype)
         rows = torch.addmm(self.weight.t(), b.t(), a.t(), alpha=lora.scale)  # [outputs, inputs]
+        if norm is not None:
+            rows *= norm
         if self.packed is None:
             return replace(self, weight=rows.t())
         return replace(self, packed=packed(rows))
@@ -145,15 +150,16 @@ class _RmsNorm(torch.autograd.Function):
         return (grad - normed.mul_(dot)).mul_(inverse).to(x.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square, times the weight."""
-    if x.requires_grad:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x over its root mean square, times the weight if there is one."""
+    if x.requires_grad and weight is not None:
         return _RmsNorm.apply(x, weight, eps)
     if x.is_cuda or x.dtype in (torch.bfloat16, torch.float16):
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     # On a CPU torch's own is eight passes over x; this is three.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
+    normed = x * length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return normed if weight is None else normed.mul_(weight)
 
 
 class _SwiGlu(torch.autograd.Function):
