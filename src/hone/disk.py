@@ -2,7 +2,8 @@
 
 In:   paths
 Out:  nothing; when a function returns, a power cut changes none of it any more
-Used: models/cache.py and server/checkpoints.py, whose directories are whole under their final name
+Used: models/cache.py and server/checkpoints.py, whose directories are whole under their final name;
+      finetune/journal.py
 
 A rename is on the disk once the directory that holds the name is: the file's own sync is not enough.
 """

@@ -84,5 +84,22 @@ def test_lanes_stay_without_holes_and_rows_keep_their_keys(config: DecoderConfig
             assert (held.v[:, slot, :, : row.own] == -row.mark).all()
 
 
+@pytest.mark.parametrize(("own", "sorted_again"), [(8, True), (9, False)])
+def test_short_rows_of_one_prompt_come_to_lie_side_by_side(
+    config: DecoderConfig, own: int, sorted_again: bool
+):
+    one, two = filled(config, "a", [1]), filled(config, "a", [2])
+    lane = Lane[Row](32, config, LIKE)
+    for mark, block in enumerate((one, two, one, two, one)):
+        slot = lane.add(Row(float(mark), own, block))
+        lane.k[:, slot, :, :own] = mark
+        lane.v[:, slot, :, :own] = -mark
+    lane.arrange()
+    assert [row.mark for row in lane.rows] == ([0, 2, 4, 1, 3] if sorted_again else [0, 1, 2, 3, 4])
+    for slot, row in enumerate(lane.rows):
+        assert (lane.k[:, slot, :, :own] == row.mark).all()
+        assert (lane.v[:, slot, :, :own] == -row.mark).all()
+
+
 def test_lane_capacities_are_powers_of_two():
     assert [lane_capacity(n) for n in (1, 32, 33, 64, 65, 1000)] == [32, 32, 64, 64, 128, 1024]

@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
+from hone.disk import sync
 from hone.errors import ConfigError, Conflict, StateError
 from hone.finetune.base import RolloutRecord, TrajectoryCollection
 from hone.types import Strict
@@ -227,11 +228,7 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    holder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(holder)
-    finally:
-        os.close(holder)
+    sync(path.parent)
 
 
 # ---- one run a directory ------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from hone.models.architecture import DecoderConfig
 CHUNK = 16
 """Prefixes are found at multiples of so many tokens."""
 SMALLEST_LANE = 32
+ARRANGED_TOKENS = 8
+"""Own tokens of rows that are still sorted by their prompts."""
 STACK_BYTES = 64 << 20
 """Prompts of a lane are laid side by side once more up to this size; see Lane.stack."""
 
@@ -93,7 +95,7 @@ class Prefixes:
     def longest(self, key: str, ids: tuple[int, ...]) -> tuple[Block, int] | None:
         """A block that begins as `ids` does, and for how many tokens; never for all of them."""
         best: Block | None = None
-        for mark in _marks(ids):
+        for mark in marks(ids):
             block = self._index.get((key, mark))
             if block is None:
                 break
@@ -112,12 +114,12 @@ class Prefixes:
 
     def index(self, block: Block) -> None:
         """Let later prompts start from this block, which is filled now."""
-        for mark in _marks(block.ids):
+        for mark in marks(block.ids):
             self._index[block.key, mark] = block
 
     def drop(self, block: Block) -> None:
         del self._blocks[block.key, block.ids]
-        for mark in _marks(block.ids):
+        for mark in marks(block.ids):
             if self._index.get((block.key, mark)) is block:
                 del self._index[block.key, mark]
 
@@ -139,7 +141,7 @@ class Prefixes:
                 self.drop(block)
 
 
-def _marks(ids: Sequence[int]) -> Iterator[int]:
+def marks(ids: Sequence[int]) -> Iterator[int]:
     """A hash of the first 16, 32, ... tokens."""
     mark = 0
     for end in range(CHUNK, len(ids) + 1, CHUNK):
@@ -222,6 +224,22 @@ class Lane(Generic[R]):
                 v[:, i, :, : len(block.ids)] = block.v
             self._stacked = (list(blocks), k, v)
         return self._stacked[1:]
+
+    def arrange(self) -> None:
+        """Rows of one prompt side by side again, so that the stack need not gather them.
+
+        Only while rows are short, which is when branches part: later the copies would cost more.
+        """
+        first: dict[int, int] = {}
+        for slot, row in enumerate(self.rows):
+            first.setdefault(id(row.block), slot)
+        order = sorted(range(len(self.rows)), key=lambda slot: first[id(self.rows[slot].block)])
+        longest = max((row.own for row in self.rows), default=0)
+        if longest > ARRANGED_TOKENS or order == list(range(len(order))):
+            return
+        for held in (self.k, self.v):
+            held[:, : len(order), :, :longest] = held[:, order, :, :longest]
+        self.rows = [self.rows[slot] for slot in order]
 
     def reserve(self, rows: int) -> None:
         """Make room for so many rows at once."""

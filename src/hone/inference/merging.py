@@ -19,7 +19,7 @@ from hone.models.decoder import Decoder, Layer, Span
 from hone.models.fit import available_memory
 from hone.models.lora import Lora
 
-MERGE_AFTER = 4096
+MERGE_AFTER = 2048
 """Rows: on two Neoverse-N1 cores and a model of 135M what they lose is what a merged copy costs."""
 ROOMY = 4
 """Weights are copied if they take less than 1 / this of the free memory."""

@@ -10,11 +10,10 @@ waits only for one that came before it, so no two can wait for each other, and t
 is always read first: nobody waits longer than he would have for his turn.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hone.inference.batch import Chunk
-from hone.inference.kv import CHUNK, Block
+from hone.inference.kv import CHUNK, Block, marks
 from hone.models.lora import Lora
 
 WORTH = 2 * CHUNK
@@ -62,7 +61,8 @@ class Reading:
 
     def add(self, block: Block, lora: Lora | None) -> None:
         """Read this block after those that came before; its front may be there already."""
-        unread = _Unread(block, lora, tuple(_marks(block)))
+        beginnings = tuple((block.key, mark) for mark in marks(block.ids))
+        unread = _Unread(block, lora, beginnings)
         unread.follows = self._worth_waiting_for(unread)
         self._enter(unread)
 
@@ -112,11 +112,3 @@ class Reading:
         saved = same - filled
         worth = saved >= WORTH and saved * WORTH_SHARE >= len(ids) - filled
         return (source, same) if worth else None
-
-
-def _marks(block: Block) -> Iterator[tuple[str, int]]:
-    """The adapter and a hash of the first 16, 32, ... tokens."""
-    mark = 0
-    for end in range(CHUNK, len(block.ids) + 1, CHUNK):
-        mark = hash((mark, block.ids[end - CHUNK : end]))
-        yield block.key, mark

@@ -105,6 +105,7 @@ class Scheduler:
         for lane in self.lanes:
             for slot in reversed(range(len(lane.rows))):
                 self._part(lane, slot)
+            lane.arrange()
         entering: dict[str, list[Branch]] = {}
         for branch in fresh:
             entering.setdefault(branch.key, []).extend(branch.parted())
