@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +49,8 @@ PREFILL_TOKENS = 512
 """Prompt tokens read per step while samples run: fills the cores and does not stall the samples."""
 GATHER_S, GATHER_AT_MOST_S = 0.003, 0.02
 """An idle engine waits so long for requests that come together: one pass reads their prompts."""
+PAUSE_S = 0.002
+"""While samples run, an adapter is prepared in small pieces, so that no single step waits for all of it."""
 BASE_SHA256 = "base"
 """Stands for the hash of an adapter where there is none."""
 
@@ -167,10 +169,14 @@ class EmbeddedEngine:
                     self._awake.notify()
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        def pause() -> None:
+            if self._schedule.running:
+                sleep(PAUSE_S)
+
         def load() -> tuple[Lora, str]:
             config, device = self._decoder.config, self._decoder.device
-            lora = Lora.load(directory, config, device=device).fuse(self._decoder.dtype)
-            return lora, lora.sha256
+            lora = Lora.load(directory, config, device=device)
+            return lora.fuse(self._decoder.dtype, between=pause), lora.sha256
 
         lora, found = await asyncio.wrap_future(apart(load, gives_way=True))
         if found != adapter.sha256:

@@ -11,7 +11,7 @@ reused, and servers were seen answering with last week's weights under today's n
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -134,10 +134,14 @@ class Lora:
             self._fused[key] = fused
         return fused
 
-    def fuse(self, dtype: torch.dtype) -> "Lora":
-        """Prepare every layer for sampling now rather than at the first request."""
+    def fuse(self, dtype: torch.dtype, between: Callable[[], None] = lambda: None) -> "Lora":
+        """Prepare every layer for sampling now rather than at the first request.
+
+        `between` two layers somebody else may want the cores.
+        """
         for key in self._factors:
             self.fused(key, dtype)
+            between()
         return self
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
