@@ -1,4 +1,4 @@
-"""A real server over a tiny model, one for all files of tests that need it; a command; a Ctrl-C."""
+"""A real server over a tiny model, one for each file of tests that needs it; a command; a Ctrl-C."""
 
 import logging
 import signal
@@ -16,14 +16,14 @@ from tests.server.conftest import write_model
 from hone import LocalBackend
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a chat template."""
     place = tmp_path_factory.mktemp("models") / "tiny-chat"
     return write_model(place, build_tokenizer("qwen2.5-instruct"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
     """Each test uses a model of its own."""
     with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
