@@ -139,6 +139,18 @@ def test_a_learner_that_does_not_end_is_ended(tiny_llama_dir: Path):
         os.kill(info.pid, 0)
 
 
+@pytest.fixture
+def run_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets Python itself run some code in every process it starts, before any of ours."""
+
+    def place(code: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        inherited = os.environ.get("PYTHONPATH", "")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), inherited]))
+
+    return place
+
+
 def test_a_model_that_is_not_there_fails_the_start(tmp_path: Path):
     with pytest.raises(LearnerDied, match=r"(?s)during 'start'.*exit code 1.*nothing"):
         LearnerProcess.start(spec(tmp_path / "nothing"))
@@ -146,10 +158,10 @@ def test_a_model_that_is_not_there_fails_the_start(tmp_path: Path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has its own niceness")
 def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
-    tiny_llama_dir: Path, tmp_path: Path, job, monkeypatch: pytest.MonkeyPatch
+    tiny_llama_dir: Path, tmp_path: Path, job, run_first: Callable[[str], None]
 ):
-    # Loaded by Python itself before any of our code: writes down who is made how nice.
-    (tmp_path / "sitecustomize.py").write_text(
+    # Writes down who is made how nice.
+    run_first(
         "import os\n"
         "from pathlib import Path\n"
         "really = os.setpriority\n"
@@ -158,8 +170,6 @@ def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
         "    really(which, who, niceness)\n"
         "os.setpriority = noted\n"
     )
-    inherited = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), inherited]))
     polite = LearnerProcess.launch(spec(tiny_llama_dir), gives_way=True)
     plain = LearnerProcess.launch(spec(tiny_llama_dir))
     try:
@@ -177,10 +187,10 @@ def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
 
 
 def test_what_libraries_print_does_not_reach_the_messages(
-    tiny_llama_dir: Path, tmp_path: Path, job, monkeypatch: pytest.MonkeyPatch
+    tiny_llama_dir: Path, job, run_first: Callable[[str], None]
 ):
-    # Loaded by Python itself before any of our code, and printing all the time.
-    (tmp_path / "sitecustomize.py").write_text(
+    # Prints all the time.
+    run_first(
         "import os, threading, time\n"
         "def shout():\n"
         "    while True:\n"
@@ -188,8 +198,6 @@ def test_what_libraries_print_does_not_reach_the_messages(
         "        time.sleep(0.001)\n"
         "threading.Thread(target=shout, daemon=True).start()\n"
     )
-    inherited = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), inherited]))
     worker = LearnerProcess.start(spec(tiny_llama_dir))
     try:
         assert worker.train(job, CONFIG)["steps"] == 3

@@ -111,9 +111,8 @@ def of_recorded(
                 logprobs={},
             )
         )
-    if (
-        not recorded
-    ):  # a server records what its client left when it has noticed, which may be later
+    if not recorded:
+        # A server records what its client left when it has noticed that, which may be later.
         dropped["abandoned"] += sum(call.error == LEFT for call in seen)
     ids = {one.id for one in recorded}
     dropped["unrecorded"] += sum(id not in ids for id in asked)

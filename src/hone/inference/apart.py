@@ -10,13 +10,12 @@ once, and where pools outnumber the cores it stops waiting actively: the engine'
 then noticed for a tenth less.
 """
 
-import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TypeVar
+
+from hone.niceness import give_way
 
 T = TypeVar("T")
 
@@ -29,9 +28,8 @@ def apart(call: Callable[[], T], *, gives_way: bool = False) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
-        if gives_way and sys.platform == "linux":  # there a thread has a niceness of its own
-            with suppress(OSError):  # a sandbox may forbid it
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST)
+        if gives_way:
+            give_way(LEAST)
         if not future.set_running_or_notify_cancel():
             return
         try:

@@ -230,12 +230,14 @@ class Lane(Generic[R]):
 
         Only while rows are short, which is when branches part: later the copies would cost more.
         """
+        longest = max((row.own for row in self.rows), default=0)
+        if longest > ARRANGED_TOKENS:
+            return
         first: dict[int, int] = {}
         for slot, row in enumerate(self.rows):
             first.setdefault(id(row.block), slot)
         order = sorted(range(len(self.rows)), key=lambda slot: first[id(self.rows[slot].block)])
-        longest = max((row.own for row in self.rows), default=0)
-        if longest > ARRANGED_TOKENS or order == list(range(len(order))):
+        if order == list(range(len(order))):
             return
         for held in (self.k, self.v):
             held[:, : len(order), :, :longest] = held[:, order, :, :longest]

@@ -5,7 +5,7 @@ Out:  the decoder to take the next pass with
 Used: inference/embedded.py, on the engine's thread
 
 An adapter beside the weights costs every row two more products a layer, five percent on two cores.
-Merging it costs as much as a few thousand rows lose by that, so it is done once that many have been
+Merging it costs as much as two thousand rows lose by that, so it is done once that many have been
 computed: whatever comes, that is at most twice what the better choice would have cost. One layer is
 merged before each pass: nobody waits for all of them, and the same requests always take the same
 way. A pass in which others take part is computed as before.

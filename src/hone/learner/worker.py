@@ -32,6 +32,7 @@ from pydantic import Field
 
 from hone import errors
 from hone.errors import HoneError, LearnerDied, TrainingError
+from hone.niceness import give_way
 from hone.trajectory import TrajectoryGroup
 from hone.types import Strict, TrainConfig
 
@@ -359,9 +360,8 @@ def _answer(
 
 
 def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
-    if gives_way and sys.platform == "linux":  # there a thread has a niceness of its own
-        with suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    if gives_way:
+        give_way(NICENESS)
     import torch  # after stdout is safe, and no earlier than the niceness: it takes seconds
 
     from hone.learner.learner import Learner

@@ -32,7 +32,7 @@ from hone.server import art, auth, calls, chat, jobs, models, training
 from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoints
 from hone.server.jobs import JobStore
-from hone.server.learners import StartLearner
+from hone.server.learning import StartLearner
 from hone.server.models import ModelStore
 from hone.server.rename import finish_renames
 from hone.server.service import TrainingService

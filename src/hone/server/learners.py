@@ -10,18 +10,15 @@ and pays for no learner. One that dies ahead of its job is the next job's failur
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hone.errors import HoneError
 from hone.learner.worker import LearnerProcess
 from hone.server import learning
 from hone.server.language import Language
+from hone.server.learning import StartLearner
 from hone.server.settings import Settings
 from hone.server.telemetry import log, say
-
-StartLearner = Callable[..., LearnerProcess]
-"""LearnerProcess.launch, or what a test puts in its place."""
 
 
 @dataclass(slots=True, eq=False)

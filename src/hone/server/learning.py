@@ -34,6 +34,8 @@ AHEAD_SHARE = 8
 that is free: the engine, which may load at the same time, takes two to three times as much."""
 
 Tell = Callable[[dict[str, Any]], object]
+StartLearner = Callable[..., LearnerProcess]
+"""LearnerProcess.launch, or what a test puts in its place."""
 
 
 def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) -> Checkpoint:
@@ -65,7 +67,7 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) ->
 
 
 def launch(
-    start_learner: Callable[..., LearnerProcess],
+    start_learner: StartLearner,
     language: Language,
     settings: Settings,
     *,

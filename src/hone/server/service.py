@@ -29,7 +29,8 @@ from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.failpoints import failpoint
 from hone.server.jobs import FINAL, JobStore, Pin
 from hone.server.language import Language
-from hone.server.learners import Learners, StartLearner
+from hone.server.learners import Learners
+from hone.server.learning import StartLearner
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
