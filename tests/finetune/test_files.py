@@ -24,7 +24,7 @@ async def test_asked_often_they_are_written_once_more(
 ):
     begun, go, calls = threading.Event(), threading.Event(), []
 
-    def write(path: Path, output_dir: Path) -> None:
+    def write(path: Path, output_dir: Path, *, picture: bool) -> None:
         calls.append(threading.current_thread())
         begun.set()
         assert go.wait(10)
@@ -38,8 +38,30 @@ async def test_asked_often_they_are_written_once_more(
         files.refresh()
     go.set()
     await files.settle()
-    assert len(calls) == 2
+    assert len(calls) == 3  # the last of them draws
     assert threading.main_thread() not in calls
+
+
+async def test_where_rounds_follow_fast_only_some_are_drawn_and_the_last_always(
+    events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seconds, drawn = [0.0], []
+    monkeypatch.setattr("hone.finetune.files.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr(
+        "hone.finetune.files.write",
+        lambda path, output_dir, *, picture: drawn.append((seconds[0], picture)),
+    )
+    files = Files(events, tmp_path)
+    for now in (3.0, 9.0, 11.0, 12.0, 20.0, 22.0, 25.0):
+        seconds[0] = now
+        files.refresh()
+        while len(drawn) < 1 or drawn[-1][0] != now:
+            await asyncio.sleep(0)
+    assert [now for now, picture in drawn if picture] == [11.0, 22.0]
+    await files.settle()
+    assert drawn[-1] == (25.0, True) and len(drawn) == 8
+    await files.settle()
+    assert len(drawn) == 8  # it shows everything already
 
 
 async def test_a_full_disk_is_a_warning(
@@ -48,7 +70,7 @@ async def test_a_full_disk_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    def write(path: Path, output_dir: Path) -> None:
+    def write(path: Path, output_dir: Path, *, picture: bool) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hone.finetune.files.write", write)
@@ -59,4 +81,4 @@ async def test_a_full_disk_is_a_warning(
         files.refresh()
         await files.settle()
     assert "No space left on device" in caplog.text
-    assert [event["type"] for event in told] == ["warning"]
+    assert [event["type"] for event in told] == ["warning", "warning"]  # at the end, again

@@ -14,6 +14,7 @@ from tests.finetune.runs import STORIES, Story, tell
 from tests.finetune.test_metrics import collected, job, started
 
 from hone.errors import ConfigError
+from hone.events import FILE, read
 from hone.finetune.history import History
 from hone.finetune.report import page, plots, report
 from hone.finetune.report.blocks import Document, Picture, Section, Text
@@ -282,9 +283,10 @@ def test_a_brief_report_draws_nothing(interrupted: Path):
 
 def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
     plot = interrupted / "reward_plot.png"
-    # The last validation was at 10. A plot of what was known before may have been finished after it.
-    for until, is_shown in (("10.0", True), ("9.5", False), ("110.0", False), ("10.01", False)):
-        drawn = f"drawn before [rewards until {until}]".encode()
+    told = read(interrupted / FILE)
+    # A plot of what was known before the last validation may have been finished after it.
+    for known, is_shown in ((told, True), (told[:-2], False), (told[:-3], False)):
+        drawn = b"drawn before " + plots.mark(History.of(known)).encode()
         plot.write_bytes(drawn)
         report.write(interrupted, brief=True)
         text, html = ((interrupted / f"report.{kind}").read_text() for kind in ("md", "html"))
@@ -296,14 +298,24 @@ def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
         assert plot.read_bytes() == drawn
 
 
-def test_a_plot_says_until_when_it_knows_the_rewards(tmp_path: Path):
+def test_a_plot_says_what_it_shows_and_is_not_drawn_twice(tmp_path: Path):
     told = [started(), validation(0, {"a": [0.25]}, 0.25), collected(0, 0.5)]
     history = History.of(told)
     picture = plots.rewards(history, plots.NARROW)
-    assert b"[rewards until 9.0]" in picture and plots.shows_all(picture, history)
+    assert plots.shows_all(picture, history)
     assert not plots.shows_all(picture, History.of([*told, validation(1, {"a": [0.75]}, 0.75)]))
     # What brought no reward leaves it as it is.
     assert plots.shows_all(picture, History.of([*told, {"at": 12.0, "type": "run_interrupted"}]))
+    # A whole report takes it as it is, and draws one that shows less anew.
+    place = log(tmp_path, *told) / "reward_plot.png"
+    for drawn, is_kept in (
+        (picture, True),
+        (plots.rewards(History.of(told[:2]), plots.NARROW), False),
+    ):
+        place.write_bytes(drawn)
+        report.write(tmp_path)
+        assert (place.read_bytes() == drawn) is is_kept
+    assert plots.shows_all(place.read_bytes(), history)
 
 
 # ---- examples -------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from tests.finetune.test_metrics import (
 )
 
 from hone.finetune import metrics
-from hone.finetune.report import page, report
+from hone.finetune.history import History
+from hone.finetune.report import page, plots, report
 from hone.finetune.report.report import measure
 from hone.finetune.report.sections import sections
 
@@ -177,8 +178,7 @@ READING = (
 def beside_its_plot(tmp_path: Path, *events: dict) -> tuple[str | None, str | None]:
     """How to read the plot, and the facts, of a report that draws nothing new."""
     log(tmp_path, *events)
-    newest = max(e["at"] for e in events if e["type"] in ("epoch_collected", "validation"))
-    (tmp_path / "reward_plot.png").write_bytes(f"[rewards until {newest!r}]".encode())
+    (tmp_path / "reward_plot.png").write_bytes(plots.mark(History.of(list(events))).encode())
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     reward = under(text, "Reward")

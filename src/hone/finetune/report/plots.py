@@ -12,6 +12,7 @@ line has a form of its own, so nothing depends on telling colours apart.
 
 import math
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,14 +47,17 @@ def reward_plot(history: History, path: Path) -> None:
 
 
 def shows_all(picture: bytes, history: History) -> bool:
-    """Whether it is a reward plot that was drawn when the newest reward was known."""
-    return _shown(history).encode() in picture
+    """Whether it is the reward plot that would be drawn now."""
+    return mark(history).encode() in picture
 
 
-def _shown(history: History) -> str:
-    """What a reward plot carries in its file: the time of the newest event with rewards."""
-    times = [r.collected["at"] for r in history.rounds if r.collected]
-    return f"[rewards until {max([*times, *(v.at for v in history.validations)], default=None)!r}]"
+def mark(history: History) -> str:
+    """What a reward plot carries in its file: a hash of everything that is drawn."""
+    return _mark(curves(history), headline(history))
+
+
+def _mark(drawn: Curves, said: tuple[str, str]) -> str:
+    return f"[rewards {sha256(repr((drawn, said)).encode()).hexdigest()[:16]}]"
 
 
 def rewards(history: History, size: tuple[float, float]) -> bytes:
@@ -77,7 +81,7 @@ def rewards(history: History, size: tuple[float, float]) -> bytes:
     if drawn.percentile:
         _share(axes[-1], drawn, narrow=size[0] < NARROW_BELOW)
     axes[-1].set_xlabel("epochs trained", color=SOFT, fontsize=10)
-    return canvas.png(figure, comment=_shown(history))
+    return canvas.png(figure, comment=_mark(drawn, (title, note)))
 
 
 def headline(history: History) -> tuple[str, str]:

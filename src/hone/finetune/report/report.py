@@ -155,8 +155,8 @@ class Report:
 def write(output_dir: Path, *, brief: bool = False) -> Report:
     """All four files; what they say is what was known when this was called.
 
-    `brief` draws nothing, for somebody who waits for the command to end: the rewards were drawn after
-    the last round or validation, and the rest can wait until the run is over.
+    `brief` draws nothing, for somebody who waits for the command to end: it shows the rewards if they
+    were drawn after the last round or validation, and the rest can wait until the run is over.
     """
     # Both draw, and matplotlib takes a second to load, but only when something is drawn.
     from hone.finetune.report import page, plots
@@ -164,10 +164,10 @@ def write(output_dir: Path, *, brief: bool = False) -> Report:
 
     output_dir = Path(output_dir)
     report, place = measure(output_dir), output_dir / "reward_plot.png"
-    if brief:
-        picture = place.read_bytes() if place.exists() else b""
-        picture = picture if plots.shows_all(picture, report.history) else None
-    else:
+    picture = place.read_bytes() if place.exists() else None
+    if picture is not None and not plots.shows_all(picture, report.history):
+        picture = None
+    if picture is None and not brief:
         picture = plots.rewards(report.history, plots.WIDE)
         metrics.replace(place, picture)
     told = sections(report, picture, brief=brief)
