@@ -6,10 +6,15 @@ there are cores (at most MOST_PROCESSES), each with one thread: two pools of two
 
 import os
 import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from hone import LocalBackend
 
 MOST_PROCESSES = 8  # each takes a gigabyte or two
 
@@ -54,6 +59,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # A file's tests stay in one process, so the long files begin first and short ones fill the end.
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama that fits in a megabyte, with Qwen2.5's tokenizer and chat template."""
+    from tests.inference.conftest import build_tokenizer
+    from tests.server.conftest import write_model
+
+    place = tmp_path_factory.mktemp("models") / "tiny-chat"
+    return write_model(place, build_tokenizer("qwen2.5-instruct"))
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[LocalBackend]":
+    """One for the tests of a process, for it takes seconds to load; each uses models of its own."""
+    from hone import LocalBackend
+
+    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
+        backend.start()
+        yield backend
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.docs.pages import ROOT, Block, Stage, blocks
-from tests.inference.conftest import build_tokenizer
-from tests.server.conftest import write_model
 
 # The reference is generated; what it quotes of --help is held up to date by `make check`.
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "reference"]
@@ -18,14 +16,6 @@ PAGES += [ROOT / "README.md"]
 PAGES += sorted(ROOT.glob("examples/*/README.md"))
 RUN = {"python", "bash", "yaml", "json", "jsonl", "toml"}
 ALL = os.environ.get("HONE_DOCS") == "all"
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a chat template, in place of the demo's model."""
-    return write_model(
-        tmp_path_factory.mktemp("models") / "tiny-chat", build_tokenizer("qwen2.5-instruct")
-    )
 
 
 @pytest.fixture

@@ -138,10 +138,10 @@ def _inherited() -> Sequence[str]:
     return [path for path in [os.environ.get("PYTHONPATH", "")] if path]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(
     environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One for all tests of a file; each uses a model of its own."""
+    """One for all of these tests; each uses a model of its own."""
     with serving(tmp_path_factory.mktemp("server") / "root", environment) as running:
         yield running

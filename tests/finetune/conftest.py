@@ -1,4 +1,4 @@
-"""A real server over a tiny model, one for each file of tests that needs it; a command; a Ctrl-C."""
+"""A real server, a command, a Ctrl-C, a rehearsal."""
 
 import logging
 import signal
@@ -10,25 +10,13 @@ from tests.fakes import MemoryAdapter, ScriptedBuilder
 from tests.finetune.command import Command, Parts, rising
 from tests.finetune.rehearsal import Rehearsal
 from tests.finetune.trainers import Bench
-from tests.inference.conftest import build_tokenizer
-from tests.server.conftest import write_model
 
 from hone import LocalBackend
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a chat template."""
-    place = tmp_path_factory.mktemp("models") / "tiny-chat"
-    return write_model(place, build_tokenizer("qwen2.5-instruct"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
-    """Each test uses a model of its own."""
-    with LocalBackend(tmp_path_factory.mktemp("hone")) as backend:
-        backend.start()
-        yield backend
+@pytest.fixture
+def server(shared_server: LocalBackend) -> LocalBackend:
+    return shared_server
 
 
 @pytest.fixture

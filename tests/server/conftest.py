@@ -85,12 +85,6 @@ def tokenizer() -> Any:
     return build_tokenizer("qwen2.5-instruct")
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A random Llama that fits in a megabyte, with tokenizer and chat template."""
-    return write_model(tmp_path_factory.mktemp("models") / "tiny-chat", tokenizer)
-
-
 MakeState = Callable[..., State]
 
 
