@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,25 @@ def test_one_environment_has_everything(need: Requirement):
     assert len(pins) == 1, f"constraints.txt pins {need.name} {len(pins)} times"
     assert need.specifier.contains(pins[0], prereleases=True)
     assert need.specifier.contains(version(need.name), prereleases=True)
+
+
+def test_what_they_need_in_turn_is_pinned_too():
+    pins = set(re.findall(r"^(\S+)==", (ROOT / "constraints.txt").read_text("utf-8"), re.M))
+    here, ahead = set[str](), [*CORE, *SERVER, *DEV]
+    while ahead:
+        need = ahead.pop()
+        name = canonicalize_name(need.name)
+        if f"{name}{sorted(need.extras)}" in here:
+            continue
+        here.add(f"{name}{sorted(need.extras)}")
+        assert name in pins, f"constraints.txt does not pin {name}: it can change any day"
+        for line in distribution(name).requires or []:
+            inner = Requirement(line)
+            if not inner.marker or any(
+                inner.marker.evaluate({"extra": extra}) for extra in ("", *need.extras)
+            ):
+                ahead.append(inner)
+    assert len(here) > len({*CORE, *SERVER, *DEV})
 
 
 def test_both_halves_load_in_one_process_and_need_no_variable():
