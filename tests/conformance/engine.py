@@ -137,6 +137,19 @@ class EngineConformance:
             np.testing.assert_allclose(one.logprobs[:same], other.logprobs[:same], atol=1e-3)
         assert flips <= self.flips
 
+    async def test_prompts_of_any_length_that_come_and_go_are_read_exactly(self, served):
+        async def ask(i: int) -> tuple[list[int], list[Completion]]:
+            length = 3 + i if i % 2 else 100 + 3 * i
+            prompt = [(7 * i + 13 * j) % 500 + 3 for j in range(length)]
+            for _ in range(i % 5):
+                await asyncio.sleep(0.01)  # so they come and go at different steps
+            sampling = Sampling(n=1 + i % 3 // 2, max_tokens=4 + (i * 11) % 30, seed=i)
+            return prompt, await complete(served.engine, prompt, sampling, served.first)
+
+        for prompt, answers in await asyncio.gather(*(ask(i) for i in range(24))):
+            for done in answers:
+                assert_agree(done.logprobs, served.expected(prompt, done, served.first))
+
     async def test_stop_ids_end_the_answer_and_carry_their_logprob(self, served):
         (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
         end = free.ids[5]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.inference.kv import Block, Lane, Prefixes, lane_capacity
+from hone.inference.blocks import Block
+from hone.inference.kv import Lane, Prefixes, lane_capacity
 from hone.models.architecture import DecoderConfig
 
 LIKE = torch.zeros(1)

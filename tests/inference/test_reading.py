@@ -9,7 +9,7 @@ import torch
 
 from hone.inference.base import Sampling
 from hone.inference.batch import Chunk
-from hone.inference.kv import Block
+from hone.inference.blocks import Block
 from hone.inference.reading import Reading
 from hone.inference.requests import Request
 from hone.inference.scheduler import Scheduler

@@ -19,10 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hone.inference.kv import Block, Lane, Row
+from hone.inference.blocks import Block
+from hone.inference.kv import Lane, Row
+from hone.inference.stacks import hide
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Span
 from hone.models.lora import Lora
+
+Masks = dict[int | None, Tensor | None]
+"""By the layer's window; None: everything is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class Chunk:
 class _Prefill:
     chunk: Chunk
     rows: slice
-    masks: dict[int | None, Tensor | None]
+    masks: Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +53,42 @@ class _Decode:
     rows: slice
     place: tuple[Any, ...]  # of the new token in a lane's keys [n, kv_heads, capacity, dim]
     longest: int
-    masks: dict[int | None, Tensor | None]  # window -> [n, 1, 1, longest] added to own scores
-    prefixes: list[tuple[Block, Tensor | slice, dict[int | None, Tensor | None]]]
-    stack: "_Stack | None"
+    masks: Masks  # [n, 1, 1, longest] added to own scores
+    prompts: "list[_Prompts]"
+    found: Tensor | None  # [n] int64, where among the prompts' answers a row's is; None: in order
+
+    def read(self, layer: int, window: int | None, grouped: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
+        parts = [prompts.attend(layer, window, grouped) for prompts in self.prompts]
+        seen, lse = parts[0]
+        if len(parts) > 1:
+            seen, lse = (
+                torch.cat([part[0] for part in parts]),
+                torch.cat([part[1] for part in parts]),
+            )
+        if self.found is not None:
+            seen, lse = seen.index_select(0, self.found), lse.index_select(0, self.found)
+        return seen.transpose(1, 2), lse
 
 
 @dataclass(frozen=True, slots=True)
-class _Stack:
-    """The prompts of a lane side by side, and which rows belong to which."""
+class _Prompts:
+    """A prompt, or several side by side, and the rows that read them."""
 
     k: Tensor  # [layers, P, kv_heads, longest, dim]
     v: Tensor
-    slots: Tensor  # [P * m] int64, of each prompt's rows; the first one again where too few
-    place: Tensor | None  # [n] int64, where each slot stands in `slots`; None: in order
-    mask: Tensor | None  # [P, 1, 1, longest] added to scores, where lengths differ
+    masks: Masks  # added to scores
+    slots: Tensor | slice  # [P * m], the rows of each, as many of all: some stand twice
 
-    def attend(self, layer: int, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
-        prompts, rows = self.k.shape[1], len(self.slots) // self.k.shape[1]
+    def attend(self, layer: int, window: int | None, grouped: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all rows [n, kv, g, dim] the attention of these, [P * m, g, kv, dim], and its log-sum-exps."""
         kv, g, dim = grouped.shape[1:]
-        ordered = grouped if self.place is None else grouped.index_select(0, self.slots)
-        some = ordered.view(prompts, rows, kv, g, dim).transpose(1, 2)
-        flat = some.reshape(prompts, kv, rows * g, dim)
-        seen, lse = _attention(flat, self.k[layer], self.v[layer], self.mask)
+        some = grouped[self.slots].unflatten(0, (self.k.shape[1], -1)).transpose(1, 2)
+        flat = some.reshape(*some.shape[:2], -1, dim)  # [P, kv, m * g, dim]
+        seen, lse = _attention(flat, self.k[layer], self.v[layer], self.masks[window])
         # On a CPU attention leaves its answers in this order, [prompt, row, g, kv, dim].
         seen = seen.transpose(1, 2).reshape(-1, g, kv, dim)
-        lse = lse.view(prompts, kv, rows, g).transpose(1, 2).reshape(-1, kv, g)
-        if self.place is not None:
-            seen, lse = seen.index_select(0, self.place), lse.index_select(0, self.place)
-        return seen.transpose(1, 2), lse
+        return seen, lse.view(*some.shape[:4]).transpose(1, 2).reshape(-1, kv, g)
 
 
 class Batch:
@@ -168,17 +180,7 @@ class Batch:
         values[decode.place] = v
         keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]
         mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
-        if decode.stack is not None:
-            theirs, theirs_lse = decode.stack.attend(layer, grouped)
-        else:
-            theirs, theirs_lse = torch.empty_like(mine), torch.empty_like(mine_lse)
-            for block, slots, masks in decode.prefixes:
-                some = grouped[slots].transpose(0, 1)  # [kv, m, g, dim]
-                flat = some.reshape(1, config.kv_heads, -1, config.head_dim)
-                keys, values = block.k[None, layer], block.v[None, layer]
-                seen, lse = _attention(flat, keys, values, masks[window])
-                theirs[slots] = seen.view(some.shape).transpose(0, 1)
-                theirs_lse[slots] = lse.view(some.shape[:3]).transpose(0, 1)
+        theirs, theirs_lse = decode.read(layer, window, grouped)
         # Two parts of one attention, weighed by what each was normalised by.
         share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
         torch.lerp(mine, theirs, share, out=out.view(grouped.shape))
@@ -196,52 +198,51 @@ class Batch:
         own = torch.tensor(lengths, device=device)
         longest = max(lengths) + 1
         places = torch.arange(longest, device=device)
-        masks: dict[int | None, Tensor | None] = {}
+        masks: Masks = {}
         for window in self._windows:
             hidden = places > own[:, None]
             if window is not None:
                 hidden |= own[:, None] - places >= window
-            masks[window] = _added(hidden)[:, None, None] if hidden.any() else None
+            masks[window] = hide(hidden)[:, None, None] if hidden.any() else None
         groups: dict[int, tuple[Block, list[int]]] = {}
         for slot, row in enumerate(lane.rows):
             groups.setdefault(id(row.block), (row.block, []))[1].append(slot)
-        prefixes = []
-        for block, members in groups.values():
-            slots = _slots(members, device)
-            prefix = {w: self._prefix_mask(block, own[slots], w) for w in self._windows}
-            prefixes.append((block, slots, prefix))
         if min(lengths) == longest - 1:  # one column of keys, as among samples that began together
             place: tuple[Any, ...] = (slice(None), slice(None), longest - 1)
         else:
             place = (torch.arange(len(lane.rows), device=device), slice(None), own)
-        stack = self._stack(lane, list(groups.values()), device)
-        return _Decode(lane, rows, place, longest, masks, prefixes, stack)
+        prompts, found = self._prompts(lane, groups, own)
+        return _Decode(lane, rows, place, longest, masks, prompts, found)
 
-    def _stack(
-        self, lane: Lane[Row], groups: list[tuple[Block, list[int]]], device: torch.device
-    ) -> _Stack | None:
-        most = max(len(members) for _, members in groups)
-        if self._windows != {None} or len(groups) * most > 2 * len(lane.rows):
-            return None
-        stacked = lane.stack([block for block, _ in groups])
-        if stacked is None:
-            return None
-        rows = [members + members[:1] * (most - len(members)) for _, members in groups]
-        place = [0] * len(lane.rows)
-        for i, (_, members) in enumerate(groups):
-            for j, slot in enumerate(members):
-                place[slot] = i * most + j
-        in_order = place == list(range(len(groups) * most))
-        lengths = torch.tensor([len(block.ids) for block, _ in groups], device=device)
-        longest = stacked[0].shape[3]
-        unequal = bool((lengths != longest).any())
-        hidden = torch.arange(longest, device=device) >= lengths[:, None]
-        return _Stack(
-            *stacked,
-            slots=torch.tensor(rows, device=device).flatten(),
-            place=None if in_order else torch.tensor(place, device=device),
-            mask=_added(hidden)[:, None, None] if unequal else None,
-        )
+    def _prompts(
+        self, lane: Lane[Row], groups: dict[int, tuple[Block, list[int]]], own: Tensor
+    ) -> tuple[list[_Prompts], Tensor | None]:
+        """What the rows read, and where their answers will be; `groups` has the rows by block."""
+        alone = dict(groups)
+        parts: list[tuple[Tensor, Tensor, Masks, list[list[int]]]] = []
+        whole = self._windows == {None}  # a window hides another part of the prompt from each row
+        for stack in lane.stacks.over([block for block, _ in groups.values()]) if whole else ():
+            rows = [[] if block is None else groups[id(block)][1] for block in stack.blocks]
+            if len(rows) * max(map(len, rows)) > 2 * sum(map(len, rows)):
+                continue  # one prompt has most of the rows: padding would cost more than the calls
+            parts.append((stack.k, stack.v, {None: stack.mask}, rows))
+            for block in stack.present:
+                del alone[id(block)]
+        for block, members in alone.values():
+            masks = {w: self._prefix_mask(block, own[members], w) for w in self._windows}
+            parts.append((block.k[:, None], block.v[:, None], masks, [members]))
+
+        prompts, found, answers = list[_Prompts](), [0] * len(lane.rows), 0
+        for k, v, masks, rows in parts:
+            most, slots = max(map(len, rows)), list[int]()
+            for members in rows:
+                for at, slot in enumerate(members, start=answers + len(slots)):
+                    found[slot] = at
+                slots += members + (members or [0])[:1] * (most - len(members))
+            prompts.append(_Prompts(k, v, masks, _slots(slots, own.device)))
+            answers += len(slots)
+        in_order = found == list(range(answers))
+        return prompts, None if in_order else torch.tensor(found, device=own.device)
 
     def _prefix_mask(self, block: Block, own: Tensor, window: int | None) -> Tensor | None:
         """[1, 1, m * g, prompt] where a window hides part of the prompt."""
@@ -249,13 +250,14 @@ class Batch:
             return None
         distance = (len(block.ids) + own)[:, None] - torch.arange(len(block.ids), device=own.device)
         heads = self._config.heads // self._config.kv_heads
-        return _added(distance >= window).repeat_interleave(heads, 0)[None, None]
+        return hide(distance >= window).repeat_interleave(heads, 0)[None, None]
 
 
 def _slots(members: list[int], device: torch.device) -> Tensor | slice:
     """Rows of one prompt; mostly neighbours, and then a slice, which is read without a copy."""
-    if members[-1] - members[0] + 1 == len(members):
-        return slice(members[0], members[-1] + 1)
+    neighbours = range(members[0], members[0] + len(members))
+    if members == list(neighbours):
+        return slice(neighbours.start, neighbours.stop)
     return torch.tensor(members, device=device)
 
 
@@ -267,11 +269,6 @@ def _causal(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | 
     keys = torch.arange(chunk.stop, device=device)
     mask = keys <= queries
     return mask if window is None else mask & (queries - keys < window)
-
-
-def _added(hidden: Tensor) -> Tensor:
-    # Finite, so that a row of which everything is hidden gives a weight of zero and not NaN.
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -1e30)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Keys and values of what has been read so far: shared prompt blocks, and lanes of own tokens.
 
 In:   token ids as they are prefilled and sampled
-Out:  Block (a prompt's keys and values, shared by every sample of it), Lane (one row a branch),
-      Prefixes (which blocks a new prompt can start from)
+Out:  Lane (one row a branch), Prefixes (which blocks a new prompt can start from)
 Used: inference/embedded.py
 
 A sample attends to its prompt's block and to its branch's row. The n samples of a prompt, and separate
@@ -17,6 +16,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hone.inference.blocks import Block
+from hone.inference.stacks import Stacks
 from hone.models.architecture import DecoderConfig
 
 CHUNK = 16
@@ -24,46 +25,6 @@ CHUNK = 16
 SMALLEST_LANE = 32
 ARRANGED_TOKENS = 8
 """Own tokens of rows that are still sorted by their prompts."""
-STACK_BYTES = 64 << 20
-"""Prompts of a lane are laid side by side once more up to this size; see Lane.stack."""
-
-
-class Block:
-    """Keys and values of a token sequence, filled from the front."""
-
-    def __init__(self, key: str, ids: Sequence[int], config: DecoderConfig, like: Tensor) -> None:
-        shape = (config.layers, config.kv_heads, len(ids), config.head_dim)
-        self.key = key
-        self.ids = tuple(ids)
-        self.k = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self.v = torch.empty_like(self.k)
-        self.filled = 0
-        self.last_hidden: Tensor | None = None  # [hidden], once filled: the next token's state
-        self.users = 0
-
-    @property
-    def complete(self) -> bool:
-        return self.filled == len(self.ids)
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.k.nbytes
-
-    @classmethod
-    def joined(cls, front: "Block", ids: Sequence[int], k: Tensor, v: Tensor) -> "Block":
-        """A whole block: one that exists, and the own tokens [layers, kv_heads, T, dim] after it."""
-        block = cls.__new__(cls)
-        block.key, block.ids = front.key, front.ids + tuple(ids)
-        block.k, block.v = torch.cat((front.k, k), 2), torch.cat((front.v, v), 2)
-        block.filled = len(block.ids)
-        block.last_hidden, block.users = None, 0
-        return block
-
-    def copy_front(self, source: "Block", count: int) -> None:
-        """Take over the first tokens of another block that begins alike."""
-        self.k[:, :, :count] = source.k[:, :, :count]
-        self.v[:, :, :count] = source.v[:, :, :count]
-        self.filled = count
 
 
 class Prefixes:
@@ -176,11 +137,12 @@ class Lane(Generic[R]):
     a factor of two at most, so at most half of what it reads is padding.
     """
 
-    def __init__(self, capacity: int, config: DecoderConfig, like: Tensor) -> None:
+    def __init__(self, capacity: int, config: DecoderConfig, like: Tensor, room: int = 0) -> None:
+        """`room` is how many bytes stacks of its prompts may take."""
         self.capacity = capacity
         self.rows: list[R] = []
         self._config = config
-        self._stacked: tuple[list[Block], Tensor, Tensor] | None = None
+        self.stacks = Stacks(room)
         self.k = self._zeros(0, like)
         self.v = self._zeros(0, like)
 
@@ -202,28 +164,6 @@ class Lane(Generic[R]):
             self.reserve(max(8, 2 * slot))
         self.rows.append(row)
         return slot
-
-    def stack(self, blocks: list[Block]) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of several prompts [layers, prompts, kv_heads, longest, dim] in one piece.
-
-        One attention call over them replaces one per prompt, which for short prompts is most of
-        their cost. None where it would not pay: one prompt, long ones, or lengths too unequal.
-        """
-        longest = max(len(block.ids) for block in blocks)
-        total = sum(len(block.ids) for block in blocks)
-        size = len(blocks) * longest * self._config.kv_bytes_per_token
-        if len(blocks) == 1 or size > STACK_BYTES or len(blocks) * longest > 2 * total:
-            self._stacked = None
-            return None
-        if self._stacked is None or self._stacked[0] != blocks:
-            config = self._config
-            shape = (config.layers, len(blocks), config.kv_heads, longest, config.head_dim)
-            k, v = self.k.new_zeros(shape), self.v.new_zeros(shape)
-            for i, block in enumerate(blocks):
-                k[:, i, :, : len(block.ids)] = block.k
-                v[:, i, :, : len(block.ids)] = block.v
-            self._stacked = (list(blocks), k, v)
-        return self._stacked[1:]
 
     def arrange(self) -> None:
         """Rows of one prompt side by side again, so that the stack need not gather them.

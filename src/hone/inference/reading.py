@@ -13,7 +13,8 @@ is always read first: nobody waits longer than he would have for his turn.
 from dataclasses import dataclass
 
 from hone.inference.batch import Chunk
-from hone.inference.kv import CHUNK, Block, marks
+from hone.inference.blocks import Block
+from hone.inference.kv import CHUNK, marks
 from hone.models.lora import Lora
 
 WORTH = 2 * CHUNK

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from hone.errors import ConfigError, EngineError, RequestTooLarge
 from hone.inference.base import Delta, FinishReason, SampledToken, Sampling
-from hone.inference.kv import Block, lane_capacity
+from hone.inference.blocks import Block
+from hone.inference.kv import lane_capacity
 from hone.inference.sampler import Drawing, stream
 from hone.models.architecture import DecoderConfig
 from hone.models.lora import Lora

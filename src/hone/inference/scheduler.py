@@ -12,10 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from hone.inference.batch import Chunk
-from hone.inference.kv import Block, Lane, Prefixes, lane_capacity
+from hone.inference.blocks import Block
+from hone.inference.kv import Lane, Prefixes, lane_capacity
 from hone.inference.reading import Reading
 from hone.inference.requests import Branch, Request, Sample
 from hone.models.decoder import Decoder
+
+STACKED = 4
+"""Copies of prompts that lie side by side may take the budget's fourth part, besides it."""
 
 
 class Scheduler:
@@ -155,7 +159,9 @@ class Scheduler:
     def _lane(self, key: str, tokens: int) -> Lane[Branch]:
         capacity = lane_capacity(tokens)
         if (key, capacity) not in self._lanes:
-            self._lanes[key, capacity] = Lane[Branch](capacity, self._config, self._like)
+            self._lanes[key, capacity] = Lane[Branch](
+                capacity, self._config, self._like, room=self.budget // STACKED
+            )
         return self._lanes[key, capacity]
 
     def _drop_empty_lanes(self) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hone.errors import ConfigError
 from hone.inference.batch import Chunk
-from hone.inference.kv import Block
+from hone.inference.blocks import Block
 from hone.inference.reading import Reading
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Decoder
