@@ -107,16 +107,17 @@ class _Server:
         from hone.models.find import find, load_tokenizer
         from hone.server.app import State, create_apps
         from hone.server.listen import serving
+        from hone.server.run import lasting
+        from hone.server.serving import open_embedded
         from hone.server.settings import Settings
 
-        opener = None
+        settings = Settings(root=root, learner_threads=THREADS, max_queued_jobs=1000)
+        opener = lambda name: open_embedded(name, settings)  # noqa: E731
         if instant:
             tokenizer = load_tokenizer(find(self._model))
             answer = "one two three four five six seven eight nine ten eleven twelve ..."
             opener = lambda _: ScriptedEngine([answer], tokenizer=tokenizer)  # noqa: E731
-        state = State.open(
-            Settings(root=root, learner_threads=THREADS, max_queued_jobs=1000), open_engine=opener
-        )
+        state = State.open(settings, open_engine=lasting(opener))
         # Until the process ends.
         await self._running.enter_async_context(state.running())
         return state, await self._running.enter_async_context(serving(create_apps(state)[0]))

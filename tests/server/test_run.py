@@ -1,5 +1,6 @@
 """`hone serve` as a process: what it prints, what it refuses, and how it stops."""
 
+import gc
 import json
 import os
 import re
@@ -7,13 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from tests.server.api import job
+
+from hone.server import run
 
 SERVE = [sys.executable, "-m", "hone.cli", "serve"]
 
@@ -142,3 +147,25 @@ def test_arts_command_starts_it_too(tmp_path: Path):
             )
             # Far enough to show that both forms reach the server: the port is in use.
             assert f"--port {port}: cannot listen" in refused.stderr, refused.stderr
+
+
+def test_what_a_model_leaves_is_not_searched_for_garbage_again():
+    class Held(list["Held"]):
+        """Knows itself, so that only the collector frees it."""
+
+    left: list[weakref.ref[Held]] = []
+    kept = [Held() for _ in range(1000)]
+
+    def load(base_model: str) -> Any:
+        garbage = Held()
+        garbage.append(garbage)
+        left.append(weakref.ref(garbage))
+        return base_model, kept
+
+    before = gc.get_freeze_count()
+    try:
+        assert run.lasting(load)("m") == ("m", kept)
+        assert gc.get_freeze_count() >= before + 1000
+        assert left[0]() is None
+    finally:
+        gc.unfreeze()

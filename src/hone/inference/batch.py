@@ -60,12 +60,7 @@ class _Decode:
     def read(self, layer: int, window: int | None, grouped: Tensor) -> tuple[Tensor, Tensor]:
         """The attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
         parts = [prompts.attend(layer, window, grouped) for prompts in self.prompts]
-        seen, lse = parts[0]
-        if len(parts) > 1:
-            seen, lse = (
-                torch.cat([part[0] for part in parts]),
-                torch.cat([part[1] for part in parts]),
-            )
+        seen, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         if self.found is not None:
             seen, lse = seen.index_select(0, self.found), lse.index_select(0, self.found)
         return seen.transpose(1, 2), lse

@@ -74,7 +74,8 @@ class EmbeddedEngine:
     ) -> None:
         """`decode` turns ids into text and is needed only for stop strings.
 
-        Without a budget the keys and values may take a quarter of the memory that is free now.
+        Without a budget the keys and values may take a quarter of the memory that is free now; copies
+        that lie side by side, a quarter of the budget more.
         """
         self._decoder = decoder
         self._decode = decode

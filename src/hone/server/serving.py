@@ -85,7 +85,7 @@ class Serving:
         self._models = models
         self._checkpoints = checkpoints
         self._settings = settings
-        self._open_engine = open_engine or (lambda name: _open_embedded(name, settings))
+        self._open_engine = open_engine or (lambda name: open_embedded(name, settings))
         self._languages: dict[str, asyncio.Task[Language]] = {}
         self._bases: dict[str, asyncio.Task[Base]] = {}
         self._first: dict[ModelKey, asyncio.Task[None]] = {}
@@ -383,7 +383,7 @@ async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
     return await make()
 
 
-def _open_embedded(name: str, settings: Settings) -> Engine:
+def open_embedded(name: str, settings: Settings) -> Engine:
     # Here, because torch takes seconds to load and `hone serve` is up without it.
     from hone.inference.embedded import EmbeddedEngine
 
