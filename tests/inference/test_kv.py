@@ -7,6 +7,7 @@ import torch
 
 from hone.inference.blocks import Block
 from hone.inference.kv import Lane, Prefixes, lane_capacity
+from hone.inference.stacks import Room
 from hone.models.architecture import DecoderConfig
 
 LIKE = torch.zeros(1)
@@ -67,7 +68,7 @@ class Row:
 
 def test_lanes_stay_without_holes_and_rows_keep_their_keys(config: DecoderConfig):
     block = filled(config, "a", [1])
-    lane = Lane[Row](32, config, LIKE)
+    lane = Lane[Row](32, config, LIKE, Room(0))
     rows = [Row(float(i), 3 + i, block) for i in range(11)]
     for row in rows:
         slot = lane.add(row)
@@ -75,7 +76,7 @@ def test_lanes_stay_without_holes_and_rows_keep_their_keys(config: DecoderConfig
         lane.v[:, slot, :, : row.own] = -row.mark
     lane.remove(2)
     lane.remove(9)
-    larger = Lane[Row](64, config, LIKE)
+    larger = Lane[Row](64, config, LIKE, Room(0))
     larger.copy_in(lane.rows[0], lane, 0)
     lane.remove(0)
     assert len(lane.rows) == 8
@@ -90,7 +91,7 @@ def test_short_rows_of_one_prompt_come_to_lie_side_by_side(
     config: DecoderConfig, own: int, sorted_again: bool
 ):
     one, two = filled(config, "a", [1]), filled(config, "a", [2])
-    lane = Lane[Row](32, config, LIKE)
+    lane = Lane[Row](32, config, LIKE, Room(0))
     for mark, block in enumerate((one, two, one, two, one)):
         slot = lane.add(Row(float(mark), own, block))
         lane.k[:, slot, :, :own] = mark

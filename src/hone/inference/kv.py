@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hone.inference.blocks import Block
-from hone.inference.stacks import Stacks
+from hone.inference.stacks import Room, Stacks
 from hone.models.architecture import DecoderConfig
 
 CHUNK = 16
@@ -137,8 +137,8 @@ class Lane(Generic[R]):
     a factor of two at most, so at most half of what it reads is padding.
     """
 
-    def __init__(self, capacity: int, config: DecoderConfig, like: Tensor, room: int = 0) -> None:
-        """`room` is how many bytes stacks of its prompts may take."""
+    def __init__(self, capacity: int, config: DecoderConfig, like: Tensor, room: Room) -> None:
+        """`room` is for stacks of its prompts."""
         self.capacity = capacity
         self.rows: list[R] = []
         self._config = config

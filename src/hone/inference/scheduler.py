@@ -16,6 +16,7 @@ from hone.inference.blocks import Block
 from hone.inference.kv import Lane, Prefixes, lane_capacity
 from hone.inference.reading import Reading
 from hone.inference.requests import Branch, Request, Sample
+from hone.inference.stacks import Room
 from hone.models.decoder import Decoder
 
 STACKED = 4
@@ -39,6 +40,7 @@ class Scheduler:
         self._like = decoder.embedding
         self._prefill_tokens = prefill_tokens
         self._lanes: dict[tuple[str, int], Lane[Branch]] = {}
+        self._room = Room(budget // STACKED)
 
     @property
     def lanes(self) -> list[Lane[Branch]]:
@@ -159,9 +161,8 @@ class Scheduler:
     def _lane(self, key: str, tokens: int) -> Lane[Branch]:
         capacity = lane_capacity(tokens)
         if (key, capacity) not in self._lanes:
-            self._lanes[key, capacity] = Lane[Branch](
-                capacity, self._config, self._like, room=self.budget // STACKED
-            )
+            lane = Lane[Branch](capacity, self._config, self._like, self._room)
+            self._lanes[key, capacity] = lane
         return self._lanes[key, capacity]
 
     def _drop_empty_lanes(self) -> None:

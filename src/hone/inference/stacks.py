@@ -11,6 +11,7 @@ never take more than their room.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -58,13 +59,29 @@ class Stack:
         return [block for block in self.blocks if block is not None]
 
 
+class Room:
+    """Bytes that the stacks of all lanes share."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.users: WeakSet[Stacks] = WeakSet()  # a lane that is dropped leaves its place
+
+    @property
+    def taken(self) -> int:
+        return sum(stacks.nbytes for stacks in self.users)
+
+
 class Stacks:
     """The stacks of one lane."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: Room) -> None:
         self._room = room
-        """Bytes, of all of them."""
         self._stacks: list[Stack] = []
+        room.users.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self._stacks)
 
     def over(self, blocks: Sequence[Block]) -> list[Stack]:
         """Stacks of these blocks; one that is in none of them is best read by itself."""
@@ -79,14 +96,14 @@ class Stacks:
 
     def _take_in(self, new: list[Block], blocks: Sequence[Block]) -> None:
         """Stack the new ones, together with those of stacks that are small yet."""
-        most = self._room // PIECES
+        most = self._room.nbytes // PIECES
         large = [stack for stack in self._stacks if stack.nbytes > most // 2]
         stay = {id(block) for stack in large for block in stack.present}
         groups = _alike([block for block in blocks if id(block) not in stay], most)
         size = sum(len(group) * max(block.nbytes for block in group) for group in groups)
         stacked = {id(block) for group in groups for block in group}
-        fits = size + sum(stack.nbytes for stack in large) <= self._room
-        if fits and any(id(block) in stacked for block in new):
+        others = self._room.taken - self.nbytes + sum(stack.nbytes for stack in large)
+        if size + others <= self._room.nbytes and any(id(block) in stacked for block in new):
             self._stacks = large + [Stack.of(group) for group in groups]
 
 
