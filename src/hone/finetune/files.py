@@ -64,7 +64,7 @@ class Files:
                 self._next_picture = time.monotonic() + PICTURE_S
 
 
-def write(events: Path, output_dir: Path, *, picture: bool = True) -> None:
+def write(events: Path, output_dir: Path, *, picture: bool) -> None:
     """Anew, from the events on disk."""
     history = History.of(read(events))
     metrics.write(output_dir, history)

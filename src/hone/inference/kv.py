@@ -1,8 +1,8 @@
-"""Keys and values of what has been read so far: shared prompt blocks, and lanes of own tokens.
+"""Keys and values of what has been read so far: prompts that begin alike, and lanes of own tokens.
 
 In:   token ids as they are prefilled and sampled
 Out:  Lane (one row a branch), Prefixes (which blocks a new prompt can start from)
-Used: inference/embedded.py
+Used: scheduler.py, batch.py, embedded.py
 
 A sample attends to its prompt's block and to its branch's row. The n samples of a prompt, and separate
 requests with the same prompt, read one block. Everything is keyed by the adapter's hash: keys

@@ -19,7 +19,7 @@ from torch import Tensor
 from hone.inference.blocks import Block
 
 NEWCOMERS = 4
-"""So many prompts that are in no stack make it worth to copy; or two where there is no stack."""
+"""So many prompts that are in no stack are worth a copy; or two where there is no stack."""
 PIECES = 4
 """One stack takes at most this part of the room, so that what is copied anew stays small."""
 
@@ -100,7 +100,7 @@ class Stacks:
         large = [stack for stack in self._stacks if stack.nbytes > most // 2]
         stay = {id(block) for stack in large for block in stack.present}
         groups = _alike([block for block in blocks if id(block) not in stay], most)
-        size = sum(len(group) * max(block.nbytes for block in group) for group in groups)
+        size = sum(map(_padded, groups))
         stacked = {id(block) for group in groups for block in group}
         others = self._room.taken - self.nbytes + sum(stack.nbytes for stack in large)
         if size + others <= self._room.nbytes and any(id(block) in stacked for block in new):
@@ -110,11 +110,10 @@ class Stacks:
 def _alike(blocks: Sequence[Block], most: int) -> list[list[Block]]:
     """Groups of two or more that are padded to twice their size at most, and take `most` bytes."""
 
-    def fits(group: list[Block]) -> bool:
-        padded = len(group) * max(block.nbytes for block in group)
-        return padded <= min(most, 2 * sum(block.nbytes for block in group))
+    def fits(group: Sequence[Block]) -> bool:
+        return _padded(group) <= min(most, 2 * sum(block.nbytes for block in group))
 
-    if fits(list(blocks)):  # in their own order, so that nothing has to be gathered
+    if fits(blocks):  # in their own order, so that nothing has to be gathered
         return [list(blocks)] if len(blocks) > 1 else []
     groups: list[list[Block]] = [[]]
     for block in sorted(blocks, key=lambda block: len(block.ids)):
@@ -122,6 +121,11 @@ def _alike(blocks: Sequence[Block], most: int) -> list[list[Block]]:
             groups.append([])
         groups[-1].append(block)
     return [group for group in groups if len(group) > 1]
+
+
+def _padded(group: Sequence[Block]) -> int:
+    """Bytes of their stack."""
+    return len(group) * max(block.nbytes for block in group)
 
 
 def hide(hidden: Tensor) -> Tensor:
