@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,13 @@ async def test_a_server_that_stops_does_not_wait_for_a_learner_that_loads(
         await server.service.prepare(server.models.register(spec(tiny_model)))
         stopped = await launches.first()
     assert not is_alive(stopped.pid)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's CPU affinity")
+def test_threads_are_counted_from_the_cores_the_server_may_use():
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "from hone.server.learning import usable_cores; print(usable_cores())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

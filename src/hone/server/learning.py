@@ -66,6 +66,13 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) ->
     )
 
 
+def usable_cores() -> int:
+    """Cores this process may run on; a container or `taskset` often leaves fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def launch(
     start_learner: StartLearner,
     language: Language,
@@ -78,7 +85,7 @@ def launch(
     spec = LearnerSpec(
         model_dir=language.files.path,
         base_model=language.name,
-        threads=settings.learner_threads or os.cpu_count() or 1,
+        threads=settings.learner_threads or usable_cores(),
         device=device,
         dtype=dtype,
     )

@@ -54,9 +54,10 @@ class Settings(Strict):
     keep_calls_bytes: int = Field(default=4 * 2**30, gt=0)
     """And the oldest ones beyond this size, of the calls and of the groups each."""
     learner_threads: int | None = Field(default=None, gt=0)
-    """None: all cores. A model's learner, a process with weights of its own, is started when the model
-    is prepared for training (the SDK's `register`, `hone finetune`) and never for serving alone; on a
-    GPU, and where its weights are an eighth of the free memory or more, not before the first job."""
+    """None: all cores the server may run on. A model's learner, a process with weights of its own, is
+    started when the model is prepared for training (the SDK's `register`, `hone finetune`) and never
+    for serving alone; on a GPU, and where its weights are an eighth of the free memory or more, not
+    before the first job."""
     device: str | None = None
     """None: CUDA if there is one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
