@@ -27,7 +27,9 @@
         |-- EngineError                   the engine cannot do what was asked of it
         |-- Unavailable                   not now: full, loading or closing; try again
         |   |-- Busy                      too many requests at once
-        |   `-- Unreachable (ConnectionError)   nobody answers at that address
+        |   |-- Unreachable (ConnectionError)   nobody answers at that address
+        |   `-- StorageError (OSError)      a file cannot be read or written just now
+        |       `-- DiskFull                there is no space left
         `-- StateError                    the state on disk cannot be used as it is
 
 A message says where (key, job, file), what (got and expected), and what to do.
@@ -179,6 +181,14 @@ class Busy(Unavailable):
 
 class Unreachable(Unavailable, ConnectionError):
     """Nobody answers at that address, or not the server that was expected there."""
+
+
+class StorageError(Unavailable, OSError):
+    """The operating system refuses to read or write a file. The file itself may be in order."""
+
+
+class DiskFull(StorageError):
+    """No space left on the disk, or no quota."""
 
 
 class StateError(ServerError):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.errors import ConfigError, NotFound
+from hone.errors import ConfigError, DiskFull, NotFound, StorageError
 from hone.server.checkpoints import FAILPOINTS, Checkpoint, Checkpoints
 from hone.types import ModelKey
 
@@ -150,6 +151,73 @@ def test_a_corrupted_newest_is_reported_and_the_one_before_is_used(
     assert steps(found) == [0, 1]
     again = found.write(KEY, 3, filler("anew"))
     assert found.newest(KEY) == again
+
+
+def unreadable(path: Path) -> None:
+    """Reading it is EIO, from the kernel: nothing is mapped at address 0."""
+    path.rename(path.with_suffix(".good"))
+    path.symlink_to("/proc/self/mem")
+
+
+def readable_again(path: Path) -> None:
+    path.unlink()
+    path.with_suffix(".good").rename(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "adapter_model.safetensors"])
+def test_a_disk_that_fails_to_read_is_no_corruption(checkpoints: Checkpoints, four, name: str):
+    unreadable(four[3].path / name)
+    for _ in range(2):
+        with pytest.raises(
+            StorageError, match=r"cannot be read or written just now .*Input/output"
+        ):
+            checkpoints.newest(KEY)
+        with pytest.raises(StorageError):
+            checkpoints.get(KEY, 3)
+    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003"]
+    readable_again(four[3].path / name)
+    assert checkpoints.newest(KEY) == four[3]
+
+
+def test_without_a_free_descriptor_no_step_seems_to_be_missing(checkpoints: Checkpoints, four):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        for read in (checkpoints.newest, checkpoints.list):
+            with pytest.raises(StorageError, match="Too many open files"):
+                read(KEY)
+        with pytest.raises(StorageError, match="Too many open files"):
+            checkpoints.of_job(KEY, "job-1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003"]
+    assert checkpoints.newest(KEY) == four[3]
+
+
+def test_what_was_set_aside_as_corrupted_is_never_overwritten(checkpoints: Checkpoints, four):
+    for content in ("first", "second", "third"):
+        (four[3].path / "adapter_model.safetensors").write_text(content)
+        assert checkpoints.newest(KEY) == four[2]
+        checkpoints.write(KEY, 3, filler("anew"))
+    aside = ["0003.corrupt", "0003.corrupt.2", "0003.corrupt.3"]
+    assert on_disk(checkpoints)[-4:] == ["0003", *aside]
+    parent = four[3].path.parent
+    kept = [(parent / name / "adapter_model.safetensors").read_text() for name in aside]
+    assert kept == ["first", "second", "third"]
+    assert steps(checkpoints) == [0, 1, 2, 3]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(checkpoints: Checkpoints, four):
+    def fill(directory: Path) -> str:
+        with open("/dev/full", "w") as out:  # ENOSPC, from the kernel
+            out.write("x")
+        return "sha of x"
+
+    with pytest.raises(DiskFull, match=r"the disk is full .*Free some space"):
+        checkpoints.write(KEY, 4, fill)
+    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003"]
 
 
 def test_nothing_is_left_when_all_are_corrupted(checkpoints: Checkpoints, four):

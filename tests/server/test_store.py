@@ -1,13 +1,16 @@
 """The store: whole transactions, readers that never wait, files it refuses."""
 
+import os
+import resource
 import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hone.errors import StateError
+from hone.errors import DiskFull, StateError, StorageError
 from hone.server.store import VERSION, Store
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS things (name TEXT PRIMARY KEY, size INTEGER NOT NULL);"
@@ -108,3 +111,62 @@ def test_a_transaction_inside_another_is_an_error_and_no_deadlock(store: Store):
     with store.transaction() as db:
         db.execute("INSERT INTO things VALUES ('a', 1)")
     assert names(store) == ["a"]
+
+
+def fill_up(store: Store) -> None:
+    """From now on SQLite finds no room for another page: the same SQLITE_FULL as on a full disk."""
+    writer = store._writer
+    pages = writer.execute("PRAGMA page_count").fetchone()[0]
+    writer.execute(f"PRAGMA max_page_count = {pages}")
+
+
+def test_a_full_disk_is_named_and_loses_nothing(store: Store):
+    with store.transaction() as db:
+        db.execute("INSERT INTO things VALUES ('a', 1)")
+    fill_up(store)
+    for durable in (True, False):
+        with (
+            pytest.raises(DiskFull, match=r"state\.sqlite: the disk is full"),
+            store.transaction(durable=durable) as db,
+        ):
+            db.executemany(
+                "INSERT INTO things VALUES (?, 2)", [(f"b{i:0400d}",) for i in range(200)]
+            )
+        assert names(store) == ["a"]
+    store._writer.execute("PRAGMA max_page_count = 1000000")  # there is room again
+    with store.transaction() as db:
+        db.execute("INSERT INTO things VALUES ('b', 2)")
+    assert names(store) == ["a", "b"]
+
+
+def test_without_a_free_descriptor_a_read_is_no_defect(tmp_path: Path):
+    store = Store(tmp_path / "state.sqlite", (SCHEMA,))  # no reader is open yet
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="cannot be read or written just now"):
+            names(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert names(store) == []
+    store.close()
+
+
+def test_starting_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And does not advise to move the state file away: there is nothing wrong with it."""
+    path = tmp_path / "state.sqlite"
+    Store(path, (SCHEMA,)).close()
+    connect = sqlite3.connect
+
+    def on_a_full_disk(*args: Any, **more: Any) -> sqlite3.Connection:
+        connection = connect(*args, **more)
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", on_a_full_disk)
+    with pytest.raises(DiskFull, match=r"the disk is full .*Free some space") as raised:
+        Store(path, (SCHEMA, "CREATE TABLE IF NOT EXISTS others (name TEXT);"))
+    assert "move" not in str(raised.value)

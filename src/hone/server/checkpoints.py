@@ -8,9 +8,13 @@ A directory under its number is whole and proved. It is written under another na
 manifest that holds every file's SHA-256, and renamed; a trained step first becomes NNNN.unproved,
 which nobody serves, and gets its number once the engine has answered with it. So a crash at any
 moment, and a publish that failed, both leave the step before as the newest.
+
+A step is corrupted only if a file is missing, does not parse or has another hash. A file that cannot
+be read just now is none of these: StorageError is raised and nothing is renamed.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -25,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hone.disk import move, sync
+from hone.disk import move, storage, sync
 from hone.errors import ConfigError, NotFound
 from hone.server.failpoints import failpoint
 from hone.server.telemetry import say
@@ -66,6 +70,7 @@ class Checkpoint:
 
 # Named here because `list` is a method below.
 Steps = list[int]
+Names = list[str]
 Found = list[Checkpoint]
 Lines = list[dict[str, Any]]
 
@@ -101,33 +106,34 @@ class Checkpoints:
     ) -> Checkpoint:
         """Make a step of what `fill` puts into a directory; it returns the adapter's hash."""
         target = self._directory(key, step, "" if proved else UNPROVED)
-        self._make_room(target.parent)
-        if not proved and target.exists():  # of a job that was cancelled since
-            shutil.rmtree(target)
         partial = target.with_name(f".{target.name}.partial")
-        partial.mkdir()
-        failpoint("checkpoint/before-fill")
-        try:
-            sha256 = fill(partial)
-            said = {
-                "format": 1,
-                "model": str(key),
-                "step": step,
-                "sha256": sha256,
-                "created_at": time.time(),
-                **manifest,
-                "files": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
-            }
-            (partial / MANIFEST).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-            failpoint("checkpoint/before-fsync")
-            for file in (*partial.iterdir(), partial):
-                sync(file)
-            failpoint("checkpoint/after-fsync")
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        failpoint("checkpoint/before-rename")
-        move(partial, target)
+        with storage(target):
+            self._make_room(target.parent)
+            if not proved and target.exists():  # of a job that was cancelled since
+                shutil.rmtree(target)
+            partial.mkdir()
+            failpoint("checkpoint/before-fill")
+            try:
+                sha256 = fill(partial)
+                said = {
+                    "format": 1,
+                    "model": str(key),
+                    "step": step,
+                    "sha256": sha256,
+                    "created_at": time.time(),
+                    **manifest,
+                    "files": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
+                }
+                (partial / MANIFEST).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+                failpoint("checkpoint/before-fsync")
+                for file in (*partial.iterdir(), partial):
+                    sync(file)
+                failpoint("checkpoint/after-fsync")
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            failpoint("checkpoint/before-rename")
+            move(partial, target)
         failpoint("checkpoint/after-rename")
         return Checkpoint(key, step, target, sha256, said)
 
@@ -137,15 +143,21 @@ class Checkpoints:
             return checkpoint
         target = checkpoint.path.with_name(f"{checkpoint.step:04d}")
         failpoint("checkpoint/before-promote")
-        move(checkpoint.path, target)
+        with storage(target):
+            move(checkpoint.path, target)
         failpoint("checkpoint/after-promote")
         return Checkpoint(
             checkpoint.key, checkpoint.step, target, checkpoint.sha256, checkpoint.manifest
         )
 
     def reject(self, checkpoint: Checkpoint) -> Path:
-        """Set aside a step that could not be proved; it is kept for whoever looks into it."""
-        return self._set_aside(checkpoint.path, f"{checkpoint.step:04d}.rejected")
+        """Set aside a step that could not be proved; the last one of each number is kept."""
+        target = checkpoint.path.with_name(f"{checkpoint.step:04d}.rejected")
+        with storage(target):
+            if target.exists():
+                shutil.rmtree(target)
+            move(checkpoint.path, target)
+        return target
 
     def delete(self, key: ModelKey, steps: Iterable[int]) -> Steps:
         """Remove steps, but never the newest good one; what was removed."""
@@ -155,8 +167,12 @@ class Checkpoints:
             gone = sorted({c.step for c in self.list(key)} & set(steps) - kept)
             for step in gone:
                 # First out of the way, so that a crash in between leaves no half of it.
-                path = self._set_aside(self._directory(key, step), f".{step:04d}.deleted")
-                shutil.rmtree(path, ignore_errors=True)
+                path = self._directory(key, step)
+                aside = path.with_name(f".{step:04d}.deleted")
+                with storage(path):
+                    shutil.rmtree(aside, ignore_errors=True)
+                    move(path, aside)
+                shutil.rmtree(aside, ignore_errors=True)
             return gone
 
     def keep(
@@ -191,7 +207,7 @@ class Checkpoints:
                 wrong = "manifest.json cannot be read" if checkpoint is None else self._wrong(path)
                 if wrong is None:
                     return checkpoint
-                aside = self._set_aside(path, f"{step:04d}.corrupt")
+                aside = self._set_aside(path)
                 say(
                     "a checkpoint is corrupted; the one before is used",
                     level=logging.WARNING,
@@ -214,9 +230,12 @@ class Checkpoints:
 
     def of_job(self, key: ModelKey, job_id: str) -> Checkpoint | None:
         """The step a job wrote, proved or not."""
-        parent = self.model_dir(key) / "checkpoints"
-        for path in parent.glob(f"[0-9]*{UNPROVED}"):
-            checkpoint = self._read(key, int(path.name.removesuffix(UNPROVED)), path)
+        for name in self._names(key):
+            if not _STEP.fullmatch(name.removesuffix(UNPROVED)) or not name.endswith(UNPROVED):
+                continue
+            step = int(name.removesuffix(UNPROVED))
+            path = self._directory(key, step, UNPROVED)
+            checkpoint = self._read(key, step, path)
             if checkpoint and checkpoint.manifest.get("job") == job_id and not self._wrong(path):
                 return checkpoint
         proved = (c for c in reversed(self.list(key)) if c.manifest.get("job") == job_id)
@@ -229,8 +248,9 @@ class Checkpoints:
         named = {f"{split}/{name}": value for name, value in metrics.items()}
         line = {**named, "step": step, "recorded_at": datetime.now(UTC).isoformat()}
         path = self.model_dir(key) / HISTORY
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as out:
+        with storage(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with storage(path), path.open("ab+") as out:
             if out.tell():  # a crash may have left half a line
                 out.seek(-1, os.SEEK_END)
                 out.write(b"" if out.read(1) == b"\n" else b"\n")
@@ -273,8 +293,16 @@ class Checkpoints:
         return self.model_dir(key) / "checkpoints" / f"{step:04d}{suffix}"
 
     def _steps(self, key: ModelKey) -> Steps:
+        return sorted(int(name) for name in self._names(key) if _STEP.fullmatch(name))
+
+    def _names(self, key: ModelKey) -> Names:
+        """What lies among a model's steps. Not by `glob`, which hides errors: none would be there."""
         parent = self.model_dir(key) / "checkpoints"
-        return sorted(int(p.name) for p in parent.glob("[0-9]*") if _STEP.fullmatch(p.name))
+        try:
+            with storage(parent):
+                return os.listdir(parent)
+        except FileNotFoundError:
+            return []
 
     def _make_room(self, parent: Path) -> None:
         """Make the directory of a model's steps, and remove what crashes left half-done in it."""
@@ -286,36 +314,42 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
     def _read(self, key: ModelKey, step: int, path: Path) -> Checkpoint | None:
+        """None where there is no manifest or it does not parse; StorageError where the disk fails."""
         try:
-            said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            with storage(path):
+                text = (path / MANIFEST).read_text(encoding="utf-8")
+            said = json.loads(text)
             if said["step"] != step or any("/" in name for name in said["files"]):
                 return None
             return Checkpoint(key, step, path, said["sha256"], said)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     def _wrong(self, path: Path) -> str | None:
         """What keeps the files from being those that were written; looked at once, until touched."""
         try:
-            text = (path / MANIFEST).read_text(encoding="utf-8")
-            files: dict[str, str] = json.loads(text)["files"]
-            stats = [(path / name).stat() for name in files]
-            seen = (text, [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats])
-            if self._verified.get(path) == seen:
-                return None
-            for name, sha256 in files.items():
-                if _sha256(path / name) != sha256:
-                    return f"{name} is not what was written"
+            with storage(path):
+                text = (path / MANIFEST).read_text(encoding="utf-8")
+                files: dict[str, str] = json.loads(text)["files"]
+                stats = [(path / name).stat() for name in files]
+                seen = (text, [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats])
+                if self._verified.get(path) == seen:
+                    return None
+                for name, sha256 in files.items():
+                    if _sha256(path / name) != sha256:
+                        return f"{name} is not what was written"
         except FileNotFoundError as error:
             return f"{Path(error.filename).name} is missing"
         self._verified[path] = seen
         return None
 
-    def _set_aside(self, path: Path, name: str) -> Path:
-        target = path.with_name(name)
-        if target.exists():
-            shutil.rmtree(target)
-        move(path, target)
+    def _set_aside(self, path: Path) -> Path:
+        """Rename a corrupted step to NNNN.corrupt, or NNNN.corrupt.2, ...; none is overwritten."""
+        numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+        targets = (path.with_name(f"{path.name}.corrupt{number}") for number in numbers)
+        target = next(target for target in targets if not target.exists())
+        with storage(path):
+            move(path, target)
         return target
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hone.disk import storage
 from hone.errors import ServerError
 from hone.inference.base import Engine
 from hone.server.app import State, create_apps
@@ -36,18 +37,21 @@ TAKE_OVER_S = 60.0
 def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or, for an owned server, the end of stdin."""
     settings = settings.model_copy(update={"root": settings.root.resolve()})
-    settings.root.mkdir(parents=True, exist_ok=True)
+    with storage(settings.root):
+        settings.root.mkdir(parents=True, exist_ok=True)
     lock = FileLock(settings.root / "server.lock")
     owned = os.environ.get("HONE_OWNED") == "1"
     owner = settings.root / "server.owner"
     try:
-        lock.acquire(timeout=TAKE_OVER_S if owned and _is_orphan(owner) else 0)
+        with storage(settings.root):
+            lock.acquire(timeout=TAKE_OVER_S if owned and _is_orphan(owner) else 0)
     except Timeout:
         raise ServerError(
             f"--root {settings.root}: another server uses it. Stop that one, or name another root."
         ) from None
-    owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
-    settings, fresh_key = settle_key(settings)
+    with storage(settings.root):
+        owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
+        settings, fresh_key = settle_key(settings)
     control = bind(settings.host, settings.port)
     inference = None
     if settings.inference_port is not None:
@@ -55,7 +59,8 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     settings = settings.model_copy(
         update={"port": port_of(control), "inference_port": inference and port_of(inference)}
     )
-    start_logging(settings)
+    with storage(settings.log_file):
+        start_logging(settings)
     try:
         asyncio.run(_serve(settings, control, inference, fresh_key, echo))
     finally:

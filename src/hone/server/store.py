@@ -6,7 +6,8 @@ Used: models.py, jobs.py and calls.py, each with a schema of its own; app.py ope
 
 One connection writes, under a lock, so nobody ever meets "database is locked"; readers have
 connections of their own and see the last commit. A durable transaction is on the disk when it
-returns (jobs); any other survives a `kill -9`, but not a loss of power (calls).
+returns (jobs); any other survives a `kill -9`, but not a loss of power (calls). A full disk raises
+DiskFull, a disk that fails StorageError; both leave the state as it was.
 """
 
 import sqlite3
@@ -16,6 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hone.disk import storage
 from hone.errors import StateError
 from hone.server.failpoints import failpoint
 
@@ -38,8 +40,10 @@ class Store:
         self._resting: list[sqlite3.Connection] = []
         self._closed = False
         try:
-            self._writer = self._connect()
-            self._migrate(schemas)
+            # A disk that is full or fails is told as such: the file may be in order.
+            with storage(path):
+                self._writer = self._connect()
+                self._migrate(schemas)
         except sqlite3.DatabaseError as error:
             raise StateError(
                 f"{path}: not a state file of hone ({error}). Restore it from a backup, or move it "
@@ -49,7 +53,7 @@ class Store:
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """Everything inside is committed at the end, or nothing if it raises."""
-        with self._writing:
+        with self._writing, storage(self.path):
             self._check_open()
             # May not be changed inside a transaction; FULL syncs the log at every commit.
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -69,16 +73,17 @@ class Store:
     def query(self, sql: str, args: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Rows of the last committed state."""
         self._check_open()
-        try:
-            reader = self._resting.pop()
-        except IndexError:
-            reader = self._connect()
-        try:
-            return reader.execute(sql, args).fetchall()
-        finally:
-            self._resting.append(reader)
-            if self._closed:
-                self._close_readers()
+        with storage(self.path):
+            try:
+                reader = self._resting.pop()
+            except IndexError:
+                reader = self._connect()
+            try:
+                return reader.execute(sql, args).fetchall()
+            finally:
+                self._resting.append(reader)
+                if self._closed:
+                    self._close_readers()
 
     def close(self) -> None:
         with self._writing:
