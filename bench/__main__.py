@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import harness, loop, memory, publish, rollout, serve, train
+from bench import cache, harness, loop, memory, publish, rollout, serve, train
 from bench.process import ROOT, ContenderFailed
 from bench.report import Result, markdown_table, merged, read, terminal_table, write
 from bench.setting import Setting, prepared
@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "serve": serve.run,
     "harness": harness.run,
     "loop": loop.run,
+    "cache": cache.run,
 }
 RESULTS = ROOT / "bench" / "results.json"
 QUICK_RESULTS = ROOT / "bench" / "results-quick.json"

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerF
 from hone.errors import ConfigError, EngineError, RequestTooLarge
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
+from hone.inference.merging import roomy
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 
@@ -398,3 +400,49 @@ async def test_windows_hide_the_distant_past_from_samples_too(tmp_path):
         for done in samples:
             assert_agree(done.logprobs, served.expected(prompt, done, None))
     await served.engine.close()
+
+
+async def test_stats_never_see_an_adapter_half_unloaded(tiny_llama_dir, tmp_path, monkeypatch):
+    served = await serve(tiny_llama_dir, tmp_path)
+    engine, held = served.engine, []
+    assert isinstance(engine, EmbeddedEngine)
+    await complete(engine, PROMPT, Sampling(max_tokens=2), served.first)
+    prefixes = engine._schedule.prefixes
+    forget = prefixes.forget
+
+    def watched(key: str) -> None:
+        """Whether another thread could call `stats` now."""
+        other = threading.Thread(target=lambda: held.append(not engine._awake.acquire(False)))
+        other.start()
+        other.join()
+        forget(key)
+
+    monkeypatch.setattr(prefixes, "forget", watched)
+    await engine.unload(served.first)
+    assert held == [True]
+    assert served.first.sha256 not in engine.stats().adapters
+    assert engine.stats().kv_cached_bytes == 0
+    await engine.close()
+
+
+async def test_the_memory_of_the_card_it_runs_on_is_asked_for(tiny_llama_dir, monkeypatch):
+    class OnTheSecond(Decoder):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda", 1)
+
+    asked: list[str] = []
+
+    def mem_get_info(device: str) -> tuple[int, int]:
+        asked.append(device)
+        return 1 << 30, 1 << 31
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    cpu = Decoder.load(tiny_llama_dir)
+    parts = {"embedding": cpu.embedding, "head": cpu.head, "norm": cpu.norm, "layers": cpu.layers}
+    decoder = OnTheSecond(cpu.config, **parts)
+    engine = EmbeddedEngine(decoder)
+    assert engine.stats().kv_budget_bytes == 1 << 28
+    assert roomy(decoder)
+    assert asked == ["cuda:1", "cuda:1"]
+    await engine.close()

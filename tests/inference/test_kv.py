@@ -44,8 +44,9 @@ def test_eviction_takes_the_oldest_unused(config: DecoderConfig):
     for block in blocks:
         prefixes.add(block)
         prefixes.index(block)
-    blocks[0].users = 1
-    assert prefixes.whole("a", (1,) * 20) is blocks[1]  # used just now, so no longer the oldest
+    prefixes.acquire(blocks[0])
+    prefixes.acquire(blocks[1])
+    prefixes.release(blocks[1])  # used just now, so no longer the oldest
     # 20 tokens x 512 bytes each
     assert prefixes.evict(10_000) == 10_240
     assert [("a", (i,) * 20) in prefixes for i in range(4)] == [True, True, False, True]

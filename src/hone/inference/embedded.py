@@ -19,12 +19,10 @@ beside the old one and never changes a sample half-way.
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,7 +52,6 @@ PAUSE_S = 0.002
 BASE_SHA256 = "base"
 """Stands for the hash of an adapter where there is none."""
 
-T = TypeVar("T")
 Drawn = dict[asyncio.AbstractEventLoop, list[tuple[Request, Delta]]]
 
 
@@ -80,7 +77,7 @@ class EmbeddedEngine:
         self._decoder = decoder
         self._decode = decode
         if kv_budget_bytes is None:
-            kv_budget_bytes = available_memory(decoder.device.type) // 4
+            kv_budget_bytes = available_memory(str(decoder.device)) // 4
         self._schedule = Scheduler(
             decoder, budget=kv_budget_bytes, max_running=max_running, prefill_tokens=prefill_tokens
         )
@@ -89,7 +86,7 @@ class EmbeddedEngine:
         self._adapters: dict[str, Lora] = {}
         self._scoring = Scoring(decoder)
         self._merging = Merging(decoder, after=merge_after)
-        self._errands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._unloading: list[tuple[str, Future[None]]] = []
         self._counts = {"prompt": 0, "prefilled": 0, "decoded": 0, "sampled": 0}
         self._held_s = 0.0
         self._asleep = self._closed = False
@@ -192,12 +189,12 @@ class EmbeddedEngine:
         self._held_s = perf_counter() - started
 
     async def unload(self, adapter: AdapterRef) -> None:
-        def forget() -> None:
-            if (lora := self._adapters.pop(adapter.sha256, None)) is not None:
-                self._merging.forget(lora)
-            self._schedule.prefixes.forget(adapter.sha256)
-
-        await self._errand(forget)
+        unloaded: Future[None] = Future()
+        with self._awake:
+            self._check_open()
+            self._unloading.append((adapter.sha256, unloaded))
+            self._awake.notify()
+        await asyncio.wrap_future(unloaded)
 
     async def probe(
         self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
@@ -265,7 +262,7 @@ class EmbeddedEngine:
             self._closed = True
             for request in (*self._schedule.running, *self._schedule.waiting):
                 request.fail(EngineError(f"the engine {reason}; the request was not finished"))
-            for future in (*self._rested, *(future for _, future in self._errands)):
+            for future in (*self._rested, *(future for _, future in self._unloading)):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineError(f"the engine {reason}"))
             self._scoring.fail(EngineError(f"the engine {reason}"))
@@ -273,7 +270,7 @@ class EmbeddedEngine:
 
     def _wait_for_work(self) -> bool:
         with self._awake:
-            while not (self._closed or self._errands or self._scoring or self._has_requests()):
+            while not (self._closed or self._unloading or self._scoring or self._has_requests()):
                 if self._rested:
                     self._schedule.clear()
                     self._merging.forget()
@@ -297,20 +294,13 @@ class EmbeddedEngine:
     def _step(self) -> None:
         schedule = self._schedule
         with self._awake:
-            errands, self._errands = self._errands, deque()
+            self._unload()
             schedule.remove_aborted()
             if self._admissible():
                 schedule.admit()
             lanes, share = schedule.lanes, schedule.share
             probed = self._scoring.chunks(share)
             chunks = schedule.chunks(share - sum(c.stop - c.start for c in probed))
-        for call, future in errands:
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001  the caller awaits the future and gets it
-                future.set_exception(error)
         states = self._read(probed, chunks, lanes)
         with self._awake:
             fresh = schedule.fresh()
@@ -321,6 +311,17 @@ class EmbeddedEngine:
         # Delivered last: whoever hears that a request ended finds its place free.
         for loop, deltas in drawn.items():
             deliver(loop, deltas)
+
+    def _unload(self) -> None:
+        """Forget adapters between two steps, under the lock that `stats` takes."""
+        while self._unloading:
+            sha256, unloaded = self._unloading.pop()
+            if not unloaded.set_running_or_notify_cancel():
+                continue
+            if (lora := self._adapters.pop(sha256, None)) is not None:
+                self._merging.forget(lora)
+            self._schedule.prefixes.forget(sha256)
+            unloaded.set_result(None)
 
     def _read(
         self, probed: list[Chunk], prompts: list[Chunk], lanes: list[Lane[Branch]]
@@ -365,17 +366,6 @@ class EmbeddedEngine:
         self._counts["decoded"] += len(running)
         self._counts["sampled"] += len(samples)
         return drawn
-
-    # ---- errands ----------------------------------------------------------------------------
-
-    async def _errand(self, call: Callable[[], T]) -> T:
-        """Run something on the engine's thread, between two steps."""
-        future: Future[T] = Future()
-        with self._awake:
-            self._check_open()
-            self._errands.append((call, future))
-            self._awake.notify()
-        return await asyncio.wrap_future(future)
 
     def _adapter(self, adapter: AdapterRef) -> Lora:
         try:

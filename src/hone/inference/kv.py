@@ -10,7 +10,7 @@ and values computed under one adapter are wrong under any other, even one with t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -28,29 +28,35 @@ ARRANGED_TOKENS = 8
 
 
 class Prefixes:
-    """Blocks by the tokens they begin with; unused ones stay until their memory is wanted."""
+    """Blocks by the tokens they begin with; unused ones stay until their memory is wanted.
+
+    Bytes are counted as blocks come, change hands and go: no call but `forget` visits more blocks
+    than it returns or drops, however many are cached.
+    """
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[str, tuple[int, ...]], Block] = OrderedDict()
+        self._blocks: dict[tuple[str, tuple[int, ...]], Block] = {}
+        self._unused: OrderedDict[tuple[str, tuple[int, ...]], Block] = OrderedDict()
+        """Least recently used first."""
         self._index: dict[tuple[str, int], Block] = {}
-
-    @property
-    def unused_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values() if block.users == 0)
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values() if block.users > 0)
+        self.used_bytes = 0
+        self.unused_bytes = 0
 
     def __contains__(self, block: tuple[str, tuple[int, ...]]) -> bool:
         return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def blocks(self) -> Collection[Block]:
+        return self._blocks.values()
 
     def whole(self, key: str, ids: tuple[int, ...]) -> Block | None:
         """A block of exactly these tokens that can be sampled from, now or once it is filled."""
         block = self._blocks.get((key, ids))
         if block is None or (block.complete and block.last_hidden is None):
             return None
-        self._blocks.move_to_end((key, ids))
         return block
 
     def longest(self, key: str, ids: tuple[int, ...]) -> tuple[Block, int] | None:
@@ -68,10 +74,30 @@ class Prefixes:
         return (best, same) if same >= CHUNK else None
 
     def add(self, block: Block) -> None:
-        """Hold a block; one of the same tokens makes way."""
+        """Cache a block that no request uses yet; it replaces one of the same tokens."""
+        assert block.users == 0, block.users
         if (old := self._blocks.get((block.key, block.ids))) is not None:
             self.drop(old)
-        self._blocks[block.key, block.ids] = block
+        self._blocks[block.key, block.ids] = self._unused[block.key, block.ids] = block
+        self.unused_bytes += block.nbytes
+
+    def acquire(self, block: Block) -> None:
+        """Count one more request that reads this block; it is not evicted meanwhile."""
+        if block.users == 0:
+            del self._unused[block.key, block.ids]
+            self.unused_bytes -= block.nbytes
+            self.used_bytes += block.nbytes
+        block.users += 1
+
+    def release(self, block: Block) -> None:
+        """The opposite of `acquire`; a block that was not filled is dropped with its last user."""
+        block.users -= 1
+        if block.users == 0:
+            self._unused[block.key, block.ids] = block
+            self.unused_bytes += block.nbytes
+            self.used_bytes -= block.nbytes
+            if not block.complete:
+                self.drop(block)
 
     def index(self, block: Block) -> None:
         """Let later prompts start from this block, which is filled now."""
@@ -79,27 +105,30 @@ class Prefixes:
             self._index[block.key, mark] = block
 
     def drop(self, block: Block) -> None:
+        """Forget a block that no request uses."""
+        del self._unused[block.key, block.ids]
         del self._blocks[block.key, block.ids]
+        self.unused_bytes -= block.nbytes
         for mark in marks(block.ids):
             if self._index.get((block.key, mark)) is block:
                 del self._index[block.key, mark]
 
     def evict(self, wanted_bytes: int) -> int:
-        """Drop unused blocks, oldest first, until so much is free; says how much was freed."""
+        """Drop unused blocks, least recently used first, until `wanted_bytes` are freed.
+
+        Returns the bytes freed.
+        """
         freed = 0
-        for block in list(self._blocks.values()):
-            if freed >= wanted_bytes:
-                break
-            if block.users == 0:
-                self.drop(block)
-                freed += block.nbytes
+        while freed < wanted_bytes and self._unused:
+            block = next(iter(self._unused.values()))
+            self.drop(block)
+            freed += block.nbytes
         return freed
 
     def forget(self, key: str) -> None:
         """Drop the unused blocks of one adapter."""
-        for block in list(self._blocks.values()):
-            if block.key == key and block.users == 0:
-                self.drop(block)
+        for block in [block for block in self._unused.values() if block.key == key]:
+            self.drop(block)
 
 
 def marks(ids: Sequence[int]) -> Iterator[int]:

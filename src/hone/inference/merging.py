@@ -66,4 +66,4 @@ class Merging:
 
 def roomy(decoder: Decoder) -> bool:
     """Whether the memory has room for one more copy of the matrices."""
-    return decoder.nbytes < available_memory(decoder.device.type) // ROOMY
+    return decoder.nbytes < available_memory(str(decoder.device)) // ROOMY

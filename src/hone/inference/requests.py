@@ -58,7 +58,6 @@ class Request:
 
     def start(self, block: Block, reserved: int) -> None:
         self._block = block
-        block.users += 1
         self.reserved = reserved
 
     def row_bytes(self, token_bytes: int) -> int:

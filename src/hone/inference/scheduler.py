@@ -33,6 +33,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.prefixes = Prefixes()
         self._reading = Reading()
+        self._row_bytes = 0
+        self._samples = 0
         self.budget = budget
         self.max_running = max_running
         self.token_bytes = decoder.config.kv_bytes_per_token * decoder.embedding.itemsize // 4
@@ -49,31 +51,40 @@ class Scheduler:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(request.reserved for request in self.running) + self.prefixes.used_bytes
+        return self._row_bytes + self.prefixes.used_bytes
 
     def admit(self) -> None:
         """First come, first served: a large request is not overtaken for ever by small ones."""
         while self.waiting:
             request = self.waiting[0]
-            if request.aborted:
-                self.waiting.popleft()
-                continue
-            running = sum(len(r.samples) for r in self.running)
-            if running + request.sampling.n > self.max_running or not self._make_room(request):
-                return
-            block = self.prefixes.whole(request.key, request.prompt_ids)
-            request.start(block or self._new_block(request), request.row_bytes(self.token_bytes))
-            self.running.append(self.waiting.popleft())
+            if not request.aborted:
+                if self._samples + request.sampling.n > self.max_running:
+                    return
+                if not self._start(request):
+                    return
+            self.waiting.popleft()
 
-    def _make_room(self, request: Request) -> bool:
+    def _start(self, request: Request) -> bool:
+        """Reserve the request's memory and start it; False where it must wait for memory."""
         block = self.prefixes.whole(request.key, request.prompt_ids)
-        held = block is not None and block.users > 0
-        wanted = request.row_bytes(self.token_bytes)
-        wanted += 0 if held else len(request.prompt_ids) * self.token_bytes
-        free = self.budget - self.reserved_bytes
-        if wanted > free:
+        rows = request.row_bytes(self.token_bytes)
+        if block is None:
+            prompt = len(request.prompt_ids) * self.token_bytes
+        else:
+            prompt = 0 if block.users else block.nbytes
+        free = self.budget - self.reserved_bytes - rows - prompt
+        if free < 0:
             return False
-        self.prefixes.evict(wanted + self.prefixes.unused_bytes - free)
+        if block is not None:
+            self.prefixes.acquire(block)
+        self.prefixes.evict(self.prefixes.unused_bytes - free)
+        if block is None:
+            block = self._new_block(request)
+            self.prefixes.acquire(block)
+        request.start(block, rows)
+        self.running.append(request)
+        self._row_bytes += rows
+        self._samples += request.sampling.n
         return True
 
     def _new_block(self, request: Request) -> Block:
@@ -185,7 +196,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        block = request.block
-        block.users -= 1
-        if block.users == 0 and not block.complete:
-            self.prefixes.drop(block)
+        self._row_bytes -= request.reserved
+        self._samples -= request.sampling.n
+        self.prefixes.release(request.block)
