@@ -54,7 +54,7 @@ def test_bfloat16_sums_in_float32():
     hidden, head, q = torch.randn(7, 6).bfloat16(), torch.randn(11, 6).bfloat16(), queries()
     actual, _ = label_logprobs(hidden, head, q)
     assert actual.dtype == torch.float32
-    logits = (hidden @ head.t()).float()[q.node] / q.temperature.float()[:, None]
+    logits = (hidden.float() @ head.float().t())[q.node] / q.temperature.float()[:, None]
     expected = logits.log_softmax(-1)[q.label_query, q.target]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -71,3 +71,30 @@ def test_extreme_logits_stay_finite():
     values.sum().backward()
     # d/dh of log p(1) = -1 - 1 = -2, of log p(0) = 1 - 1 = 0
     assert hidden.grad is not None and hidden.grad.item() == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.99, 0.9999, 0.999999])
+def test_the_gradient_of_a_nearly_certain_token_is_exact_in_float32(p: float):
+    # head[target] and p @ head agree in all but 1 - p of their digits; float32 has seven.
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 64, generator=generator)
+    head = torch.randn(49152, 64, generator=generator) * 0.2
+    others = (head[1:].double() @ hidden[0].double()).logsumexp(0)
+    lacking = (
+        others + torch.tensor(p / (1 - p)).double().log() - head[0].double() @ hidden[0].double()
+    )
+    head[0] += (lacking * hidden[0] / hidden[0].square().sum()).float()
+    q = Queries(
+        node=torch.tensor([0]), temperature=torch.ones(1, dtype=torch.float64),
+        label_query=torch.tensor([0, 0]), target=torch.tensor([0, 7]),
+    )  # fmt: skip
+    for label in (0, 1):  # the favourite, and a token that is not
+        expected = hidden.double().requires_grad_()
+        full = (expected @ head.double().t()).log_softmax(-1)[0, q.target]
+        full[label].backward()
+        ours = hidden.clone().requires_grad_()
+        values, _ = label_logprobs(ours, head, q)
+        values[label].backward()
+        assert ours.grad is not None and expected.grad is not None
+        assert (ours.grad - expected.grad).norm() < 1e-4 * expected.grad.norm()
+        assert values[label].item() == pytest.approx(full[label].item(), rel=1e-4)

@@ -24,6 +24,7 @@ from hone.inference.kv import Lane, Row
 from hone.inference.stacks import hide
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Span
+from hone.models.layers import wide_product
 from hone.models.lora import Lora
 
 Masks = dict[int | None, Tensor | None]
@@ -275,7 +276,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
             q, k, v, 0.0, False, attn_mask=mask
         )
         return out, lse
-    scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
+    return attention_from_scores(q, k, v, mask)
+
+
+def attention_from_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same for devices without the CPU's kernel; `mask` is [B, 1, Q, K], added to the scores.
+
+    Scores are float32 before they are scaled: a score of 200 rounded to bfloat16 is off by 0.5.
+    """
+    scores = wide_product(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores += mask
     lse = scores.logsumexp(-1)

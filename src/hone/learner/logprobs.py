@@ -5,8 +5,13 @@ Out:  the log-probability of every label, the entropy of every query
 Used: learner/learner.py, once per row
 
 The gradient of log p(target) with respect to a hidden state is (head[target] - p @ head) /
-temperature. So the forward pass keeps one mean row of the head per query and the backward pass
-needs no logits at all, where keeping them would cost more memory than the rest of the model.
+temperature. So the forward pass keeps one row per query and the backward pass needs no logits at
+all, where keeping them would cost more memory than the rest of the model.
+
+As p(target) comes near 1 the two terms become equal, and their difference would be rounding. So
+the row that is kept is the gradient of the favourite token f, in which nothing cancels:
+pull = (1 - p(f)) head[f] - (sum of p(j) head[j] over the others). Any other token's is
+head[target] - head[f] + pull. All of it is float32 or wider until the last sum is taken.
 """
 
 from dataclasses import dataclass
@@ -15,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from hone.models.layers import wide_combination, wide_product
 
 CHUNK_BYTES = 48 << 20
 """Logits held at a time. Larger chunks gain nothing on a CPU, smaller ones lose in the matmul."""
@@ -35,10 +42,6 @@ def label_logprobs(hidden: Tensor, head: Tensor, queries: Queries) -> tuple[Tens
     return _LabelLogprobs.apply(hidden, head, queries)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -47,29 +50,37 @@ class _LabelLogprobs(torch.autograd.Function):
         head: Tensor,  # [vocab, hidden]
         queries: Queries,
     ) -> tuple[Tensor, Tensor]:
-        wide = _wide(hidden.dtype)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         temperature = queries.temperature.to(wide)
         rows = hidden[queries.node]
         logprobs = torch.empty(len(queries.target), dtype=wide, device=hidden.device)
         entropy = torch.empty(len(rows), dtype=wide, device=hidden.device)
-        mean_head = torch.empty_like(rows) if hidden.requires_grad else None
+        favourite = torch.empty(len(rows), dtype=torch.int64, device=hidden.device)
+        pull = torch.empty_like(rows, dtype=wide) if hidden.requires_grad else None
         size = max(1, CHUNK_BYTES // (len(head) * wide.itemsize))
         edges = torch.arange(0, len(rows) + size, size, device=hidden.device)
         ends = torch.searchsorted(queries.label_query, edges).tolist()
         for i, start in enumerate(range(0, len(rows), size)):
             here, labels = slice(start, start + size), slice(ends[i], ends[i + 1])
-            logits = (rows[here] @ head.t()).to(wide)
+            logits = wide_product(rows[here], head.t())
             logits /= temperature[here, None]
-            lse = logits.logsumexp(-1)
+            most, top = logits.max(-1, keepdim=True)
+            logits -= most
+            # Probabilities over that of the favourite token, whose own 1 is left out of the sum:
+            # what remains of 1 after it is then as exact as the sum of the others is.
+            odds = logits.exp().scatter_(-1, top, 0.0)
+            rest = odds.sum(-1, keepdim=True)
+            lse = rest.log1p()
             query = queries.label_query[labels] - start
-            logprobs[labels] = logits[query, queries.target[labels]] - lse[query]
-            probs = logits.softmax(-1)
-            entropy[here] = lse - logits.mul_(probs).sum(-1)
-            if mean_head is not None:
-                torch.mm(probs.to(head.dtype), head, out=mean_head[here])
+            logprobs[labels] = logits[query, queries.target[labels]] - lse[query, 0]
+            entropy[here] = lse[:, 0] - logits.mul_(odds).sum(-1) / (1 + rest[:, 0])
+            favourite[here] = top[:, 0]
+            if pull is not None:
+                odds /= -(1 + rest)
+                pull[here] = wide_combination(odds.scatter_(-1, top, rest / (1 + rest)), head)
         ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(head, mean_head)
-        ctx.queries, ctx.shape = queries, hidden.shape
+        ctx.save_for_backward(head, favourite, pull)
+        ctx.queries, ctx.shape, ctx.dtype = queries, hidden.shape, hidden.dtype
         return logprobs, entropy
 
     @staticmethod
@@ -77,9 +88,11 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None]:
-        head, mean_head = ctx.saved_tensors
+        head, favourite, pull = ctx.saved_tensors
         q: Queries = ctx.queries
-        scaled = (grad / q.temperature.to(grad.dtype)[q.label_query]).to(head.dtype)[:, None]
-        rows = mean_head[q.label_query].neg_().add_(head[q.target]).mul_(scaled)
+        scaled = (grad / q.temperature.to(grad.dtype)[q.label_query])[:, None]
+        rows = head[q.target].to(pull.dtype).sub_(head[favourite[q.label_query]])
+        rows.add_(pull[q.label_query]).mul_(scaled)
         out = rows.new_zeros(ctx.shape)
-        return out.index_add_(0, q.node[q.label_query], rows), None, None
+        out.index_add_(0, q.node[q.label_query], rows)
+        return out.to(ctx.dtype), None, None

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
-from hone.models.layers import Projection, packed, rms_norm, swiglu
+from hone.models.layers import Projection, packed, rms_norm, swiglu, wide_product
 from hone.models.lora import Lora
 from hone.models.machine import packs, prefer_blas
 from hone.models.weights import Tensors, read_tensors
@@ -185,9 +184,9 @@ class Decoder:
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary, [N, vocab]."""
+        """Scores of every token of the vocabulary, [N, vocab], float32 or wider."""
         if self._packed_head is None:
-            return F.linear(hidden, self.head)
+            return wide_product(hidden, self.head.t())
         return torch.ops.mkldnn._linear_pointwise(hidden, self._packed_head, None, "none", [], "")
 
     def pack(self) -> "Decoder":

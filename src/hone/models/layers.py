@@ -20,6 +20,10 @@ from torch.nn import functional as F
 
 from hone.models.lora import Lora
 
+COARSE = (torch.bfloat16, torch.float16)
+SLICE = 8192
+"""Rows of a vocabulary that are widened at a time, on a CPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Projection:
@@ -83,6 +87,36 @@ def packed(rows: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(rows, None)
 
 
+def wide_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in float32 or wider: a product of bfloat16 factors is not rounded to bfloat16.
+
+    Takes [n, k] and [k, m], or the same under equal leading axes.
+    """
+    if x.dtype not in COARSE:
+        return x @ y
+    if not x.is_cuda:  # CPUs have no such product; in slices, so that no wide copy of y is whole
+        slices = [x.float() @ part.float() for part in y.split(SLICE, -1)]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, -1)
+    if x.ndim == 2:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    product = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
+    return product.unflatten(0, x.shape[:-2])
+
+
+def wide_combination(x: Tensor, rows: Tensor) -> Tensor:
+    """x @ rows [m, k] for wide x [n, m], exact to float32's digits also where rows are bfloat16."""
+    if rows.dtype not in COARSE:
+        return x @ rows
+    if x.is_cuda:  # as two products of 8 bits each, because the fast units take bfloat16 alone
+        high = x.to(rows.dtype)
+        low = (x - high).to(rows.dtype)
+        return wide_product(high, rows).add_(wide_product(low, rows))
+    total = x.new_zeros(len(x), rows.shape[1])
+    for weights, part in zip(x.split(SLICE, 1), rows.split(SLICE), strict=True):
+        total.addmm_(weights, part.float())
+    return total
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
@@ -142,10 +176,10 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        wide = x.float() if x.dtype in COARSE else x
         inverse = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
         normed = wide * inverse
-        grad = grad * weight
+        grad = grad.to(wide.dtype) * weight  # wide: most of it may cancel below
         dot = (grad * normed).mean(-1, keepdim=True)
         return (grad - normed.mul_(dot)).mul_(inverse).to(x.dtype), None, None
 
@@ -154,7 +188,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x over its root mean square, times the weight if there is one."""
     if x.requires_grad and weight is not None:
         return _RmsNorm.apply(x, weight, eps)
-    if x.is_cuda or x.dtype in (torch.bfloat16, torch.float16):
+    if x.is_cuda or x.dtype in COARSE:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     # On a CPU torch's own is eight passes over x; this is three.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
