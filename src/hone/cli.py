@@ -21,9 +21,10 @@ from typer.core import TyperGroup
 
 import hone
 from hone.commands import harness
-from hone.errors import ConfigError, HoneError, NotInThisVersion
+from hone.errors import HoneError, NotInThisVersion
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
+from hone.server.options import read_settings, settings_options
 from hone.terminal import LogLevel, log_from, log_no_more, print_table
 
 EXITS = {
@@ -90,10 +91,7 @@ art = typer.Typer(rich_markup_mode="rich")
 app.add_typer(art, name="art")
 app.add_typer(harness)
 
-Host = Annotated[str, typer.Option(help="Any but a loopback address needs a key.")]
-Port = Annotated[int, typer.Option(help="Training and OpenAI API; 0 takes a free port.")]
 Root = Annotated[Path, typer.Option(help="Where state, checkpoints and logs are kept.")]
-ServerLogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Name = Annotated[
     str,
     typer.Argument(
@@ -212,25 +210,8 @@ def show_model(name: Name, log_level: LogLevel = None) -> None:
 
 
 @app.command("serve")
-def serve_command(
-    host: Host = "127.0.0.1",
-    port: Port = 7623,
-    inference_port: Annotated[
-        int, typer.Option(help="The OpenAI API alone; 0 takes a free port, -1 opens none.")
-    ] = 8000,
-    root: Root = Path(".hone"),
-    engine: Annotated[str, typer.Option(help="auto or embedded.")] = "auto",
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="HONE_API_KEY", help="What clients must send as a bearer token."),
-    ] = None,
-    trust_network: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CIDR", help="Networks that reach the training API without a key."),
-    ] = None,
-    log_level: ServerLogLevel = "info",
-    log_json: Annotated[bool, typer.Option(help="Log lines as JSON objects.")] = False,
-) -> None:
+@settings_options()
+def serve_command(**options: Any) -> None:
     """Serve models over the OpenAI API, and train them.
 
     Models load when they are first asked for. Everything is kept under --root; started again,
@@ -242,64 +223,40 @@ def serve_command(
 
         hone serve --host 0.0.0.0 --trust-network 10.0.0.0/8
     """
-    if engine == "vllm":
-        raise NotInThisVersion("--engine vllm: not in this version of hone. Use auto or embedded.")
-    _serve(
-        host=host,
-        port=port,
-        inference_port=None if inference_port < 0 else inference_port,
-        root=root,
-        engine=engine,
-        api_key=api_key,
-        trust_network=trust_network or [],
-        log_level=log_level,
-        log_json=log_json,
-    )
+    _serve(options)
 
 
 @art.callback(invoke_without_command=True)
-def art_command(
-    ctx: typer.Context,
-    host: Host = "127.0.0.1",
-    port: Port = 7999,
-    log_level: ServerLogLevel = "info",
-) -> None:
-    """Start the server by ART's command; the same as `hone serve`.
+@settings_options(port=7999)
+def art_command(ctx: typer.Context, **options: Any) -> None:
+    """Start the server by ART's command; the same as `hone serve`, on ART's port.
 
     Examples:
 
         hone art run --host 127.0.0.1 --port 7999
     """
     if ctx.invoked_subcommand is None:
-        _serve(host=host, port=port, log_level=log_level)
+        _serve(options)
 
 
 @art.command("run")
-def art_run(
-    host: Host = "127.0.0.1", port: Port = 7999, log_level: ServerLogLevel = "info"
-) -> None:
-    """Start the server by ART's command, on ART's port.
+@settings_options(port=7999)
+def art_run(**options: Any) -> None:
+    """Start the server by ART's command; the same as `hone serve`, on ART's port.
 
     Example:
 
         hone art run --port 7623
     """
-    _serve(host=host, port=port, log_level=log_level)
+    _serve(options)
 
 
-def _serve(**options: Any) -> None:
-    from pydantic import ValidationError
-
+def _serve(options: dict[str, Any]) -> None:
     from hone.server.run import serve
-    from hone.server.settings import Settings
 
-    try:
-        settings = Settings(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"{option} {first['input']!r}: {first['msg']}") from None
-    serve(settings, echo=typer.echo)
+    if options["engine"] == "vllm":
+        raise NotInThisVersion("--engine vllm: not in this version of hone. Use auto or embedded.")
+    serve(read_settings(options), echo=typer.echo)
 
 
 @app.command("export")

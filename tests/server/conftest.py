@@ -154,7 +154,10 @@ class Server:
     async def _serve(self, ready: threading.Event) -> None:
         bound = [bind(), bind()]
         self.control_url, self.inference_url = (f"http://127.0.0.1:{port_of(b)}" for b in bound)
-        self._servers += [AppServer(app, grace_s=self.grace_s) for app in create_apps(self.state)]
+        self._servers += [
+            AppServer(app, grace_s=self.grace_s, proxies=self.state.settings.forwarded_allow_ips)
+            for app in create_apps(self.state)
+        ]
         async with self.state.running():
             serving = [
                 asyncio.create_task(server.serve(sockets=[sock]))

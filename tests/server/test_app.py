@@ -153,7 +153,7 @@ def test_every_error_has_its_status():
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_log_line_has_its_fields(tmp_path: Path, as_json: bool):
-    start_logging(Settings(root=tmp_path, log_json=as_json))
+    start_logging(Settings(root=tmp_path, log_format="json" if as_json else "text"))
     try:
         say("job done", job="j 1", took_s=0.123456, step=2)
     finally:

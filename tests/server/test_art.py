@@ -19,6 +19,7 @@ from tests.server.worlds import art_model
 
 from hone.errors import TrainingError
 from hone.server.app import State
+from hone.server.auth import inference_key
 from hone.server.settings import Settings
 from hone.types import ModelKey
 
@@ -495,7 +496,7 @@ def test_checkpoints_that_are_not_named_go_but_for_the_newest(idle: ArtServer) -
 
 
 def test_the_address_is_the_one_the_client_used(make_server: MakeServer, tiny_model: Path) -> None:
-    server = make_server(api_key="k1", inference_port=8123)
+    server = make_server(api_key="k1", inference_port=8123, allowed_hosts=("gpu.example",))
     body = {"model": model(tiny_model), "config": {"server_args": {"api_key": "mine"}}}
     headers = {"Host": "gpu.example:7623", "Authorization": "Bearer k1"}
     got = httpx.post(
@@ -504,7 +505,8 @@ def test_the_address_is_the_one_the_client_used(make_server: MakeServer, tiny_mo
         headers=headers,
         timeout=60,
     )
-    assert got.json() == ["http://gpu.example:8123/v1", "k1"]
+    key = inference_key(server.state.settings)
+    assert got.json() == ["http://gpu.example:8123/v1", key] and key != "k1"
 
 
 def test_without_a_key_the_clients_own_is_given_back(

@@ -131,7 +131,8 @@ class LocalBackend(RemoteBackend):
 
     def _launch(self) -> int:
         """Start the process; the end of the pipe on which it says that it is ready."""
-        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.output.parent.mkdir(exist_ok=True)
         ready, tell = os.pipe()
         command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(self.root)]
         command += ["--port", "0", "--inference-port", "-1", "--log-level", self.log_level]

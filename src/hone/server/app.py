@@ -20,6 +20,7 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -35,6 +36,7 @@ from hone.server.jobs import JobStore
 from hone.server.learning import StartLearner
 from hone.server.models import ModelStore
 from hone.server.rename import finish_renames
+from hone.server.root import make_root
 from hone.server.service import TrainingService
 from hone.server.serving import Serving
 from hone.server.settings import Settings
@@ -89,7 +91,7 @@ class State:
         start_learner: StartLearner = LearnerProcess.launch,
     ) -> Self:
         """Open or make the state under `settings.root`; loads no model."""
-        settings.root.mkdir(parents=True, exist_ok=True)
+        make_root(settings.root)
         metrics = Metrics()
         schemas = (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA)
         store = Store(settings.root / "state.sqlite", schemas=schemas)
@@ -167,6 +169,11 @@ def _app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_middleware(_Gate, state=state, control=control)
+    if origins := state.settings.allowed_origins:
+        # Outside the gate: a browser asks without the key whether the page may send it.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
     return app
 
 
@@ -312,7 +319,7 @@ class _Gate:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         settings = self.state.settings
         client = scope["client"][0] if scope.get("client") else None
-        auth.check(settings, scope["path"], headers, client, control=self.control)
+        access = auth.check(settings, scope["path"], headers, client, control=self.control)
         limit, read = settings.max_body_bytes, 0
         length = headers.get("content-length", "")
         # The one kind of exception that FastAPI lets through while it reads a body.
@@ -329,7 +336,11 @@ class _Gate:
                 raise refusal
             return message
 
-        await self.app(scope, receiving, send)
+        token = auth.access.set(access)
+        try:
+            await self.app(scope, receiving, send)
+        finally:
+            auth.access.reset(token)
 
     def _note(self, scope: Message, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unknown")

@@ -33,6 +33,7 @@ from hone.errors import (
 from hone.server import art_log
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
+from hone.server.auth import inference_key
 from hone.server.checks import checked_spec
 from hone.server.jobs import FINAL
 from hone.server.models import ModelRecord
@@ -137,7 +138,7 @@ def routes(state: "State") -> APIRouter:
             say("ART: keys that mean nothing here", model=str(body.model.key), keys=ignored)
         record = await _record(state, body.model)
         await state.service.prepare(record)
-        key = state.settings.api_key or asked.get("api_key") or "default"
+        key = inference_key(state.settings) or asked.get("api_key") or "default"
         host, scheme = request.headers.get("host", ""), request.url.scheme
         return inference_url(state.settings, host, scheme), str(key)
 

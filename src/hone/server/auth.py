@@ -1,38 +1,61 @@
-"""Who may call: bearer keys, trusted networks, and nobody's browser by accident.
+"""Decide who may call, and what they may do: keys, networks, host names, origins, proxies.
 
 In:   settings; the address, path and headers of a request
-Out:  None, or an Unauthorized that says what to send or which flag opens the door
-Used: app.py, before anything else reads a request
+Out:  the request's Access, or an Unauthorized that says what to send or which option to set
 
-On loopback no key is needed, and then two doors are shut that a web page could come through: a
-foreign `Origin`, and a `Host` that is not this machine (a name that was made to point here).
+Host and Origin are checked with and without a key: a web page can make a browser call this machine
+under a name that was made to point here (DNS rebinding). Without a key, the address a connection
+comes from is all that keeps strangers out, so a request that a proxy forwarded is refused.
 """
 
+import base64
 import hmac
 import os
+import re
 import secrets
+import socket
 from collections.abc import Mapping
+from contextvars import ContextVar
+from functools import lru_cache
 from ipaddress import ip_address
+from typing import Literal
 
 from hone.errors import Unauthorized
-from hone.server.settings import Settings
+from hone.server.settings import Settings, is_key
+
+Access = Literal["operator", "peer", "inference"]
+"""What a request may do. An operator may do everything; a peer (of a trusted network, without the
+key) may train, but not name a path; an inference client may use the OpenAI API alone."""
+
+access: ContextVar[Access] = ContextVar("access", default="operator")
+"""Access of the request that is being answered; work that no request asked for is the operator's."""
 
 OPEN = frozenset({"/health", "/healthcheck"})
-"""Answered to anyone: without the key they say that the server lives, and nothing else."""
+"""Paths that need no key."""
+_OPENAI = re.compile(r"(/rollout/[^/]+)?/v1/(chat/completions|completions|models(/.*)?)")
+"""Paths that the inference key opens."""
 _LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
-"""What this machine is called; ART's client dials 0.0.0.0 unless told otherwise."""
+"""Names of this machine; ART's client dials 0.0.0.0 unless told otherwise."""
 
 
 def check(
     settings: Settings, path: str, headers: Mapping[str, str], client: str | None, *, control: bool
-) -> None:
-    """Raise Unauthorized unless this request may pass."""
-    if path in OPEN:
-        return
+) -> Access:
+    """The access of this request; raises Unauthorized unless it may pass."""
+    _check_host(settings, headers)
+    _check_origin(settings, headers)
     if settings.api_key is None:
-        _check_local(headers)
-    elif not (_has_key(settings.api_key, headers) or (control and _trusted(settings, client))):
-        raise Unauthorized(_refusal(settings, control=control))
+        _check_direct(headers)
+        return "operator" if control else "inference"
+    if _has_key(settings.api_key, headers):
+        return "operator" if control else "inference"
+    if _has_key(inference_key(settings), headers) and _OPENAI.fullmatch(path):
+        return "inference"
+    if control and _trusted(settings, headers, client):
+        return "peer"
+    if path in OPEN:
+        return "inference"
+    raise Unauthorized(_refusal(settings, control=control))
 
 
 def settle_key(settings: Settings) -> tuple[Settings, str | None]:
@@ -40,42 +63,110 @@ def settle_key(settings: Settings) -> tuple[Settings, str | None]:
     if settings.api_key is not None or settings.loopback:
         return settings, None
     file = settings.root / "api_key"
-    if file.exists():
-        return settings.model_copy(update={"api_key": file.read_text().strip()}), None
+    key = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    if is_key(key):
+        return settings.model_copy(update={"api_key": key}), None
     key = "hone-" + secrets.token_urlsafe(24)
-    settings.root.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+    fresh = file.with_name(f".api_key.{os.getpid()}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         out.write(key + "\n")
+    fresh.replace(file)
     return settings.model_copy(update={"api_key": key}), key
 
 
-def _check_local(headers: Mapping[str, str]) -> None:
+def inference_key(settings: Settings) -> str | None:
+    """The key that opens the OpenAI API alone; None for a server without a key.
+
+    It is derived from the server's key, which cannot be told from it.
+    """
+    if settings.api_key is None:
+        return None
+    digest = hmac.digest(settings.api_key.encode(), b"hone: OpenAI API only", "sha256")
+    return "hone-inference-" + base64.urlsafe_b64encode(digest[:24]).decode()
+
+
+def _has_key(key: str | None, headers: Mapping[str, str]) -> bool:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if not key or scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(token.encode(), key.encode())
+
+
+def _check_host(settings: Settings, headers: Mapping[str, str]) -> None:
     host = _hostname(headers.get("host", ""))
-    if host not in _LOCAL:
+    if not _is_ours(settings, host):
         raise Unauthorized(
-            f"Host is {host!r}, and without a key this server answers only to 127.0.0.1 and "
-            "localhost. Ask for it by that name, or start it with --api-key."
+            f"Host is {host[:200]!r}, and this server does not answer to that name. Ask for it as "
+            "localhost, or start it with --allowed-hosts and that name."
         )
+
+
+def _check_origin(settings: Settings, headers: Mapping[str, str]) -> None:
     origin = headers.get("origin")
-    if origin is not None and _hostname(origin.partition("://")[2]) not in _LOCAL:
+    if origin is None or not {origin, "*"}.isdisjoint(settings.allowed_origins):
+        return
+    if not _is_ours(settings, _hostname(origin.partition("://")[2])):
         raise Unauthorized(
-            f"a page from {origin!r} may not call a server that has no key. Start it with --api-key."
+            f"a web page from {origin[:200]!r} may not call this server. Start the server with "
+            "--allowed-origins and that origin if it should."
         )
+
+
+def _check_direct(headers: Mapping[str, str]) -> None:
+    if name := _forwarded(headers):
+        raise Unauthorized(
+            f"the request was forwarded by a proxy (header {name!r}), and a server without a key "
+            "answers to clients of its own machine only. Start it with --api-key."
+        )
+
+
+def _forwarded(headers: Mapping[str, str]) -> str | None:
+    """The header by which a proxy says that the request is not its own."""
+    known = ("forwarded", "via", "x-real-ip")
+    return next((h for h in headers if h in known or h.startswith("x-forwarded-")), None)
+
+
+def _is_ours(settings: Settings, host: str) -> bool:
+    """Whether a host name means this server."""
+    if host in _LOCAL or host == settings.host.lower():
+        return True
+    # Only a name can be made to point here; an address is what it is. Without a key the server
+    # listens on a loopback address, and no other one leads to it but through somebody's proxy.
+    if settings.api_key is not None and (_is_address(host) or host in _own_names()):
+        return True
+    return any(
+        allowed == "*"
+        or host == allowed.lower()
+        or (allowed.startswith(".") and host.endswith(allowed.lower()))
+        for allowed in settings.allowed_hosts
+    )
+
+
+@lru_cache(maxsize=1)
+def _own_names() -> frozenset[str]:
+    """The machine's host name, long and short."""
+    name = socket.gethostname().lower()
+    return frozenset({name, name.partition(".")[0]} - {""})
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _hostname(host: str) -> str:
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
-def _has_key(key: str, headers: Mapping[str, str]) -> bool:
-    sent = headers.get("authorization", "")
-    scheme, _, token = sent.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), key.encode())
-
-
-def _trusted(settings: Settings, client: str | None) -> bool:
+def _trusted(settings: Settings, headers: Mapping[str, str], client: str | None) -> bool:
+    """Whether the client's own address is in a trusted network."""
+    if _forwarded(headers) and not settings.forwarded_allow_ips:
+        return False  # the address is the proxy's
     try:
         address = ip_address(client or "")
     except ValueError:
@@ -84,11 +175,11 @@ def _trusted(settings: Settings, client: str | None) -> bool:
 
 
 def _refusal(settings: Settings, *, control: bool) -> str:
-    said = "send the server's key: Authorization: Bearer KEY"
+    message = "send the server's key: Authorization: Bearer KEY"
     if not control:
-        return f"{said} (OPENAI_API_KEY for OpenAI clients)."
+        return f"{message} (OPENAI_API_KEY for OpenAI clients)."
     return (
-        f"{said}. ART's clients send none to the control plane: start the server with "
+        f"{message}. ART's clients send none to the control plane: start the server with "
         "--trust-network CIDR for their network, or bring its port to them with "
         f"`ssh -L {settings.port}:127.0.0.1:{settings.port} HOST`."
     )

@@ -7,8 +7,9 @@ Used: run.py for `hone serve`; tests and benchmarks for servers in their own pro
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from ipaddress import IPv4Network, IPv6Network
 from typing import Any
 
 import uvicorn
@@ -44,7 +45,10 @@ def port_of(bound: socket.socket) -> int:
 class AppServer(uvicorn.Server):
     """A uvicorn server that says when it accepts, and leaves signals to others."""
 
-    def __init__(self, app: Any, *, grace_s: int = GRACE_S) -> None:
+    def __init__(
+        self, app: Any, *, grace_s: int = GRACE_S, proxies: Sequence[IPv4Network | IPv6Network] = ()
+    ) -> None:
+        """`proxies`: who may say for whom they ask; by default uvicorn believes this machine."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -54,6 +58,8 @@ class AppServer(uvicorn.Server):
             backlog=BACKLOG,
             timeout_graceful_shutdown=grace_s,
             timeout_keep_alive=75,
+            proxy_headers=bool(proxies),
+            forwarded_allow_ips=[str(network) for network in proxies],
         )
         super().__init__(config)
         self.ready = asyncio.Event()

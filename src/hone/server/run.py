@@ -26,6 +26,7 @@ from hone.inference.base import Engine
 from hone.server.app import State, create_apps
 from hone.server.auth import settle_key
 from hone.server.listen import AppServer, bind, port_of
+from hone.server.root import make_root
 from hone.server.serving import open_embedded
 from hone.server.settings import Settings
 from hone.server.telemetry import say, start_logging, stop_logging
@@ -38,7 +39,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or, for an owned server, the end of stdin."""
     settings = settings.model_copy(update={"root": settings.root.resolve()})
     with storage(settings.root):
-        settings.root.mkdir(parents=True, exist_ok=True)
+        make_root(settings.root)
     lock = FileLock(settings.root / "server.lock")
     owned = os.environ.get("HONE_OWNED") == "1"
     owner = settings.root / "server.owner"
@@ -91,7 +92,8 @@ async def _serve(
     state = State.open(settings, open_engine=lasting(lambda name: open_embedded(name, settings)))
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
-    servers = [AppServer(app) for app, _ in zip(apps, sockets, strict=False)]
+    proxies = settings.forwarded_allow_ips
+    servers = [AppServer(app, proxies=proxies) for app, _ in zip(apps, sockets, strict=False)]
 
     closing: list[asyncio.Task[None]] = []
 

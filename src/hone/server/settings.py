@@ -1,17 +1,21 @@
 """What one server was started with.
 
-In:   the options of `hone serve`, or LocalBackend's
-Out:  Settings, checked
-Used: app.py hands it to every part; every limit a client can meet has its default here
+In:   the options of `hone serve` (options.py makes one of every field), or LocalBackend's
+Out:  Settings, checked; every limit a client can meet has its default here
 """
 
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hone.types import Strict
+
+
+def is_key(text: str) -> bool:
+    """Whether a client can send this text as a bearer token."""
+    return bool(text) and all("!" <= letter <= "~" for letter in text)
 
 
 class Settings(Strict):
@@ -20,48 +24,79 @@ class Settings(Strict):
     root: Path = Path(".hone")
     """Where everything is kept: state, checkpoints, logs. Nothing outside it is written."""
     host: str = "127.0.0.1"
-    """Any other than a loopback address needs a key."""
+    """Address to listen on. Any but a loopback address needs a key."""
     port: int = Field(default=7623, ge=0, le=65535)
-    """The control plane and the OpenAI API; 0 takes a free one."""
+    """Port of the training API and the OpenAI API; 0 takes a free one."""
     inference_port: int | None = Field(default=8000, ge=0, le=65535)
-    """The OpenAI API alone; None opens no second port."""
+    """Port of the OpenAI API alone; 0 takes a free one, -1 opens none."""
     engine: Literal["auto", "embedded"] = "auto"
+    """Inference engine; auto takes the best one for this machine."""
     api_key: str | None = None
-    """Clients must send it as a bearer token; on loopback None accepts any key."""
+    """Key that clients must send as a bearer token. Without one, a server on a loopback address
+    accepts every local client, and any other server generates a key and keeps it under the root."""
     trust_network: tuple[IPv4Network | IPv6Network, ...] = ()
-    """Networks whose clients reach the control plane without a key (ART's send none)."""
+    """Network whose clients reach the training API without a key (ART's clients send none).
+    The key they are given there opens the OpenAI API only."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host name under which clients may reach this server, besides localhost, the machine's host name
+    and, with a key, its addresses. `.example.com` allows every name that ends so, `*` any name."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origin of web pages that may call this server (`https://chat.example.com`). Pages from other
+    sites are refused, with a key too."""
+    forwarded_allow_ips: tuple[IPv4Network | IPv6Network, ...] = ()
+    """Reverse proxy whose X-Forwarded-For and X-Forwarded-Proto are believed. None by default. A
+    server without a key refuses every forwarded request."""
     serving_during_training: Literal["continue", "pause"] | None = None
-    """None: pause only where engine and learner share one GPU."""
+    """Whether requests wait while a job trains. By default they do where engine and learner share one
+    GPU."""
     hold_s: float = Field(default=1200.0, gt=0)
-    """How long a request waits while serving is paused before it gets 503."""
+    """Seconds a request waits while serving is paused before it gets 503."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
-    """A larger request is refused with 413 before it is read."""
+    """Largest body of a request; a larger one gets 413 before it is read."""
     max_concurrent: int = Field(default=1024, gt=0)
-    """OpenAI requests answered at once; more get 429."""
+    """OpenAI requests that are answered at the same time; more get 429."""
     max_n: int = Field(default=128, gt=0)
-    """Samples of one request."""
+    """Largest `n` of a request."""
     max_tokens: int = Field(default=256, gt=0)
     """Tokens of an answer where the request names no number."""
     max_queued_jobs: int = Field(default=64, gt=0)
-    """More get 429."""
+    """Training jobs that may wait in the queue; more get 429."""
     max_adapters: int = Field(default=8, gt=0)
-    """Adapters kept loaded in one engine."""
+    """Adapters that one engine keeps loaded."""
     max_seq_length: int = Field(default=8192, gt=1)
-    """Prompt and answer together, at most."""
+    """Most tokens of a prompt and its answer together."""
     keep_calls_s: float = Field(default=7 * 86400.0, gt=0)
-    """Recorded calls older than this are pruned, unless a run is open or a job refers to them; so
-    are the groups of jobs that ended longer ago."""
+    """Seconds for which recorded calls are kept, and the groups of ended jobs. Calls of an open run or
+    of a job that has not ended are kept longer."""
     keep_calls_bytes: int = Field(default=4 * 2**30, gt=0)
-    """And the oldest ones beyond this size, of the calls and of the groups each."""
+    """Size of the recorded calls, and of the groups of ended jobs, beyond which the oldest are
+    deleted."""
     learner_threads: int | None = Field(default=None, gt=0)
-    """None: all cores the server may run on. A model's learner, a process with weights of its own, is
-    started when the model is prepared for training (the SDK's `register`, `hone finetune`) and never
-    for serving alone; on a GPU, and where its weights are an eighth of the free memory or more, not
-    before the first job."""
+    """Threads of a learner; by default one for each core that the server
+    may run on. A model's learner is a process with weights of its own. It starts when the model is
+    prepared for training (the SDK's `register`, `hone finetune`), never for serving alone; on a GPU,
+    and where its weights need an eighth of the free memory or more, it starts with the first job."""
     device: str | None = None
-    """None: CUDA if there is one."""
+    """Device for engine and learner, for example `cpu` or `cuda:1`. By default CUDA if there is any."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_json: bool = False
+    """Least important lines that are logged."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of a line of the log."""
+
+    @field_validator("inference_port", mode="before")
+    @classmethod
+    def _minus_one_opens_none(cls, value: object) -> object:
+        return None if value == -1 else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _no_key_is_empty(cls, value: str | None) -> str | None:
+        if value is not None and not is_key(value):
+            raise ValueError(
+                "expected at least one character, all of them printable ASCII without spaces; "
+                "leave it out for a server that makes its own"
+            )
+        return value
 
     @property
     def log_file(self) -> Path:

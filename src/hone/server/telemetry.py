@@ -89,7 +89,7 @@ def start_logging(settings: Settings) -> None:
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING if settings.log_level == "info" else settings.log_level.upper())
     for output in (file, screen):
-        output.setFormatter(_Line(settings.log_json))
+        output.setFormatter(_Line(settings.log_format == "json"))
         log.addHandler(output)
 
 
