@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import httpx2
 import openai
 import pytest
 from tests.workflow.endpoint import Endpoint, Reply, serving
+from tests.workflow.rollouts import ran
 
 import hone
 from hone.capture.base import (
@@ -168,6 +170,28 @@ async def test_a_stream_that_is_left_says_so_and_what_came():
     call = only(recorder)
     assert call.error == "the client left the stream before its end" and call.finish is None
     assert call.reply is not None and call.reply["content"].startswith("a")
+
+
+async def test_a_stream_without_usage_counts_the_tokens_it_brought():
+    ids = {"prompt_token_ids": [1, 2, 3, 4]}
+    logprobs = {"content": [{"token": t, "logprob": -1.0} for t in "abc"]}
+    recorded_here = {"token_ids": [7, 8], "call_id": "c", "logprobs": logprobs}
+    replies = [
+        Reply(usage=False, more=recorded_here, top=ids),
+        Reply(usage=False, more={"logprobs": logprobs}),  # of a server that tells no ids
+        Reply(usage=False),
+    ]
+    async with serving(Endpoint(*replies)) as url, client(url) as ask:
+        rollout, recorder = recorded()
+        with rollout:
+            for _ in replies:
+                stream = await ask.chat.completions.create(model="m", messages=ASK, stream=True)
+                assert [chunk async for chunk in stream]
+    assert [call.usage for call in recorder.calls] == [
+        {"completion_tokens": 2, "prompt_tokens": 4, "total_tokens": 6},
+        {"completion_tokens": 3},
+        None,
+    ]
 
 
 async def test_a_stream_that_breaks_is_seen_as_far_as_it_came():
@@ -346,6 +370,62 @@ async def test_steps_know_how_many_calls_were_sent_before_them():
     assert second.function == "<workflow>.judge"
 
 
+async def test_a_value_belongs_to_the_call_of_the_task_that_notes_it():
+    """Two calls in flight; the one sent first is answered and judged last."""
+    gates = [asyncio.Event(), asyncio.Event()]
+    endpoint = Endpoint(Reply(gate=gates[0]), Reply(gate=gates[1]))
+    async with serving(endpoint) as url, client(url) as ask:
+        rollout, recorder = recorded()
+
+        async def play(turn: int, judged: asyncio.Event) -> None:
+            await ask.chat.completions.create(model="m", messages=ASK)
+            hone.step("move", value=turn)
+            judged.set()
+
+        with rollout, within("<workflow>"):
+            done = [asyncio.Event(), asyncio.Event()]
+            players = [asyncio.create_task(play(0, done[0]))]
+            while len(endpoint.asked) < 1:
+                await asyncio.sleep(0)
+            players.append(asyncio.create_task(play(1, done[1])))
+            while len(endpoint.asked) < 2:
+                await asyncio.sleep(0)
+            gates[1].set()
+            await done[1].wait()
+            hone.step("the newest answer of those it started", value=5)
+            gates[0].set()
+            await asyncio.gather(*players)
+            await ask.chat.completions.create(model="m", messages=ASK)
+            hone.step("its own", value=7)
+    about = {step.value: step.about for step in recorder.steps}
+    assert {value: calls[0] for value, calls in about.items()} == {1: 1, 5: 1, 0: 0, 7: 2}
+    # Where the likeliest call is not trained, the one answered before it is next.
+    assert about[7] == (2, 0, 1) and about[5] == (1,)
+
+
+async def test_a_value_noted_in_a_thread_belongs_to_the_call_of_that_thread():
+    """All calls are answered before any value is noted."""
+    answered = threading.Barrier(4, timeout=30)
+    async with serving(Endpoint()) as url:
+
+        def play(turn: int) -> None:
+            with openai.OpenAI(base_url=url, api_key="k") as ask:
+                ask.chat.completions.create(model=f"m{turn}", messages=ASK)
+                answered.wait()
+                hone.step("move", value=turn)
+
+        def agent(question: str) -> None:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(play, range(4)))
+
+        result = await ran(agent)
+    asked = [call.model for call in result.calls]
+    assert sorted(asked) == ["m0", "m1", "m2", "m3"]
+    assert {step.value: asked[step.about[0]] for step in result.steps} == {
+        turn: f"m{turn}" for turn in range(4)
+    }
+
+
 def test_a_step_outside_a_rollout_of_the_harness_is_nothing():
     hone.step("anywhere", value=0.5)
     with hone.rollout():
@@ -363,6 +443,8 @@ def test_a_recorder_counts_what_many_threads_send():
 
         def read(self) -> SeenCall:
             raise AssertionError(self.index)
+
+        async def close(self) -> None: ...
 
     def send() -> None:
         start.wait()

@@ -1,12 +1,17 @@
 """Work in thread pools belongs to the rollout that gave it, and to no other."""
 
+import asyncio
+import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 import hone
 from hone.capture.scope import current
+from hone.workflow.loop import run_loop
 
 SUBMIT = ThreadPoolExecutor.__dict__["submit"]
 
@@ -49,6 +54,37 @@ def test_arguments_errors_and_the_class_itself_are_as_before():
         assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
         assert ThreadPoolExecutor.__dict__["submit"] is not SUBMIT
     assert ThreadPoolExecutor.__dict__["submit"] is SUBMIT
+
+
+class Pickling(Executor):
+    """As those that send work to another process: it takes what can be pickled, and no context."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        work, future = pickle.loads(pickle.dumps(fn)), Future[Any]()
+        threading.Thread(target=lambda: future.set_result(work(*args, **kwargs))).start()
+        return future
+
+
+class Threads(Executor):
+    """An executor of the user's own."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        threading.Thread(target=lambda: future.set_result(fn(*args, **kwargs))).start()
+        return future
+
+
+@pytest.mark.parametrize("run", [asyncio.run, run_loop])
+def test_run_in_executor_keeps_the_scope_in_whatever_executor(run: Callable[..., Any]):
+    async def main() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as pool, hone.rollout("r"):
+            executors = (None, pool, Threads(), Pickling())
+            return [await loop.run_in_executor(executor, here) for executor in executors]
+
+    before = asyncio.BaseEventLoop.run_in_executor
+    assert run(main()) == ["r", "r", "r", None]
+    assert asyncio.BaseEventLoop.run_in_executor is before
 
 
 def test_somebody_else_s_patch_over_ours_survives(monkeypatch: Any):

@@ -134,7 +134,7 @@ def test_of_a_foreign_endpoint_only_answers_with_logprobs():
 
 
 def step(value: float | None, calls: int) -> Step:
-    return Step("move", value, {}, "<workflow>", calls)
+    return Step("move", value, {}, "<workflow>", calls, tuple(reversed(range(calls))))
 
 
 def sampled(place: int, messages: list[dict[str, Any]] | None = None, reply: Any = "4") -> Sampled:

@@ -33,6 +33,8 @@ class Reply:
     cut_after: int | None = None
     """The connection breaks after so many chunks of a stream."""
     compressed: bool = False
+    usage: bool = True
+    """A stream ends with the counts of its tokens, as one that was asked for them."""
     gate: asyncio.Event | None = None
     """It is answered when this is set."""
     more: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +127,9 @@ def _chunks(reply: Reply) -> list[dict[str, Any]]:
     finish = reply.finish or ("tool_calls" if reply.tools else "stop")
     end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish, **reply.more}
     chunks.append({**head, "choices": [end], **reply.top})
-    chunks.append({**head, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+    if reply.usage:
+        spent = {"prompt_tokens": 3, "completion_tokens": 2}
+        chunks.append({**head, "choices": [], "usage": spent})
     return chunks
 
 

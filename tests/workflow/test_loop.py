@@ -8,7 +8,10 @@ import threading
 from contextlib import suppress
 
 import pytest
+from tests.workflow.endpoint import Endpoint, Reply, serving
+from tests.workflow.rollouts import ASK, model, ran
 
+from hone.capture.openai import LEFT
 from hone.workflow import loop
 from hone.workflow.loop import ended_together, run_loop
 
@@ -84,3 +87,39 @@ def test_a_thread_that_hangs_is_not_waited_for():
 
     assert run_loop(main()) == 1
     gate.set()
+
+
+def test_streams_that_agents_leave_open_are_closed_and_leave_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+):
+    left: list[object] = []
+
+    async def main() -> list[str | None]:
+        async with serving(Endpoint(*(Reply("a long answer" * 200) for _ in range(10)))) as url:
+            llm = model(url)
+
+            async def once(keep: bool) -> None:
+                stream = await llm.client.chat.completions.create(
+                    model="m", messages=ASK, stream=True
+                )
+                left.append(stream if keep else None)
+                async for _ in stream:
+                    break
+
+            async def agent(question: str) -> None:
+                await asyncio.gather(*(once(k % 2 == 0) for k in range(4)))
+
+            def plain(question: str) -> None:
+                make = llm.sync_client.chat.completions.create
+                left.append(next(iter(make(model="m", messages=ASK, stream=True))))
+
+            results = [await ran(agent), await ran(agent), await ran(plain)]
+            gc.collect()
+            await asyncio.sleep(0)
+            await llm.close()
+        return [call.error for result in results for call in result.calls]
+
+    assert run_loop(main()) == [LEFT] * 9
+    left.clear()
+    gc.collect()
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []

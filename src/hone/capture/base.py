@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from hone.capture.branches import Branch
+
 ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
 TEMPERATURE_HEADER = "X-Hone-Temperature"
@@ -80,6 +82,8 @@ class Step:
     """Path of the function that said it."""
     calls: int
     """How many calls the rollout had sent before it."""
+    about: tuple[int, ...] = ()
+    """Indices of the calls that its value can belong to, most likely first; empty without a value."""
 
 
 class Unread(Protocol):
@@ -87,6 +91,10 @@ class Unread(Protocol):
 
     def read(self) -> SeenCall:
         """What was seen of it so far."""
+        ...
+
+    async def close(self) -> None:
+        """The rollout is over: nothing more of its answer is read."""
         ...
 
 
@@ -99,9 +107,17 @@ class Recorder:
     def __init__(self) -> None:
         self.closed = False
         """The rollout is over: calls that would still be marked as its own are refused."""
+        self.trunk = Branch()
+        """Where the tree of the rollout's tasks and threads begins."""
         self._calls: list[Unread] = []
         self._steps: list[Step] = []
         self._lock = threading.Lock()
+
+    async def close(self) -> None:
+        """The rollout is over; answers that are still streamed to it are closed."""
+        self.closed = True
+        for call in tuple(self._calls):
+            await call.close()
 
     @property
     def sent(self) -> int:
@@ -129,11 +145,18 @@ class Recorder:
         with self._lock:
             return next((call for call in reversed(self._calls) if takes_up(call)), None)
 
+    def add_answer(self, index: int, branch: Branch) -> None:
+        """The call that was sent on this branch is answered, or its answer begins."""
+        with self._lock:
+            for one in branch.path():
+                one.answered.append(index)
+
     def add_step(
         self, name: str, value: float | None, metadata: dict[str, Any], function: str
     ) -> None:
         with self._lock:
-            self._steps.append(Step(name, value, metadata, function, len(self._calls)))
+            about = () if value is None else Branch.here(self.trunk).newest_calls()
+            self._steps.append(Step(name, value, metadata, function, len(self._calls), about))
 
 
 @dataclass(frozen=True, slots=True)

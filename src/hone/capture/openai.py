@@ -9,19 +9,22 @@ for the call. A stream is teed: the client gets every byte as it arrives, and wh
 fetch is not fetched for it.
 """
 
-import sys
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from pydantic_core import from_json
 
 from hone.capture.base import SeenCall
+from hone.capture.tee import decoder, loop_of, tee_like
 
 UNANSWERED = "no answer yet"
 LEFT = "the client left the stream before its end"
+CLOSE_S = 5.0
+"""How long closing a stream may take that an agent has left open."""
 
 
 class Exchange:
@@ -41,6 +44,8 @@ class Exchange:
         self._pieces: list[bytes] = []
         self._decode: Callable[[bytes], bytes] | None = None
         self._is_stream = False
+        self._open: tuple[Any, asyncio.AbstractEventLoop | None] | None = None
+        """A streamed answer, and the event loop it is read in; None for that of a sync client."""
 
     # ---- what the tap tells ---------------------------------------------------------------
 
@@ -58,8 +63,9 @@ class Exchange:
         self._is_stream = "event-stream" in response.headers.get("content-type", "")
         if streamed and not response.is_closed:
             if "content-encoding" in response.headers:
-                self._decode = _decoder(response)
-            response.stream = _tee_like(type(response.stream))(response.stream, self)
+                self._decode = decoder(response)
+            response.stream = tee_like(type(response.stream))(response.stream, self)
+            self._open = response, loop_of(response)
         else:
             self.piece(response.content)
             self.ended()
@@ -73,11 +79,26 @@ class Exchange:
             self._seconds = time.perf_counter() - self._began
             told = isinstance(error, BaseException)
             self._error = f"{type(error).__name__}: {error}".removesuffix(": ") if told else error
+            self._open = None
 
     def left(self) -> None:
         """The client closed the stream: too early, unless it had seen the end."""
         whole = b"[DONE]" in b"".join(self._pieces[-2:])
         self.ended(None if whole else LEFT)
+
+    async def close(self) -> None:
+        """Close the stream if the agent has left it open, so that its connection is free again."""
+        held, self._open = self._open, None
+        if held is None or self._seconds is not None:
+            return
+        response, loop = held
+        # Whatever the library makes of it: the rollout is over, and nobody waits for the answer.
+        with suppress(Exception):
+            if loop is None:
+                response.close()
+            elif loop is asyncio.get_running_loop():
+                async with asyncio.timeout(CLOSE_S):
+                    await response.aclose()
 
     # ---- what it says ---------------------------------------------------------------------
 
@@ -123,70 +144,6 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-# ---- streams ----------------------------------------------------------------------------------
-
-
-class _Tee:
-    """A response's stream that also tells an exchange what passes."""
-
-    def __init__(self, stream: Any, exchange: Exchange) -> None:
-        self._stream, self._exchange = stream, exchange
-
-    def __iter__(self) -> Iterator[bytes]:
-        try:
-            for piece in self._stream:
-                self._exchange.piece(piece)
-                yield piece
-        except GeneratorExit:
-            raise  # the client stopped reading; it says so by closing
-        except BaseException as error:
-            self._exchange.ended(error)
-            raise
-        self._exchange.ended()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for piece in self._stream:
-                self._exchange.piece(piece)
-                yield piece
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._exchange.ended(error)
-            raise
-        self._exchange.ended()
-
-    def close(self) -> None:
-        self._exchange.left()
-        self._stream.close()
-
-    async def aclose(self) -> None:
-        self._exchange.left()
-        await self._stream.aclose()
-
-
-@cache
-def _tee_like(kind: type) -> type[_Tee]:
-    """A tee that the library of this kind of stream takes for one of its own."""
-    names = ("SyncByteStream", "AsyncByteStream")
-    return type("Tee", (_Tee, *(base for base in kind.__mro__ if base.__name__ in names)), {})
-
-
-def _decoder(response: Any) -> Callable[[bytes], bytes]:
-    """What undoes the answer's compression, in the library's own way."""
-    kind = type(response)
-    encoding = {"content-encoding": response.headers["content-encoding"]}
-    broken = sys.modules[kind.__module__.partition(".")[0]].DecodingError
-
-    def decode(body: bytes) -> bytes:
-        try:
-            return kind(200, headers=encoding, content=body).content
-        except broken:  # it ended in the middle
-            return b""
-
-    return decode
-
-
 # ---- reading ----------------------------------------------------------------------------------
 
 
@@ -208,17 +165,38 @@ def _whole(said: dict[str, Any]) -> _Answer:
     choices = said.get("choices")
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
         return _Answer(error="the answer has no choices")
+    used = said.get("usage") or {}
+    usage = {k: v for k, v in used.items() if isinstance(v, int)} or _counted(said, choices)
     for choice in choices:
         if choice.get("call_id"):
             choice.pop("logprobs", None)
     first = choices[0] if choices else {}
-    used = said.get("usage") or {}
     return _Answer(
         choices=choices,
-        usage={k: v for k, v in used.items() if isinstance(v, int)} or None,
+        usage=usage,
         id=first.get("call_id") or said.get("id"),
         policy_step=said.get("policy_step", first.get("policy_step")),
     )
+
+
+def _counted(said: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int] | None:
+    """What the answer used, where only its tokens tell: a stream has no `usage` unless asked."""
+    prompt, sampled = said.get("prompt_token_ids"), [_num_sampled(choice) for choice in choices]
+    known = [count for count in sampled if count is not None]
+    if not known or len(known) < len(sampled):
+        return None
+    usage = {"completion_tokens": sum(known)}
+    if isinstance(prompt, list):
+        usage |= {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + sum(known)}
+    return usage
+
+
+def _num_sampled(choice: dict[str, Any]) -> int | None:
+    logprobs = choice.get("logprobs") or {}
+    for tokens in (choice.get("token_ids"), logprobs.get("content"), logprobs.get("tokens")):
+        if isinstance(tokens, list):
+            return len(tokens)
+    return None
 
 
 def _streamed(body: bytes) -> _Answer:
@@ -264,6 +242,8 @@ def _add_choice(choice: dict[str, Any], part: dict[str, Any]) -> None:
             choice["text"] = choice.get("text", "") + (value or "")
         elif key == "logprobs":
             _add(choice.setdefault("logprobs", {}), value or {})
+        elif key == "token_ids":  # vLLM sends those of each chunk, a hone server all in the last
+            choice[key] = [*choice.get(key, ()), *(value or ())]
         elif value is not None or key not in choice:
             choice[key] = value
 

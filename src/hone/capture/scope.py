@@ -22,6 +22,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from hone.capture.base import Recorder, Scope, Tap
+from hone.capture.branches import Branch
 from hone.errors import ConfigError
 from hone.trajectory import Trajectory
 
@@ -123,8 +124,10 @@ def apart(function: str, *, host: str) -> Rollout:
 def step(name: str, value: float | None = None, **metadata: Any) -> None:
     """Say something of the rollout's course: `hone.step("board_score", value=0.4)`.
 
-    A value becomes a shaped reward of the last call sent before it. Outside the harness's rollouts
-    nothing happens, so agents may keep the line wherever they run.
+    A value becomes a shaped reward of the last model call that was answered in the task or thread
+    that notes it, or in one that it started: of several calls in flight, each task notes the value
+    of its own. Outside the harness's rollouts nothing happens, so agents may keep the line wherever
+    they run.
 
     Args:
         name: of what is said.
@@ -150,6 +153,8 @@ def within(function: str) -> Iterator[None]:
     if len(path) > _MAX_PATH:  # a function that calls itself: the innermost names are kept
         path = "..." + path[3 - _MAX_PATH :].partition(".")[2]
     token = _current.set(replace(scope, function=_checked(path)))
+    if scope.recorder is not None:
+        Branch.here(scope.recorder.trunk)  # before it starts tasks, which then descend from it
     try:
         yield
     finally:
@@ -203,10 +208,10 @@ class _Taps:
         with self._lock:
             if not self._open:
                 # Here, because `import hone` stays without httpx.
-                from hone.capture.threads import ThreadPoolTap
+                from hone.capture.threads import ExecutorTap
                 from hone.capture.wire import HttpxTap
 
-                self._attached = [HttpxTap(), ThreadPoolTap()]
+                self._attached = [HttpxTap(), ExecutorTap()]
                 for tap in self._attached:
                     tap.attach()
             self._open += 1

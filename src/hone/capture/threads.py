@@ -1,9 +1,8 @@
-"""Work given to a thread pool runs in the scope of whoever gave it.
+"""Work given to an executor runs in the scope of whoever gave it.
 
-In:   the scope that is open where `ThreadPoolExecutor.submit` is called (`map` and
-      `loop.run_in_executor` call it too)
+In:   the scope that is open where `ThreadPoolExecutor.submit` (`map` calls it too) or
+      `loop.run_in_executor` is called, whatever executor the loop is given
 Out:  the work, in a copy of that code's context
-Used: capture/scope.py, while at least one scope is open
 
 The context goes with each piece of work, never with a thread: a pool's threads outlive the rollout
 in which they were started, and would mark the calls of the next one with its id. For the same reason a
@@ -11,40 +10,66 @@ bare `threading.Thread` is left alone; it can be handed `contextvars.copy_contex
 """
 
 import functools
+from asyncio import BaseEventLoop
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
 from hone.capture.scope import current
 
 
-class ThreadPoolTap:
-    """Hands the open scope to work in thread pools."""
+class _InContext:
+    """A function in a copy of the context it was given in; in another process, the function alone."""
 
-    def __init__(self) -> None:
-        self._original: Callable[..., Any] | None = None
-        self._tapped: Callable[..., Any] | None = None
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn, self._context = fn, copy_context()
 
-    def attach(self) -> None:
-        original = ThreadPoolExecutor.__dict__["submit"]
-        self._original, self._tapped = original, _tapped(original)
-        ThreadPoolExecutor.submit = self._tapped
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._context.run(self._fn, *args, **kwargs)
 
-    def detach(self) -> None:
-        # Somebody who patched `submit` over us calls ours; see capture/wire.py.
-        if self._original is not None and ThreadPoolExecutor.__dict__["submit"] is self._tapped:
-            ThreadPoolExecutor.submit = self._original
-        self._original = self._tapped = None
+    def __reduce__(self) -> tuple[Any, ...]:  # a context cannot be pickled
+        return functools.partial, (self._fn,)
 
 
-def _tapped(submit: Callable[..., Any]) -> Callable[..., Any]:
+def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(submit)
-    def submitting(
-        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        if current() is None:
-            return submit(self, fn, *args, **kwargs)
-        return submit(self, copy_context().run, fn, *args, **kwargs)
+    def submitting(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return submit(self, fn if current() is None else _InContext(fn), *args, **kwargs)
 
     return submitting
+
+
+def _running(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def running(self: Any, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        return run(self, executor, func if current() is None else _InContext(func), *args)
+
+    return running
+
+
+_SEAMS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (ThreadPoolExecutor, "submit", _submitting),
+    (BaseEventLoop, "run_in_executor", _running),
+)
+
+
+class ExecutorTap:
+    """Hands the open scope to work in executors."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def attach(self) -> None:
+        for kind, name, tapped in _SEAMS:
+            original = kind.__dict__[name]
+            ours = tapped(original)
+            setattr(kind, name, ours)
+            self._replaced.append((kind, name, original, ours))
+
+    def detach(self) -> None:
+        for kind, name, original, ours in self._replaced:
+            # Somebody who patched it over us calls ours; see capture/wire.py.
+            if kind.__dict__[name] is ours:
+                setattr(kind, name, original)
+        self._replaced.clear()

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from hone.capture.base import Scope
+from hone.capture.branches import Branch
 from hone.capture.openai import Exchange
 from hone.capture.scope import current, host_of
 
@@ -70,28 +71,36 @@ def _tapped(send: Callable[..., Any]) -> Callable[..., Any]:
         exchange = _exchange(scope, request)
         if exchange is None:
             return send(self, request, *args, **kwargs)
-        streamed = bool(kwargs.get("stream"))
+        recorder = scope.recorder
+        assert recorder is not None, "it made the exchange"
+        branch = Branch.here(recorder.trunk)
+
+        def answered(response: Any) -> Any:
+            recorder.add_answer(exchange.index, branch)
+            exchange.answered(response, streamed=bool(kwargs.get("stream")))
+            return response
+
         try:
             answer = send(self, request, *args, **kwargs)
             if inspect.isawaitable(answer):
-                return _awaited(answer, exchange, streamed)
+                return _awaited(answer, exchange, answered)
         except BaseException as error:
             exchange.ended(error)
             raise
-        exchange.answered(answer, streamed=streamed)
-        return answer
+        return answered(answer)
 
     return sending
 
 
-async def _awaited(answer: Awaitable[Any], exchange: Exchange, streamed: bool) -> Any:
+async def _awaited(
+    answer: Awaitable[Any], exchange: Exchange, answered: Callable[[Any], Any]
+) -> Any:
     try:
         response = await answer
     except BaseException as error:
         exchange.ended(error)
         raise
-    exchange.answered(response, streamed=streamed)
-    return response
+    return answered(response)
 
 
 def _is_call(request: Any) -> bool:

@@ -176,18 +176,19 @@ def _not_trained(one: RecordedCall, asked: Mapping[str, str], targets: Targets) 
 
 
 def shaped(steps: "Sequence[Step]", sampled: Sequence[Sampled]) -> list[float] | None:
-    """One value per trained call: the sum of what was told after it and before the next one.
+    """One value per trained call: the sum of the values that were noted for it.
 
-    None where no step has a value. What is told before the first trained call belongs to none.
+    None where no step has a value. A value noted before any trained call was answered belongs to
+    none; one noted for a call that is not trained belongs to the trained call answered before it.
     """
     values = [0.0] * len(sampled)
-    told = [step for step in steps if step.value is not None]
-    for step in told:
-        before = [i for i, one in enumerate(sampled) if one.place < step.calls]
-        if before:
-            assert step.value is not None
-            values[before[-1]] += step.value
-    return values if told else None
+    trained = {one.place: i for i, one in enumerate(sampled)}
+    valued = [(step, step.value) for step in steps if step.value is not None]
+    for step, value in valued:
+        call = next((trained[index] for index in step.about if index in trained), None)
+        if call is not None:
+            values[call] += value
+    return values if valued else None
 
 
 # ---- episodes -------------------------------------------------------------------------------

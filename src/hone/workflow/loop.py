@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,6 +55,9 @@ async def _alone(main: Coroutine[Any, Any, T]) -> T:
         return await main
     finally:
         await _leave_others()
+        # A library's generators, one inside the other, are now closed all at once: what they say to
+        # that is of no use to anybody.
+        loop.set_exception_handler(to_debug)
         await loop.shutdown_asyncgens()
 
 
@@ -66,8 +70,6 @@ async def _leave_others() -> None:
     _, left = await asyncio.wait(others, timeout=GRACE_S)
     for task in left:
         log.warning("%s did not end within %g s of being cancelled", task.get_name(), GRACE_S)
-    if left:
-        asyncio.get_running_loop().set_exception_handler(to_debug)
 
 
 def to_debug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -80,12 +82,14 @@ class _Threads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
+        # As asyncio.to_thread does it: event loops of other makes are not tapped by capture/.
+        context = copy_context()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(fn(*args, **kwargs))
+                future.set_result(context.run(fn, *args, **kwargs))
             except BaseException as error:  # noqa: BLE001  # raised again where it is awaited
                 future.set_exception(error)
 

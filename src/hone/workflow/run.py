@@ -81,7 +81,7 @@ async def run_rollout(
         try:
             ended = await _ended(workflow, input, timeout_s, recorder)
         finally:
-            recorder.closed = True
+            await recorder.close()
     calls = tuple(recorder.calls)
     failure = None
     if isinstance(ended, _Late):

@@ -1,0 +1,107 @@
+"""A response's stream -> the same stream, which also tells an exchange what passes.
+
+In:   the stream of an httpx or httpx2 response, sync or async
+Out:  a stream of the same kind: the client gets every byte as it arrives, and what it does not
+      fetch is not fetched for it
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.capture.openai import Exchange
+
+
+class _Tee:
+    """A response's stream that also tells an exchange what passes."""
+
+    def __init__(self, stream: Any, exchange: "Exchange") -> None:
+        self._stream, self._exchange = stream, exchange
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for piece in self._stream:
+                self._exchange.piece(piece)
+                yield piece
+        except GeneratorExit:
+            raise  # the client stopped reading; it says so by closing
+        except BaseException as error:
+            self._exchange.ended(error)
+            raise
+        self._exchange.ended()
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return _Pieces(self._stream.__aiter__(), self._exchange)
+
+    def close(self) -> None:
+        self._exchange.left()
+        self._stream.close()
+
+    async def aclose(self) -> None:
+        self._exchange.left()
+        await self._stream.aclose()
+
+
+class _Pieces(AsyncGenerator[bytes, None]):
+    """What an async stream yields.
+
+    Not written as a generator function: Python would close such a generator on its own where an
+    agent leaves the stream open, at the same time as the library's generator inside it, and report
+    that the inner one is already running.
+    """
+
+    def __init__(self, stream: AsyncIterator[bytes], exchange: "Exchange") -> None:
+        self._stream, self._exchange = stream, exchange
+
+    async def asend(self, value: None) -> bytes:
+        try:
+            piece = await anext(self._stream)
+        except StopAsyncIteration:
+            self._exchange.ended()
+            raise
+        except BaseException as error:
+            self._exchange.ended(error)
+            raise
+        self._exchange.piece(piece)
+        return piece
+
+    async def athrow(self, typ: Any, val: Any = None, tb: Any = None) -> bytes:
+        await self.aclose()
+        raise typ if val is None else val
+
+    async def aclose(self) -> None:
+        if isinstance(self._stream, AsyncGenerator):
+            await self._stream.aclose()
+
+
+@cache
+def tee_like(kind: type) -> type[_Tee]:
+    """A tee that the library of this kind of stream takes for one of its own."""
+    names = ("SyncByteStream", "AsyncByteStream")
+    return type("Tee", (_Tee, *(base for base in kind.__mro__ if base.__name__ in names)), {})
+
+
+def loop_of(response: Any) -> asyncio.AbstractEventLoop | None:
+    is_async = any(base.__name__ == "AsyncByteStream" for base in type(response.stream).__mro__)
+    return asyncio.get_running_loop() if is_async else None
+
+
+def decoder(response: Any) -> Callable[[bytes], bytes]:
+    """What undoes the answer's compression, in the library's own way."""
+    kind = type(response)
+    encoding = {"content-encoding": response.headers["content-encoding"]}
+    broken = sys.modules[kind.__module__.partition(".")[0]].DecodingError
+
+    def decode(body: bytes) -> bytes:
+        try:
+            return kind(200, headers=encoding, content=body).content
+        except broken:  # it ended in the middle
+            return b""
+
+    return decode
