@@ -26,6 +26,19 @@ def interval(found: Estimate) -> str:
     return f"{change} (95% interval {signed(found.low)} to {signed(found.high)})"
 
 
+def p_value(found: Estimate) -> str:
+    """How often chance alone makes such a change, in words; empty where that is not known."""
+    if found.p is None:
+        return ""
+    return (
+        "p < 0.001"
+        if found.p < 0.001
+        else f"p = {found.p:.3f}"
+        if found.p < 0.1
+        else f"p = {found.p:.2f}"
+    )
+
+
 def signed(value: float) -> str:
     return f"{'' if value < 0 else '+'}{number(value)}"
 

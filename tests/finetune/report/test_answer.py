@@ -78,7 +78,7 @@ def test_validations_that_failed_at_the_ends_are_told(tmp_path: Path):
         finished(),
     )
     assert rests.endswith(
-        "so the gain is not chance. No validation before the training gave a number: 'before' is "
+        "so the gain is unlikely to be chance. No validation before the training gave a number: 'before' is "
         "after 1 epoch. The validation after 5 epochs gave no number: 'after' is after 4 epochs."
     )
 
@@ -86,7 +86,7 @@ def test_validations_that_failed_at_the_ends_are_told(tmp_path: Path):
 def test_examples_that_only_one_validation_scored_are_told(tmp_path: Path):
     first, last = {str(i): [0.0] for i in range(8)}, {str(i): [1.0] for i in range(7)}
     _, rests = basis(tmp_path, started(), validation(0, first, 0.0), validation(1, last, 1.0))
-    assert ", paired over the 7 of 8 examples that both scored: " in rests
+    assert ", paired over the 7 of 8 examples that both scored, p = 0.016: " in rests
 
 
 def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
@@ -109,3 +109,24 @@ def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
         tmp_path, held_out, validation(0, {"a": [0.5]}, 0.5), *told, validation(2, {}, None)
     )
     assert "One validation gave a number, 0.50 before the training, and 1 gave none, so " in rests
+
+
+def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_path: Path):
+    zero = {str(i): [0.0] for i in range(8)}
+    # 4 of 8 rose by 1: the t interval is 0.05 to 0.95, and p = 2 / 2**4.
+    some = {str(i): [float(i < 4)] for i in range(8)}
+    told = [started(), validation(0, zero, 0.0), validation(1, some, 0.5), finished()]
+    headline, rests = basis(tmp_path, *told)
+    assert headline == "No certain gain: held-out reward went from 0.00 to 0.50"
+    assert rests.startswith(
+        "The change is +0.50 (95% interval +0.05 to +0.95), paired over 8 examples, p = 0.12: so it "
+        "may be chance. The interval leaves out 0, but"
+    )
+    assert measure(tmp_path).verdict == "unclear"
+    # All rose, seven of them by little: p = 2 / 2**8, and the interval reaches below 0.
+    uneven = {str(i): [1.0 if i == 0 else 0.01] for i in range(8)}
+    told = [started(), validation(0, zero, 0.0), validation(1, uneven, 0.13), finished()]
+    headline, rests = basis(tmp_path, *told)
+    assert headline == "Held-out reward rose from 0.00 to 0.13"
+    assert "p = 0.008: so the gain is unlikely to be chance. How large it is remains open" in rests
+    assert measure(tmp_path).verdict == "better"

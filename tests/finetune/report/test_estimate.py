@@ -1,10 +1,33 @@
-"""finetune/report/estimate.py: intervals of known distributions, and gains paired by example."""
+"""finetune/report/estimate.py: intervals and p values by hand; how often chance alone is certain."""
 
-import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
-from hone.finetune.report.estimate import Estimate, changes, estimate, gain
+from hone.finetune.report.estimate import (
+    ALPHA,
+    Estimate,
+    changes,
+    estimate,
+    gain,
+    sign_flip_p,
+    unpaired_gain,
+)
+
+
+def pairs(deltas: list[float]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Rewards of examples that change by so much."""
+    return (
+        {str(i): [0.0] for i in range(len(deltas))},
+        {str(i): [d] for i, d in enumerate(deltas)},
+    )
+
+
+# ---- intervals ------------------------------------------------------------------------------------
 
 
 def test_nothing_has_no_mean_and_one_example_no_interval():
@@ -12,25 +35,20 @@ def test_nothing_has_no_mean_and_one_example_no_interval():
     assert estimate([0.5]) == Estimate(0.5, None, None, 1)
 
 
-def test_two_examples_span_both():
-    # A resample of [0, 1] has mean 0, 0.5 or 1 with chances 1/4, 1/2, 1/4, so the 2.5% and the
-    # 97.5% quantile are 0 and 1.
+def test_an_interval_is_students():
+    # Mean 2; four squares of 1 over 3; t(0.975, 3 degrees of freedom) = 3.1824.
+    found = estimate([1.0, 1.0, 3.0, 3.0])
+    assert found is not None
+    spread = (4 / 3) ** 0.5
+    assert found.low == pytest.approx(2 - 3.1824 * spread / 2, abs=1e-3)
+    assert found.high == pytest.approx(2 + 3.1824 * spread / 2, abs=1e-3)
+
+
+def test_a_mean_of_rewards_between_0_and_1_stays_there():
+    # t(0.975, 1 degree) = 12.7, so the interval of two examples would reach from -5.9 to 6.9.
     assert estimate([0.0, 1.0]) == Estimate(0.5, 0.0, 1.0, 2)
-
-
-def test_four_examples_follow_the_binomial():
-    # The mean of a resample of [0, 0, 0, 1] is k/4 with k binomial(4, 1/4): P(k <= 2) = 0.949 and
-    # P(k <= 3) = 0.996, so the 97.5% quantile is 3/4; P(k = 0) = 0.316, so the 2.5% one is 0.
-    assert estimate([0.0, 0.0, 0.0, 1.0]) == Estimate(0.25, 0.0, 0.75, 4)
-
-
-def test_many_examples_follow_the_normal_distribution():
-    # 400 of which half are 1: the standard error is sqrt(0.25 / 400) = 0.025, times 1.96 = 0.049.
-    found = estimate([0.0, 1.0] * 200)
-    assert found is not None and found.low is not None and found.high is not None
-    assert found.mean == 0.5
-    assert found.low == pytest.approx(0.5 - 0.049, abs=0.003)
-    assert found.high == pytest.approx(0.5 + 0.049, abs=0.003)
+    wider = estimate([0.0, 2.0])
+    assert wider is not None and wider.low is not None and wider.low < -10
 
 
 def test_equal_values_have_an_interval_without_width():
@@ -38,10 +56,7 @@ def test_equal_values_have_an_interval_without_width():
     assert estimate([third] * 7) == Estimate(third, third, third, 7)
 
 
-def test_the_same_seed_says_the_same():
-    values = [math.sin(i) for i in range(50)]
-    assert estimate(values) == estimate(values)
-    assert estimate(values) != estimate(values, seed=1)
+# ---- changes --------------------------------------------------------------------------------------
 
 
 def test_a_gain_pairs_examples_and_each_counts_once():
@@ -52,6 +67,33 @@ def test_a_gain_pairs_examples_and_each_counts_once():
     found = gain(before, after)
     assert found is not None
     assert (found.mean, found.n) == (0.375, 2)
+    # Four sign patterns: 0.75, 0.25, -0.25, -0.75. One is as large, so p = 2 * 1/4.
+    assert found.p == pytest.approx(0.5)
+
+
+def test_no_pairs_no_gain():
+    assert gain({"a": [1.0]}, {"b": [1.0]}) is None
+
+
+@pytest.mark.parametrize(
+    ("deltas", "p"),
+    [
+        ([1.0] * 5, 2 / 2**5),  # five of one sign are not certain
+        ([1.0] * 6, 2 / 2**6),  # six are
+        ([-1.0] * 6, 2 / 2**6),
+        ([1.0] * 6 + [0.0] * 4, 2 / 2**6),  # examples that did not change say nothing
+        # Of 2**7 patterns the sum is 7 in one and 5 in seven: 2 * 8 / 128.
+        ([1.0] * 6 + [-1.0], 2 * 8 / 2**7),
+        ([0.0] * 8, 1.0),
+        # As large as the sum 3.7: all positive, or 0.1 flipped for 3.5, which is not. p = 2 / 2**7.
+        ([0.6] * 6 + [0.1], 2 / 2**7),
+    ],
+)
+def test_p_values_by_counting(deltas: list[float], p: float):
+    found = gain(*pairs(deltas))
+    assert found is not None
+    assert found.p == pytest.approx(p)
+    assert found.certain is (p <= 0.05)
 
 
 def test_pairing_sees_what_means_alone_would_not():
@@ -64,20 +106,82 @@ def test_pairing_sees_what_means_alone_would_not():
     assert found.low == pytest.approx(0.01) and found.high == pytest.approx(0.01)
 
 
-def test_no_pairs_no_gain():
-    assert gain({"a": [1.0]}, {"b": [1.0]}) is None
+def test_a_step_chosen_among_several_must_be_better_by_more():
+    before, after = pairs([1.0] * 6 + [0.0] * 2)
+    _, other = pairs([1.0] * 5 + [-1.0] + [0.0] * 2)
+    alone, chosen = gain(before, after), gain(before, after, tried=[other, after])
+    assert alone is not None and chosen is not None
+    # Flips that make one of the two changes 6: all as they are, or the sixth alone. 2 * 2 / 2**6.
+    assert alone.p == pytest.approx(2 / 2**6)
+    assert chosen.p == pytest.approx(4 / 2**6) and not chosen.certain
+    assert (chosen.mean, chosen.low, chosen.high) == (alone.mean, alone.low, alone.high)
+    # Copies of one policy are one policy.
+    copies = gain(before, after, tried=[after, after, after])
+    assert copies is not None and copies.p == pytest.approx(alone.p)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "n", "certain"),
-    [
-        (0.1, 0.5, 6, True),
-        (-0.5, -0.1, 6, True),
-        (0.0, 0.5, 64, False),
-        (-0.1, 0.5, 64, False),
-        (0.1, 0.5, 5, False),  # five coins that agree are no rarity: 2 * (1/2)**5 = 6%
-        (None, None, 1, False),
-    ],
-)
-def test_when_a_gain_is_certain(low, high, n, certain):
-    assert Estimate(0.3, low, high, n).certain is certain
+def test_different_examples_are_compared_by_their_means():
+    before = {f"a{i}": [i / 10] for i in range(5)}
+    after = {f"b{i}": [1 + i / 10] for i in range(5)}
+    found = unpaired_gain(before, after)
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.mean == pytest.approx(1.0) and found.n == 5
+    # 10 over 5 = 252 ways to deal ten rewards out; one is as extreme, in each direction.
+    assert found.p == pytest.approx(2 / 252)
+    # Variances of 0.025 over 5 each: a standard error of 0.1, 8 degrees of freedom, t = 2.306.
+    assert found.low == pytest.approx(1 - 0.2306, abs=1e-3)
+    assert unpaired_gain({"a": [1.0]}, {}) is None
+    assert unpaired_gain({"a": [1.0]}, {"b": [0.5]}) == Estimate(-0.5, None, None, 1)
+
+
+# ---- how often chance alone is certain ------------------------------------------------------------
+
+DRAWS = 2000
+REWARDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "skewed": lambda rng, shape: rng.exponential(size=shape) ** 2,
+    "0 or 1": lambda rng, shape: (rng.random(size=shape) < 0.4).astype(float),
+}
+
+
+@pytest.mark.parametrize("rewards", REWARDS)
+@pytest.mark.parametrize("n", [6, 10, 24])
+def test_equal_policies_are_told_apart_in_at_most_6_percent(n: int, rewards: str):
+    rng = np.random.default_rng(n)
+    arms = REWARDS[rewards](rng, (DRAWS, 2, n))
+    p = sign_flip_p(arms[:, 1:] - arms[:, :1])
+    assert np.mean(p <= ALPHA) <= 0.06
+    # What a report says is that very number.
+    before, after = ({str(i): [float(r)] for i, r in enumerate(arm)} for arm in arms[0])
+    found = gain(before, after)
+    assert found is not None and found.p == pytest.approx(p[0])
+
+
+@pytest.mark.parametrize("rewards", REWARDS)
+@pytest.mark.parametrize(("n", "alike"), [(6, False), (10, False), (10, True)])
+def test_the_best_of_five_equal_policies_is_told_apart_in_at_most_6_percent(
+    n: int, alike: bool, rewards: str
+):
+    """Also where the steps of a run answer alike, as those of a small learning rate do."""
+    rng = np.random.default_rng(n)
+    arms = REWARDS[rewards](rng, (DRAWS, 6, n))
+    if alike:
+        arms[:, 2:] = np.where(rng.random(size=(DRAWS, 4, n)) < 0.9, arms[:, 1:2], arms[:, 2:])
+    changed = arms[:, 1:] - arms[:, :1]
+    assert np.mean(sign_flip_p(changed) <= ALPHA) <= 0.06
+    if not alike and (n, rewards) == (10, "normal"):  # and without it the test would be wrong
+        best = np.take_along_axis(changed, changed.mean(-1).argmax(-1)[:, None, None], 1)
+        assert np.mean(sign_flip_p(best) <= ALPHA) > 0.06
+
+
+def test_a_true_gain_is_found():
+    # Half of 24 examples become right: the p value of 12 of one sign is 2 / 2**12.
+    found = gain(*pairs([1.0] * 12 + [0.0] * 12))
+    assert found is not None and found.p is not None
+    assert found.p <= 0.005 and found.leaves_out_0
+
+
+def test_scipy_is_loaded_when_a_number_needs_it():
+    code = "import sys, hone.finetune.report.estimate; print('scipy' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

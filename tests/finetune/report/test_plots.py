@@ -149,7 +149,7 @@ def test_the_headline_says_the_finding():
     told.append(validation(1, {str(i): [1.0] for i in range(8)}, 1.0))
     title, note = plots.headline(History.of(told))
     assert title == "Held-out reward 0.00 \u2192 1.00"
-    assert note == "+1.00 (95% interval +1.00 to +1.00), 8 examples"
+    assert note == "+1.00 (95% interval +1.00 to +1.00), 8 examples, p = 0.008"
 
 
 def test_the_headline_of_gaps_and_of_one_epoch():
@@ -163,7 +163,7 @@ def test_the_headline_of_gaps_and_of_one_epoch():
     ]
     title, note = plots.headline(History.of(told))
     assert title == "Held-out reward 0.00 \u2192 1.00"
-    assert note.endswith("2 examples, after 2 epochs already")
+    assert note.endswith("2 examples, p = 0.50, after 2 epochs already")
     # Rounds count by what they weigh: (0.2 * 10 + 0.8 * 30) / 40 = 0.65.
     told = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
     assert plots.headline(History.of(told))[0] == "Training reward 0.65"

@@ -20,7 +20,7 @@ from hone.finetune.report import page, plots, report
 from hone.finetune.report.blocks import Document, Picture, Section, Text
 from hone.finetune.report.estimate import Estimate
 from hone.finetune.report.examples import LONGEST, pick, shown
-from hone.finetune.report.report import difference, measure
+from hone.finetune.report.report import measure
 from hone.finetune.report.sections import sections
 
 
@@ -38,20 +38,22 @@ def finished(status: str = "completed", **more) -> dict:
 
 
 def test_baseline_tuned_and_gain_by_hand(tmp_path: Path):
-    first = {str(i): [float(i < 2)] for i in range(8)}  # 2 of 8 right
-    last = {str(i): [float(i < 6)] for i in range(8)}  # 6 of 8
+    first = {str(i): [float(i < 2)] for i in range(12)}  # 2 of 12 right
+    last = {str(i): [float(i < 8)] for i in range(12)}  # 8 of 12
     place = log(
-        tmp_path, started(), validation(0, first, 0.25), validation(2, last, 0.75), finished()
+        tmp_path, started(), validation(0, first, 1 / 6), validation(2, last, 2 / 3), finished()
     )
     found = report.write(place).as_dict()
     assert json.loads((tmp_path / "report.json").read_text()) == found
-    assert (found["baseline"]["mean"], found["baseline"]["n"]) == (0.25, 8)
-    assert (found["tuned"]["mean"], found["tuned"]["step"]) == (0.75, 2)
-    # Four examples rose by 1, four stayed: a resample's mean is k/8, k binomial(8, 1/2), with
-    # P(k = 0) = 0.004, P(k <= 1) = 0.035: the 2.5% quantile is 1/8, by symmetry 97.5% is 7/8.
+    assert (found["baseline"]["mean"], found["baseline"]["n"]) == (pytest.approx(1 / 6), 12)
+    assert (found["tuned"]["mean"], found["tuned"]["step"]) == (pytest.approx(2 / 3), 2)
+    # Six examples rose by 1, six stayed: 12 squares of 1/2 over 11, so a standard error of 0.1508,
+    # times t(0.975, 11 degrees) = 2.201. Six changes of one sign have p = 2 / 2**6.
     gain = found["gain"]
-    assert (gain["mean"], gain["low"], gain["high"], gain["n"]) == (0.5, 0.125, 0.875, 8)
-    assert gain["certain"] and (gain["better"], gain["worse"], gain["unchanged"]) == (4, 0, 4)
+    assert (gain["mean"], gain["n"]) == (0.5, 12)
+    assert (gain["low"], gain["high"]) == pytest.approx((0.1682, 0.8318), abs=1e-4)
+    assert gain["p"] == pytest.approx(2 / 2**6, abs=0.01)  # of 1,999 of 4,096 flips
+    assert gain["certain"] and (gain["better"], gain["worse"], gain["unchanged"]) == (6, 0, 6)
     assert found["verdict"] == "better" and found["measured_on"] == "validation"
     assert found["checkpoint"]["step"] == 2
     assert found["seconds"] == 99.0 and set(found["phases"]) == {
@@ -59,7 +61,7 @@ def test_baseline_tuned_and_gain_by_hand(tmp_path: Path):
     }
     # A picture of every example in the HTML; without pictures, how many.
     text = (tmp_path / "report.md").read_text()
-    assert "| better | 4 |\n| worse | 0 |\n| unchanged | 4 |\n" in text
+    assert "| better | 6 |\n| worse | 0 |\n| unchanged | 6 |\n" in text
     assert "<td>unchanged</td>" not in (tmp_path / "report.html").read_text()
 
 
@@ -75,13 +77,6 @@ def test_a_validation_that_failed_is_no_baseline(tmp_path: Path):
     assert found.baseline is not None and found.baseline.epoch == 1
     assert found.gain == Estimate(0.25, None, None, 1)
     assert found.verdict == "unclear"
-
-
-def test_means_over_different_examples_differ_by_the_root_of_squares():
-    # 0.3 +- 0.03 and 0.7 +- 0.04: 0.4 +- sqrt(0.03**2 + 0.04**2) = 0.05
-    found = difference(Estimate(0.3, 0.27, 0.33, 20), Estimate(0.7, 0.66, 0.74, 30))
-    assert found.low == pytest.approx(0.35) and found.high == pytest.approx(0.45)
-    assert (found.mean, found.n) == (pytest.approx(0.4), 20)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
@@ -108,15 +103,15 @@ def test_what_measured_is_named(tmp_path: Path):
 # ---- what it says first ---------------------------------------------------------------------------
 
 FIRST = {
-    "good": ("Held-out reward rose from 0.24 to 0.84", "the gain is not chance", "good"),
+    "good": ("Held-out reward rose from 0.24 to 0.84", "the gain is unlikely to be chance", "good"),
     "failed": ("The run failed after 6 of 20 epochs", "loss is not finite", "bad"),
     "unfinished": (
         "The run was interrupted after 9 of 20",
         "not finished; the command below goes on",
         "unsure",
     ),
-    "worse": ("Held-out reward fell", "the loss is not chance", "bad"),
-    "one_epoch": ("No certain gain", "the interval holds 0", "unsure"),
+    "worse": ("Held-out reward fell", "the loss is unlikely to be chance", "bad"),
+    "one_epoch": ("No certain gain", "so it may be chance", "unsure"),
     "few": ("No certain gain", "on fewer than 6 examples nothing is certain", "unsure"),
     "no_validation": ("Training reward rose", "may learn by heart. Name held-out", "unsure"),
 }

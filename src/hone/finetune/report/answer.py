@@ -12,7 +12,7 @@ only one of them scored, that the rewards are of training examples.
 from typing import TYPE_CHECKING
 
 from hone.finetune.report.estimate import MIN_PAIRS, Estimate
-from hone.finetune.words import counted, interval, number, when
+from hone.finetune.words import counted, interval, number, p_value, when
 
 if TYPE_CHECKING:
     from hone.finetune.report.report import Report
@@ -51,7 +51,8 @@ def _change(report: "Report") -> tuple[str, str, Tone]:
         return head, " ".join(said), "unsure"
     what = "Held-out reward" if report.held_out else "Training reward"
     moved = f"from {number(first.value.mean)} to {number(last.value.mean)}"
-    change = f"The change is {interval(gain)}{_paired(report, gain)}: "
+    chance = f", {p_value(gain)}" if gain.p is not None else ""
+    change = f"The change is {interval(gain)}{_paired(report, gain)}{chance}: "
     if report.idle:
         same = f"{what} went {moved} all the same: that is chance, for the model did not change."
         return "Nothing was learned", " ".join([*_idle(report), same]), "unsure"
@@ -82,16 +83,25 @@ def _paired(report: "Report", gain: Estimate) -> str:
 
 
 def _certainty(report: "Report", gain: Estimate) -> str:
-    if gain.low is None or gain.high is None:
+    """What the p value says. It decides; where the interval seems to disagree, why it may."""
+    if gain.p is None:
         return "one example says nothing about others."
     if gain.n < MIN_PAIRS:
         return f"on fewer than {MIN_PAIRS} examples nothing is certain."
     if not gain.certain:
-        return "the interval holds 0, so it may be chance. More held-out examples would narrow it."
-    if gain.mean > 0:
-        return "the interval leaves out 0, so the gain is not chance."
-    use = " Serve an earlier step instead (NAME@best, NAME@0)." if report.held_out else ""
-    return f"the interval leaves out 0, so the loss is not chance.{use}"
+        if gain.leaves_out_0:
+            return (
+                "so it may be chance. The interval leaves out 0, but on so few or such uneven changes "
+                "it is too narrow; the test decides. More held-out examples would settle it."
+            )
+        return "so it may be chance. More held-out examples would narrow the interval."
+    what = "gain" if gain.mean > 0 else "loss"
+    said = f"so the {what} is unlikely to be chance."
+    if not gain.leaves_out_0:
+        said += " How large it is remains open: a few examples changed by far more than the rest."
+    if gain.mean < 0 and report.held_out:
+        said += " Serve an earlier step instead (NAME@best, NAME@0)."
+    return said
 
 
 def _gaps(report: "Report") -> list[str]:

@@ -16,8 +16,6 @@ from itertools import pairwise
 from hone.finetune.history import History, Round
 from hone.finetune.report.estimate import Estimate, estimate
 
-BAND_RESAMPLES = 1000
-
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -152,7 +150,7 @@ def _training(r: Round) -> Estimate | None:
 
 def _estimated(rewards: dict[str, list[float]], mean: float) -> Estimate:
     known = [sum(group) / len(group) for group in rewards.values() if group]
-    found = estimate(known, resamples=BAND_RESAMPLES)
+    found = estimate(known)
     if found is None or found.low is None or found.high is None:
         return Estimate(mean, None, None, len(known))
     return Estimate(mean, min(found.low, mean), max(found.high, mean), found.n)

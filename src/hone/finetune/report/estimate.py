@@ -1,29 +1,41 @@
-"""How good a mean is: the interval in which it would lie on other examples of the same kind.
+"""How sure a mean or a change of a mean is.
 
-In:   rewards by example
-Out:  Estimates: a mean with its 95% bootstrap interval; the change of a mean, paired by example
-Used: plots.py for bands, report.py for the answer, metrics.py
+In:   rewards by example, of one policy or of two
+Out:  Estimates: a mean with its 95% t interval; for a change also the p value of a permutation test
 
 An example counts once, however often it was run: generations of one example are alike, and counting
-them singly would make every interval too narrow. Draws are seeded, so that a report can be written
-again and says the same.
+them singly would make every interval too narrow and every p value too small. The p value decides
+whether a change is certain, and the interval says how large it may be. The test is a paired
+sign-flip test: if two policies are equally good, each example's change is as likely to be its
+negative. Its level holds for any number of examples and any rewards; tests/finetune/report
+simulates it. Where a step was chosen among several, `tried` names them all and the p value allows
+for the choice. Random draws are seeded, so a report that is written again says the same.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
-from typing import Any
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
 
-RESAMPLES = 10_000
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+RESAMPLES = 1999
+"""Random sign flips; up to 10 examples all flips are tried instead, which is exact."""
 LEVEL = 0.95
+ALPHA = 1 - LEVEL
 MIN_PAIRS = 6
-"""A gain is called certain on so many examples or more: 5 coins show the same side in 1 of 16
-throws, 6 in 1 of 32, which is under 5%."""
+"""On fewer examples no change can be certain: 5 changes of one sign have p = 2 / 2**5 = 0.0625."""
+BATCH = 500_000
+"""Numbers that one step of a test holds in memory."""
+
+Rewards = Mapping[str, Sequence[float]]
+"""By example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over examples, and where it would lie on other examples of the same kind."""
+    """A mean over examples, or the change of one."""
 
     mean: float
     low: float | None
@@ -31,59 +43,141 @@ class Estimate:
     high: float | None
     n: int
     """Examples."""
+    p: float | None = None
+    """For a change: how often chance alone makes one this large, in either direction."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def certain(self) -> bool:
-        """For a difference: it is not 0, at 95%."""
-        if self.low is None or self.high is None or self.n < MIN_PAIRS:
-            return False
-        return self.low > 0 or self.high < 0
+        """For a change: chance alone makes one this large in at most 5% of cases."""
+        return self.p is not None and self.p <= ALPHA
+
+    @property
+    def leaves_out_0(self) -> bool:
+        """Whether 0 lies outside of the interval."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
-def estimate(
-    values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate | None:
-    """Mean with its 95% percentile bootstrap interval; None of nothing."""
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of rewards with its t interval; None without values.
+
+    A mean of rewards between 0 and 1 lies there too, so their interval ends there.
+    """
+    found = _interval(values)
+    if found is None or found.low is None or found.high is None:
+        return found
+    if min(values) >= 0 and max(values) <= 1:
+        return Estimate(found.mean, max(found.low, 0.0), min(found.high, 1.0), found.n)
+    return found
+
+
+def _interval(values: Sequence[float]) -> Estimate | None:
     if not values:
         return None
-    mean = fmean(values)
-    if len(values) < 2:
-        return Estimate(mean, None, None, len(values))
+    n, mean = len(values), fmean(values)
+    if n < 2:
+        return Estimate(mean, None, None, n)
     if min(values) == max(values):  # exactly, where sums would round
-        return Estimate(values[0], values[0], values[0], len(values))
-    import numpy as np  # here, because the trainer needs it only once an epoch is over
-
-    array = np.asarray(values, dtype=np.float64)
-    draw = np.random.default_rng(seed)
-    at_once = max(1, 1_000_000 // len(array))
-    means = np.concatenate(
-        [
-            array[draw.integers(len(array), size=(min(at_once, resamples - i), len(array)))].mean(1)
-            for i in range(0, resamples, at_once)
-        ]
-    )
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(mean, float(low), float(high), len(array))
+        return Estimate(values[0], values[0], values[0], n)
+    return Estimate(mean, *_t_interval(mean, stdev(values) / n**0.5, n - 1), n)
 
 
-def by_example(rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _t_interval(mean: float, error: float, degrees: float) -> tuple[float, float]:
+    from scipy import stats  # here, because it takes a second to import
+
+    low, high = stats.t.interval(LEVEL, degrees, loc=mean, scale=error)
+    return float(low), float(high)
+
+
+def by_example(rewards: Rewards) -> dict[str, float]:
     """Each example's mean."""
     return {example: fmean(known) for example, known in rewards.items() if known}
 
 
-def gain(
-    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], *, seed: int = 0
-) -> Estimate | None:
-    """The mean change of the examples that both have, paired: what they differ in cancels out."""
-    return estimate(list(changes(before, after).values()), seed=seed)
-
-
-def changes(
-    before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
-) -> dict[str, float]:
+def changes(before: Rewards, after: Rewards) -> dict[str, float]:
     """Each example's change, for the examples that both have."""
     first, last = by_example(before), by_example(after)
     return {example: last[example] - first[example] for example in first if example in last}
+
+
+def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> Estimate | None:
+    """The mean change of the examples that both have, paired: what they differ in cancels out.
+
+    `tried`: the rewards of all policies among which `after` was chosen for its mean, itself
+    included. The p value then is that of the largest of their changes. The interval is that of
+    `after` alone and does not allow for the choice.
+    """
+    found = _interval(list(changes(before, after).values()))
+    if found is None or found.n < 2:
+        return found
+    import numpy as np
+
+    columns = list(by_example(before))
+    rows = []
+    for one in tried if len(tried) > 1 else [after]:
+        of_one = changes(before, one)
+        # A change that is not known counts as none, which no flip alters.
+        row = np.array([of_one.get(example, 0.0) for example in columns])
+        rows.append(row / max(len(of_one), 1))
+    p = float(sign_flip_p(np.array(rows)))
+    return Estimate(found.mean, found.low, found.high, found.n, p)
+
+
+def sign_flip_p(changes: "ndarray") -> "ndarray":
+    """p values of the largest mean change among K policies, over n examples.
+
+    `changes` is [..., K, n]; leading dimensions are tests of their own. With K = 1 it is the paired
+    two-sided sign-flip test. With more, an example's changes are flipped together, as the policies
+    share the answers of `before`, and the one-sided p value is doubled.
+    """
+    import numpy as np
+    from scipy import stats
+
+    policies, n = changes.shape[-2:]
+    signs = np.ones((*changes.shape[:-2], n))
+
+    def largest(signs: "ndarray", axis: int) -> "ndarray":
+        assert axis == -1, axis
+        return np.einsum("...n,...kn->...k", signs, changes).max(-1)
+
+    result = stats.permutation_test(
+        (signs,),
+        largest,
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        batch=max(1, BATCH // changes.size),
+        alternative="two-sided" if policies == 1 else "greater",
+        axis=-1,
+        rng=np.random.default_rng(0),
+    )
+    p = np.asarray(result.pvalue)
+    return p if policies == 1 else np.minimum(2 * p, 1.0)
+
+
+def unpaired_gain(before: Rewards, after: Rewards) -> Estimate | None:
+    """The change of the mean between different examples: Welch's interval, a permutation test."""
+    first, last = (list(by_example(rewards).values()) for rewards in (before, after))
+    if not first or not last:
+        return None
+    mean, n = fmean(last) - fmean(first), min(len(first), len(last))
+    if n < 2:
+        return Estimate(mean, None, None, n)
+    import numpy as np
+    from scipy import stats
+
+    squares = [stdev(values) ** 2 / len(values) for values in (first, last)]
+    error, ends = sum(squares) ** 0.5, (mean, mean)
+    if error:
+        spread = squares[0] ** 2 / (len(first) - 1) + squares[1] ** 2 / (len(last) - 1)
+        ends = _t_interval(mean, error, error**4 / spread)
+    result = stats.permutation_test(
+        (np.array(last), np.array(first)),
+        lambda x, y, axis: x.mean(axis=axis) - y.mean(axis=axis),
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        rng=np.random.default_rng(0),
+    )
+    return Estimate(mean, *ends, n, float(result.pvalue))

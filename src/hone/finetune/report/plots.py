@@ -23,7 +23,7 @@ from hone.finetune.report import canvas
 from hone.finetune.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
 from hone.finetune.report.curves import Curves, Point, curves, smoothed
 from hone.finetune.report.estimate import gain
-from hone.finetune.words import counted, interval, number, when
+from hone.finetune.words import counted, interval, number, p_value, when
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,8 @@ def _how_sure(before: dict[str, list[float]], after: dict[str, list[float]]) -> 
     found = gain(before, after)
     if found is None or found.low is None:
         return ""
-    return f"{interval(found)}, {counted(found.n, 'example')}"
+    chance = f", {p_value(found)}" if found.p is not None else ""
+    return f"{interval(found)}, {counted(found.n, 'example')}{chance}"
 
 
 def example_changes(deltas: Sequence[float], size: tuple[float, float]) -> bytes:

@@ -6,13 +6,12 @@ Out:  report.json for programs, report.md and report.html for people (sections.p
 Used: run.py at the end of a run, however it ended
 
 Before is the first validation that gave a number, after is the last one, and the gain is paired by
-example. A gain counts as certain when its 95% interval leaves out 0 on six examples or more.
+example. A gain counts as certain when its p value is at most 0.05 (estimate.py says which test).
 Without two validations the training rewards of the first and the last epoch stand in, and the
 report says so first, because a model may learn its training examples by heart.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,14 @@ from hone.errors import ConfigError
 from hone.events import FILE, read
 from hone.finetune import metrics
 from hone.finetune.history import History, Validation
-from hone.finetune.report.estimate import Estimate, by_example, changes, estimate
+from hone.finetune.report.estimate import (
+    Estimate,
+    by_example,
+    changes,
+    estimate,
+    gain,
+    unpaired_gain,
+)
 from hone.finetune.report.examples import Example, pick
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
@@ -206,30 +212,10 @@ def measure(output_dir: Path) -> Report:
         baseline=first,
         tuned=last,
         best=best,
-        gain=_gain(rewards, deltas),
+        gain=(gain(*rewards) or unpaired_gain(*rewards)) if rewards else None,
         deltas=deltas,
         examples=_examples(output_dir, held_out, first, last),
     )
-
-
-def _gain(
-    rewards: Sequence[Mapping[str, list[float]]], deltas: dict[str, float]
-) -> Estimate | None:
-    """Paired where the same examples were run; else, with parts of a dataset, of the two means."""
-    if deltas or not rewards:
-        return estimate(list(deltas.values()))
-    before, after = (estimate(list(by_example(r).values())) for r in rewards)
-    return None if before is None or after is None else difference(before, after)
-
-
-def difference(before: Estimate, after: Estimate) -> Estimate:
-    """Of means over different examples: their errors add up as squares."""
-    mean, n = after.mean - before.mean, min(before.n, after.n)
-    if before.low is None or before.high is None or after.low is None or after.high is None:
-        return Estimate(mean, None, None, n)
-    down = ((after.mean - after.low) ** 2 + (before.high - before.mean) ** 2) ** 0.5
-    up = ((after.high - after.mean) ** 2 + (before.mean - before.low) ** 2) ** 0.5
-    return Estimate(mean, mean - down, mean + up, n)
 
 
 def _validated(v: Validation) -> Measured:
