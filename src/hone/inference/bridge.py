@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Literal
 
 from hone.inference.library import Library
@@ -81,6 +82,23 @@ class Bridged:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """The messages of a request, checked, with the digests they are compared by."""
+
+    turns: list[Message]
+    meanings: list[bytes]
+    """A hash of what each message means."""
+    prefixes: list[bytes]
+    """The same for all messages up to and including each."""
+
+    @classmethod
+    def read(cls, turns: list[Message]) -> "Asked":
+        meanings = [_meaning(message) for message in turns]
+        chain = accumulate(meanings, lambda before, one: hashlib.sha256(before + one).digest())
+        return cls(turns, meanings, list(chain))
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
     call: RenderedCall
     turns: list[Message]
@@ -88,67 +106,54 @@ class _Recorded:
     tools: str
 
 
-class Conversation:
-    """The calls of one rollout. They may branch: the longest one that can be continued counts."""
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A request and the recorded calls it may continue, independent of the Conversation.
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._calls: list[_Recorded] = []
-        self._by_turns: dict[bytes, list[int]] = {}
-        self._prompts: set[bytes] = set()
-        self._replies: set[str] = set()
+    A Conversation needs a lock, and rendering takes long; so the two are apart. A Match can also be
+    rendered in another process.
+    """
 
-    def add(self, call: RenderedCall) -> None:
-        turns = [*check_messages(call.messages), *check_messages([call.reply])]
-        *_, prompt, whole = _digests(turns)
-        self._prompts.add(prompt)
-        self._by_turns.setdefault(whole, []).append(len(self._calls))
-        self._replies.add(turns[-1].meaning)
-        self._calls.append(_Recorded(call, turns, _spelt(check_tools(call.tools))))
+    asked: Asked
+    tools: list[dict[str, Any]]
+    candidates: list[tuple[int, _Recorded]]
+    """Calls whose messages and reply the request begins with, the longest first."""
+    parting: tuple[Outcome, Why]
+    """What becomes of the turn if it continues none of them."""
 
-    def prompt(
-        self, messages: object, tools: Tools | None = None, *, template: ChatTemplate | None = None
-    ) -> Bridged:
-        """The next prompt. `template` stands in where the request has arguments of its own."""
-        template = template or self._template
-        asked, offered = template.check(messages, tools)
-        refused: list[tuple[int, Why]] = []
-        for digest in reversed(_digests(asked)):
-            for index in reversed(self._by_turns.get(digest, ())):
-                bridged = self._continued(template, index, asked, offered)
-                if isinstance(bridged, Bridged):
-                    return bridged
-                refused.append((index, bridged))
-        ids = template.renderer.render(asked, offered, generation_prompt=True)
+    def render(self, template: ChatTemplate) -> Bridged:
+        """The prompt. Raises TemplateError where the template cannot express the messages."""
+        refused: list[tuple[int, RenderedCall, Why]] = []
+        for index, recorded in self.candidates:
+            bridged = self._continued(template, index, recorded)
+            if isinstance(bridged, Bridged):
+                return bridged
+            refused.append((index, recorded.call, bridged))
+        ids = template.renderer.render(self.asked.turns, self.tools, generation_prompt=True)
         if refused:
-            index, why = refused[0]
-            call = self._calls[index].call
+            index, call, why = refused[0]
             before = [*call.prompt_ids, *call.completion_ids]
             # Rendered again it may still have given the same ids; then the turns merge.
             reused = len(before) if ids[: len(before)] == before else 0
             return Bridged(
                 ids=ids, outcome="re-rendered", reasons=(why,), source=index, reused=reused
             )
-        if not self._calls:
-            return Bridged(ids=ids, outcome="first", reasons=(Why.FIRST,))
-        outcome, why = self._parting(asked)
+        outcome, why = self.parting
         return Bridged(ids=ids, outcome=outcome, reasons=(why,))
 
-    def _continued(
-        self, template: ChatTemplate, index: int, asked: list[Message], tools: list[dict[str, Any]]
-    ) -> Bridged | Why:
+    def _continued(self, template: ChatTemplate, index: int, recorded: _Recorded) -> Bridged | Why:
         """The prompt that continues this call, or why there is none."""
-        recorded = self._calls[index]
-        call, added = recorded.call, asked[len(recorded.turns) :]
+        asked, call = self.asked.turns, recorded.call
+        added = asked[len(recorded.turns) :]
         if call.template and call.template != template.fingerprint:
             return Why.TEMPLATE_CHANGED
-        if recorded.tools != _spelt(tools):
+        if recorded.tools != _spelt(self.tools):
             return Why.TOOLS_CHANGED
         if _reasoned_otherwise(recorded.turns, asked):
             return Why.REPLY_REWRITTEN
-        ids = template.renderer.extend(call.prompt_ids, call.completion_ids, added, tools)
+        ids = template.renderer.extend(call.prompt_ids, call.completion_ids, added, self.tools)
         put_in = any(message.role == "assistant" for message in added)
-        rewritten = put_in and self._parting(asked)[1] == Why.REPLY_REWRITTEN
+        rewritten = put_in and self.parting[1] == Why.REPLY_REWRITTEN
         if ids is None:
             return Why.REPLY_REWRITTEN if rewritten else _refusal(template, added)
         reasons = _notes(template, recorded, asked)
@@ -162,18 +167,58 @@ class Conversation:
             reused=len(call.prompt_ids) + len(call.completion_ids),
         )
 
-    def _parting(self, asked: list[Message]) -> tuple[Outcome, Why]:
+
+class Conversation:
+    """The calls of one rollout. They may branch: the longest one that can be continued counts."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._calls: list[_Recorded] = []
+        self._by_turns: dict[bytes, list[int]] = {}
+        self._prompts: set[bytes] = set()
+        self._replies: set[bytes] = set()
+
+    def add(self, call: RenderedCall) -> None:
+        turns = [*check_messages(call.messages), *check_messages([call.reply])]
+        said = Asked.read(turns)
+        *_, prompt, whole = said.prefixes
+        self._prompts.add(prompt)
+        self._by_turns.setdefault(whole, []).append(len(self._calls))
+        self._replies.add(said.meanings[-1])
+        self._calls.append(_Recorded(call, turns, _spelt(check_tools(call.tools))))
+
+    def prompt(
+        self, messages: object, tools: Tools | None = None, *, template: ChatTemplate | None = None
+    ) -> Bridged:
+        """The next prompt. `template` stands in where the request has arguments of its own."""
+        template = template or self._template
+        turns, offered = template.check(messages, tools)
+        return self.match(Asked.read(turns), offered).render(template)
+
+    def match(self, asked: Asked, tools: list[dict[str, Any]]) -> Match:
+        """The recorded calls a request may continue. Renders nothing."""
+        candidates = [
+            (index, self._calls[index])
+            for digest in reversed(asked.prefixes)
+            for index in reversed(self._by_turns.get(digest, ()))
+        ]
+        return Match(asked, tools, candidates, self._parting(asked))
+
+    def _parting(self, asked: Asked) -> tuple[Outcome, Why]:
         """Why a request that is not the continuation of a call's answer is not."""
-        digests = _digests(asked)
+        if not self._calls:
+            return "first", Why.FIRST
+        prefixes, turns = asked.prefixes, asked.turns
         rewritten = any(
-            prompt in self._prompts and answer.role == "assistant" and turns not in self._by_turns
-            for prompt, answer, turns in zip(digests, asked[1:], digests[1:], strict=False)
+            prompt in self._prompts and answer.role == "assistant" and whole not in self._by_turns
+            for prompt, answer, whole in zip(prefixes, turns[1:], prefixes[1:], strict=False)
         )
         if rewritten:
             return "re-rendered", Why.REPLY_REWRITTEN
-        if any(m.role == "assistant" and m.meaning in self._replies for m in asked):
+        replied = zip(turns, asked.meanings, strict=True)
+        if any(m.role == "assistant" and meaning in self._replies for m, meaning in replied):
             return "re-rendered", Why.HISTORY_REWRITTEN
-        return "branched", Why.SAME_PROMPT if digests[-1] in self._prompts else Why.OTHER
+        return "branched", Why.SAME_PROMPT if prefixes[-1] in self._prompts else Why.OTHER
 
 
 def bridge(
@@ -221,14 +266,8 @@ def _reasoned_otherwise(turns: Sequence[Message], asked: Sequence[Message]) -> b
     )
 
 
-def _digests(turns: Sequence[Message]) -> list[bytes]:
-    """For every prefix of the turns, a hash of what it means."""
-    digests: list[bytes] = []
-    state = b""
-    for message in turns:
-        state = hashlib.sha256(state + message.meaning.encode()).digest()
-        digests.append(state)
-    return digests
+def _meaning(message: Message) -> bytes:
+    return hashlib.sha256(message.meaning.encode()).digest()
 
 
 def _spelt(tools: Sequence[dict[str, Any]]) -> str:

@@ -110,7 +110,7 @@ class ChatTemplate:
         self.name = name
         self.kwargs = dict(kwargs)
         self._own = own
-        self._today = today
+        self.today = today
         self._vocabulary = _Vocabulary(own.tokenizer)
         self._variants: dict[str, ChatTemplate] = {}
 
@@ -155,7 +155,7 @@ class ChatTemplate:
                 self.tokenizer,
                 self.name,
                 chat_template_kwargs={**self.kwargs, **kwargs},
-                today=self._today,
+                today=self.today,
             )
             variant._vocabulary = self._vocabulary
             self._variants[key] = variant
@@ -203,7 +203,7 @@ class ChatTemplate:
             "renderer": self.renderer_name,
             "version": version("renderers") if foreign else chatml.VERSION,
         }
-        date = self._today.isoformat() if dated else None
+        date = self.today.isoformat() if dated else None
         parts = (self._vocabulary.digest, self._own.source, arguments, date)
         texts = (json.dumps(part, sort_keys=True, default=repr) for part in parts)
         return "-".join(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
@@ -224,13 +224,17 @@ class ChatTemplate:
         self, messages: object, tools: Tools | None
     ) -> tuple[list[Message], list[dict[str, Any]]]:
         """Messages and tools as values; refuses tools that would vanish without a word."""
+        offered = self.check_tools(tools)
+        return check_messages(messages), offered
+
+    def check_tools(self, tools: Tools | None) -> list[dict[str, Any]]:
         offered = check_tools(tools)
         if offered and not self.renderer.takes_tools:
             raise TemplateError(
                 f"tools: the chat template of {self.name!r} has no place for tools and they would "
                 "vanish; describe them in the system message, or use a model that has tools"
             )
-        return check_messages(messages), offered
+        return offered
 
     def parser(
         self,

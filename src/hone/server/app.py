@@ -42,6 +42,7 @@ from hone.server.serving import Serving
 from hone.server.settings import Settings
 from hone.server.store import Store
 from hone.server.telemetry import Metrics, log, say
+from hone.server.workers import WorkerPool
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -80,6 +81,8 @@ class State:
     serving: Serving
     service: TrainingService
     metrics: Metrics
+    workers: WorkerPool
+    """Processes that read large request bodies."""
     started_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -118,6 +121,7 @@ class State:
             serving=serving,
             service=service,
             metrics=metrics,
+            workers=WorkerPool(settings.body_processes),
         )
         finish_renames(state)
         return state
@@ -138,6 +142,7 @@ class State:
             await self.service.close()
             await self.serving.drain(DRAIN_S)
             await self.serving.close()
+            await asyncio.to_thread(self.workers.close)
             self.store.close()
 
     async def _prune(self) -> None:

@@ -23,7 +23,8 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from hone.errors import BadRequest, HoneError, UnknownModel
-from hone.server import rollouts
+from hone.inference.bridge import Asked
+from hone.server import rollouts, tasks
 from hone.server.answers import streamed, whole
 from hone.server.exchange import Where
 from hone.server.openai import ChatRequest, CompletionRequest, read_json, written
@@ -98,12 +99,12 @@ class OpenAI:
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
         where = _where(request)
-        asked = kind.parse(read_json(await request.body()), max_n=self._state.settings.max_n)
+        asked, read = await self._read(await request.body(), kind)
 
         async def answer(scope: AsgiScope, receive: Receive, send: Send) -> None:
             out = EventStream(send)
             try:
-                said = await self._answer(asked, where, out)
+                said = await self._answer(asked, read, where, out)
             except Exception as error:
                 if not out.begun:
                     raise
@@ -115,8 +116,25 @@ class OpenAI:
 
         return WhileConnected(answer)
 
+    async def _read(
+        self, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> tuple[ChatRequest | CompletionRequest, Asked | None]:
+        """The request; of a large one, which a worker process reads, also its checked messages."""
+        settings, workers = self._state.settings, self._state.workers
+        if len(body) <= settings.large_body_bytes:
+            return kind.parse(read_json(body), max_n=settings.max_n), None
+        limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
+        if kind is CompletionRequest:
+            return await workers.run(tasks.read_completion, body, **limits), None
+        chat = await workers.run(tasks.read_chat, body, **limits)
+        return chat.request, chat.asked
+
     async def _answer(
-        self, asked: ChatRequest | CompletionRequest, where: Where, out: EventStream
+        self,
+        asked: ChatRequest | CompletionRequest,
+        read: Asked | None,
+        where: Where,
+        out: EventStream,
     ) -> dict[str, Any] | None:
         """The answer, or None where it was streamed."""
         state, serving = self._state, self._state.serving
@@ -137,9 +155,12 @@ class OpenAI:
                     settings=state.settings,
                     calls=state.calls,
                     metrics=state.metrics,
+                    workers=state.workers,
                 )
-                chat = isinstance(asked, ChatRequest)
-                exchange, form = await (known.chat(asked) if chat else known.complete(asked))
+                if isinstance(asked, ChatRequest):
+                    exchange, form = await known.chat(asked, read)
+                else:
+                    exchange, form = await known.complete(asked)
                 if not asked.stream:
                     return await whole(exchange, form)
                 await streamed(exchange, form, out, include_usage=asked.include_usage)

@@ -15,8 +15,11 @@ from typing import Any
 
 from hone.errors import BadRequest
 from hone.inference.base import Sampling
+from hone.inference.bridge import Asked
+from hone.inference.messages import check_messages
 from hone.inference.reply import StreamParser
 from hone.inference.template import ChatTemplate
+from hone.server import tasks
 from hone.server.answers import ChatForm, Form, TextForm
 from hone.server.calls import CallStore
 from hone.server.exchange import Exchange, Where
@@ -24,8 +27,10 @@ from hone.server.offer import Offer, offer
 from hone.server.openai import ChatRequest, CompletionRequest, LogprobWriter
 from hone.server.serving import Policy
 from hone.server.settings import Settings
-from hone.server.talks import Scope, Turn, request_seed
+from hone.server.talks import Matched, Scope, Turn, request_seed
+from hone.server.tasks import TemplateRef
 from hone.server.telemetry import Metrics
+from hone.server.workers import WorkerPool
 from hone.types import RunSpec
 
 Prepared = tuple[Exchange, Form]
@@ -42,9 +47,12 @@ class Preparation:
     settings: Settings
     calls: CallStore
     metrics: Metrics
+    workers: WorkerPool
 
-    async def chat(self, asked: ChatRequest) -> Prepared:
-        template, offered, turn, forced = await asyncio.to_thread(self._turn, asked)
+    async def chat(self, asked: ChatRequest, read: Asked | None = None) -> Prepared:
+        """`read`: the messages, where a worker process has checked them because they are large."""
+        template, offered, turn = await self._turn(asked, read)
+        forced = offered.forced_ids(template, turn.ids)
         room = self._room(len(turn.ids), asked.limit, len(forced), "messages")
         place = self.scope.next_index()
         sent = asked.chat_template_kwargs or {}
@@ -67,7 +75,7 @@ class Preparation:
 
     async def complete(self, asked: CompletionRequest) -> Prepared:
         base, prompt = self.policy.base, asked.text_or_ids
-        ids = await asyncio.to_thread(self._encoded, prompt)
+        ids = await self._encoded(prompt)
         room = self._room(len(ids), asked.limit, 0, "prompt")
         place = self.scope.next_index()
         exchange = Exchange(
@@ -85,21 +93,46 @@ class Preparation:
         )
         return exchange, TextForm(self._writer(asked) if asked.logprobs is not None else None)
 
-    def _turn(self, asked: ChatRequest) -> tuple[ChatTemplate, Offer, Turn, list[int]]:
-        """The prompt. Blocking."""
+    async def _turn(
+        self, asked: ChatRequest, read: Asked | None
+    ) -> tuple[ChatTemplate, Offer, Turn]:
+        """The prompt; a large one is rendered and tokenized by a worker process."""
+        if read is None:
+            return await asyncio.to_thread(self._rendered, asked)
+        template, offered, matched = await asyncio.to_thread(self._matched, asked, read)
+        ref = TemplateRef.of(template, self.policy.base.files)
+        bridged, tokens = await self.workers.run(tasks.render, ref, matched.match, self._limit)
+        if tokens > self._limit:
+            self._room(tokens, asked.limit, 0, "messages")
+        return template, offered, matched.turn(bridged)
+
+    def _rendered(self, asked: ChatRequest) -> tuple[ChatTemplate, Offer, Turn]:
+        """Blocking."""
+        read = Asked.read(check_messages(asked.messages))
+        template, offered, matched = self._matched(asked, read)
+        return template, offered, matched.turn(matched.match.render(template))
+
+    def _matched(self, asked: ChatRequest, read: Asked) -> tuple[ChatTemplate, Offer, Matched]:
+        """Blocking."""
         sent = asked.chat_template_kwargs or {}
         day = None if self.run is None else self.calls.opened_on(self.run)
         template = self.policy.base.spoken({**self._spec("chat_template_kwargs", {}), **sent}, day)
         offered = offer(template, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        turn = self.scope.turn(
-            self.calls, self.policy.base, template, asked.messages, offered.tools
-        )
-        return template, offered, turn, offered.forced_ids(template, turn.ids)
+        tools = template.check_tools(offered.tools)
+        return template, offered, self.scope.match(self.calls, self.policy.base, read, tools)
 
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
-        self.scope.recall(self.calls)
-        tokenizer = self.policy.base.template.tokenizer
-        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    async def _encoded(self, prompt: str | list[int]) -> list[int]:
+        await asyncio.to_thread(self.scope.recall, self.calls)
+        if isinstance(prompt, list):
+            return prompt
+        base = self.policy.base
+        if len(prompt) <= self.settings.large_body_bytes:
+            return await asyncio.to_thread(base.template.tokenizer.encode, prompt)
+        ref = TemplateRef.of(base.template, base.files)
+        ids, tokens = await self.workers.run(tasks.tokenize, ref, prompt, self._limit)
+        if tokens > self._limit:
+            self._room(tokens, None, 0, "prompt")
+        return ids
 
     def _common(self, place: int) -> dict[str, Any]:
         return {
@@ -120,10 +153,14 @@ class Preparation:
         as_ids = asked.return_tokens_as_token_ids or self._spec("token_ids_as_text", False)
         return LogprobWriter(self.policy.base, as_ids=bool(as_ids))
 
+    @property
+    def _limit(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return min(self.policy.base.max_positions, self.settings.max_seq_length)
+
     def _room(self, prompt: int, asked: int | None, forced: int, param: str) -> int:
         """Tokens that may be sampled; BadRequest where prompt and answer cannot fit."""
-        positions, settings = self.policy.base.max_positions, self.settings
-        limit = min(positions, settings.max_seq_length)
+        positions, settings, limit = self.policy.base.max_positions, self.settings, self._limit
         answer = max(asked or 1, forced + 1)
         if prompt + answer > limit:
             whose = "the model" if limit == positions else "this server (max_seq_length)"

@@ -53,6 +53,10 @@ class Settings(Strict):
     """Seconds a request waits while serving is paused before it gets 503."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest body of a request; a larger one gets 413 before it is read."""
+    large_body_bytes: int = Field(default=64 * 2**10, gt=0)
+    """Size above which a body is parsed, validated and tokenized by a process beside the server's."""
+    body_processes: int = Field(default=2, gt=0)
+    """Number of processes that read large bodies; each is started when it is first needed."""
     max_concurrent: int = Field(default=1024, gt=0)
     """OpenAI requests that are answered at the same time; more get 429."""
     max_n: int = Field(default=128, gt=0)

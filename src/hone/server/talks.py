@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hone.inference.bridge import Bridged, Conversation, RenderedCall, Why
+from hone.inference.bridge import Asked, Bridged, Conversation, Match, RenderedCall, Why
 from hone.inference.template import ChatTemplate
 from hone.server.calls import CallStore
 from hone.server.language import Language
@@ -45,6 +45,26 @@ class Turn:
     """The call it continues, or the last one before it; what it shares with it is stored once."""
 
 
+@dataclass(frozen=True)
+class Matched:
+    """A request beside the calls it may continue; the prompt is not rendered yet."""
+
+    match: Match
+    calls: Sequence[RecordedCall]
+    """Those its candidates count by; only ever appended to."""
+    last: RecordedCall | None
+    alone: bool
+    """Outside any rollout, where calls have nothing to do with each other."""
+
+    def turn(self, bridged: Bridged) -> Turn:
+        """The turn whose prompt was rendered so."""
+        parent = self.last if bridged.source is None else self.calls[bridged.source]
+        outcome, reasons = bridged.outcome, tuple(str(why) for why in bridged.reasons)
+        if self.alone and bridged.reasons == (Why.OTHER,):
+            outcome, reasons, parent = "first", (str(Why.FIRST),), None
+        return Turn(bridged.ids, outcome, reasons, parent)
+
+
 class Talk:
     """What was said to one set of weights, in one rollout or outside any."""
 
@@ -54,12 +74,9 @@ class Talk:
         self._calls: list[RecordedCall] = []
         self.tokens = 0
 
-    def prompt(
-        self, template: ChatTemplate, messages: object, tools: Sequence[dict[str, Any]]
-    ) -> tuple[Bridged, RecordedCall | None]:
-        bridged = self._conversation.prompt(messages, tools, template=template)
+    def match(self, asked: Asked, tools: list[dict[str, Any]], *, alone: bool) -> "Matched":
         last = self._calls[-1] if self._calls else None
-        return bridged, last if bridged.source is None else self._calls[bridged.source]
+        return Matched(self._conversation.match(asked, tools), self._calls, last, alone)
 
     def add(self, call: RecordedCall) -> None:
         """A call that later ones may continue; one that nobody received is not."""
@@ -107,29 +124,22 @@ class Scope:
         return sum(talk.tokens for talk in list(self._talks.values()))
 
     def next_index(self) -> int:
-        """The place of a request among the rollout's; 0 outside any. Called once per request."""
-        with self._lock:
-            index = self._next
-            self._next += bool(self.rollout)
-            return index
+        """The place of a request among the rollout's; 0 outside any.
 
-    def turn(
-        self,
-        calls: CallStore,
-        language: Language,
-        template: ChatTemplate,
-        messages: object,
-        tools: Sequence[dict[str, Any]],
-    ) -> Turn:
-        """The prompt of the next request. Blocking."""
+        Called once per request, on the event loop, after `match` or `recall`. Takes no lock: the
+        loop would wait for whoever reads the rollout's calls from the disk meanwhile.
+        """
+        index = self._next
+        self._next += bool(self.rollout)
+        return index
+
+    def match(
+        self, calls: CallStore, language: Language, asked: Asked, tools: list[dict[str, Any]]
+    ) -> Matched:
+        """The recorded calls that a request may continue. Blocking, but renders nothing."""
         with self._lock:
             self._recall(calls)
-            bridged, parent = self._talk(language).prompt(template, messages, tools)
-        outcome, reasons = bridged.outcome, tuple(str(why) for why in bridged.reasons)
-        if not self.rollout and bridged.reasons == (Why.OTHER,):
-            # Unlike the calls of a rollout, those outside have nothing to do with each other.
-            outcome, reasons, parent = "first", (str(Why.FIRST),), None
-        return Turn(bridged.ids, outcome, reasons, parent)
+            return self._talk(language).match(asked, tools, alone=not self.rollout)
 
     def add(self, language: Language, calls: Sequence[RecordedCall]) -> None:
         """Answers that were given. Blocking."""

@@ -1,0 +1,243 @@
+"""Large bodies are read by another process: the event loop answers others meanwhile."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fakes import ScriptedEngine
+from tests.server.conftest import Server
+
+from hone.errors import Unavailable, Unprocessable
+from hone.inference import chatml
+from hone.server import chat
+from hone.server.app import State
+from hone.server.settings import Settings
+from hone.server.tasks import max_characters, more_values
+from hone.server.workers import WorkerPool
+from hone.types import FieldError
+
+LARGE = 600
+"""Bytes; what is larger goes to a worker."""
+LONG = "the weather " * 60
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Server]:
+    """One for all tests: its worker takes seconds to start."""
+    engine = ScriptedEngine(["ok"], tokenizer=tokenizer)
+    options = Settings(
+        root=tmp_path_factory.mktemp("hone"),
+        device="cpu",
+        large_body_bytes=LARGE,
+        body_processes=1,
+    )
+    server = Server(State.open(options, open_engine=lambda name: engine), engine)
+    yield server.start()
+    server.stop()
+
+
+def _body(model: Path, *said: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    return {"model": str(model), "messages": messages, **more}
+
+
+async def _post(server: Server, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    async with httpx.AsyncClient(timeout=60) as client:
+        return await client.post(server.inference_url + path, content=content, headers=headers)
+
+
+async def test_a_large_chat_is_parsed_and_tokenized_in_another_process(
+    server: Server, tiny_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = chatml.encode
+
+    def encode_small(tokenizer: Any, text: str) -> list[int]:
+        assert len(text) < LARGE, "a large text is tokenized in the server's own process"
+        return encode(tokenizer, text)
+
+    def refuse(body: bytes) -> Any:
+        raise AssertionError("a large body is parsed in the server's own process")
+
+    monkeypatch.setattr(chatml, "encode", encode_small)
+    monkeypatch.setattr(chat, "read_json", refuse)
+    path = "/rollout/r0/v1/chat/completions"
+    answer = await _post(server, _body(tiny_model, LONG), path)
+    assert answer.status_code == 200, answer.text
+    (worker,) = server.state.workers.pids
+    assert worker != os.getpid()
+    (call,) = server.state.calls.rollout("r0")
+    monkeypatch.undo()
+    text = tokenizer.apply_chat_template(call.messages, tokenize=False, add_generation_prompt=True)
+    assert call.call.prompt_ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_a_large_turn_continues_the_ids_of_the_one_before(
+    server: Server, tiny_model: Path
+) -> None:
+    path = "/rollout/r1/v1/chat/completions"
+    said = (await _post(server, _body(tiny_model, LONG), path)).json()["choices"][0]
+    body = _body(tiny_model, LONG, said["message"]["content"], "and tomorrow?")
+    assert (await _post(server, body, path)).status_code == 200
+    first, second = server.state.calls.rollout("r1")
+    before = [*first.call.prompt_ids, *first.call.completion_ids]
+    assert second.outcome == "bridged" and second.index == 1
+    assert second.call.prompt_ids[: len(before)] == before
+
+
+async def test_others_are_answered_while_a_large_body_is_read(
+    server: Server, tiny_model: Path
+) -> None:
+    """The worker is stopped, so the large request takes for ever; all share one scope."""
+    await _post(server, _body(tiny_model, LONG))
+    (worker,) = server.state.workers.pids
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        large = [asyncio.create_task(_post(server, _body(tiny_model, LONG))) for _ in range(40)]
+        async with httpx.AsyncClient(timeout=60) as client:
+            health = await client.get(server.control_url + "/health")
+        small = await asyncio.gather(*(_post(server, _body(tiny_model, "hi")) for _ in range(30)))
+        assert health.status_code == 200
+        assert [answer.status_code for answer in small] == [200] * 30
+        assert not any(task.done() for task in large)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert {(await task).status_code for task in large} == {200}
+    assert server.state.workers.pids == [worker]
+
+
+@pytest.mark.parametrize(
+    ("path", "make", "param", "says"),
+    [
+        ("/v1/chat/completions", lambda m: b"[" * LARGE, None, "is not JSON"),
+        ("/v1/chat/completions", lambda m: _body(m, LONG, tempo=1), "tempo", "no such key"),
+        ("/v1/chat/completions", lambda m: _body(m, LONG * 5), "messages", "tokens"),
+        ("/v1/chat/completions", lambda m: _body(m, "a" * 10**6), "messages", "1000"),
+        (
+            "/v1/chat/completions",
+            lambda m: _body(m, "hi", metadata={}) | {"tools": [[]] * 150000},
+            "messages",
+            "values",
+        ),
+        (
+            "/v1/completions",
+            lambda m: {"model": str(m), "prompt": [5] * 10000},
+            "prompt",
+            "10000 tokens",
+        ),
+        (
+            "/v1/completions",
+            lambda m: {"model": str(m), "prompt": "a" * 10**6},
+            "prompt",
+            "1000000",
+        ),
+        ("/v1/completions", lambda m: {"model": str(m), "prompt": LONG * 5}, "prompt", "tokens"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused_as_if_it_were_small(
+    server: Server,
+    tiny_model: Path,
+    path: str,
+    make: Callable[[Path], Any],
+    param: str | None,
+    says: str,
+) -> None:
+    answer = await _post(server, make(tiny_model), path)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert error["param"] == param and says in error["message"], error
+    assert len(answer.content) < 2000
+
+
+async def test_a_worker_that_dies_costs_its_request_alone(server: Server, tiny_model: Path) -> None:
+    await _post(server, _body(tiny_model, LONG))
+    (worker,) = server.state.workers.pids
+    os.kill(worker, signal.SIGSTOP)
+    lost = asyncio.create_task(_post(server, _body(tiny_model, LONG)))
+    async with httpx.AsyncClient(timeout=60) as client:  # it has been handed over when this is back
+        await client.get(server.control_url + "/health")
+    while not server.state.workers.busy:
+        await asyncio.sleep(0)
+    os.kill(worker, signal.SIGKILL)
+    answer = await lost
+    assert answer.status_code == 503
+    assert "died (exit code -9)" in answer.json()["error"]["message"]
+    assert (await _post(server, _body(tiny_model, LONG))).status_code == 200
+    assert server.state.workers.pids != [worker]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60) | st.text(" \n\u0301e\u1100\u1161\u11a8", max_size=60))
+def test_no_text_that_fits_is_longer_than_the_bound(tokenizer: Any, text: str) -> None:
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    most = max_characters(tokenizer, len(tokens))
+    assert most is not None and len(text) <= most
+
+
+def test_values_are_counted_at_every_depth() -> None:
+    # 1 list + 2 inner lists + 3 numbers = 6 values; an object counts itself and its 1 value.
+    assert not more_values([[[1, 2], [3]]], 6) and more_values([[[1, 2], [3]]], 5)
+    assert not more_values([{"a": 1}], 2) and more_values([{"a": 1}], 1)
+
+
+async def test_errors_keep_their_fields_on_the_way_back() -> None:
+    pool = WorkerPool(1)
+    try:
+        with pytest.raises(Unprocessable) as raised:
+            await pool.run(_raise_unprocessable)
+        assert raised.value.fields == (FieldError(("groups", 0), "wrong"),)
+        assert str(raised.value) == "groups.0: wrong"
+    finally:
+        pool.close()
+
+
+def _raise_unprocessable() -> None:
+    raise Unprocessable([FieldError(("groups", 0), "wrong")])
+
+
+async def test_a_task_beyond_its_deadline_is_stopped() -> None:
+    pool = WorkerPool(1, deadline_s=0.1)
+    try:
+        with pytest.raises(Unavailable, match=r"more than 0\.1 s"):
+            await pool.run(time.sleep, 600)
+        assert pool.pids == []
+    finally:
+        pool.close()
+
+
+_OWNER = """
+import asyncio, os, sys, time
+from hone.server.workers import WorkerPool
+
+async def main():
+    pool = WorkerPool(1)
+    print(await pool.run(os.getpid), flush=True)
+    await pool.run(time.sleep, 600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_worker_at_work_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(_OWNER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        worker = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    worker.wait(30)
