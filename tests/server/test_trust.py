@@ -136,3 +136,10 @@ def test_a_directory_of_other_things_is_left_as_it_is(tmp_path: Path):
     make_root(shared)
     with pytest.raises(ServerError, match="is a file"):
         make_root(shared / "thesis.txt")
+
+
+def test_a_directory_that_holds_only_runs_becomes_the_root(tmp_path: Path):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    make_root(tmp_path)
+    assert mode(tmp_path) == 0o700

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hone.errors import ServerError
 
-_OURS = ("state.sqlite", "server.lock", "logs", "api_key")
-"""A directory that holds one of these has been a root before."""
+_OURS = ("state.sqlite", "server.lock", "logs", "api_key", "runs", "evals")
+"""A directory that holds one of these is hone's: a root, or the default place of runs and evals."""
 
 
 def make_root(root: Path) -> None:
