@@ -27,6 +27,7 @@ from hone.finetune.base import (
 )
 from hone.finetune.base import Trajectory as HarnessTrajectory
 from hone.finetune.records import told
+from hone.finetune.rounds import Round
 from hone.inference.base import (
     AdapterRef,
     Delta,
@@ -242,7 +243,9 @@ class ScriptedBuilder(TrajectoryBuilder):
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         assert meta is not None
         journal, epoch, round = meta["journal"], meta["epoch"], meta["round"]
-        known = journal.finished("train", epoch, round)
+        known = Round.of(
+            run_id, meta["items"], meta, generations=self.num_generations, smallest=1
+        ).known
         self._records = []
         for item in meta["items"]:
             for generation in range(self.num_generations):
@@ -265,15 +268,20 @@ class ScriptedBuilder(TrajectoryBuilder):
             failure = FailureRecord(kind="infrastructure", reason="connection", type="OSError")
         elif isinstance(reward, str):
             failure = FailureRecord(kind="policy", reason=reward)
+        id = f"{run_id}:{epoch}.{example}.{generation}"
+        worth, said = float(0 if failure else reward or 0), {"id": example, "rollout": id}
         return RolloutRecord(
             epoch=epoch,
             round=round,
             split="train",
             example=example,
             generation=generation,
-            rollout=f"{run_id}:{epoch}.{example}.{generation}",
-            reward=None if failure else float(reward or 0),
+            rollout=id,
+            reward=None if failure else worth,
             failure=failure,
+            trajectory=(
+                None if failure else HarnessTrajectory(episode=[], reward=worth, metadata=said)
+            ),
         )
 
     async def finalize(
@@ -282,12 +290,10 @@ class ScriptedBuilder(TrajectoryBuilder):
         groups: dict[str, list[HarnessTrajectory]] = {}
         self.dropped.clear()
         for record in self._records:
-            if record.reward is None:
+            if record.trajectory is None:
                 self.dropped[record.failure.reason if record.failure else "unscored"] += 1
                 continue
-            said = {"id": record.example, "rollout": record.rollout}
-            trajectory = HarnessTrajectory(episode=[], reward=record.reward, metadata=said)
-            groups.setdefault(record.example, []).append(trajectory)
+            groups.setdefault(record.example, []).append(record.trajectory)
         return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id)
 
     def log_progress(

@@ -1,13 +1,22 @@
 """What must not change under a run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hone.config.build import Served
 from hone.config.schema import Document, FinetuneRunConfig, read
 from hone.finetune.adapter_config import ARTBackendConfig
-from hone.finetune.facts import HIDDEN, address_of, again, evaluators_of, facts_of, shown
+from hone.finetune.facts import (
+    HIDDEN,
+    address_of,
+    again,
+    differences,
+    evaluators_of,
+    facts_of,
+    shown,
+)
 
 YAML = """
 llms:
@@ -45,6 +54,7 @@ def test_it_keeps_what_is_learned_and_leaves_out_how_long_and_where(file: Path):
             "server": {"_type": "openpipe_art_trainer_adapter", "backend": {"name": "tuned"}}
         },
         "finetuning": {"seed": 4},
+        "code": {},
         "command": {
             "result_json_path": "$",
             "dataset": empty,
@@ -60,6 +70,68 @@ def test_another_content_of_the_dataset_is_another_run(file: Path):
     assert facts_of(read(file), FinetuneRunConfig()) != before
     moved = FinetuneRunConfig(dataset=Path("elsewhere.json"))
     assert facts_of(read(file), moved)["command"]["dataset"] == "elsewhere.json"
+
+
+def test_the_code_of_a_run_is_what_its_functions_are_made_of(file: Path, monkeypatch: Any):
+    near = file.parent
+    target = 'workflow: {_type: python, target: "agent.py:run"}\n'
+    file.write_text(target + YAML.replace("{_type: json,", "{_type: custom, function: rows.load,"))
+    (near / "agent.py").write_text(
+        "import json\nfrom tools import search\n\ndef run(x):\n    import late\n"
+    )
+    (near / "tools").mkdir()
+    (near / "tools" / "__init__.py").write_text("")
+    (near / "tools" / "search.py").write_text("from . import index\nfrom ..other import x\n")
+    (near / "tools" / "index.py").write_text("import agent\n")
+    (near / "late.py").write_text("")
+    (near / "rows.py").write_text("def load(path): ...")
+    (near / "unused.py").write_text("")
+    expected = ["agent.py", "late.py", "rows.py"]
+    expected += ["tools/__init__.py", "tools/index.py", "tools/search.py"]
+    before = facts_of(read(file), FinetuneRunConfig())
+    assert list(before["code"]) == expected
+    (near / "late.py").write_text("changed = True")
+    after = facts_of(read(file), FinetuneRunConfig())
+    assert differences(before, after) == ["late.py: the code has changed"]
+    (near / "late.py").unlink()
+    assert differences(before, facts_of(read(file), FinetuneRunConfig())) == [
+        "late.py: no longer used"
+    ]
+
+
+def test_how_long_to_go_on_is_free_unless_the_learning_rate_depends_on_it(file: Path):
+    longer = [("finetuning.num_epochs", "9")]
+    named = [("finetuning.trainer_adapter", "server")]
+    linear = [*named, ("trainer_adapters.server.training.schedule", "linear")]
+    before, after = (facts_of(read(file, o), FinetuneRunConfig()) for o in (named, named + longer))
+    assert differences(before, after) == []
+    before, after = (
+        facts_of(read(file, o), FinetuneRunConfig()) for o in (linear, linear + longer)
+    )
+    assert differences(before, after) == ["finetuning.num_epochs: 3 then, 9 now"]
+
+
+def test_a_validation_file_of_its_own_counts_with_its_rows_and_its_code(file: Path):
+    near = file.parent
+    own = """
+workflow: {_type: python, target: "judged.py:run"}
+eval: {general: {dataset: {_type: json, file_path: held.json}}}
+"""
+    (near / "val.yml").write_text(own)
+    (near / "judged.py").write_text("def run(x): ...")
+    (near / "held.json").write_text("[]")
+    told = FinetuneRunConfig(validation_config_file=near / "val.yml")
+
+    def facts() -> dict[str, Any]:
+        return facts_of(read(file), told, read(near / "val.yml"))
+
+    before = facts()
+    (near / "judged.py").write_text("def run(x): return x")
+    (near / "held.json").write_text("[1]")
+    assert differences(before, facts()) == [
+        "judged.py (validation): the code has changed",
+        "command.validation_dataset: the file's content has changed",
+    ]
 
 
 def test_no_secret_is_shown():

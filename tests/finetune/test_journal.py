@@ -17,7 +17,7 @@ from hone.finetune.base import (
     Trajectory,
     TrajectoryCollection,
 )
-from hone.finetune.journal import Journal, RunFacts, Submission, peek
+from hone.finetune.journal import Journal, RunFacts, Start, Submission, plan_start
 
 FACTS = RunFacts(0, {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"seed": 0}})
 
@@ -38,9 +38,12 @@ def test_a_run_keeps_its_id_and_counts_its_starts(tmp_path: Path):
         assert first.session == 1
     with Journal.open(tmp_path / "out", FACTS) as second:
         assert (second.run_id, second.session) == (first.run_id, 2)
-    found = peek(tmp_path / "out")
-    assert found is not None and found.session == 2
-    assert peek(tmp_path / "elsewhere") is None
+    found = plan_start(tmp_path / "out", FACTS, fresh=False).resumed
+    assert found is not None and (found.run_id, found.session) == (first.run_id, 3)
+    anew = plan_start(tmp_path / "out", FACTS, fresh=True)
+    aside = tmp_path / f"out.{first.run_id}"
+    assert (anew.resumed, anew.replaced, anew.aside) == (None, first.run_id, aside)
+    assert plan_start(tmp_path / "elsewhere", FACTS, fresh=False) == Start()
 
 
 def test_finished_rollouts_are_there_after_a_restart(tmp_path: Path):

@@ -44,7 +44,9 @@ class World:
         self.asked: Counter[str] = Counter()
 
     @staticmethod
-    def _reward(epoch: int, example: str, generation: int) -> float:
+    def _reward(epoch: int, example: str, generation: int) -> float | str:
+        if (epoch, example) == (0, "c"):
+            return "max_tokens"  # in rounds of two examples it is alone in the last one of epoch 0
         return 0.2 * generation + 0.3 * "abc".index(example)
 
     def _evaluation(self, names: str) -> Evaluation:

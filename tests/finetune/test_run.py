@@ -11,6 +11,7 @@ from tests.finetune.command import AGENT, DOCUMENT, Command, Parts
 
 from hone.config.problems import ConfigProblems, dotted
 from hone.errors import ConfigError, Conflict
+from hone.finetune.journal import Journal, RunFacts
 
 
 def test_a_run_ends_with_0_a_report_and_everything_closed(
@@ -202,13 +203,59 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     assert not command.out.exists()
     assert Parts.closed == []
     command()
+    capsys.readouterr()
     assert command(("finetuning.num_epochs", "3"), dry_run=True) == 0
     assert f"goes on with {command.run_id}, of which 2 epochs are done" in capsys.readouterr().out
+    assert command(dry_run=True) == 0
+    assert f"run           {command.run_id} is finished, nothing to do" in capsys.readouterr().out
+    assert command(fresh=True, dry_run=True) == 0
+    aside = f"a new one; the one before is moved to {command.out}.{command.run_id}"
+    assert aside in capsys.readouterr().out
     with pytest.raises(ConfigProblems, match="functions has no 'serch', so no call can be trained"):
         command(("finetuning.target_functions.0", "serch"), dry_run=True)
     assert command(("workflow.target", "agent.py:rum"), dry_run=True) == 1
-    said = caplog.records[-1].message
+    said = next(message for message in caplog.messages if message.startswith("workflow: "))
     assert said.startswith("workflow: target: 'agent.py:rum': ")
     assert said.endswith("has no 'rum'. Did you mean 'run'?")
     assert command(("eval.evaluators.score.target", "agnt.py:score"), dry_run=True) == 1
-    assert "eval.evaluators.score: target: 'agnt.py:score': there is" in caplog.records[-1].message
+    assert "eval.evaluators.score: target: 'agnt.py:score': there is" in caplog.text
+
+
+def test_a_run_does_not_go_on_with_other_code_and_the_dry_run_says_so(
+    command: Command, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    agent = command.directory / "agent.py"
+    source = agent.read_text()
+    agent.write_text(f"import wording\n{source}")
+    (command.directory / "wording.py").write_text("TONE = 'dry'\n")
+    longer = ("finetuning.num_epochs", "3")
+    assert command(validation_dataset=Path("val.json")) == 0
+    (command.directory / "wording.py").write_text("TONE = 'warm'\n")
+    (command.directory / "val.json").write_text('[{"id": "z", "question": "z"}]')
+    with pytest.raises(Conflict) as refused:
+        command(longer, validation_dataset=Path("val.json"))
+    lines = str(refused.value).splitlines()
+    assert lines[1:3] == [
+        "  wording.py: the code has changed",
+        "  command.validation_dataset: the file's content has changed",
+    ]
+    assert "Undo the change" in lines[3] and "--fresh" in lines[3]
+    caplog.clear()
+    assert command(longer, dry_run=True, validation_dataset=Path("val.json")) == 1
+    assert "refuses to start" in capsys.readouterr().out
+    assert caplog.messages[-1] == f"run: {refused.value}"
+    # Put back, it goes on.
+    (command.directory / "wording.py").write_text("TONE = 'dry'\n")
+    rows = [{"id": q, "question": q} for q in "xy"]
+    (command.directory / "val.json").write_text(json.dumps(rows))
+    assert command(longer, dry_run=True, validation_dataset=Path("val.json")) == 0
+    assert command(longer, validation_dataset=Path("val.json")) == 0
+
+
+def test_a_dry_run_sees_that_another_process_holds_the_run(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    with Journal.open(command.out, RunFacts(0, {})):
+        assert command(dry_run=True) == 1
+    assert "is in use by another `hone finetune`" in caplog.messages[-1]
+    assert command(dry_run=True) == 0

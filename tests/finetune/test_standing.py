@@ -29,12 +29,23 @@ def test_a_round_is_over_when_it_was_trained_or_had_nothing_to_train_on():
     standing = Standing(
         FinetuneConfig(), [collected(0), collected(1, filtered=0), collected(2, 0, 0)]
     )
-    assert [standing.is_over(epoch, 0) for epoch in range(4)] == [False, True, False, False]
+    assert [standing.is_over(epoch, 0) for epoch in range(4)] == [False, True, True, False]
     standing.add(done(0))
     assert standing.is_over(0, 0) and not standing.is_over(0, 1)
     assert standing.last_job(0) == done(0)
     assert standing.last_job(1) is None
     assert [standing.collected(epoch) for epoch in range(4)] == [4, 4, 0, 0]
+
+
+def test_a_round_that_gave_nothing_is_over_until_its_epoch_fails():
+    standing = Standing(FinetuneConfig(), [collected(0, 0, 0, dropped={"max_tokens": 3})])
+    assert standing.is_over(0, 0) and standing.dropped(0) == {"max_tokens": 3}
+    standing.add(event("epoch_done", epoch=0, status="failed", phases={}))
+    assert not standing.is_over(0, 0)  # the same command runs it again
+    standing.add(collected(0, 4, 4))
+    assert not standing.is_over(0, 0)
+    standing.add(done(0))
+    assert standing.is_over(0, 0)
 
 
 def test_an_epoch_is_done_when_it_was_closed_well():

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from hone.config.build import build
 from hone.config.schema import Document, FinetuneRunConfig
-from hone.errors import ConfigError
+from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import dataset_items
 from hone.events import FILE
 from hone.events import read as read_events
 from hone.finetune.checks import Check, check_document, check_movement, plan
-from hone.finetune.journal import peek
+from hone.finetune.journal import RunFacts, check_free, plan_start
 from hone.finetune.standing import Standing
 from hone.finetune.words import counted
 from hone.workflow.target import load_target
@@ -25,11 +25,16 @@ if TYPE_CHECKING:
     from hone.config.registry import TrainerAdapterConfig
 
 PREFLIGHT = 2
-"""Rollouts before the first epoch that are trained on by nobody."""
+"""Rollouts before the first epoch that are not used for training."""
 
 
 async def dry_run(
-    document: Document, validating: Document | None, told: FinetuneRunConfig
+    document: Document,
+    validating: Document | None,
+    told: FinetuneRunConfig,
+    facts: RunFacts,
+    *,
+    fresh: bool,
 ) -> tuple[list[str], list[Check]]:
     """What to say, and what is wrong; `validating` is the validation's own document, if any."""
     examples = await _count(document, told.dataset)
@@ -37,7 +42,8 @@ async def dry_run(
     if validating is not None or told.validation_dataset is not None:
         held_out = await _count(validating or document, told.validation_dataset)
     planned = plan(document, examples)
-    checks = [*check_document(document), *_targets(document), check_movement(planned)]
+    start, refused = _start(document, facts, fresh=fresh)
+    checks = [*check_document(document), *_targets(document), check_movement(planned), *refused]
     lines = [
         *_where(document),
         f"examples      {examples}, of which {planned.examples} an epoch, "
@@ -46,8 +52,7 @@ async def dry_run(
         f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
         f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
         *_validation(document, told, held_out),
-        f"preflight     {PREFLIGHT} rollouts of one example, and one token from each model",
-        *_standing(document),
+        *start,
         f"output        {document.finetuning.output_dir}",
     ]
     wrong = [check for check in checks if not check.ok]
@@ -100,15 +105,24 @@ def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> I
     )
 
 
-def _standing(document: Document) -> Iterator[str]:
+def _start(document: Document, facts: RunFacts, *, fresh: bool) -> tuple[list[str], list[Check]]:
+    """Which run it is and what is left of it; or why the run refuses to start."""
     config = document.finetuning
-    found = peek(config.output_dir)
-    if found is None:
-        yield "run           a new one"
-        return
-    standing = Standing(config, read_events(config.output_dir / FILE))
+    try:
+        check_free(config.output_dir)
+        start = plan_start(config.output_dir, facts, fresh=fresh)
+    except HoneError as error:
+        return ["run           refuses to start; see below"], [Check("run", False, str(error))]
+    preflight = f"preflight     {PREFLIGHT} rollouts of one example, and one token from each model"
+    if start.resumed is None:
+        aside = f"; the one before is moved to {start.aside}" if start.aside else ""
+        return [preflight, f"run           a new one{aside}"], []
+    run_id, standing = start.resumed.run_id, Standing(config, read_events(config.output_dir / FILE))
+    if standing.is_finished(config.num_epochs):
+        return [f"run           {run_id} is finished, nothing to do"], []
     done = sum(map(standing.is_done, range(config.num_epochs)))
-    yield f"run           goes on with {found.run_id}, of which {done} epochs are done"
+    goes_on = f"run           goes on with {run_id}, of which {done} epochs are done"
+    return [*([] if standing.history.rounds else [preflight]), goes_on], []
 
 
 async def _count(document: Document, dataset: Path | None) -> int:

@@ -3,19 +3,22 @@
 In:   the configuration as it was read, and what the command line said beside it
 Out:  JSON values that run.json keeps and the next start is compared with; the configuration as it
       is shown to others
-Used: run.py
 
-Left out is what does not change what is learned: how long to go on, when to stop, how much runs at
-a time, how long to wait, and where the servers are, which may have moved since. Keys that hold a
-secret are never written.
+Left out is what does not change what is learned: how long to go on (unless the learning rate falls
+to 0 over the epochs), when to stop, how much runs at a time, how long to wait, and where the servers
+are, which may have moved since. Datasets and the user's code count by their content. Keys that hold
+a secret are never written.
 """
 
 import copy
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hone.finetune.targets import code_of
 
 if TYPE_CHECKING:
     from hone.config.build import Served
@@ -33,7 +36,10 @@ FREE = (
     "finetuning.job_timeout_s",
     "eval.general.max_concurrency",
     "eval.general.output_dir",
-    "eval.general.output",
+    "eval.general.output.dir",
+    "eval.general.output.cleanup",
+    "eval.general.output.job_management",
+    "eval.general.output.workflow_output_step_filter",
     "trainer_adapters.*.backend.ip",
     "trainer_adapters.*.backend.port",
     "trainer_adapters.*.backend.inference_port",
@@ -42,6 +48,9 @@ FREE = (
 )
 """Keys that may differ from one start to the next."""
 _SECRET = re.compile(r"(^|_)((api|access|secret|private)_?key|token|secret|password)$", re.I)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+CODE = "code"
+"""Under this key: the user's code, file by file."""
 HIDDEN = "<hidden>"
 LONGEST = 40
 """Letters of a value that tells two evaluators apart."""
@@ -49,22 +58,66 @@ USUAL_ROOT = Path(".hone")
 """Where `hone serve` looks unless it is told."""
 
 
-def facts_of(document: "Document", told: "FinetuneRunConfig") -> dict[str, Any]:
-    """What makes two starts the same run."""
+def facts_of(
+    document: "Document", told: "FinetuneRunConfig", validating: "Document | None" = None
+) -> dict[str, Any]:
+    """What makes two starts the same run; `validating` is the validation's own document, if any."""
     written = shown(document.loaded.data)
     for key in FREE:
         _remove(written, key.split("."))
-    dataset = document.eval.general.dataset
-    file = None if dataset is None else dataset.file_path
+    adapter = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
+    if getattr(getattr(adapter, "training", None), "schedule", None) == "linear":
+        # The learning rate of each job depends on how many are planned.
+        written.setdefault("finetuning", {})["num_epochs"] = document.finetuning.num_epochs
+    held_out = _digest(told.validation_dataset, document.file)
+    if held_out is None and validating is not None:
+        held_out = _digest(_file_of(validating), validating.file)
+    code = code_of(document)
+    if validating is not None:
+        code |= {f"{name} (validation)": held for name, held in code_of(validating).items()}
     return {
         **written,
+        CODE: code,
         "command": {
             "result_json_path": told.result_json_path,
-            "dataset": _digest(told.dataset or file, document.file),
-            "validation_dataset": _digest(told.validation_dataset, document.file),
+            "dataset": _digest(told.dataset or _file_of(document), document.file),
+            "validation_dataset": held_out,
             "validation_config_file": _digest(told.validation_config_file, document.file),
         },
     }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed between two starts, a line each."""
+    before, after = dict(_leaves(then)), dict(_leaves(json.loads(json.dumps(now))))
+    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [_difference(key, before.get(key), after.get(key)) for key in changed]
+
+
+def _difference(key: str, then: Any, now: Any) -> str:
+    file = key.removeprefix(f"{CODE}.")
+    if file != key and then and now:
+        return f"{file}: the code has changed"
+    if file != key:
+        return f"{file}: " + ("code that the run did not use" if now else "no longer used")
+    if all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in (then, now)):
+        return f"{key}: the file's content has changed"
+    return f"{key}: {then!r} then, {now!r} now"
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is not itself a table."""
+    if not isinstance(value, dict) or not value:
+        if value != {} or not path.startswith(CODE):
+            yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+
+
+def _file_of(document: "Document") -> Path | None:
+    dataset = document.eval.general.dataset
+    return None if dataset is None else dataset.file_path
 
 
 def address_of(served: "Served | None", server: Any) -> dict[str, str]:

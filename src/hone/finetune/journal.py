@@ -15,7 +15,6 @@ and by nothing else, so the two cannot contradict each other.
 """
 
 import fcntl
-import json
 import os
 import secrets
 import time
@@ -29,6 +28,7 @@ from pydantic import BaseModel, Field, ValidationError
 from hone.disk import sync
 from hone.errors import ConfigError, Conflict, StateError
 from hone.finetune.base import RolloutRecord, TrajectoryCollection
+from hone.finetune.facts import differences
 from hone.types import Strict
 
 RUN_FILE = "run.json"
@@ -90,16 +90,12 @@ class Journal:
         """The run in this directory, or a new one; `fresh` moves the old one to DIR.RUNID."""
         lock = _locked(directory)
         try:
-            replaced, found = None, None if fresh else _read(directory)
-            if fresh and (directory / RUN_FILE).exists():
-                replaced = set_aside(directory)
+            start = plan_start(directory, started, fresh=fresh)
+            if start.aside is not None:
+                directory.absolute().rename(start.aside)
                 old, lock = lock, _locked(directory)
                 os.close(old)
-            run = (
-                _gone_on(directory, found, started)
-                if found is not None
-                else _begun(started, anew=fresh, replaces=replaced)
-            )
+            run = start.resumed or _begun(started, anew=fresh, replaces=start.replaced)
             write_whole(directory / RUN_FILE, run.model_dump_json(indent=2))
         except BaseException:
             os.close(lock)
@@ -200,24 +196,53 @@ class Journal:
         return self.directory / "submissions" / f"{epoch:03d}_{round:03d}.json"
 
 
-def peek(directory: Path) -> RunFile | None:
-    """The run a directory holds, without opening it."""
-    return _read(directory)
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What starting a run in a directory does."""
+
+    resumed: RunFile | None = None
+    """The run that goes on; None where a new one begins."""
+    aside: Path | None = None
+    """Where the directory of the run before is moved to, so that nothing of it is lost."""
+    replaced: str | None = None
+    """That run, unless its file is damaged."""
 
 
-def set_aside(directory: Path) -> str | None:
-    """Rename the directory of a run to DIR.RUNID, so that nothing of it is lost; which run it was."""
-    directory = directory.absolute()
+def plan_start(directory: Path, started: RunFacts, *, fresh: bool) -> Start:
+    """What starting here does, without doing it; raises what the start would raise.
+
+    Both the run and `--dry-run` ask this function.
+    """
+    if not (directory / RUN_FILE).exists():
+        return Start()
+    if not fresh:
+        found = _read(directory)
+        return Start() if found is None else Start(resumed=_gone_on(directory, found, started))
     try:
-        run = _read(directory)
+        found = _read(directory)
     except StateError:
-        run = None  # it is damaged, and that is why it is set aside
-    run_id = f"damaged_{secrets.token_hex(4)}" if run is None else run.run_id
-    kept = directory.with_name(f"{directory.name}.{run_id}")
-    if kept.exists():
-        raise Conflict(f"{kept} exists already, so {directory} cannot be set aside; move it away")
-    directory.rename(kept)
-    return None if run is None else run_id
+        found = None  # it is damaged, and that is why it is set aside
+    run_id = f"damaged_{secrets.token_hex(4)}" if found is None else found.run_id
+    aside = directory.absolute().with_name(f"{directory.absolute().name}.{run_id}")
+    if aside.exists():
+        raise Conflict(f"{aside} exists already, so {directory} cannot be set aside; move it away")
+    return Start(aside=aside, replaced=None if found is None else run_id)
+
+
+def check_free(directory: Path) -> None:
+    """Raise what a start would raise if another process held the directory, or nobody may write."""
+    above = directory.absolute()
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise _unwritable(directory, "not a directory" if not above.is_dir() else "no permission")
+    if not (directory / LOCK_FILE).is_file():
+        return
+    held = os.open(directory / LOCK_FILE, os.O_RDONLY)
+    try:
+        _take(held, directory)
+    finally:
+        os.close(held)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -270,13 +295,12 @@ def _gone_on(directory: Path, found: RunFile, started: RunFacts) -> RunFile:
 
 
 def _check_same(directory: Path, found: RunFile, started: RunFacts) -> None:
-    then, now = dict(_leaves(found.facts)), dict(_leaves(json.loads(json.dumps(started.facts))))
-    differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-    if not differing:
+    changed = differences(found.facts, started.facts)
+    if not changed:
         return
-    lines = [f"  {key}: {then.get(key)!r} then, {now.get(key)!r} now" for key in differing[:SHOWN]]
-    if len(differing) > SHOWN:
-        lines.append(f"  and {len(differing) - SHOWN} more")
+    lines = [f"  {line}" for line in changed[:SHOWN]]
+    if len(changed) > SHOWN:
+        lines.append(f"  and {len(changed) - SHOWN} more")
     raise Conflict(
         f"{directory} holds run {found.run_id}, which was started with another configuration:\n"
         + "\n".join(lines)
@@ -285,37 +309,39 @@ def _check_same(directory: Path, found: RunFile, started: RunFacts) -> None:
     )
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is not itself a table."""
-    if not isinstance(value, dict) or not value:
-        yield path, value
-        return
-    for key, inner in value.items():
-        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
-
-
 def _locked(directory: Path) -> int:
     """Held until it is closed or the process ends, however it ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         held = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(
-            f"finetuning.output_dir: {directory} cannot be written to ({error.strerror}). Name "
-            "another directory with -o finetuning.output_dir DIR."
-        ) from None
+        raise _unwritable(directory, error.strerror) from None
+    try:
+        _take(held, directory)
+    except Conflict:
+        os.close(held)
+        raise
+    os.ftruncate(held, 0)
+    os.write(held, str(os.getpid()).encode())
+    return held
+
+
+def _take(held: int, directory: Path) -> None:
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         who = os.read(held, 32).decode(errors="replace").strip() or "unknown"
-        os.close(held)
         raise Conflict(
             f"{directory} is in use by another `hone finetune` (process {who}). Wait until it has "
             "ended, or name another directory with -o finetuning.output_dir DIR."
         ) from None
-    os.ftruncate(held, 0)
-    os.write(held, str(os.getpid()).encode())
-    return held
+
+
+def _unwritable(directory: Path, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"finetuning.output_dir: {directory} cannot be written to ({why}). Name "
+        "another directory with -o finetuning.output_dir DIR."
+    )
 
 
 # ---- lines --------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ Used: builder.py, once a round
 
 A rollout that gave something to train on is never run again. What failed by the model's own doing,
 or gave nothing, is the round's result like any other and is kept too, unless the whole round came
-to nothing: then the run had ended there, and going on with the same failures would end it again,
-whatever was mended meanwhile.
+to nothing and its epoch failed: then the run had ended there, and going on with the same failures
+would end it again, whatever was fixed meanwhile.
 """
 
 from collections import Counter
@@ -53,7 +53,11 @@ class Round:
         smallest: int,
         unmarked: Mapping[str, int] | None = None,
     ) -> "Round":
-        """`smallest`: a group of fewer trajectories is dropped."""
+        """`smallest`: a group of fewer trajectories is dropped.
+
+        `meta["failed_before"]` says whether the epoch has failed in an earlier start; where it is
+        left out, it may have.
+        """
         said = meta or {}
         epoch, round = int(said.get("epoch", 0)), int(said.get("round", 0))
         journal: Journal | None = said.get("journal")
@@ -63,7 +67,7 @@ class Round:
             known = journal.finished("train", epoch, round)
             wanted = {(item.id, k) for item in visited for k in range(generations)}
             ended = journal.records("train", epoch, round)
-            if came_to_nothing(ended, wanted, smallest):
+            if said.get("failed_before", True) and came_to_nothing(ended, wanted, smallest):
                 known = {place: one for place, one in known.items() if one.trajectory is not None}
         return cls(
             run_id=run_id,

@@ -80,10 +80,10 @@ def finetune(options: FinetuneOptions) -> int:
     began = time.time()
     document, validating = _documents(options)
     config = document.finetuning.model_copy(update={"run_configuration": options.told})
-    if options.dry_run:
-        return _say_what_would_run(document, validating, options.told)
-    facts = RunFacts(config.seed, facts_of(document, options.told))
+    facts = RunFacts(config.seed, facts_of(document, options.told, validating))
     fresh = options.fresh or config.resume == "never"
+    if options.dry_run:
+        return _say_what_would_run(document, validating, options.told, facts, fresh)
     with (
         Interrupts() as interrupts,
         Journal.open(config.output_dir, facts, fresh=fresh) as journal,
@@ -126,9 +126,13 @@ def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
 
 
 def _say_what_would_run(
-    document: Document, validating: Document | None, told: FinetuneRunConfig
+    document: Document,
+    validating: Document | None,
+    told: FinetuneRunConfig,
+    facts: RunFacts,
+    fresh: bool,
 ) -> int:
-    lines, wrong = asyncio.run(dry_run(document, validating, told))
+    lines, wrong = asyncio.run(dry_run(document, validating, told, facts, fresh=fresh))
     sys.stdout.write("\n".join(lines) + "\n")
     for check in wrong:
         log.error("%s: %s", check.name, check.message)

@@ -40,6 +40,8 @@ class Standing:
         self.config = config
         self.history = History()
         self._failed_jobs: Counter[tuple[int, int]] = Counter()
+        self._empty: set[tuple[int, int]] = set()
+        """Rounds that gave no trajectory, unless their epoch has failed since."""
         for event in past:
             self.add(event)
 
@@ -48,6 +50,14 @@ class Standing:
         self.history.add(event)
         if event["type"] == "job_failed":
             self._failed_jobs[event["epoch"], event["round"]] += 1
+        elif event["type"] == "epoch_collected":
+            place = event["epoch"], event["round"]
+            self._empty.discard(place)
+            if not event["metrics"].get("num_trajectories"):
+                self._empty.add(place)
+        elif event["type"] == "epoch_done" and event["status"] != TrainingStatusEnum.COMPLETED:
+            # It is run again, and what came to nothing may now give something.
+            self._empty = {place for place in self._empty if place[0] != event["epoch"]}
 
     # ---- what is over ---------------------------------------------------------------------
 
@@ -56,8 +66,14 @@ class Standing:
         done = self.history.done.get(epoch)
         return done is not None and done["status"] == TrainingStatusEnum.COMPLETED
 
+    def has_failed(self, epoch: int) -> bool:
+        """It was closed, and not well; it is run again."""
+        return epoch in self.history.done and not self.is_done(epoch)
+
     def is_over(self, epoch: int, round: int) -> bool:
         """It was trained, or there was nothing in it to train on."""
+        if (epoch, round) in self._empty:
+            return True
         found = [r for r in self.history.rounds if (r.epoch, r.index) == (epoch, round)]
         return any(_is_trained(r) or _is_skipped(r) for r in found)
 
@@ -80,6 +96,11 @@ class Standing:
         """How many trajectories its rounds gave."""
         rounds = (r for r in self.history.rounds if r.epoch == epoch)
         return sum(r.metrics.get("num_trajectories") or 0 for r in rounds)
+
+    def dropped(self, epoch: int) -> Counter[str]:
+        """What its rounds left out, by reason."""
+        rounds = (r.collected for r in self.history.rounds if r.epoch == epoch)
+        return sum((Counter(c["dropped"]) for c in rounds if c), start=Counter[str]())
 
     def last_job(self, epoch: int) -> Event | None:
         """The `job_done` of its last round that was trained."""

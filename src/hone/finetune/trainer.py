@@ -153,6 +153,7 @@ class ARTTrainer(BoundTrainer):
             "items": items,
             "journal": self.journal,
             "session": self.journal.session,
+            "failed_before": self._standing.has_failed(epoch),
             "events": self.events,
             "trainer_config": self.trainer_config,
         }
@@ -260,7 +261,7 @@ class ARTTrainer(BoundTrainer):
         """Of an epoch whose rounds are over."""
         if not self._standing.collected(epoch):
             targets = self._config.target_functions
-            raise RolloutError(none_collected(epoch, self._builder.dropped, targets))
+            raise RolloutError(none_collected(epoch, self._standing.dropped(epoch), targets))
         job = self._standing.last_job(epoch)
         if job is None:
             return self._status(epoch, COMPLETED, "No trajectories to train on")

@@ -64,6 +64,21 @@ def load_target(target: str, directory: Path, *, where: str = "target") -> Any:
     return found
 
 
+def source_of(target: str, directory: Path) -> Path | None:
+    """The Python file that a target is loaded from; None where there is none."""
+    place = target.rpartition(":")[0]
+    if place.endswith(".py"):
+        file = (directory / place).resolve()
+        return file if file.is_file() else None
+    try:
+        with _importable(directory):
+            spec = importlib.util.find_spec(place)
+    except (ImportError, ValueError, AttributeError):
+        return None  # whoever loads it says why
+    origin = None if spec is None or not spec.has_location else spec.origin
+    return Path(origin).resolve() if origin and origin.endswith(".py") else None
+
+
 def said_at(error: BaseException, directory: Path) -> str:
     """What went wrong, and on which line: the innermost one beside the YAML, if there is one."""
     if isinstance(error, SyntaxError):
