@@ -37,6 +37,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "job_failed": ("epoch", "round", "message"),
     "validation_started": ("epoch", "rollouts"),
     "validation": ("epoch", "step", "avg_reward", "rewards", "failures"),
+    "final_validation": ("epoch", "step", "avg_reward", "rewards", "failures"),
     "epoch_done": ("epoch", "status", "phases"),
     "warning": ("message",),
     "run_interrupted": (),
@@ -50,8 +51,10 @@ They may carry more, and the readers use: run_started `began` (when the command 
 `output_dir`, `resumed`, `root` (of a server the run owns), `base_url` (of one it
 does not); rollout `round`, `rollout`, `failure_reason`, `seconds`, `calls`; epoch_collected
 `curriculum_state`; job_progress `row`, `rows`; job_done `counts`, `reason`, `config`; validation
-`min_reward`, `max_reward`, `num_examples`, `error`, `seconds`; run_finished `best_step`. A rollout's
-`reward` is null where it failed; a validation's `avg_reward` where it gave no number.
+`min_reward`, `max_reward`, `num_examples`, `error`, `seconds`, `policy_failures` (by example) and
+`on_policy_failure` (`drop`, or the reward they count as); validation_started `final`; run_finished
+`best_step`. A rollout's `reward` is null where it failed; a validation's `avg_reward` where it gave no
+number. A final_validation has the fields of a validation.
 """
 
 UNSYNCED = frozenset({"rollout"})

@@ -89,7 +89,7 @@ def tell(story: Story, directory: Path) -> list[Event]:
         file.writelines(json.dumps(event) + "\n" for event in told)
     for event in told:
         if event["type"] == "rollout":
-            name = "validation" if event["split"] == "val" else "epoch"
+            name = {"val": "validation", "train": "epoch"}.get(event["split"], "final")
             path = directory / "trajectories" / f"{name}_{event['epoch']:03d}.jsonl"
             with path.open("a") as file:
                 file.write(json.dumps(_record(event)) + "\n")
@@ -109,7 +109,8 @@ class _Teller:
         self.story, self.draw = story, random.Random(story.seed)
         self.at, self.began, self.session, self.step = 1_760_000_000.0, 0.0, 0, 0
         self.percentile = 0.3 if story.curriculum else 1.0
-        self.validated: list[tuple[float, int]] = []
+        self.validated: list[tuple[float, int, int]] = []
+        self.lowest = min(0.0, *(story.held_out_scale or story.scale))
         total = max(story.examples, story.held_out)
         self.difficulty = [self.draw.gauss(0, 1.3) for _ in range(total)]
 
@@ -130,6 +131,7 @@ class _Teller:
                 return
         if story.held_out and story.ends:
             yield from self.validate(story.epochs)
+            yield from self.confirm()
         if story.ends:
             yield self.finish("completed", f"{story.epochs} of {story.epochs} epochs")
 
@@ -214,7 +216,7 @@ class _Teller:
             split=split,
             epoch=epoch,
             round=round_,
-            example=f"{split}-{example}",
+            example=f"{'train' if split == 'train' else 'val'}-{example}",
             generation=generation,
             rollout=f"art_run_0f3a9c1d:{epoch}.{round_}.{example}.{generation}.s{self.session}",
             reward=reward,
@@ -229,7 +231,7 @@ class _Teller:
         story = self.story
         first, last = story.skill
         skill = first + (last - first) * (1 - math.exp(-3 * trained / max(story.epochs, 1)))
-        behind = 0.4 if split == "val" else 0.0
+        behind = 0.0 if split == "train" else 0.4
         return 1 / (1 + math.exp(self.difficulty[example] + behind - skill))
 
     def collected(self, epoch: int, groups: dict[str, list[float]]) -> dict[str, Any]:
@@ -279,22 +281,35 @@ class _Teller:
         config = {"learning_rate": self.story.learning_rate, "loss": "grpo", "beta": 0.0}
         return {"step": self.step, "metrics": metrics, "counts": {}, "reason": "", "config": config}
 
-    def validate(self, epoch: int) -> Iterator[Event]:
-        started, held_out = self.at, self.story.held_out
-        yield self.event("validation_started", epoch=epoch, rollouts=held_out)
-        rewards: dict[str, list[float]] = {}
-        failures = 0
+    def confirm(self) -> Iterator[Event]:
+        """The first and the chosen step answer anew, where one was chosen among several."""
+        best = max(self.validated, key=lambda found: found[0], default=None)
+        if best is not None and len(self.validated) > 2 and best != self.validated[0]:
+            for _, step, epoch in (self.validated[0], best):
+                yield from self.validate(epoch, step=step)
+
+    def validate(self, epoch: int, step: int | None = None) -> Iterator[Event]:
+        started, held_out, final = self.at, self.story.held_out, step is not None
+        yield self.event("validation_started", epoch=epoch, rollouts=held_out, final=final)
+        rewards: dict[str, list[float | None]] = {}
+        failed: dict[str, int] = {}
         for example in range(0 if epoch in self.story.failed_validations else held_out):
-            event = self.rollout("val", epoch, 0, example, 0)
+            event = self.rollout("final" if final else "val", epoch, 0, example, 0)
             yield event
-            failures += event["reward"] is None
-            rewards[event["example"]] = [] if event["reward"] is None else [event["reward"]]
-        known = [r for all_ in rewards.values() for r in all_]
-        self.validated += [(fmean(known), self.step)] if known else []
+            rewards[event["example"]] = [event["reward"]]
+            if event["failure_kind"] == "policy":
+                failed[event["example"]] = 1
+        known = [r for all_ in rewards.values() for r in all_ if r is not None]
+        failures = len(rewards) - len(known)
+        known += [min([self.lowest, *known])] * len(failed)
+        if not final and known:
+            self.validated.append((fmean(known), self.step, epoch))
         yield self.event(
-            "validation",
+            "final_validation" if final else "validation",
             epoch=epoch,
-            step=self.step,
+            step=step if final else self.step,
+            policy_failures=failed,
+            on_policy_failure="drop",
             avg_reward=fmean(known) if known else None,
             min_reward=min(known, default=None),
             max_reward=max(known, default=None),
@@ -311,7 +326,7 @@ class _Teller:
             status=status,
             message=message,
             step=self.step,
-            best_step=max(self.validated, key=lambda found: found[0], default=(0.0, None))[1],
+            best_step=max(self.validated, key=lambda found: found[0], default=(0.0, None, 0))[1],
             seconds=self.at - self.began,
         )
 

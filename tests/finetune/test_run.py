@@ -88,6 +88,24 @@ def test_stopping_early_is_a_success_and_stays_one(
     assert len(Parts.adapter.jobs) == 1
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_early_stopping_without_a_validation_set_is_refused(command: Command, dry_run: bool):
+    config = command.file
+    text = config.read_text().replace(
+        "finetuning:\n", "finetuning:\n  early_stopping: {patience: 1}\n"
+    )
+    config.write_text(text)
+    line = text.splitlines().index("  early_stopping: {patience: 1}") + 1
+    with pytest.raises(ConfigProblems) as refused:
+        command(dry_run=dry_run)
+    assert str(refused.value) == (
+        f"{config}:{line}: finetuning.early_stopping: watches val/reward, and this run has no "
+        "validation set; name one with --validation_dataset FILE, or remove the key"
+    )
+    assert not (command.directory / "out").exists()
+    assert Parts.builder.ran == []
+
+
 def test_another_configuration_is_refused_unless_fresh(command: Command):
     assert command() == 0
     old = command.run_id

@@ -17,6 +17,9 @@ def measured(*means: float | None) -> list[Validation]:
             num_examples=1,
             failures=0,
             rewards={"a": [] if mean is None else [mean]},
+            policy_failures=0,
+            failure_reward=None,
+            dropped=True,
             error="failed" if mean is None else None,
             seconds=0.0,
         )

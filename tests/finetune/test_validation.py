@@ -1,13 +1,19 @@
 """finetune/validation.py: held-out examples before, during and after; what failed is no 0."""
 
+import asyncio
 import json
+from typing import Any, ClassVar
 
+import pytest
 from tests.finetune.trainers import Bench, evaluation
 
 from hone.config.schema import ValidationConfig
 from hone.errors import PolicyFailure
+from hone.evaluation.run import Evaluation
 from hone.events import read
 from hone.finetune.base import TrainingStatusEnum
+from hone.finetune.held_out import comparison
+from hone.finetune.history import History
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 
@@ -22,7 +28,7 @@ async def test_validation_comes_first_at_each_interval_and_last(bench: Bench):
         (3, 3, 0.5),
     ]
     assert found[0]["rewards"] == {"x": [0.5], "y": [0.5]}
-    assert ("val", 2, {"reward": 0.5}) in bench.adapter.logged
+    assert ("val", 2, {"reward": 0.5, "failure_rate": 0.0}) in bench.adapter.logged
     order = [e["type"] for e in read(bench.directory / "events.jsonl")]
     assert order.index("validation") < order.index("epoch_started")
     names = {p.name for p in (bench.directory / "trajectories").glob("validation_*")}
@@ -76,3 +82,158 @@ async def test_failures_of_the_policy_are_worth_what_the_configuration_says(benc
     await bench.run(1)
     first, _ = bench.events("validation")
     assert (first["avg_reward"], first["rewards"], first["failures"]) == (-1.0, {"x": [-1.0]}, 0)
+
+
+def half_broken(input: str) -> str:
+    """A policy that fails on x and solves the rest."""
+    if input == "x":
+        raise PolicyFailure("no move", reason="step_limit")
+    return "1"
+
+
+async def test_a_policy_that_fails_on_half_of_the_examples_does_not_score_1(bench: Bench, caplog):
+    bench.validation = evaluation("xy", half_broken)
+    caplog.set_level("INFO", "hone")
+    await bench.run(1)
+    first = bench.events("validation")[0]
+    # 0 for x, the smaller of 0 and the lowest reward of the run, and 1 for y.
+    assert (first["avg_reward"], first["min_reward"]) == (0.5, 0.0)
+    assert first["rewards"] == {"x": [None], "y": [1.0]}
+    assert (first["policy_failures"], first["on_policy_failure"]) == ({"x": 1}, "drop")
+    assert ("val", 0, {"reward": 0.5, "failure_rate": 0.5}) in bench.adapter.logged
+    said = "after 0 epochs - Avg Reward: 0.5000, 1 policy failure (50%), each counted as 0.00"
+    assert said in caplog.text
+    entry = json.loads((bench.directory / "validation_history.json").read_text())[0]
+    assert (entry["avg_reward"], entry["failure_rate"], entry["failure_reward"]) == (0.5, 0.5, 0.0)
+    assert entry["policy_failures"] == 1
+
+
+async def test_validations_are_counted_anew_when_a_lower_reward_appears(bench: Bench):
+    """Step 0 fails on x and gives 0.4 on y; step 1 gives -1 and 1; step 2 fails and gives 0.4."""
+
+    def answer(input: str) -> str:
+        if bench.adapter.step == 1:
+            return "-1" if input == "x" else "1"
+        if input == "x":
+            raise PolicyFailure("no move", reason="step_limit")
+        return "0.4"
+
+    bench.validation, bench.interval = evaluation("xy", answer), 1
+    await bench.run(2)
+    # At first 0 and 0.4; with -1 as the run's lowest reward, -1 and 0.4.
+    assert [e["avg_reward"] for e in bench.events("validation")] == pytest.approx([0.2, 0.0, -0.3])
+    history = History.of(read(bench.directory / "events.jsonl"))
+    assert history.failure_reward == -1.0
+    assert [v.mean for v in history.validations] == pytest.approx([-0.3, 0.0, -0.3])
+    assert history.best is not None and history.best.step == 1
+    told = [
+        (step, found["reward"]) for split, step, found in bench.adapter.logged if split == "val"
+    ]
+    assert told == [(0, 0.2), (0, pytest.approx(-0.3)), (1, 0.0), (2, pytest.approx(-0.3))]
+
+
+async def test_a_failure_of_the_environment_does_not_lower_the_reward(bench: Bench):
+    def unlucky(input: str) -> str:
+        if input == "x":
+            raise ConnectionError("no route to the tool")
+        return half_broken("x" if input == "y" else input)
+
+    bench.validation = evaluation("xyzw", unlucky)
+    bench.keys = {"rollout_retries": 0, "max_infrastructure_failures": 0.5}
+    await bench.run(1)
+    history = History.of(read(bench.directory / "events.jsonl"))
+    first = history.validations[0]
+    assert first.mean == pytest.approx(2 / 3) and first.failure_rate == pytest.approx(1 / 3)
+    assert (first.failures, first.policy_failures) == (2, 1)
+
+
+# ---- the final validation -------------------------------------------------------------------------
+
+
+class Recording(Evaluation):
+    """Notes which step each rollout asked for; the end of rollout `killed` ends the process."""
+
+    steps: ClassVar[list[tuple[str, int | None]]] = []
+    killed: ClassVar[tuple[str, int | None] | None] = None
+
+    async def run_item(self, item: Any, **options: Any) -> Any:
+        here = item.id, options.get("step")
+        self.steps.append(here)
+        result = await super().run_item(item, **options)
+        if here == self.killed:
+            raise asyncio.CancelledError
+        return result
+
+
+@pytest.fixture
+def chosen(bench: Bench) -> Bench:
+    """Three trained steps are validated; step 2 is the best."""
+    rewards = {0: "0.1", 1: "0.3", 2: "0.6", 3: "0.5"}
+    plain = evaluation("xy", lambda input: rewards[bench.adapter.step])
+    bench.validation = Recording(
+        workflow=plain.workflow, items=plain.items, evaluators=plain.evaluators, max_concurrency=1
+    )
+    bench.interval, bench.adapter.serves_steps = 1, True
+    Recording.steps, Recording.killed = [], None
+    return bench
+
+
+async def test_the_first_and_the_chosen_step_answer_anew_at_the_end(chosen: Bench):
+    await chosen.run(3)
+    finals = [(id, step) for id, step in Recording.steps if step is not None]
+    assert finals == [("x", 0), ("y", 0), ("x", 2), ("y", 2)]
+    assert [(e["epoch"], e["step"]) for e in chosen.events("final_validation")] == [(0, 0), (2, 2)]
+    # The choice itself rests on the validations before: the backend hears nothing new.
+    assert [step for split, step, _ in chosen.adapter.logged if split == "val"] == [0, 1, 2, 3]
+    history = History.of(read(chosen.directory / "events.jsonl"))
+    found = comparison(history)
+    assert found is not None and found.fresh and found.chosen_of == 3
+    assert (found.before.step, found.after.step) == (0, 2)
+    assert (chosen.directory / "trajectories" / "final_002.jsonl").exists()
+    ids = [e["rollout"] for e in chosen.events("rollout") if e["split"] == "final"]
+    assert [id.partition(":")[2] for id in ids] == [
+        *("f0.0.0.0.s1", "f0.0.1.0.s1", "f2.0.0.0.s1", "f2.0.1.0.s1")
+    ]
+
+
+async def test_a_final_validation_that_was_killed_goes_on(chosen: Bench):
+    Recording.killed = "y", 2
+    with pytest.raises(asyncio.CancelledError):
+        await chosen.run(3)
+    assert len(chosen.events("final_validation")) == 1
+    Recording.steps, Recording.killed = [], None
+    await chosen.run(3)
+    assert Recording.steps == [("y", 2)]
+    assert len(chosen.events("final_validation")) == 2
+    await chosen.run(3)
+    assert Recording.steps == [("y", 2)]
+
+
+@pytest.mark.parametrize("why", ["one trained step", "greedy", "no steps"])
+async def test_where_nothing_was_chosen_or_can_be_proved_nothing_runs_again(
+    chosen: Bench, why: str
+):
+    if why == "one trained step":
+        chosen.interval = 5
+    elif why == "greedy":
+        chosen.keys = {"validation": ValidationConfig(greedy=True)}
+    elif why == "no steps":
+        chosen.adapter.serves_steps = False
+    await chosen.run(3)
+    assert all(step is None for _, step in Recording.steps)
+    history = History.of(read(chosen.directory / "events.jsonl"))
+    found = comparison(history)
+    if why in ("greedy", "no steps"):  # the p value allows for the choice instead
+        assert found is not None and not found.fresh and len(found.tried) == found.chosen_of == 3
+    elif why == "one trained step":
+        assert found is not None and (found.before.step, found.after.step) == (0, 3)
+        assert found.chosen_of == 1
+
+
+async def test_where_no_trained_step_is_better_the_last_one_is_compared(bench: Bench):
+    bench.validation = evaluation("xy", lambda input: str(1 - 0.1 * bench.adapter.step))
+    bench.interval, bench.adapter.serves_steps = 1, True
+    await bench.run(3)
+    assert not bench.events("final_validation")
+    found = comparison(History.of(read(bench.directory / "events.jsonl")))
+    assert found is not None and (found.before.step, found.after.step, found.chosen_of) == (0, 3, 1)

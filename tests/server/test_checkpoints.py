@@ -267,6 +267,15 @@ def test_best_is_of_retained_steps_and_may_be_smoothed(checkpoints: Checkpoints,
     assert checkpoints.best(KEY) == 2  # of equal ones the first, as in a run's report
 
 
+def test_a_value_may_replace_what_was_logged_before(checkpoints: Checkpoints, four):
+    for step, reward in ((1, 0.6), (2, 0.5)):
+        checkpoints.log(KEY, step, {"reward": reward}, "val")
+    checkpoints.log(KEY, 1, {"reward": 0.2}, "val", replace=True)
+    assert checkpoints.best(KEY) == 2  # the mean of step 1 would be 0.4, and it is 0.2
+    checkpoints.log(KEY, 1, {"reward": 0.9}, "val")
+    assert checkpoints.best(KEY) == 1  # (0.2 + 0.9) / 2
+
+
 def test_history_goes_on_after_half_a_line(checkpoints: Checkpoints):
     checkpoints.log(KEY, 1, {"reward": 0.5}, "val")
     with (checkpoints.model_dir(KEY) / "history.jsonl").open("a") as out:

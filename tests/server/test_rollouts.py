@@ -338,6 +338,28 @@ def test_a_temperature_that_is_none_is_refused(
     assert server.state.calls.rollout("r") == []
 
 
+@pytest.mark.parametrize(
+    ("said", "rollout", "why"),
+    [
+        ("newest", "/rollout/r", "X-Hone-Step is 'newest'; use the number of a step"),
+        ("-1", "/rollout/r", "X-Hone-Step is '-1'"),
+        ("1", "", "X-Hone-Step is for rollouts, and this request names none"),
+    ],
+)
+def test_a_step_that_is_none_is_refused(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client, said: str, rollout: str, why: str
+) -> None:
+    server = make_server()
+    answer = http.post(
+        f"{server.inference_url}{rollout}/v1/chat/completions",
+        json={"model": str(tiny_model), "messages": [user("one")]},
+        headers={"X-Hone-Step": said},
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "X-Hone-Step")
+    assert why in error["message"]
+
+
 def test_a_temperature_for_rollouts_needs_a_rollout(
     make_server: MakeServer, tiny_model: Path, http: httpx.Client
 ) -> None:

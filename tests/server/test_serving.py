@@ -228,6 +228,29 @@ async def test_inside_a_run_the_base_name_means_the_runs_newest_step(
     assert untrained.adapter is None
 
 
+async def test_a_rollout_may_be_answered_by_an_earlier_step_of_the_runs_model(world: World) -> None:
+    """X-Hone-Step stands in for the newest step of the run's model, and for nothing else."""
+    record = world.model("agent", steps=3)
+    world.model("other", steps=2)
+    run, served = RunSpec(id="run1", model="agent"), {}
+    for name in ("agent", "default/agent@latest", world.tiny, "agent@2", "other"):
+        policy = await world.serving.resolve(name, rollout="run1:a", run=run, step=1)
+        served[name] = policy.model, policy.step
+    assert served == {
+        "agent": ("default/agent", 1),
+        "default/agent@latest": ("default/agent", 1),
+        world.tiny: ("default/agent", 1),
+        "agent@2": ("default/agent", 2),
+        "other": ("default/other", 2),
+    }
+    first = await world.serving.resolve("agent", rollout="run1:a", run=run, step=1)
+    assert first.adapter is not None and first.adapter.sha256 == sha(record, 1)
+    base = await world.serving.resolve("agent", rollout="run1:a", run=run, step=0)
+    assert (base.step, base.adapter) == (0, None)
+    outside = await world.serving.resolve("agent", rollout="loose", run=None, step=1)
+    assert outside.step == 3
+
+
 async def test_a_run_over_another_base_leaves_this_one_alone(
     world: World, tmp_path: Path, tokenizer: Any
 ) -> None:

@@ -146,6 +146,10 @@ async def test_logged_metrics_choose_the_best_step(api: Api):
     assert await api.ask("POST", f"{AGENT}/metrics", json=body) == {"step": 4}
     # Step 4 is better but not retained.
     assert (await api.ask("GET", AGENT))["best_step"] == 0
+    body = {"split": "val", "step": 0, "metrics": {"reward": -0.5}, "replace": True}
+    await api.ask("POST", f"{AGENT}/metrics", json=body)
+    (record,) = api.state.models.list()
+    assert api.state.checkpoints.history(record.key)[-1]["replaces"] is True
 
 
 # ---- jobs -------------------------------------------------------------------------------------

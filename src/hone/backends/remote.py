@@ -175,9 +175,18 @@ class RemoteBackend(Server):
         return await self.ask("DELETE", f"{_path(model)}/checkpoints?{query}")
 
     async def log(
-        self, model: Named, metrics: Mapping[str, float], *, split: str, step: int | None
+        self,
+        model: Named,
+        metrics: Mapping[str, float],
+        *,
+        split: str,
+        step: int | None,
+        replace: bool = False,
     ) -> None:
-        body = json.dumps({"split": split, "step": step, "metrics": dict(metrics)})
+        """`replace`: what was logged of this step before no longer counts."""
+        sent = {"split": split, "step": step, "metrics": dict(metrics)}
+        # Left out where it says nothing: an older server refuses keys that it does not know.
+        body = json.dumps(sent | ({"replace": True} if replace else {}))
         await self.ask("POST", f"{_path(model)}/metrics", body)
 
     # ---- what else a hone server can tell ---------------------------------------------------

@@ -19,6 +19,7 @@ from hone.capture.branches import Branch
 ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
 TEMPERATURE_HEADER = "X-Hone-Temperature"
+STEP_HEADER = "X-Hone-Step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,8 @@ class Scope:
     """Where calls are seen; None marks them only."""
     temperature: float | None = None
     """What the server samples with, whatever the agent asks for."""
+    step: int | None = None
+    """The step of the run's model that answers, instead of the newest one."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -182,6 +185,8 @@ class Scope:
             named[FUNCTION_HEADER] = self.function
         if self.temperature is not None:
             named[TEMPERATURE_HEADER] = f"{self.temperature:g}"
+        if self.step is not None:
+            named[STEP_HEADER] = str(self.step)
         return named
 
 

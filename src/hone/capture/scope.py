@@ -104,12 +104,18 @@ def rollout(
 
 
 def recorded(
-    id: str | None = None, *, host: str | None = None, temperature: float | None = None
+    id: str | None = None,
+    *,
+    host: str | None = None,
+    temperature: float | None = None,
+    step: int | None = None,
 ) -> tuple[Rollout, Recorder]:
     """A rollout of the harness: all its calls are seen here, and those to `host` are marked."""
     recorder = Recorder()
     where = None if host is None else host_of(urlsplit(f"//{host}").hostname or "")
-    scope = Scope(_checked_id(id), host=where, recorder=recorder, temperature=temperature)
+    scope = Scope(
+        _checked_id(id), host=where, recorder=recorder, temperature=temperature, step=step
+    )
     return Rollout(scope), recorder
 
 

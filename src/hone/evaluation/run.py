@@ -91,6 +91,7 @@ class Evaluation:
         *,
         rollout: str | None = None,
         temperature: float | None = None,
+        step: int | None = None,
         evaluators: Collection[str] | None = None,
     ) -> ItemResult:
         """One rollout under the budget, then scored.
@@ -99,6 +100,7 @@ class Evaluation:
             item: its input is run; whatever output it holds is replaced.
             rollout: id of the rollout; one is drawn if there is none.
             temperature: what the server samples with, whatever the workflow asks for.
+            step: of the run's model that answers; the newest one if not given.
             evaluators: score with these only.
         """
         names = self._names(evaluators)
@@ -110,6 +112,7 @@ class Evaluation:
                 host=self.host,
                 timeout_s=self.timeout_s,
                 temperature=temperature,
+                step=step,
             )
         result = extracted(result, self.result_json_path)
         answered = item.copy_with_updates(

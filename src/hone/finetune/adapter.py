@@ -72,6 +72,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
         """Contacts nobody."""
         super().__init__(adapter_config)
+        self.serves_steps = True
         config = adapter_config.backend
         key = None if config.api_key == "default" and config.ip is None else config.api_key
         self.backend: RemoteBackend = (
@@ -178,7 +179,8 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def log_metrics(
         self, metrics: Mapping[str, float], *, split: str, step: int | None
     ) -> None:
-        await self.backend.log(self.model, metrics, split=split, step=step)
+        # A validation may be counted anew, and the server would average the two numbers.
+        await self.backend.log(self.model, metrics, split=split, step=step, replace=split == "val")
 
     async def prune(self, keep_last: int) -> None:
         await self.backend.delete_checkpoints(self.model, keep_last=keep_last)

@@ -137,6 +137,8 @@ class TrainerAdapter(ABC):
         does not serve it."""
         self.events: EventLog | None = None
         """Where the progress of a job is told; bound by the trainer."""
+        self.serves_steps = False
+        """Whether an earlier step answers a rollout that names it (the header X-Hone-Step)."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config

@@ -22,9 +22,11 @@ from hone.finetune.base import (
     TrajectoryBuilder,
 )
 from hone.finetune.files import Files
+from hone.finetune.held_out import Validation
 from hone.finetune.journal import Journal, RunFacts, Submission
 from hone.finetune.phases import Phases
 from hone.finetune.standing import Standing, Visit
+from hone.finetune.words import failed
 
 if TYPE_CHECKING:
     from hone.config.registry import TrainerConfig
@@ -45,6 +47,8 @@ class BoundTrainer(Trainer):
         self._job_refs: list[TrainingJobRef] = []
         self._step: int | None = None
         """The policy step that is served now."""
+        self._logged: dict[int | None, dict[str, float]] = {}
+        """What the backend was told of each validated step."""
         self._phases = Phases()
         self._own = ExitStack()
         self._parts: tuple[Standing, Files] | None = None
@@ -173,6 +177,37 @@ class BoundTrainer(Trainer):
 
     # ---- what it says ---------------------------------------------------------------------
 
+    async def _log_validation(self, epoch: int, found: dict[str, Any]) -> None:
+        """Say it, and let the backend know it; and what it changes about earlier ones.
+
+        Under `drop` a failure of the model counts as the run's lowest reward. Where that fell,
+        earlier validations are worth less than the backend was told.
+        """
+        history = self._standing.history
+        new = Validation.of({"at": 0.0, **found}, min(history.failure_reward, _lowest(found)))
+        if new.mean is None:
+            self._warn(found["error"])
+        else:
+            log.info(
+                "Validation after %d epochs - Avg Reward: %.4f%s", epoch, new.mean, failed(new)
+            )
+        for one in (*history.validations, new):
+            if one.mean is None or (one is not new and not one.policy_failures):
+                continue
+            told = {"reward": one.mean, "failure_rate": one.failure_rate or 0.0}
+            if self._logged.get(one.step) != told:
+                self._logged[one.step] = told
+                await self._adapter.log_metrics(told, split="val", step=one.step)
+
+    def _say_final(self, found: dict[str, Any]) -> None:
+        new = Validation.of({"at": 0.0, **found}, self._standing.history.failure_reward)
+        if new.mean is None:
+            self._warn(found["error"])
+        else:
+            log.info(
+                "Final validation of step %d - Avg Reward: %.4f%s", new.step, new.mean, failed(new)
+            )
+
     def _say_what_was_dropped(self, epoch: int, noted: Submission) -> None:
         dropped = noted.collected["dropped"]
         if dropped:
@@ -207,3 +242,8 @@ class BoundTrainer(Trainer):
     def _warn(self, message: str) -> None:
         log.warning("%s", message)
         self.events.append("warning", message=message)
+
+
+def _lowest(found: dict[str, Any]) -> float:
+    rewards = [r for known in found["rewards"].values() for r in known if r is not None]
+    return min(rewards, default=0.0)

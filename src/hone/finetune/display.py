@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hone.events import Event, EventLog, read
+from hone.finetune.history import History
 from hone.finetune.words import counted, duration, number
 from hone.progress import LINE_S, console, write
 
@@ -38,7 +39,7 @@ class State:
         """Of the rollouts of this stage."""
         self.training: dict[tuple[int, int], float | None] = {}
         """By epoch and round."""
-        self.held_out: dict[int, float | None] = {}
+        self._history = History()
         self.ended: Event | None = None
         """The newest epoch_done."""
         self.status: str | None = None
@@ -46,8 +47,14 @@ class State:
         self._durations: list[float] = []
         self._epoch_at: float | None = None
 
+    @property
+    def held_out(self) -> dict[int, float | None]:
+        """By epochs trained; counted anew where the reward of failures fell."""
+        return {v.epoch: v.mean for v in self._history.validations}
+
     def add(self, event: Event) -> None:
         self.now = event["at"]
+        self._history.add(event)
         reader = _READERS.get(event["type"])
         if reader is not None:
             reader(self, event)
@@ -116,9 +123,6 @@ class State:
         self.total = event["steps"] * rows
         self.finished = max(0, event["step"] - 1) * rows + (event.get("row") or 0)
 
-    def _validation(self, event: Event) -> None:
-        self.held_out[event["epoch"]] = event["avg_reward"]
-
     def _epoch_done(self, event: Event) -> None:
         self.ended = event
         if event["status"] != "failed":
@@ -142,7 +146,6 @@ _READERS: dict[str, Callable[[State, Event], None]] = {
     "job_submitted": State._job_submitted,
     "job_progress": State._job_progress,
     "validation_started": State._validation_started,
-    "validation": State._validation,
     "epoch_done": State._epoch_done,
     "run_interrupted": State._run_interrupted,
     "run_finished": State._run_finished,

@@ -11,9 +11,10 @@ led to is what was trained. Times are the exception: all of them were spent.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from hone.events import Event
+from hone.finetune.held_out import Validation
 
 
 @dataclass(slots=True)
@@ -48,44 +49,6 @@ class Round:
         return dict(self.job["metrics"] or {}) if self.job and "metrics" in self.job else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """One pass over held-out examples."""
-
-    epoch: int
-    """Epochs of training behind it."""
-    step: int | None
-    at: float
-    mean: float | None
-    """None: it failed."""
-    min: float | None
-    max: float | None
-    num_examples: int
-    failures: int
-    rewards: dict[str, list[float]]
-    """By example, what could be scored."""
-    error: str | None
-    seconds: float
-
-    @classmethod
-    def of(cls, event: Event) -> Self:
-        rewards = {e: [r for r in all_ if r is not None] for e, all_ in event["rewards"].items()}
-        failures = event.get("failures") or 0
-        return cls(
-            epoch=event["epoch"],
-            step=event.get("step"),
-            at=event["at"],
-            mean=event.get("avg_reward"),
-            min=event.get("min_reward"),
-            max=event.get("max_reward"),
-            num_examples=event.get("num_examples", len(rewards)),
-            failures=sum(failures.values()) if isinstance(failures, dict) else int(failures),
-            rewards={example: known for example, known in rewards.items() if known},
-            error=event.get("error"),
-            seconds=event.get("seconds") or 0.0,
-        )
-
-
 PHASES = ("start_s", "rollout_s", "learn_s", "validate_s")
 """Start: from the command to the first rollout: the server, the model, the checks before it."""
 _STAGES = {
@@ -96,6 +59,7 @@ _STAGES = {
     "job_done": None,
     "job_failed": None,
     "validation": None,
+    "final_validation": None,
 }
 """What begins with an event, or ends."""
 
@@ -123,7 +87,7 @@ class _Clock:
         elif self._stage is not None:
             self._count(self._stage, event["at"] - self._last)
         self._last = event["at"]
-        if kind == "validation":
+        if kind in ("validation", "final_validation"):
             self._correct("validate_s", event.get("seconds"))
         elif kind == "epoch_done":
             for name in ("rollout_s", "learn_s"):
@@ -159,7 +123,11 @@ class History:
         self.calls = self.tokens = self.rollouts = 0
         """All that were paid for, those of an interrupted round included."""
         self._rounds: dict[tuple[int, int], Round] = {}
-        self._validations: dict[tuple[int, int | None], Validation] = {}
+        self._lowest = 0.0
+        self._validations: dict[tuple[int, int | None], Event] = {}
+        self._counted: dict[tuple[int, int | None], tuple[float, Validation]] = {}
+        """With the `failure_reward` it was counted at."""
+        self._finals: dict[tuple[int, int | None], Event] = {}
         self._spans: list[list[float]] = []
         self._clock = _Clock()
         self._awaiting_work = False
@@ -191,8 +159,29 @@ class History:
         return [r for r in found if r.collected is not None]
 
     @property
+    def failure_reward(self) -> float:
+        """What a failure of the model counts as in validations, where the configuration says `drop`.
+
+        The smaller of 0 and the lowest reward of the run. It can fall as the run goes on, and all
+        validations are then counted anew, so that they can be compared.
+        """
+        return self._lowest
+
+    @property
     def validations(self) -> list[Validation]:
-        return sorted(self._validations.values(), key=lambda v: (v.epoch, v.step or 0))
+        found = [self._count(key, event) for key, event in self._validations.items()]
+        return sorted(found, key=lambda v: (v.epoch, v.step or 0))
+
+    def final(self, of: Validation) -> Validation | None:
+        """What the same policy answered anew at the end of the run; None where it did not."""
+        event = self._finals.get((of.epoch, of.step))
+        return None if event is None else Validation.of(event, self._lowest)
+
+    def _count(self, key: tuple[int, int | None], event: Event) -> Validation:
+        before = self._counted.get(key)
+        if before is None or before[0] != self._lowest:
+            before = self._counted[key] = self._lowest, Validation.of(event, self._lowest)
+        return before[1]
 
     @property
     def scored(self) -> list[Validation]:
@@ -269,7 +258,7 @@ class History:
         self._work(r.trained)
 
     def _validation_started(self, event: Event) -> None:
-        self._work(float(event["epoch"]))
+        self._work(float(len(self.done) if event.get("final") else event["epoch"]))
 
     def _work(self, trained: float) -> None:
         if self._awaiting_work:
@@ -280,8 +269,12 @@ class History:
         self.rollouts += 1
         self.calls += event.get("calls") or 0
         self.tokens += event.get("tokens") or 0
+        training, held_out = self.evaluators
         if event["split"] != "train":
+            self._reward(event["reward"])
             return
+        if training == held_out:
+            self._reward(event["reward"])
         r, key = self._round(event), (str(event["example"]), int(event["generation"]))
         r.rewards.pop(key, None)
         r.failures.pop(key, None)
@@ -290,6 +283,11 @@ class History:
         if event["failure_kind"]:
             r.failures[key] = f"{event['failure_kind']}: {event.get('failure_reason') or 'unknown'}"
 
+    def _reward(self, reward: float | None) -> None:
+        """One more reward by the evaluator of the validations."""
+        if reward is not None:
+            self._lowest = min(self._lowest, reward)
+
     def _epoch_collected(self, event: Event) -> None:
         self._round(event).collected = event
 
@@ -297,8 +295,19 @@ class History:
         self._round(event).job = event
 
     def _validation(self, event: Event) -> None:
-        found = Validation.of(event)
-        self._validations[found.epoch, found.step] = found
+        self._held_out(event)
+        key = event["epoch"], event.get("step")
+        self._validations[key] = event
+        self._counted.pop(key, None)
+
+    def _final_validation(self, event: Event) -> None:
+        self._held_out(event)
+        self._finals[event["epoch"], event.get("step")] = event
+
+    def _held_out(self, event: Event) -> None:
+        for rewards in event["rewards"].values():
+            for reward in rewards:
+                self._reward(reward)
 
     def _epoch_done(self, event: Event) -> None:
         self.done[event["epoch"]] = event
@@ -323,6 +332,7 @@ _READERS = {
     "job_failed": History._job_ended,
     "validation_started": History._validation_started,
     "validation": History._validation,
+    "final_validation": History._final_validation,
     "epoch_done": History._epoch_done,
     "warning": History._warning,
     "run_finished": History._run_finished,

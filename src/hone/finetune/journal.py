@@ -36,7 +36,7 @@ LOCK_FILE = "run.lock"
 SHOWN = 8
 """Of the keys that differ, so many are named."""
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "final"]
 Rollouts = dict[tuple[str, int], RolloutRecord]
 """By example and generation."""
 
@@ -169,7 +169,7 @@ class Journal:
         }
 
     def _rollouts(self, split: Split, epoch: int) -> Path:
-        name = "epoch" if split == "train" else "validation"
+        name = {"train": "epoch", "val": "validation", "final": "final"}[split]
         return self.directory / "trajectories" / f"{name}_{epoch:03d}.jsonl"
 
     # ---- submissions ----------------------------------------------------------------------

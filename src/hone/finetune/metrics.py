@@ -85,6 +85,9 @@ def validation_history(history: History) -> list[dict[str, Any]]:
             "num_examples": v.num_examples,
             "step": v.step,
             "failures": v.failures,
+            "policy_failures": v.policy_failures,
+            "failure_rate": v.failure_rate,
+            "failure_reward": v.failure_reward,
             "error": v.error,
         }
         for v in history.validations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
     from hone.evaluation.run import ItemResult
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "final"]
 
 
 def rollout_id(
@@ -37,8 +37,11 @@ def rollout_id(
     retry: int = 0,
     split: Split = "train",
 ) -> str:
-    """RUN:EPOCH.ROUND.ITEM.GENERATION.sSESSION[rRETRY]; `v` before the epoch for validation."""
-    first = "v" if split == "val" else ""
+    """RUN:EPOCH.ROUND.ITEM.GENERATION.sSESSION[rRETRY].
+
+    `v` stands before the epoch of a validation, `f` before that of a final one.
+    """
+    first = {"train": "", "val": "v", "final": "f"}[split]
     again = f"r{retry}" if retry else ""
     return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}.s{session}{again}"
 

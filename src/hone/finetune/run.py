@@ -115,6 +115,8 @@ def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
             validating = read(options.validation_config_file, options.override)
     except ConfigProblems as error:
         problems += error.problems
+    if document is not None and not (options.validation_dataset or options.validation_config_file):
+        problems += _stops_blindly(document)
     if document is None or problems:
         raise ConfigProblems(dict.fromkeys(problems))
     if not document.finetuning.enabled:
@@ -123,6 +125,18 @@ def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
             "finetuning.enabled: true."
         )
     return document, validating
+
+
+def _stops_blindly(document: Document) -> list[Problem]:
+    """Early stopping without a validation set, which would never stop anything."""
+    path = ("finetuning", "early_stopping")
+    if document.finetuning.early_stopping is None:
+        return []
+    message = (
+        "watches val/reward, and this run has no validation set; name one with "
+        "--validation_dataset FILE, or remove the key"
+    )
+    return [Problem(document.loaded.place(path), path, message)]
 
 
 def _say_what_would_run(

@@ -10,7 +10,7 @@ A pure function of what was measured, so that a resumed run comes to the same co
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hone.finetune.history import Validation
+from hone.finetune.held_out import Validation
 
 if TYPE_CHECKING:
     from hone.config.schema import EarlyStoppingConfig

@@ -30,6 +30,7 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.bound import BoundTrainer
+from hone.finetune.held_out import to_confirm
 from hone.finetune.journal import Submission
 from hone.finetune.stats import (
     check_failures,
@@ -71,6 +72,7 @@ class ARTTrainer(BoundTrainer):
             if statuses[-1].status is not COMPLETED:
                 return statuses
         await self._validate(len(statuses))
+        await self._confirm()
         await self._adapter.close_run(self.journal.run_id)
         return statuses
 
@@ -118,29 +120,47 @@ class ARTTrainer(BoundTrainer):
         with self._phases.timed("validate_s"):
             found = await self.run_validation_evaluation(epoch, self.journal.run_id)
         found.pop("dataset_type")
-        average = found["avg_reward"]
-        if average is None:
-            self._warn(found["error"])
-        else:
-            log.info("Validation after %d epochs - Avg Reward: %.4f", epoch, average)
-            # By this the server knows which step is NAME@best; so before the event that says it
-            # was done.
-            await self._adapter.log_metrics({"reward": average}, split="val", step=self._step)
+        # By this the server knows which step is NAME@best; so before the event that says it was
+        # done.
+        await self._log_validation(epoch, found)
         self.events.append("validation", **found)
         self._files.refresh()
+
+    async def _confirm(self) -> None:
+        """Let the first policy and the chosen one answer anew, where a step was chosen."""
+        greedy = self._config.validation.greedy  # which would give the same answers again
+        if self.validation is None or greedy or not self._adapter.serves_steps:
+            return
+        for earlier in to_confirm(self._standing.history):
+            if earlier.step is None:
+                return
+            with self._phases.timed("validate_s"):
+                found = await self._answer_held_out(earlier.epoch, earlier.step, final=True)
+            self._say_final(found)
+            self.events.append("final_validation", **found)
+            if found["error"]:
+                return
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         if self.validation is None:
             return await super().run_validation_evaluation(epoch, run_id)
-        found = await validate(
+        found = await self._answer_held_out(epoch, self._step)
+        return {**found, "dataset_type": "validation"}
+
+    async def _answer_held_out(
+        self, epoch: int, step: int | None, *, final: bool = False
+    ) -> dict[str, Any]:
+        assert self.validation is not None, "there are no held-out examples"
+        return await validate(
             self.validation,
             epoch=epoch,
-            step=self._step,
+            step=step,
             config=self._config,
             journal=self.journal,
             events=self.events,
+            history=self._standing.history,
+            final=final,
         )
-        return {**found, "dataset_type": "validation"}
 
     async def _collect(self, epoch: int, round: int) -> TrajectoryCollection:
         """Run the round's examples; refused where too many rollouts failed."""

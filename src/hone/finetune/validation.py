@@ -1,14 +1,15 @@
-"""What the policy is worth on held-out examples, at one point of the run.
+"""Run the policy on held-out examples, at one point of the run.
 
 In:   an Evaluation of the validation set, the epochs of training behind it, the journal
 Out:  the fields of a `validation` event: mean, bounds, rewards by example, failures, or an error
-Used: trainer.py, before the first epoch, at each interval and at the end
 
-A rollout that failed is no 0: it is counted, and where too many failed by no fault of the model
-the validation has no mean at all and appears as a gap.
+A rollout that failed through the model's own doing lowers the mean: left out, a policy that breaks
+on half of the examples and solves the rest would score 1. A rollout that its environment failed
+says nothing about the model and is left out; where too many did, the validation has no mean.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation
     from hone.events import EventLog
+    from hone.finetune.history import History
     from hone.finetune.journal import Journal
 
 
@@ -35,27 +37,40 @@ async def validate(
     config: "FinetuneConfig",
     journal: "Journal",
     events: "EventLog",
+    history: "History",
+    final: bool = False,
 ) -> dict[str, Any]:
-    """Every example `validation.reps` times; rollouts that ended before a kill are kept."""
-    started = time.monotonic()
-    known = journal.finished("val", epoch)
+    """Every example `validation.reps` times; rollouts that ended before a kill are kept.
+
+    `final`: `step` answers, which may be an earlier one, instead of the newest.
+    """
+    started, split = time.monotonic(), "final" if final else "val"
+    known = journal.finished(split, epoch)
     wanted = [
         (place, item, rep)
         for place, item in enumerate(evaluation.items)
         for rep in range(config.validation.reps)
     ]
-    events.append("validation_started", epoch=epoch, rollouts=len(wanted), resumed=len(known))
+    events.append(
+        "validation_started", epoch=epoch, rollouts=len(wanted), resumed=len(known), final=final
+    )
+
+    pinned = step if final else None
 
     async def rollout(place: int, item: "EvalInputItem", rep: int) -> RolloutRecord:
         if (item.id, rep) in known:
             return known[item.id, rep]
-        record = await _run(evaluation, item, (epoch, place, rep), config, journal)
+        record = await _run(evaluation, item, (epoch, place, rep), config, journal, pinned)
         journal.add(record)
         events.append("rollout", **told(record))
         return record
 
     records = await ended_together(rollout(*one) for one in wanted)
-    outcome = _outcome(records, f"validation after {epoch} epochs", config)
+    where = f"final validation of step {step}" if final else f"validation after {epoch} epochs"
+    outcome = _outcome(records, where, config, history)
+    answered = {s for record in records for s in record.policy_steps}  # those of helpers as well
+    if final and answered and pinned not in answered and not outcome["error"]:
+        outcome |= {"avg_reward": None, "error": f"{where}: step {max(answered)} answered instead"}
     return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
 
 
@@ -65,9 +80,14 @@ async def _run(
     at: tuple[int, int, int],
     config: "FinetuneConfig",
     journal: "Journal",
+    step: int | None,
 ) -> RolloutRecord:
-    """One rollout, run again if its world failed it; `at` is epoch, place and repetition."""
+    """One rollout, run again if its world failed it; `at` is epoch, place and repetition.
+
+    `step`: of the policy in a final validation; None for the newest one.
+    """
     epoch, place, rep = at
+    split = "val" if step is None else "final"
     assert config.reward_function is not None, "a run without a reward was let through"
     reward = config.reward_function.name
     record = None
@@ -79,14 +99,14 @@ async def _run(
             generation=rep,
             session=journal.session,
             retry=retry,
-            split="val",
+            split=split,
         )
         temperature = 0.0 if config.validation.greedy else None
         result = await evaluation.run_item(
-            item, rollout=rollout, temperature=temperature, evaluators=[reward]
+            item, rollout=rollout, temperature=temperature, step=step, evaluators=[reward]
         )
         record = record_of(
-            result, rollout=rollout, split="val", epoch=epoch, generation=rep, reward_name=reward
+            result, rollout=rollout, split=split, epoch=epoch, generation=rep, reward_name=reward
         )
         if not worth_another(record):
             break
@@ -95,12 +115,18 @@ async def _run(
 
 
 def _outcome(
-    records: Sequence[RolloutRecord], where: str, config: "FinetuneConfig"
+    records: Sequence[RolloutRecord], where: str, config: "FinetuneConfig", history: "History"
 ) -> dict[str, Any]:
     rewards: dict[str, list[float | None]] = {}
+    failed = Counter[str]()
     for record in records:
         rewards.setdefault(record.example, []).append(record.reward)
+        if record.failure is not None and record.failure.kind == "policy":
+            failed[record.example] += 1
+    instead = config.on_policy_failure
     known = [record.reward for record in records if record.reward is not None]
+    if instead == "drop" and failed:
+        known += [min([history.failure_reward, *known])] * failed.total()
     error = None
     try:
         check_failures(records, where=where, allowed=config.max_infrastructure_failures)
@@ -114,6 +140,8 @@ def _outcome(
         "max_reward": max(known, default=None),
         "num_examples": len(rewards),
         "failures": sum(record.reward is None for record in records),
+        "policy_failures": dict(failed),
+        "on_policy_failure": instead if instead == "drop" else instead.reward,
         "rewards": rewards,
         "error": error,
     }

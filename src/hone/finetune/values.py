@@ -147,7 +147,7 @@ class RolloutRecord(Strict):
 
     epoch: int
     round: int = 0
-    split: Literal["train", "val"]
+    split: Literal["train", "val", "final"]
     example: str
     generation: int
     rollout: str

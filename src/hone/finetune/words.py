@@ -5,7 +5,12 @@ Out:  text
 Used: plots.py, report.py, page.py and display.py, so that all say the same alike
 """
 
+from typing import TYPE_CHECKING
+
 from hone.finetune.report.estimate import Estimate
+
+if TYPE_CHECKING:
+    from hone.finetune.held_out import Validation
 
 MINUS = "\u2212"
 
@@ -37,6 +42,15 @@ def p_value(found: Estimate) -> str:
         if found.p < 0.1
         else f"p = {found.p:.2f}"
     )
+
+
+def failed(validation: "Validation") -> str:
+    """How many rollouts failed through the model's own doing, in words; empty for none."""
+    if not validation.policy_failures or validation.failure_rate is None:
+        return ""
+    n, rate = validation.policy_failures, validation.failure_rate
+    worth = number(validation.failure_reward)
+    return f", {counted(n, 'policy failure')} ({rate:.0%}), each counted as {worth}"
 
 
 def signed(value: float) -> str:

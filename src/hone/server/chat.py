@@ -6,7 +6,8 @@ Used: app.py mounts it on the control port and, alone, on the inference port
 
 A request belongs to a rollout by the header X-Hone-Rollout or by the address /rollout/ID/v1. There
 the header X-Hone-Temperature goes before the request's own temperature, so that whoever runs the
-rollout can run it greedily (0) whatever its agent's code says.
+rollout can run it greedily (0) whatever its agent's code says. The header X-Hone-Step names the step
+that answers for the run's model, so that an earlier policy can be run with the same agent.
 
 The path of one request: parse -> admit -> resolve the name -> make the prompt -> sample -> record ->
 answer. Its client leaving at any point of it ends it there.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from hone.server.app import State
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
+_STEP = re.compile(r"[0-9]{1,9}")
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{0,40})?(e-?[0-9]{1,3})?")
 _MAX_FUNCTION = 512
 
@@ -145,7 +147,9 @@ class OpenAI:
         ):
             await serving.ready()
             run = state.calls.run_of(where.rollout)
-            policy = await serving.resolve(asked.model, rollout=where.rollout or None, run=run)
+            policy = await serving.resolve(
+                asked.model, rollout=where.rollout or None, run=run, step=where.step
+            )
             async with serving.using(policy):
                 known = Preparation(
                     policy=policy,
@@ -197,7 +201,25 @@ def _where(request: Request) -> Where:
             f"X-Hone-Function has {len(function)} characters; at most {_MAX_FUNCTION}",
             param="X-Hone-Function",
         )
-    return Where(rollout, function, _temperature(request, rollout))
+    return Where(rollout, function, _temperature(request, rollout), _step(request, rollout))
+
+
+def _step(request: Request, rollout: str) -> int | None:
+    """The step that X-Hone-Step names."""
+    text, param = request.headers.get("x-hone-step"), "X-Hone-Step"
+    if text is None:
+        return None
+    if not rollout:
+        raise BadRequest(
+            f"{param} is for rollouts, and this request names none; send X-Hone-Rollout with it, "
+            "or ask for NAME@STEP",
+            param=param,
+        )
+    if not _STEP.fullmatch(text):
+        raise BadRequest(
+            f"{param} is {text[:40]!r}; use the number of a step, such as 0", param=param
+        )
+    return int(text)
 
 
 def _temperature(request: Request, rollout: str) -> float | None:

@@ -243,10 +243,23 @@ class Checkpoints:
 
     # ---- history ----------------------------------------------------------------------------
 
-    def log(self, key: ModelKey, step: int, metrics: dict[str, float], split: str) -> None:
-        """Append a line of metrics to history.jsonl, each named SPLIT/METRIC."""
+    def log(
+        self,
+        key: ModelKey,
+        step: int,
+        metrics: dict[str, float],
+        split: str,
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Append a line of metrics to history.jsonl, each named SPLIT/METRIC.
+
+        `replace`: earlier values of these metrics at this step no longer count.
+        """
         named = {f"{split}/{name}": value for name, value in metrics.items()}
         line = {**named, "step": step, "recorded_at": datetime.now(UTC).isoformat()}
+        if replace:
+            line["replaces"] = True
         path = self.model_dir(key) / HISTORY
         with storage(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -277,6 +290,8 @@ class Checkpoints:
         values: dict[int, list[float]] = {}
         for line in self.history(key):
             if isinstance(line.get(metric), int | float) and math.isfinite(line[metric]):
+                if line.get("replaces"):
+                    values.pop(line["step"], None)
                 values.setdefault(line["step"], []).append(line[metric])
         total = weight = 0.0
         smoothed = {}

@@ -36,6 +36,8 @@ class Where:
     function: str = ""
     temperature: float | None = None
     """What the rollout is sampled at, whatever its requests say; None leaves it to them."""
+    step: int | None = None
+    """The step that answers where a request asks for the run's model; None is the newest."""
 
 
 @dataclass(frozen=True)

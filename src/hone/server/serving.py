@@ -122,16 +122,26 @@ class Serving:
     # ---- names ------------------------------------------------------------------------------
 
     async def resolve(
-        self, name: str, *, rollout: str | None = None, run: RunSpec | None = None
+        self,
+        name: str,
+        *,
+        rollout: str | None = None,
+        run: RunSpec | None = None,
+        step: int | None = None,
     ) -> Policy:
         """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
 
-        Inside a run, the name of its model's base means that model's newest step.
+        Inside a run, the name of its model's base means that model's newest step. `step` stands in
+        for the newest step of the run's model; names with a step of their own keep it.
         """
         found = _AT.fullmatch(name)
         stem, at = (found["stem"], found["at"]) if found else (name, None)
         record = await asyncio.to_thread(self._registered, stem)
+        newest = None if step is None else str(step)
         if record is not None:
+            if newest and at in (None, "latest") and run is not None and run.model is not None:
+                own = await asyncio.to_thread(self._models.find, run.model)
+                at = newest if own.key == record.key else at
             return await self._of_record(record, at, asked=name)
         if at in (None, "latest") and rollout and run is not None and run.model is not None:
             record = await asyncio.to_thread(self._models.find, run.model)
@@ -144,7 +154,7 @@ class Serving:
                         base_model=stem,
                         model=str(record.key),
                     )
-                return await self._of_record(record, None, asked=name)
+                return await self._of_record(record, newest, asked=name)
         if at not in (None, "latest", "0"):
             raise await asyncio.to_thread(self._unknown, name)
         await self._check_base(stem, name)

@@ -59,6 +59,8 @@ class MetricsRequest(Strict):
     """None: the newest."""
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
     """By `val/reward` the best step is chosen."""
+    replace: bool = False
+    """Forget what was logged of this step under the same names before, instead of averaging it."""
 
 
 class RenameRequest(Strict):
@@ -126,7 +128,9 @@ def _model_routes(state: "State", router: APIRouter) -> None:
         step = body.step
         if step is None:
             step, _ = await asyncio.to_thread(state.serving.newest, record)
-        await asyncio.to_thread(state.checkpoints.log, record.key, step, body.metrics, body.split)
+        await asyncio.to_thread(
+            state.checkpoints.log, record.key, step, body.metrics, body.split, replace=body.replace
+        )
         return {"step": step}
 
 

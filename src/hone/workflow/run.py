@@ -64,6 +64,7 @@ async def run_rollout(
     host: str | None = None,
     timeout_s: float | None = None,
     temperature: float | None = None,
+    step: int | None = None,
 ) -> RolloutResult:
     """Run the workflow on the input; raises nothing of what the agent raises.
 
@@ -74,8 +75,9 @@ async def run_rollout(
         host: where the trained model is served: only calls to it are marked; None marks all.
         timeout_s: after so long it is ended, and has failed.
         temperature: what the server samples with, whatever the agent asks for; 0 is greedy.
+        step: of the run's model that answers; the newest one if not given.
     """
-    rollout, recorder = recorded(id, host=host, temperature=temperature)
+    rollout, recorder = recorded(id, host=host, temperature=temperature, step=step)
     began = time.perf_counter()
     with rollout:
         try:

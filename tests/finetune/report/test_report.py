@@ -384,7 +384,7 @@ def test_long_texts_are_cut_and_say_so():
 
 
 def test_a_fence_in_an_answer_does_not_end_the_fence(tmp_path: Path):
-    tell(Story(epochs=2, interval=1, examples=4, held_out=3), tmp_path)
+    tell(Story(epochs=2, interval=2, examples=4, held_out=3), tmp_path)
     folder = tmp_path / "trajectories"
     (folder / "validation_000.jsonl").write_text(record("a", 0.0, "```\ncode\n```"))
     (folder / "validation_002.jsonl").write_text(record("a", 1.0, "fine"))

@@ -15,6 +15,7 @@ from hone.finetune.report.estimate import MIN_PAIRS, Estimate
 from hone.finetune.words import counted, interval, number, p_value, when
 
 if TYPE_CHECKING:
+    from hone.finetune.held_out import Validation
     from hone.finetune.report.report import Report
 
 Tone = str
@@ -63,7 +64,8 @@ def _change(report: "Report") -> tuple[str, str, Tone]:
     else:
         head, tone = f"No certain gain: {_lower(what)} went {moved}", "unsure"
     if report.held_out:
-        return head, " ".join([change + _certainty(report, gain), *_gaps(report)]), tone
+        said = [change + _certainty(report, gain), *_choice(report), *_failures(report)]
+        return head, " ".join([*said, *_gaps(report)]), tone
     rests = f"{_why_training(report)} {change}{_certainty(report, gain)}"
     return head, rests, "unsure" if tone == "good" else tone
 
@@ -104,15 +106,52 @@ def _certainty(report: "Report", gain: Estimate) -> str:
     return said
 
 
+def _choice(report: "Report") -> list[str]:
+    """How the step was chosen, and what that means for the numbers."""
+    compared = report.compared
+    if compared is None or compared.chosen_of < 2:
+        return []
+    after = compared.after
+    name = f"Step {after.step}" if after.step is not None else f"The policy {when(after.epoch)}"
+    said = f"{name} was chosen as the best of {compared.chosen_of} validated steps"
+    if compared.fresh:
+        return [
+            f"{said}; it and the first step then answered every example anew, for this comparison."
+        ]
+    said += " by these same answers. The p value allows for that choice; the interval does not"
+    if report.history.run.get("validation_greedy"):
+        return [f"{said}. (At temperature 0, answering anew would repeat the answers.)"]
+    if report.history.status == "completed":
+        return [f"{said}."]
+    return [f"{said}. A run that ends well lets both steps answer anew."]
+
+
+def _failures(report: "Report") -> list[str]:
+    """What failures of the model count as, and how many there were."""
+    compared = report.compared
+    if compared is None or not (compared.before.policy_failures or compared.after.policy_failures):
+        return []
+    before, after = compared.before, compared.after
+    worth = before.failure_reward if after.failure_reward is None else after.failure_reward
+    return [
+        f"{_rate(before)} of the rollouts failed through the model's own doing before and "
+        f"{_rate(after)} after; each counts as {number(worth)} on both sides."
+    ]
+
+
+def _rate(validation: "Validation") -> str:
+    return f"{validation.failure_rate or 0.0:.0%}"
+
+
 def _gaps(report: "Report") -> list[str]:
     """Where the first or the last validation gave no number, another stands in for it."""
     assert report.baseline is not None and report.tuned is not None
     first, last, said = report.baseline.epoch, report.tuned.epoch, []
     if first:
         said.append(f"No validation before the training gave a number: 'before' is {when(first)}.")
-    newest = report.history.validations[-1].epoch
-    if newest > last:
-        said.append(f"The validation {when(newest)} gave no number: 'after' is {when(last)}.")
+    newest = report.history.validations[-1]
+    if newest.mean is None and newest.epoch > last:
+        said.append(f"The validation {when(newest.epoch)} gave no number: 'after' is {when(last)}.")
     return said
 
 

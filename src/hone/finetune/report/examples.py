@@ -26,7 +26,7 @@ class Answer:
 
     text: str
     reward: float | None
-    """None: it failed, and the text says how."""
+    """None: it could not be scored, and the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,16 @@ class Example:
         return asdict(self)
 
 
-def pick(before: Path, after: Path) -> list[Example]:
-    """Up to seven, the telling ones; none where the files are not there."""
+def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> list[Example]:
+    """Up to seven, the telling ones; none where the files are not there.
+
+    `failure_reward`: what a failure of the model counts as that has no reward of its own.
+    """
     first, last = _records(before), _records(after)
+    for record in (*first.values(), *last.values()):
+        failure = record.get("failure")
+        if failure and failure.get("kind") == "policy" and record.get("reward") is None:
+            record["reward"] = failure_reward
     both = [_example(first[id], last[id]) for id in first if id in last]
     chosen: list[Example] = []
     for kind, most in MOST.items():
@@ -99,9 +106,9 @@ def _change(example: Example) -> float:
 
 def _answer(record: dict[str, Any]) -> Answer:
     failure = record.get("failure")
-    if failure and record.get("reward") is None:
+    if failure:
         why = ": ".join(str(failure[k]) for k in ("kind", "reason", "message") if failure.get(k))
-        return Answer(f"failed ({why})", None)
+        return Answer(f"failed ({why})", record.get("reward"))
     output = record.get("output")
     return Answer(shown(_last_reply(record) if output in (None, "") else output), record["reward"])
 

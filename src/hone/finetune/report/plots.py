@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.finetune import metrics
+from hone.finetune.held_out import Validation, comparison
 from hone.finetune.history import History, Round
 from hone.finetune.report import canvas
 from hone.finetune.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
 from hone.finetune.report.curves import Curves, Point, curves, smoothed
-from hone.finetune.report.estimate import gain
+from hone.finetune.report.estimate import Rewards, gain
 from hone.finetune.words import counted, interval, number, p_value, when
 
 if TYPE_CHECKING:
@@ -86,12 +87,13 @@ def rewards(history: History, size: tuple[float, float]) -> bytes:
 
 def headline(history: History) -> tuple[str, str]:
     """The finding in a few words, and how sure it is."""
-    scored = history.scored
-    if len(scored) >= 2:
-        first, last = scored[0], scored[-1]
+    scored, compared = history.scored, comparison(history)
+    if compared is not None:
+        first, last = compared.before, compared.after
         title = f"Held-out reward {number(first.mean)} \u2192 {number(last.mean)}"
         late = f", after {counted(first.epoch, 'epoch')} already" if first.epoch else ""
-        return title, _how_sure(first.rewards, last.rewards) + late
+        tried = [v.rewards for v in compared.tried]
+        return title, _how_sure(first.rewards, last.rewards, tried) + late + _failing(first, last)
     epochs = [(e["epoch"], e["avg_reward"]) for e in metrics.reward_history(history)]
     known = [(epoch, mean) for epoch, mean in epochs if mean is not None]
     once = f"{number(scored[0].mean)} {when(scored[0].epoch)}" if scored else ""
@@ -107,8 +109,16 @@ def headline(history: History) -> tuple[str, str]:
     return title, _how_sure(history.rewards(first), history.rewards(last))
 
 
-def _how_sure(before: dict[str, list[float]], after: dict[str, list[float]]) -> str:
-    found = gain(before, after)
+def _failing(before: Validation, after: Validation) -> str:
+    """How often the model itself failed, where it did."""
+    if not before.policy_failures and not after.policy_failures:
+        return ""
+    rates = (f"{v.failure_rate or 0.0:.0%}" for v in (before, after))
+    return ", failures " + " \u2192 ".join(rates)
+
+
+def _how_sure(before: Rewards, after: Rewards, tried: Sequence[Rewards] = ()) -> str:
+    found = gain(before, after, tried=tried)
     if found is None or found.low is None:
         return ""
     chance = f", {p_value(found)}" if found.p is not None else ""

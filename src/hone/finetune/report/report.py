@@ -5,8 +5,9 @@ Out:  report.json for programs, report.md and report.html for people (sections.p
       what stands in them), reward_plot.png
 Used: run.py at the end of a run, however it ended
 
-Before is the first validation that gave a number, after is the last one, and the gain is paired by
-example. A gain counts as certain when its p value is at most 0.05 (estimate.py says which test).
+Before is the first validation that gave a number and after is the best step, or the last where no
+step was chosen (held_out.py). The gain is paired by example and counts as certain when its p value
+is at most 0.05 (estimate.py says which test).
 Without two validations the training rewards of the first and the last epoch stand in, and the
 report says so first, because a model may learn its training examples by heart.
 """
@@ -19,7 +20,8 @@ from typing import Any, Literal
 from hone.errors import ConfigError
 from hone.events import FILE, read
 from hone.finetune import metrics
-from hone.finetune.history import History, Validation
+from hone.finetune.held_out import Comparison, Validation, comparison
+from hone.finetune.history import History
 from hone.finetune.report.estimate import (
     Estimate,
     by_example,
@@ -41,9 +43,12 @@ class Measured:
     epoch: int
     """Epochs of training behind it."""
     step: int | None
+    failure_rate: float | None = None
+    """Share of held-out rollouts that failed through the model's own doing."""
 
     def as_dict(self) -> dict[str, Any]:
-        return self.value.as_dict() | {"epoch": self.epoch, "step": self.step}
+        more = {"epoch": self.epoch, "step": self.step, "failure_rate": self.failure_rate}
+        return self.value.as_dict() | more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,10 @@ class Report:
     tuned: Measured | None
     best: Measured | None
     """The best validation, where it is not the last one."""
+    newest: Measured | None
+    """The last validation, where it is not the one that is compared."""
+    compared: Comparison | None
+    """None for training rewards."""
     gain: Estimate | None
     deltas: dict[str, float]
     """What each example gained."""
@@ -118,6 +127,9 @@ class Report:
             "verdict": self.verdict,
             "measured_on": "validation" if self.held_out else "training",
             "best": self.best and self.best.as_dict(),
+            "newest": self.newest and self.newest.as_dict(),
+            "selection": self._selection(),
+            "failure_reward": self._failure_reward(),
             "evaluator": history.evaluators[0],
             "validation_evaluator": history.evaluators[1],
             "status": history.status,
@@ -147,6 +159,15 @@ class Report:
             "examples": [example.as_dict() for example in self.examples],
             "warnings": [warning["message"] for warning in history.warnings],
         }
+
+    def _selection(self) -> dict[str, Any] | None:
+        if self.compared is None:
+            return None
+        return {"chosen_of": self.compared.chosen_of, "fresh_answers": self.compared.fresh}
+
+    def _failure_reward(self) -> float | None:
+        found = [v.failure_reward for v in self.history.validations]
+        return next((reward for reward in reversed(found) if reward is not None), None)
 
     def _counts(self) -> dict[str, Any]:
         assert self.gain is not None
@@ -191,37 +212,40 @@ def measure(output_dir: Path) -> Report:
             f"{output_dir}: no run to report on ({FILE} is missing or empty). Name the "
             "finetuning.output_dir of a run that was started."
         )
-    scored = history.scored
-    held_out = len(scored) >= 2
-    if held_out:
-        first, last = _validated(scored[0]), _validated(scored[-1])
-        rewards = scored[0].rewards, scored[-1].rewards
-        top = history.best
-        best = None if top is None or top is scored[-1] else _validated(top)
+    compared, best, newest, found = comparison(history), None, None, None
+    if compared is not None:
+        first, last = _validated(compared.before), _validated(compared.after)
+        rewards = compared.before.rewards, compared.after.rewards
+        top, end = history.best, history.scored[-1]
+        best = None if top is None or top is end else _validated(top)
+        newest = None if compared.after.epoch == end.epoch else _validated(end)
+        found = gain(*rewards, tried=[v.rewards for v in compared.tried])
     else:
         epochs = [e for e in history.epochs if history.rewards(e)]
         ends = (epochs[0], epochs[-1]) if len(epochs) > 1 else ()
         rewards = tuple(history.rewards(e) for e in ends)
         measured = [_trained(history, e) for e in ends]
         first, last = measured if measured else (None, None)
-        best = None
+        found = (gain(*rewards) or unpaired_gain(*rewards)) if rewards else None
     deltas = changes(*rewards) if rewards else {}
     return Report(
         history=history,
-        held_out=held_out,
+        held_out=compared is not None,
         baseline=first,
         tuned=last,
         best=best,
-        gain=(gain(*rewards) or unpaired_gain(*rewards)) if rewards else None,
+        newest=newest,
+        compared=compared,
+        gain=found,
         deltas=deltas,
-        examples=_examples(output_dir, held_out, first, last),
+        examples=_examples(output_dir, history, compared, first, last),
     )
 
 
 def _validated(v: Validation) -> Measured:
     value = estimate(list(by_example(v.rewards).values()))
     assert value is not None, v
-    return Measured(value=value, epoch=v.epoch, step=v.step)
+    return Measured(value=value, epoch=v.epoch, step=v.step, failure_rate=v.failure_rate)
 
 
 def _trained(history: History, epoch: int) -> Measured:
@@ -231,10 +255,17 @@ def _trained(history: History, epoch: int) -> Measured:
 
 
 def _examples(
-    output_dir: Path, held_out: bool, first: Measured | None, last: Measured | None
+    output_dir: Path,
+    history: History,
+    compared: Comparison | None,
+    first: Measured | None,
+    last: Measured | None,
 ) -> list[Example]:
     if first is None or last is None:
         return []
-    name = "validation" if held_out else "epoch"
-    folder = output_dir / "trajectories"
-    return pick(*(folder / f"{name}_{m.epoch:03d}.jsonl" for m in (first, last)))
+    name = "epoch" if compared is None else "final" if compared.fresh else "validation"
+    before, after = (
+        output_dir / "trajectories" / f"{name}_{m.epoch:03d}.jsonl" for m in (first, last)
+    )
+    failed = None if compared is None else history.failure_reward
+    return pick(before, after, failure_reward=failed)

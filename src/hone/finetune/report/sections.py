@@ -34,7 +34,7 @@ from hone.finetune.report.estimate import Estimate
 from hone.finetune.words import counted, duration, number, signed
 
 if TYPE_CHECKING:
-    from hone.finetune.report.report import Report
+    from hone.finetune.report.report import Measured, Report
 
 
 SHORTEST_S = 0.05
@@ -72,10 +72,10 @@ def _numbers(report: "Report") -> Iterator[Block]:
     if first is None or last is None or gain is None:
         return
     tiles = [("before", first), ("after", last)]
-    if report.best is not None:
-        tiles.append(("best", report.best))
+    if report.newest is not None:
+        tiles.append(("newest", report.newest))
     shown = [
-        (label, number(m.value.mean), f"{_range(m.value)}{_of(m.step, m.epoch)}")
+        (label, number(m.value.mean), f"{_range(m.value)}{_of(m.step, m.epoch)}{_failed(m)}")
         for label, m in tiles
     ]
     change = (
@@ -86,9 +86,11 @@ def _numbers(report: "Report") -> Iterator[Block]:
         else f"{signed(gain.low)} to {signed(gain.high)}",
     )
     yield Tiles((*shown[:2], change, *shown[2:]))
-    if report.best is not None:
+    if any(v.policy_failures and v.dropped for v in report.history.validations):
         yield Text(
-            "The best step was chosen by these same examples, so its number flatters it a little."
+            f"In validations a rollout that failed through the model's own doing counts as "
+            f"{number(report.history.failure_reward)}: the smaller of 0 and the lowest reward of the "
+            "run. finetuning.on_policy_failure: {reward: ...} sets another value, also for training."
         )
 
 
@@ -98,6 +100,10 @@ def _range(value: Estimate) -> str:
     if value.low == value.high:
         return f"all {value.n} examples alike"
     return f"{number(value.low)} to {number(value.high)}"
+
+
+def _failed(measured: "Measured") -> str:
+    return f"; {measured.failure_rate:.0%} failed" if measured.failure_rate else ""
 
 
 def _of(step: int | None, epoch: int) -> str:
