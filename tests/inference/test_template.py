@@ -208,3 +208,23 @@ def test_what_clients_spell_differently_renders_alike(qwen25):
     other = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}, _call("")]
     assert qwen25.render(plain).ids == qwen25.render(other).ids
     assert qwen25.render([_call({"a": 1})]).ids == qwen25.render([_call('{"a":1}')]).ids
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2.5-instruct", "Qwen/Qwen2.5-3B-Instruct"),
+        ("llama-3", "meta-llama/Llama-3.2-1B-Instruct"),
+    ],
+)
+def test_end_tokens_of_the_model_s_files_end_the_turn(make_tokenizer, family, name):
+    tokenizer = make_tokenizer(family)
+    (end,) = tokenizer.encode("!", add_special_tokens=False)
+    plain = ChatTemplate.load(tokenizer, name)
+    template = ChatTemplate.load(tokenizer, name, end_ids=(plain.stop_ids[0], end))
+    assert template.stop_ids == (*plain.stop_ids, end)
+    assert template.with_kwargs({"color": "red"}).stop_ids == template.stop_ids
+    assert template.on(date(2026, 1, 2)).stop_ids == template.stop_ids
+    said = tokenizer.encode("Hello", add_special_tokens=False)
+    assert template.parse([*said, end]).content == "Hello"
+    assert plain.parse([*said, end]).content == "Hello!"

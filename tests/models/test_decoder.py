@@ -1,10 +1,16 @@
 """The decoder computes what transformers computes, for every family and variant it accepts."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -17,9 +23,10 @@ from transformers import (
 )
 
 from hone.errors import ConfigError, ModelUnsupported
-from hone.models.architecture import DecoderConfig
+from hone.models.architecture import HARMLESS, DecoderConfig
 from hone.models.decoder import Attend, Decoder
 from hone.models.lora import Lora
+from hone.models.weights import prune
 
 SIZES = {
     "vocab_size": 300,
@@ -62,6 +69,15 @@ CONFIGS = {
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral, window": MistralConfig(**SIZES, sliding_window=7),
     "smollm3, layers without rope": SmolLM3Config(**SIZES),
+    "smollm3, a head of its own": SmolLM3Config(
+        **SIZES, tie_word_embeddings=False, no_rope_layers=[1, 0, 1, 1, 0]
+    ),
+    "smollm3, windows and biases": SmolLM3Config(
+        **SIZES, use_sliding_window=True, sliding_window=6, attention_bias=True, mlp_bias=True
+    ),
+    "llama, linear rope": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ),
 }
 
 
@@ -278,9 +294,71 @@ def test_an_adapter_in_training_is_never_sampled_from_a_copy(tiny_llama_dir: Pat
     assert (after - before).abs().max() > 0.1
 
 
+def test_harmless_fields_of_a_configuration_change_nothing(tmp_path: Path):
+    """Each at a value that is not the usual one; transformers computes the same, and so does hone."""
+    model = random_model(CONFIGS["qwen3"], tmp_path)
+    values = dict.fromkeys(HARMLESS, 7) | {
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "architectures": ["Qwen3ForCausalLM"],
+        "transformers_version": "4.0.0",
+        "tokenizer_class": "LlamaTokenizer",
+        "_name_or_path": "elsewhere",
+        "attention_dropout": 0.5,
+        "initializer_range": 0.5,
+        "use_cache": False,
+    }
+    for name in [
+        *(name for name in HARMLESS if "attn_implementation" in name),
+        *("id2label", "label2id", "task_specific_params", "transformers.js_config", "problem_type"),
+        *("return_dict", "output_attentions", "output_hidden_states", "torchscript"),
+        *(name for name in HARMLESS if name.endswith("token_id")),
+    ]:
+        values.pop(name)  # transformers itself refuses a number here, or changes what it returns
+    raw = json.loads((tmp_path / "config.json").read_text()) | values
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ids = torch.arange(3, 40)
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        theirs = again(ids[None]).logits[0]
+        torch.testing.assert_close(theirs, model(ids[None]).logits[0], atol=0, rtol=0)
+        torch.testing.assert_close(logits(Decoder.load(tmp_path), ids), theirs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config]
+)
+def test_a_field_that_is_left_out_means_what_it_means_to_transformers(config: type):
+    sizes = {k: SIZES[k] for k in list(SIZES)[:5]} | {"max_position_embeddings": 256}
+    theirs = config(**sizes)
+    ours = DecoderConfig.parse({"model_type": theirs.model_type, **sizes}, where="config.json")
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == getattr(theirs, "head_dim", sizes["hidden_size"] // 4)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied == theirs.tie_word_embeddings
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert set(ours.windows) == {getattr(theirs, "sliding_window", None)}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"attention_multiplier": 0.1}, "attention_multiplier is 0.1"),
+        ({"use_rope": False}, "use_rope is False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_interleaved": True}, "rope_interleaved is True"),
+        ({"sliding_window": 128}, "sliding_window is 128, which models of type 'llama'"),
+        ({"layer_types": ["sliding_attention"] * 5}, "attend alike in every layer"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope'"),
+        ({"rope_parameters": {"mrope_section": [1]}}, "rope_parameters.mrope_section"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias is True"),
+        (
+            {"model_type": "qwen3", "layer_types": ["linear_attention"] * 5},
+            r"\['linear_attention'\] unknown",
+        ),
         ({"model_type": "mamba"}, "'mamba' is not among those hone runs"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
@@ -290,6 +368,90 @@ def test_what_the_decoder_cannot_compute_is_refused(change: dict, says: str):
     raw = LlamaConfig(**SIZES).to_dict() | change
     with pytest.raises(ModelUnsupported, match=says):
         DecoderConfig.parse(raw, where="config.json")
+
+
+def _stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+
+
+def test_tensors_that_the_decoder_does_not_use_are_refused(tmp_path: Path):
+    tensors = _stored(random_model(CONFIGS["mistral"], tmp_path))
+    file, last = tmp_path / "model.safetensors", "model.layers.4.self_attn"
+    save_file(tensors | {f"{last}.rotary_emb.inv_freq": torch.ones(8)}, file)
+    Decoder.load(tmp_path)  # a table that old checkpoints hold and nobody reads
+    save_file(tensors | {f"{last}.q_proj.bias": torch.ones(64)}, file)
+    with pytest.raises(ModelUnsupported, match=r"1 tensors .*'mistral'.*4.self_attn.q_proj.bias"):
+        Decoder.load(tmp_path)
+
+
+def test_a_bias_that_the_configuration_asks_for_must_be_there(tmp_path: Path):
+    tensors = _stored(random_model(CONFIGS["llama with biases"], tmp_path))
+    del tensors["model.layers.0.self_attn.o_proj.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match=r"no tensor 'model.layers.0.self_attn.o_proj.bias'"):
+        Decoder.load(tmp_path)
+
+
+def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path):
+    model = random_model(CONFIGS["smollm3, layers without rope"], tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw.pop("tie_word_embeddings", None)  # as in SmolLM3's own file: tied is this family's default
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ids = torch.arange(3, 40)
+    tensors = _stored(model)
+    with torch.no_grad():
+        theirs = model(ids[None]).logits[0]
+        for stored in (True, False):
+            if not stored:
+                tensors.pop("lm_head.weight", None)
+            else:
+                tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            save_file(tensors, tmp_path / "model.safetensors")
+            ours = logits(Decoder.load(tmp_path), ids)
+            torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+    save_file(tensors | {"lm_head.weight": torch.ones(300, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match="ties the head to the embedding"):
+        Decoder.load(tmp_path)
+
+
+def test_a_second_copy_of_the_weights_is_not_loaded(tmp_path: Path):
+    random_model(CONFIGS["mistral"], tmp_path)
+    save_file(
+        {"layers.0.attention.wq.weight": torch.ones(4)}, tmp_path / "consolidated.safetensors"
+    )
+    Decoder.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alpha_pattern", {"q_proj": 32}),
+        ("rank_pattern", {"q_proj": 2}),
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("alora_invocation_tokens", [1]),
+        ("layer_replication", [[0, 2]]),
+        ("trainable_token_indices", [3]),
+        ("init_lora_weights", "pissa"),
+        ("peft_type", "IA3"),
+        ("a_field_of_a_later_peft", {"factor": 2}),
+    ],
+)
+def test_an_adapter_that_is_more_than_plain_lora_is_refused(
+    tiny_llama_dir: Path, tmp_path: Path, field: str, value: object
+):
+    config = DecoderConfig.read(tiny_llama_dir)
+    Lora.init(config).save(tmp_path, base_model="tiny")
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(LoraConfig(r=8, lora_alpha=16).to_dict() | settings, default=list))
+    Lora.load(tmp_path, config)  # all that PEFT writes by default
+    file.write_text(json.dumps(settings | {field: value}))
+    with pytest.raises(ConfigError, match=f"{field} is .*plain LoRA only"):
+        Lora.load(tmp_path, config)
 
 
 def test_an_adapter_of_another_model_is_refused(tiny_llama_dir: Path, tmp_path: Path):
@@ -309,9 +471,63 @@ def test_processes_share_the_pages_of_a_large_model(
     random_model(CONFIGS["qwen2"], tmp_path / "model")
     ids = torch.arange(3, 30)
     first = Decoder.load(tmp_path / "model")
-    (shared,) = (tmp_path / "home" / "weights").iterdir()
+    (shared,) = (tmp_path / "home" / "weights").glob("*.safetensors")
     written = shared.stat().st_mtime_ns
     second = Decoder.load(tmp_path / "model")
     assert shared.stat().st_mtime_ns == written
     assert torch.equal(logits(first, ids), logits(second, ids))
     assert str(shared) in Path("/proc/self/maps").read_text()
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+from hone.models import weights
+from hone.models.decoder import Decoder
+weights.SHARE_FROM_BYTES = 0
+write = weights._write_whole
+def watched(*arguments):
+    print("wrote", flush=True)
+    write(*arguments)
+weights._write_whole = watched
+print("ready", flush=True)
+sys.stdin.readline()
+Decoder.load(Path(sys.argv[1]))
+"""
+
+
+def test_processes_that_load_at_once_lay_out_once(tmp_path: Path):
+    random_model(CONFIGS["qwen2"], tmp_path / "model")
+    environment = os.environ | {"HONE_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", _LOAD, str(tmp_path / "model")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    wrote = [process.communicate("go\n", timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sorted(wrote) == ["", "", "wrote\n"]
+
+
+def test_laid_out_weights_of_replaced_sources_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HONE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("hone.models.weights.SHARE_FROM_BYTES", 0)
+    home = tmp_path / "home" / "weights"
+
+    def cached() -> set[str]:
+        return {file.name for file in home.iterdir() if file.suffix != ".lock"}
+
+    for name in ("one", "two"):
+        random_model(CONFIGS["qwen2"], tmp_path / name)
+        Decoder.load(tmp_path / name)
+    assert len(cached()) == 4  # the weights of both, and what each was made from
+    before = cached()
+    os.utime(tmp_path / "one" / "model.safetensors", ns=(1, 1))  # written anew
+    (home / "interrupted.safetensors.part").touch()
+    Decoder.load(tmp_path / "one")
+    assert len(cached()) == 4 and len(cached() & before) == 2  # those of "two" stay
+    shutil.rmtree(tmp_path / "two")
+    assert len(prune(home)) == 1 and len(cached()) == 2
+    Decoder.load(tmp_path / "one")

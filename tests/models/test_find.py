@@ -40,6 +40,27 @@ def test_fingerprints_are_of_the_bytes(tmp_path, make_directory):
     assert files.template_sha256 == hashlib.sha256(files.template.encode()).hexdigest()
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        (2, None, (2,)),
+        (None, None, ()),
+        (2, {"eos_token_id": [2, 0]}, (2, 0)),
+        ([1, 2], {"eos_token_id": 0}, (1, 2, 0)),
+        (2, {"do_sample": True}, (2,)),
+    ],
+)
+def test_both_configuration_files_name_end_tokens(
+    tmp_path, make_directory, config, generation, ends
+):
+    make_directory(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": config}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert find(str(tmp_path)).end_ids == ends
+
+
 def test_the_tokenizer_is_the_file_s(tmp_path, make_directory):
     make_directory(tmp_path / "tiny")
     tokenizer = load_tokenizer(find(str(tmp_path / "tiny")))
@@ -174,6 +195,7 @@ def hub(tmp_path, make_directory) -> Iterator[str]:
     """A hub with one model, org/tiny, that also offers a file nobody should fetch."""
     make_directory(tmp_path / "served")
     (tmp_path / "served" / "pytorch_model.bin").write_bytes(b"pickle")
+    (tmp_path / "served" / "consolidated.safetensors").write_bytes(b"the weights once more")
     contents = {file.name: file.read_bytes() for file in (tmp_path / "served").iterdir()}
 
     class Hub(BaseHTTPRequestHandler):

@@ -166,8 +166,11 @@ class WholeParser:
         tools: Sequence[dict[str, Any]],
         stop: Sequence[str],
         seed: str,
+        end_ids: Sequence[int] = (),
     ) -> None:
         self._library = library
+        self._unread = frozenset(end_ids) - frozenset(library.stop_ids)
+        """End tokens that the library would take for text."""
         self._prompt_ids = list(prompt_ids)
         self._tools = list(tools)
         self._stop = tuple(stop)
@@ -181,6 +184,8 @@ class WholeParser:
 
     def close(self) -> list[Event]:
         renderer = self._library.renderer
+        if self._ids and self._ids[-1] in self._unread:
+            self._ids.pop()
         try:
             parsed = renderer.parse_response(
                 self._ids, tools=self._tools or None, prompt_ids=self._prompt_ids

@@ -103,7 +103,14 @@ class ChatTemplate:
     """How one model is talked to."""
 
     def __init__(
-        self, own: Jinja, renderer: Renderer, *, name: str, kwargs: Mapping[str, Any], today: date
+        self,
+        own: Jinja,
+        renderer: Renderer,
+        *,
+        name: str,
+        kwargs: Mapping[str, Any],
+        today: date,
+        end_ids: Sequence[int] = (),
     ) -> None:
         self.tokenizer = own.tokenizer
         self.renderer = renderer
@@ -111,6 +118,7 @@ class ChatTemplate:
         self.kwargs = dict(kwargs)
         self._own = own
         self.today = today
+        self._end_ids = tuple(end_ids)
         self._vocabulary = _Vocabulary(own.tokenizer)
         self._variants: dict[str, ChatTemplate] = {}
 
@@ -122,8 +130,12 @@ class ChatTemplate:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         today: date | None = None,
+        end_ids: Sequence[int] = (),
     ) -> "ChatTemplate":
-        """Choose the renderer for a tokenizer; `today` is what a template that prints dates prints."""
+        """Choose the renderer for a tokenizer; `today` is what a template that prints dates prints.
+
+        `end_ids` are the tokens that end an answer by the model's configuration files.
+        """
         name = name or str(getattr(tokenizer, "name_or_path", ""))
         kwargs = dict(chat_template_kwargs or {})
         today = today or datetime.now(UTC).date()
@@ -141,7 +153,7 @@ class ChatTemplate:
                 f"{name or 'this tokenizer'}: it has no chat template; use the instruct version of "
                 "the model, or set chat_template in its tokenizer_config.json"
             )
-        return cls(own, renderer or own, name=name, kwargs=kwargs, today=today)
+        return cls(own, renderer or own, name=name, kwargs=kwargs, today=today, end_ids=end_ids)
 
     def with_kwargs(self, kwargs: Mapping[str, Any] | None) -> "ChatTemplate":
         """This template under further arguments, as one request may send them."""
@@ -156,6 +168,7 @@ class ChatTemplate:
                 self.name,
                 chat_template_kwargs={**self.kwargs, **kwargs},
                 today=self.today,
+                end_ids=self._end_ids,
             )
             variant._vocabulary = self._vocabulary
             self._variants[key] = variant
@@ -169,7 +182,17 @@ class ChatTemplate:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn, the template's own first."""
         # Asked for with every call, and a renderer may look through its whole vocabulary for them.
-        return self.renderer.stop_ids
+        return tuple(dict.fromkeys((*self.renderer.stop_ids, *self._end_ids)))
+
+    def on(self, day: date) -> "ChatTemplate":
+        """The template as it was on another day."""
+        return ChatTemplate.load(
+            self.tokenizer,
+            self.name,
+            chat_template_kwargs=self.kwargs,
+            today=day,
+            end_ids=self._end_ids,
+        )
 
     @property
     def ignored_kwargs(self) -> tuple[str, ...]:
@@ -252,6 +275,7 @@ class ChatTemplate:
                 tools=check_tools(tools),
                 stop=stop,
                 seed=seed,
+                end_ids=self._end_ids,
             )
         pieces = self._vocabulary.pieces
         thinks = CLOSE_THINK in self._own.source

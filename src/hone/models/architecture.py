@@ -2,7 +2,6 @@
 
 In:   an HF config.json
 Out:  DecoderConfig, or ModelUnsupported with the field that is in the way
-Used: models/decoder.py to build weights, models/lora.py to size adapters, the engine for its cache
 
 A field this file does not understand is refused rather than skipped: a decoder that leaves out
 one factor still writes fluent text, and trains on log-probabilities that nobody sampled.
@@ -15,8 +14,78 @@ from typing import Any
 
 from hone.errors import ModelUnsupported
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type`s the decoder computes exactly as transformers does."""
+
+_COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "mistral": _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _COMMON | {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": _COMMON
+    | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "smollm3": _COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+}
+"""What transformers assumes for a field that config.json leaves out."""
+_THETA = {"smollm3": 2_000_000.0}
+"""Base of the rotary frequencies where config.json gives none; 10,000 for the other families."""
+
+_COMPUTED = _words(
+    "model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim "
+    "intermediate_size vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act "
+    "quantization_config sliding_window use_sliding_window max_window_layers layer_types "
+    "no_rope_layers no_rope_layer_interval rope_theta rope_scaling rope_parameters attention_bias "
+    "mlp_bias"
+)
+"""Fields that the decoder follows or refuses by a rule of their own."""
+HARMLESS = _words(
+    # names, versions and formats
+    "_name_or_path architectures transformers_version dtype torch_dtype tokenizer_class "
+    "transformers.js_config is_llama_config unsloth_fixed unsloth_version "
+    # tokens, which the tokenizer and generation_config.json decide
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
+    # initialisation, dropout and layout of a training that is over
+    "initializer_range attention_dropout pretraining_tp use_cache "
+    "_attn_implementation _attn_implementation_autoset attn_implementation "
+    # what transformers returns, and classes of other tasks
+    "output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss "
+    "id2label label2id problem_type finetuning_task task_specific_params prefix "
+    # defaults of `generate`, which every request to hone sets itself
+    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens"
+)
+"""Fields that may have any value: they change nothing the decoder computes."""
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (1,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+    "chunk_size_feed_forward": (0,),
+}
+"""Fields that are run at these values only."""
+_ROPE_FIELDS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": _words("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
+    "yarn": _words(
+        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
+        "mscale_all_dim truncate"
+    ),
+}
+"""Kinds of rotary embedding that are run, with their parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +108,9 @@ class DecoderConfig:
     """Per layer: how far back a token sees; None is all the way."""
     rotary: tuple[bool, ...]
     """Per layer: whether positions are rotated in (SmolLM3 leaves some layers out)."""
-    eos_ids: tuple[int, ...]
+    biased: frozenset[str]
+    """PEFT paths in the layer of the linear layers that have a bias."""
+    rope_theta: float
     raw: dict[str, Any]
     """The config.json itself, for what only transformers can read (rope scaling)."""
 
@@ -78,57 +149,142 @@ class DecoderConfig:
                 f"{where}: model_type {family!r} is not among those hone runs "
                 f"({', '.join(FAMILIES)}).\nChoose a model of one of these families."
             )
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ModelUnsupported(
-                f"{where}: hidden_act {raw['hidden_act']!r}; only 'silu' is run."
-            )
-        if raw.get("quantization_config"):
-            raise ModelUnsupported(
-                f"{where}: the weights are quantised; use the unquantised model of that name."
-            )
-        layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-        eos = raw.get("eos_token_id")
+        _check_fields(raw, where=where)
+        _check_rope(raw, where=where)
+        said = _DEFAULTS[family] | raw
+        layers, heads = said["num_hidden_layers"], said["num_attention_heads"]
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         return cls(
             family=family,
             layers=layers,
-            hidden=raw["hidden_size"],
+            hidden=said["hidden_size"],
             heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            intermediate=raw["intermediate_size"],
-            vocab=raw["vocab_size"],
-            max_positions=raw["max_position_embeddings"],
-            norm_eps=raw["rms_norm_eps"],
-            tied=raw.get("tie_word_embeddings", False),
+            kv_heads=said.get("num_key_value_heads") or heads,
+            head_dim=said.get("head_dim") or said["hidden_size"] // heads,
+            intermediate=said["intermediate_size"],
+            vocab=said["vocab_size"],
+            max_positions=said["max_position_embeddings"],
+            norm_eps=said["rms_norm_eps"],
+            tied=said["tie_word_embeddings"],
             qk_norm=family == "qwen3",
-            windows=_windows(raw, layers),
-            rotary=_rotary(raw, layers),
-            eos_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
+            windows=_windows(said, layers, where),
+            rotary=_rotary(said, layers),
+            biased=_biased(said),
+            rope_theta=float(
+                rope.get("rope_theta") or raw.get("rope_theta") or _THETA.get(family, 10_000.0)
+            ),
             raw=raw,
         )
 
 
-def _windows(raw: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+def _check_fields(raw: dict[str, Any], *, where: str) -> None:
+    """Refuse what the decoder would leave out; a field that is null is not set."""
+    family = raw["model_type"]
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelUnsupported(f"{where}: hidden_act {raw['hidden_act']!r}; only 'silu' is run.")
+    if raw.get("quantization_config"):
+        raise ModelUnsupported(
+            f"{where}: the weights are quantised; use the unquantised model of that name."
+        )
+    for key, value in raw.items():
+        if value is None or key in _COMPUTED or key in HARMLESS:
+            continue
+        if key not in _ONLY:
+            raise ModelUnsupported(
+                f"{where}: {key} is {value!r}, a field that hone does not know. It may change what "
+                "the model computes, so the model is not run; choose another model."
+            )
+        if value not in _ONLY[key]:
+            raise ModelUnsupported(
+                f"{where}: {key} is {value!r}; hone runs {_ONLY[key][0]!r} only. "
+                "Choose another model."
+            )
+    families = {
+        "attention_bias": ("llama", "qwen3", "smollm3"),
+        "mlp_bias": ("llama", "smollm3"),
+        "use_sliding_window": ("qwen2", "qwen3", "smollm3"),
+        "sliding_window": ("mistral", "qwen2", "qwen3", "smollm3"),
+        "no_rope_layers": ("smollm3",),
+    }
+    for key, known in families.items():
+        if raw.get(key) and family not in known:
+            raise ModelUnsupported(
+                f"{where}: {key} is {raw[key]!r}, which models of type {family!r} do not have. "
+                "Choose another model."
+            )
+
+
+def _check_rope(raw: dict[str, Any], *, where: str) -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name) or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind in ("dynamic", "longrope"):
+            raise ModelUnsupported(
+                f"{where}: rope_type {kind!r} changes its angles with the length of the text, which "
+                f"hone does not run. Choose a model with rope_type {', '.join(_ROPE_FIELDS)}."
+            )
+        if kind not in _ROPE_FIELDS:
+            raise ModelUnsupported(
+                f"{where}: rope_type {kind!r} is not among those hone runs "
+                f"({', '.join(_ROPE_FIELDS)}). Choose another model."
+            )
+        known = {"rope_type", "type", "rope_theta"} | _ROPE_FIELDS[kind]
+        for key, value in rope.items():
+            full = key == "partial_rotary_factor" and value == 1
+            if value is not None and key not in known and not full:
+                raise ModelUnsupported(
+                    f"{where}: {name}.{key} is {value!r}, which hone does not run with rope_type "
+                    f"{kind!r}. Choose another model."
+                )
+
+
+def _windows(said: dict[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
     """Sliding windows as transformers resolves them: by layer_types, else by the family's rule."""
-    window = raw.get("sliding_window")
-    if window is None:
-        return (None,) * layers
-    if raw["model_type"] in ("qwen2", "qwen3", "smollm3"):
-        if not raw.get("use_sliding_window", False):
-            return (None,) * layers
-        kinds = raw.get("layer_types") or [
-            "sliding_attention" if i >= raw.get("max_window_layers", layers) else "full_attention"
-            for i in range(layers)
-        ]
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return (window,) * layers if raw["model_type"] == "mistral" else (None,) * layers
+    family, window, kinds = said["model_type"], said.get("sliding_window"), said.get("layer_types")
+    if family in ("llama", "mistral"):
+        window = window if family == "mistral" else None
+        expected = "full_attention" if window is None else "sliding_attention"
+        if kinds and set(kinds) != {expected}:
+            raise ModelUnsupported(
+                f"{where}: layer_types {sorted(set(kinds))} with sliding_window {window!r}; models of "
+                f"type {family!r} attend alike in every layer. Choose another model."
+            )
+        return (window,) * layers
+    if not said.get("use_sliding_window"):
+        window = None
+    if not kinds:
+        late = said.get("max_window_layers", layers)
+        slides = (
+            [not rotary for rotary in _rotary(said, layers)]
+            if family == "smollm3"
+            else [i >= late for i in range(layers)]
+        )
+        kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown or len(kinds) != layers:
+        raise ModelUnsupported(
+            f"{where}: layer_types has {len(kinds)} entries, of them {sorted(unknown) or 'none'} "
+            f"unknown; hone runs sliding_attention and full_attention, one for each of the {layers} "
+            "layers. Choose another model."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rotary(raw: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    if raw["model_type"] != "smollm3":
+def _rotary(said: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    if said["model_type"] != "smollm3":
         return (True,) * layers
-    flags = raw.get("no_rope_layers")
+    flags = said.get("no_rope_layers")
     if flags is None:
-        every = raw.get("no_rope_layer_interval", 4)
+        every = said.get("no_rope_layer_interval", 4)
         flags = [int((i + 1) % every != 0) for i in range(layers)]
-    return tuple(bool(flag) for flag in flags)
+    return tuple(bool(flag) for flag in flags[:layers])
+
+
+def _biased(said: dict[str, Any]) -> frozenset[str]:
+    inputs = {f"self_attn.{name}_proj" for name in "qkv"}
+    biased = inputs if said["model_type"] == "qwen2" else set[str]()
+    if said.get("attention_bias"):
+        biased = inputs | {"self_attn.o_proj"}
+    if said.get("mlp_bias"):
+        biased = biased | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    return frozenset(biased)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
 from hone.models.layers import Projection, packed, rms_norm, swiglu, wide_product
 from hone.models.lora import Lora
@@ -260,18 +259,12 @@ def _frequencies(config: DecoderConfig, device: torch.device) -> tuple[Tensor, f
     raw: dict[str, Any] = config.raw
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
     if kind == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).float()
-        return 1.0 / (theta ** (exponents / config.head_dim)), 1.0
+        return 1.0 / (config.rope_theta ** (exponents / config.head_dim)), 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
-        raise ModelUnsupported(
-            f"rope_type {kind!r} changes its angles with the length of the text, which hone does "
-            "not run. Choose a model with rope_type default, linear, llama3 or yarn."
-        )
     fields = {key: value for key, value in raw.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config.family, **fields)
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device)

@@ -41,6 +41,9 @@ _PATTERNS = [
     "chat_template.json",
 ]
 """What is fetched from the hub: no pickles, no other formats, no code."""
+_CONSOLIDATED = "consolidated*.safetensors"
+"""The same weights once more, in the layout of Mistral's own library."""
+_IGNORED = [_CONSOLIDATED, "*/*"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,20 @@ class ModelFiles:
     @property
     def weight_files(self) -> list[Path]:
         """The safetensors that make up the model, in the order of their names."""
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            return sorted(self.path / name for name in _shards(index))
-        return sorted(self.path.glob("*.safetensors"))
+        return weight_files(self.path)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer by config.json or generation_config.json; each may name several."""
+        said = [self.config]
+        file = self.path / "generation_config.json"
+        if file.is_file():
+            said.append(json.loads(file.read_text(encoding="utf-8")))
+        ids: list[int] = []
+        for fields in said:
+            named = fields.get("eos_token_id")
+            ids += named if isinstance(named, list) else [] if named is None else [named]
+        return tuple(dict.fromkeys(ids))
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -123,6 +136,14 @@ def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast.from_pretrained(files.path, local_files_only=True)
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors that make up the model of a directory, in the order of their names."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted(directory / name for name in _shards(index))
+    return sorted(f for f in directory.glob("*.safetensors") if not f.match(_CONSOLIDATED))
+
+
 def missing_file(directory: Path) -> str | None:
     """What keeps an HF directory from being a whole model, or None."""
     if not (directory / "config.json").is_file():
@@ -132,7 +153,7 @@ def missing_file(directory: Path) -> str | None:
         absent = [name for name in _shards(index) if not (directory / name).is_file()]
         if absent:
             return f"{absent[0]} is missing ({index.name} names it)"
-    elif not any(directory.glob("*.safetensors")):
+    elif not weight_files(directory):
         if any(directory.glob("*.bin")):
             return "the weights are missing as *.safetensors (hone does not read pickled *.bin)"
         return "the weights are missing (*.safetensors)"
@@ -220,7 +241,11 @@ def _in_hub_cache(name: str, tried: list[str]) -> ModelFiles | None:
 
     where = f"hub cache {constants.HF_HUB_CACHE}"
     try:
-        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=_PATTERNS))
+        path = Path(
+            snapshot_download(
+                name, local_files_only=True, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED
+            )
+        )
     except HFValidationError:
         tried.append("hub: not a name it could have (ORGANISATION/MODEL)")
         return None
@@ -241,7 +266,7 @@ def _on_hub(name: str, tried: list[str], download: bool) -> ModelFiles | None:
         tried.append(f"{where}: not asked (HF_HUB_OFFLINE is set)")
         return None
     try:
-        path = Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        path = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED))
     except errors.HFValidationError:
         return None  # the cache has said so
     except errors.GatedRepoError:

@@ -245,9 +245,45 @@ def _matching(found: Tensor | None, shape: tuple[int, ...], name: str, directory
     return found
 
 
+_NO_EFFECT = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "task_type",
+        "peft_version",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "megatron_core",
+        "qalora_group_size",
+        "eva_config",
+        "runtime_config",
+    ]
+)
+"""Fields of adapter_config.json that are read elsewhere, checked by the tensors, or matter only in
+training."""
+_ONLY: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # The other ways (pissa, olora, corda, loftq, ...) change the base weights too.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
+
+
 def _check(settings: dict[str, object], *, where: Path) -> None:
-    for key in ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern"):
-        if settings.get(key):
-            raise ConfigError(f"{where}: {key} is {settings[key]!r}; hone runs plain LoRA only.")
-    if settings.get("bias", "none") != "none":
-        raise ConfigError(f"{where}: bias is {settings['bias']!r}; hone runs adapters without.")
+    """Refuse whatever makes the adapter more, or other, than x + alpha / r * B A x."""
+    for key, value in settings.items():
+        if key in _NO_EFFECT or value is None:
+            continue
+        allowed = _ONLY.get(key)
+        if value not in allowed if allowed else bool(value):
+            raise ConfigError(
+                f"{where}: {key} is {value!r}; hone runs plain LoRA only. Train or export the "
+                "adapter without it."
+            )

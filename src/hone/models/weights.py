@@ -1,30 +1,33 @@
 """A model's files -> the tensors of the decoder, linear layers of one input laid end to end.
 
-In:   an HF directory (safetensors, or whatever transformers can read)
+In:   an HF directory with safetensors
 Out:  name -> tensor, as models/decoder.py names them
-Used: Decoder.load, in the engine's process and in the learner's
 
-On a CPU the laid-out tensors are written once to hone's cache and mapped from there, so engine and
-learner hold one copy between them and the second start takes no time. The file is keyed by the
-source's paths, sizes and times, and is written whole or not at all.
+Every tensor in the files is used or refused: a model with a tensor that the decoder does not know is
+another model. On a CPU the laid-out tensors are written once to hone's cache and mapped from there,
+so engine and learner hold one copy between them and the second start takes no time. A cache file is
+keyed by its sources' paths, sizes and times; it is written whole or not at all, by one process at a
+time, and removed when a source has changed or is gone.
 """
 
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hone.disk import move, storage, sync
 from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
 from hone.models.cache import cache_home
+from hone.models.find import weight_files
 
 Tensors = dict[str, Tensor]
 LAYOUT = 2
@@ -37,38 +40,110 @@ def read_tensors(
     directory: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str | torch.device
 ) -> Tensors:
     """The decoder's tensors, on the device and in the type asked for."""
-    files = sorted(directory.glob("*.safetensors"))
+    files = weight_files(directory)
+    if not files:
+        raise ModelUnsupported(f"{directory}: the weights are missing (*.safetensors)")
+
+    def laid_out() -> Tensors:
+        with contextlib.ExitStack() as stack:
+            source = _Source(files, stack)
+            tensors = _lay_out(config, lambda name: _moved(source.take(name), dtype, device))
+            source.require_used(config, directory)
+            return tensors
+
     size = sum(file.stat().st_size for file in files)
     if torch.device(device).type != "cpu" or size < SHARE_FROM_BYTES:
-        with _source(directory, files) as take:
-            return _lay_out(config, lambda name: _moved(take(name), dtype, device))
-    shared = cache_home() / "weights" / f"{_key(files, config, dtype)}.safetensors"
+        return laid_out()
+    identity = _identity(files, config, dtype)
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    shared = cache_home() / "weights" / f"{key}.safetensors"
     if not shared.exists():
-        with _source(directory, files) as take:
-            _write_whole(_lay_out(config, lambda name: _moved(take(name), dtype, device)), shared)
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(_lock(shared)):
+            if not shared.exists():  # another process may have written it while this one waited
+                prune(shared.parent)
+                _write_whole(laid_out(), identity, shared)
     return load_file(shared)
+
+
+def prune(home: Path) -> list[Path]:
+    """Remove cache files that no model can use again; returns them.
+
+    A process that has mapped one keeps its pages. One that another process is writing stays.
+    """
+    removed: list[Path] = []
+    for file in sorted(home.glob("*.safetensors*")):
+        shared = home / f"{file.name.partition('.')[0]}.safetensors"
+        if file.suffix == ".json" or (file == shared and _is_current(shared)):
+            continue
+        with contextlib.suppress(Timeout), FileLock(_lock(shared), timeout=0):
+            if file == shared:
+                _facts(shared).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+            removed.append(file)
+    return removed
+
+
+def _is_current(shared: Path) -> bool:
+    """Whether the sources of a cache file are still what they were when it was written."""
+    try:
+        identity = json.loads(_facts(shared).read_text(encoding="utf-8"))
+        return identity["layout"] == LAYOUT and identity["files"] == _stated(
+            [Path(path) for path, _, _ in identity["files"]]
+        )
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        return False
+    except OSError:  # it cannot be read now, which is no reason to remove anything
+        return True
+
+
+def _facts(shared: Path) -> Path:
+    return shared.with_suffix(".json")
+
+
+def _lock(shared: Path) -> Path:
+    return shared.with_suffix(".lock")
 
 
 def _moved(tensor: Tensor | None, dtype: torch.dtype, device: str | torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device=device, dtype=dtype)
 
 
-@contextlib.contextmanager
-def _source(directory: Path, files: list[Path]) -> Iterator[Callable[[str], Tensor | None]]:
-    """A function from a tensor's HF name to the tensor, or None if the model has no such one."""
-    if not files:
-        # Old checkpoints hold pickles; transformers reads them with its own safeguards.
-        from transformers import AutoModelForCausalLM
+class _Source:
+    """The tensors of a model's files by their HF names, and which of them were taken."""
 
-        state = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").state_dict()
-        yield state.get
-        return
-    with contextlib.ExitStack() as stack:
-        where = {}
+    def __init__(self, files: list[Path], stack: contextlib.ExitStack) -> None:
+        self._files: dict[str, Any] = {}
         for file in files:
             opened = stack.enter_context(safe_open(file, framework="pt"))
-            where.update(dict.fromkeys(opened.keys(), opened))
-        yield lambda name: where[name].get_tensor(name) if name in where else None
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+        self._taken: set[str] = set()
+
+    def take(self, name: str) -> Tensor | None:
+        """The tensor, or None if the model has none of that name."""
+        self._taken.add(name)
+        return self._files[name].get_tensor(name) if name in self._files else None
+
+    def require_used(self, config: DecoderConfig, directory: Path) -> None:
+        """Refuse tensors that were not taken, but for copies of what was."""
+        extra = {name for name in self._files if not name.endswith(".rotary_emb.inv_freq")}
+        extra -= self._taken
+        if config.tied and "lm_head.weight" in extra:
+            head, embedding = self.take("lm_head.weight"), self.take("model.embed_tokens.weight")
+            assert head is not None and embedding is not None
+            if not torch.equal(head, embedding):
+                raise ModelUnsupported(
+                    f"{directory}: config.json ties the head to the embedding, and the files hold a "
+                    "head of their own (lm_head.weight) that differs from it. Set "
+                    "tie_word_embeddings to false if that head is meant."
+                )
+            extra.remove("lm_head.weight")
+        if extra:
+            raise ModelUnsupported(
+                f"{directory}: the files hold {len(extra)} tensors that models of type "
+                f"{config.family!r} do not have, the first being {min(extra)!r}. hone would leave "
+                "them out, so the model is not run; choose another model."
+            )
 
 
 def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Tensors:
@@ -105,27 +180,30 @@ def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Ten
             weights = [shaped(f"{hf}{path}.weight", outs, ins) for path, outs, ins in parts]
             # Inputs first: x @ w is the product every BLAS does best, a tenth faster than x @ w.T.
             out[f"{ours}{key}.weight"] = torch.cat(weights).t().contiguous()
-            biases = [take(f"{hf}{path}.bias") for path, _, _ in parts]
-            if any(bias is not None for bias in biases):
-                out[f"{ours}{key}.bias"] = torch.cat([bias for bias in biases if bias is not None])
+            biases = [need(f"{hf}{path}.bias") for path, _, _ in parts if path in config.biased]
+            if biases:
+                out[f"{ours}{key}.bias"] = torch.cat(biases)
     return out
 
 
-def _key(files: list[Path], config: DecoderConfig, dtype: torch.dtype) -> str:
-    facts = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    text = json.dumps([LAYOUT, str(dtype), config.raw, facts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _identity(files: list[Path], config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What a cache file depends on."""
+    stated = _stated(files)
+    return {"layout": LAYOUT, "dtype": str(dtype), "config": config.raw, "files": stated}
 
 
-def _write_whole(tensors: Tensors, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as scratch:
-        name = scratch.name
+def _stated(files: list[Path]) -> list[list[Any]]:
+    return [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
+def _write_whole(tensors: Tensors, identity: dict[str, Any], path: Path) -> None:
+    partial = path.with_suffix(".safetensors.part")
     try:
-        save_file(tensors, name)
-        with open(name, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(name, path)
+        with storage(path):
+            save_file(tensors, partial)
+            _facts(path).write_text(json.dumps(identity), encoding="utf-8")
+            sync(partial)
+            move(partial, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

@@ -49,7 +49,9 @@ class Language:
     def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "Language":
         """Find the model (downloading it if need be) and read its tokenizer. Blocking."""
         files = find(base_model)
-        template = ChatTemplate.load(load_tokenizer(files), base_model, today=today)
+        template = ChatTemplate.load(
+            load_tokenizer(files), base_model, today=today, end_ids=files.end_ids
+        )
         positions = files.config.get("max_position_embeddings")
         if not isinstance(positions, int):
             raise ModelUnsupported(
@@ -87,8 +89,7 @@ class Language:
         if day not in self._dated:
             if len(self._dated) >= 32:
                 self._dated.clear()
-            template = self.template
-            self._dated[day] = ChatTemplate.load(template.tokenizer, template.name, today=day)
+            self._dated[day] = self.template.on(day)
         return self._dated[day]
 
     @cached_property

@@ -168,4 +168,4 @@ def _too_long(param: str, characters: int, limit: int) -> BadRequest:
 
 @lru_cache(maxsize=4)
 def _template(files: ModelFiles, name: str, today: date) -> ChatTemplate:
-    return ChatTemplate.load(load_tokenizer(files), name, today=today)
+    return ChatTemplate.load(load_tokenizer(files), name, today=today, end_ids=files.end_ids)
