@@ -25,6 +25,8 @@ from hone.types import Strict, TrainConfig
 
 STANDARD = {"help", "install_completion", "show_completion"}
 REFERENCE = Path(__file__).parent / "reference"
+MANY = 12
+"""Parameters of a command beyond which its usage does not repeat them."""
 GENERATED = "<!-- written by docs/build.py; change the code, then run `make docs` -->"
 
 ORIGIN = {
@@ -84,6 +86,8 @@ def cli_reference() -> str:
             p for p in command.params if p.name not in STANDARD and not getattr(p, "hidden", False)
         ]
         usage = " ".join([path, *map(_placeholder, parameters)])
+        if len(parameters) > MANY:
+            usage = f"{path} [OPTIONS]"
         lines += [f"## {path}", "", (command.help or "").strip(), ""]
         children = getattr(command, "commands", {})
         lines += ["```", usage + (" COMMAND" if children else ""), "```", ""]

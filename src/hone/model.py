@@ -20,7 +20,7 @@ from hone.backends.base import Backend, TrainResult
 from hone.capture.scope import host_of
 from hone.errors import ConfigError, NotInThisVersion
 from hone.trajectory import Trajectory, TrajectoryGroup, means
-from hone.types import ModelSpec, Name, TrainConfig
+from hone.types import ModelSpec, Name, ProjectName, TrainConfig
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -40,7 +40,7 @@ class Model(BaseModel, Generic[ConfigT]):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: Name
-    project: Name = "default"
+    project: ProjectName = "default"
     config: ConfigT | None = None
     """Whatever the user's rollouts want to find on the model; hone does not look at it."""
     inference_base_url: str | None = None

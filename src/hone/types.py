@@ -9,13 +9,34 @@ A Call carries the ids the engine was fed and returned. They are never encoded a
 describe tokens nobody sampled.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    model_validator,
+)
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """Of a model, a project, a run. Each becomes a directory, so none can climb out of one."""
+_ROOT_FILES = re.compile(r"api_key|cache|evals|logs|runs|(server|state)\..*", re.IGNORECASE)
+"""What a server keeps under its root beside the directories of projects."""
+
+
+def _not_a_root_file(project: str) -> str:
+    if _ROOT_FILES.fullmatch(project):
+        raise ValueError(f"{project!r} is a file of the server's own; choose another project name")
+    return project
+
+
+ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
+"""A project becomes a directory under the server's root."""
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -143,7 +164,7 @@ class ModelSpec(Strict):
     """A model to be trained: a name of its own over a base model."""
 
     name: Name
-    project: Name = "default"
+    project: ProjectName = "default"
     base_model: str = Field(min_length=1, max_length=512)
     """A name of `hone models list`, a hub name or a directory on the server."""
     rank: int = Field(default=8, gt=0, le=512)

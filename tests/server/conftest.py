@@ -89,12 +89,14 @@ MakeState = Callable[..., State]
 
 
 @pytest.fixture
-def make_state(tmp_path: Path, tokenizer: Any) -> MakeState:
+def make_state(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> MakeState:
     """`make_state(script, engine=None, **settings)`: a server's parts, not running."""
 
     def make(script: Any = ("ok",), *, engine: Engine | None = None, **settings: Any) -> State:
         used = engine or ScriptedEngine(script, tokenizer=tokenizer)
-        settings = {"root": tmp_path / "hone", "device": "cpu", **settings}
+        allowed = (str(tiny_model), "*")  # by clients of the inference port
+        usual = {"root": tmp_path / "hone", "device": "cpu", "allow_base_models": allowed}
+        settings = usual | settings
         return State.open(Settings(**settings), open_engine=lambda name: used)
 
     return make

@@ -40,10 +40,13 @@ def client(server: Server, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Server]:
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
+) -> Iterator[Server]:
     """One server for all tests that need none of their own."""
     engine = ScriptedEngine(tokenizer=tokenizer)
-    settings = Settings(root=tmp_path_factory.mktemp("root"), max_n=4)
+    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
+    settings = Settings(root=root, max_n=4, allow_base_models=allowed)
     server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
     yield server
     server.stop()
@@ -309,7 +312,8 @@ def test_forced_calls_are_refused_where_the_template_has_none(
         "<|im_end|>{% endfor %}",
     )
     model = write_model(tmp_path / "plain", plain)
-    server = make_server(engine=ScriptedEngine(["ok"], tokenizer=plain))
+    engine = ScriptedEngine(["ok"], tokenizer=plain)
+    server = make_server(engine=engine, allow_base_models=(str(model),))
     ask = client(server).chat.completions.create
     for request in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
         with pytest.raises(openai.BadRequestError, match="possible here: tool_choice 'auto'"):
@@ -489,7 +493,7 @@ def test_the_models_own_length_counts_too(
 ) -> None:
     short = write_model(tmp_path / "short", tokenizer, positions=70)
     with pytest.raises(openai.BadRequestError, match="than the 70 of the model"):
-        client(make_server()).chat.completions.create(
+        client(make_server(allow_base_models=(str(short),))).chat.completions.create(
             model=str(short), messages=[{"role": "user", "content": "x" * 70}]
         )
 

@@ -190,10 +190,11 @@ def test_a_rollout_that_left_the_memory_is_read_again(
 
 
 def test_calls_of_other_weights_are_never_continued(
-    make_server: MakeServer, ask: Ask, tokenizer: Any, tmp_path: Path
+    make_server: MakeServer, ask: Ask, tokenizer: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     other = str(write_model(tmp_path / "other", tokenizer, seed=1))
-    server = make_server([spelt_out(tokenizer)])
+    allowed = (str(tiny_model), other)
+    server = make_server([spelt_out(tokenizer)], allow_base_models=allowed)
     first = ask(server, "one", rollout="r")
     talk = [user("one"), reply(first), user("two")]
     second = ask(server, talk, rollout="r", model=other)
@@ -204,7 +205,7 @@ def test_calls_of_other_weights_are_never_continued(
     third = ask(server, talk, rollout="r")
     assert third["prompt_token_ids"][: len(ids(first))] == ids(first)
     server.stop()
-    later = make_server([spelt_out(tokenizer)])
+    later = make_server([spelt_out(tokenizer)], allow_base_models=allowed)
     fourth = ask(later, talk, rollout="r", model=other)
     assert fourth["prompt_token_ids"] == second["prompt_token_ids"]
 
@@ -471,7 +472,8 @@ def test_a_run_keeps_the_date_it_was_opened_on(
         "{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
     )
     model = str(write_model(tmp_path / "dated", dated))
-    server = make_server(engine=ScriptedEngine(["ok"], tokenizer=dated))
+    engine = ScriptedEngine(["ok"], tokenizer=dated)
+    server = make_server(engine=engine, allow_base_models=(model,))
     server.state.calls.open_run(RunSpec(id="run1"))
     with server.state.store.transaction() as db:
         db.execute("UPDATE runs SET opened_at = ?", (86400 * 10,))

@@ -23,9 +23,12 @@ LONG = "the weather in the city is cold and the wind is strong today, take the c
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Server]:
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
+) -> Iterator[Server]:
     engine = ScriptedEngine(tokenizer=tokenizer)
-    settings = Settings(root=tmp_path_factory.mktemp("root"))
+    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
+    settings = Settings(root=root, allow_base_models=allowed)
     server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
     yield server
     server.stop()

@@ -2,16 +2,21 @@
 
 import socket
 import stat
+from collections.abc import Callable, Iterator
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
 import httpx
+import huggingface_hub
 import pytest
-from tests.server.conftest import MakeServer
+from tests.fakes import ScriptedEngine
+from tests.server.conftest import MakeServer, Server
 
 from hone.errors import ServerError
+from hone.inference.base import Engine
 from hone.server.app import State
+from hone.server.auth import inference_key
 from hone.server.root import make_root
 from hone.server.settings import Settings
 
@@ -92,9 +97,14 @@ def test_a_trusted_peer_is_given_a_key_for_the_openai_api_alone(
 ):
     server = make_server(api_key="k", trust_network=(ip_network("127.0.0.0/8"),))
     model = {"name": "agent", "project": "p", "base_model": str(tiny_model)}
-    asked = httpx.post(
-        f"{server.control_url}/_prepare_backend_for_training", json={"model": model}, timeout=60
-    )
+    prepare = f"{server.control_url}/_prepare_backend_for_training"
+    refused = httpx.post(prepare, json={"model": model})
+    assert refused.status_code == 422 and "is a path" in refused.text
+    # The operator registers it; peers then use it under any spelling of its base.
+    spec = {**model, "token_ids_as_text": True}
+    url, operator = f"{server.control_url}/v1/training/models", {"Authorization": "Bearer k"}
+    assert httpx.post(url, json=spec, headers=operator).status_code == 201
+    asked = httpx.post(prepare, json={"model": model}, timeout=60)
     assert asked.status_code == 200, asked.text
     key = {"Authorization": f"Bearer {asked.json()[1]}"}
     assert asked.json()[1] != "k"
@@ -105,6 +115,113 @@ def test_a_trusted_peer_is_given_a_key_for_the_openai_api_alone(
     for path in ("/v1/training/models", "/metrics", "/v1/rollouts/r", "/openapi.json"):
         refused = httpx.get(untrusted.control_url + path, headers=key)
         assert refused.status_code == 401, path
+
+
+# ---- base models --------------------------------------------------------------------------------
+
+
+def chat_status(url: str, model: str, key: str | None = None) -> int:
+    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=sent, timeout=60)
+    if answer.status_code == 404:
+        assert answer.json()["error"]["code"] == "model_not_found", answer.text
+    return answer.status_code
+
+
+@pytest.fixture
+def loads() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def counted(
+    tmp_path: Path, tokenizer: Any, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Server]]:
+    """`counted(**settings)`: a server that notes in `loads` which base models it loads."""
+    monkeypatch.chdir(tmp_path)
+    started: list[Server] = []
+
+    def open_engine(name: str) -> Engine:
+        loads.append(name)
+        return ScriptedEngine(("ok",), tokenizer=tokenizer)
+
+    def start(**settings: Any) -> Server:
+        root = tmp_path / f"hone{len(started)}"
+        state = State.open(Settings(root=root, device="cpu", **settings), open_engine=open_engine)
+        started.append(Server(state, None).start())
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def test_a_base_model_is_loaded_once_however_it_is_spelled(
+    counted: Callable[..., Server], loads: list[str], tiny_model: Path, tmp_path: Path
+):
+    url = counted().control_url
+    link = tmp_path / "link"
+    link.symlink_to(tiny_model)
+    place = str(tiny_model)
+    spellings = [place, f"/.{place}", f"//{place}", f"{place}/", f"{place}/.", str(link), "./link"]
+    spellings += ["link", f"{tmp_path}/../{tmp_path.name}/link", f"{place}@0", f"{place}@latest"]
+    assert [chat_status(url, name) for name in spellings] == [200] * len(spellings)
+    spec = {"name": "agent", "base_model": f"{place}/../{tiny_model.name}"}
+    made = httpx.post(f"{url}/v1/training/models", json=spec)
+    assert made.status_code == 201 and made.json()["base_model"] == place
+    again = httpx.post(f"{url}/v1/training/models", json={**spec, "base_model": "./link"})
+    assert again.status_code == 200
+    assert chat_status(url, "agent") == 200
+    assert loads == [place]
+
+
+def test_an_inference_client_never_names_a_path(
+    counted: Callable[..., Server], loads: list[str], tiny_model: Path, tmp_path: Path
+):
+    (tmp_path / "local").symlink_to(tiny_model)
+    names = [str(tiny_model), f"/.{tiny_model}", "./local", "local", "~", "/etc", "no/such"]
+    for server in (counted(), counted(allow_base_models=("*",))):
+        assert [chat_status(server.inference_url, name) for name in names] == [404] * len(names)
+    keyed = counted(api_key="k")
+    inference = inference_key(keyed.state.settings)
+    for url in (keyed.inference_url, keyed.control_url):
+        assert [chat_status(url, name, inference) for name in names] == [404] * len(names)
+    assert chat_status(keyed.inference_url, str(tiny_model), "k") == 404
+    assert loads == []
+    assert chat_status(keyed.control_url, str(tiny_model), "k") == 200
+
+
+def test_base_models_for_inference_clients_are_the_operators_choice(
+    counted: Callable[..., Server],
+    loads: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--org--tiny" / "snapshots" / "0"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(tiny_model)
+    (hub / "models--org--tiny" / "refs").mkdir()
+    (hub / "models--org--tiny" / "refs" / "main").write_text("0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    assert chat_status(counted().inference_url, "org/tiny") == 200
+    keyed = counted(api_key="k")
+    assert chat_status(keyed.inference_url, "org/tiny", "k") == 404
+    assert chat_status(keyed.control_url, "org/tiny", "k") == 200
+    spec = {"name": "agent", "base_model": str(tiny_model)}
+    headers = {"Authorization": "Bearer k"}
+    made = httpx.post(f"{keyed.control_url}/v1/training/models", json=spec, headers=headers)
+    assert made.status_code == 201
+    assert chat_status(keyed.inference_url, "agent", "k") == 200
+    assert chat_status(keyed.inference_url, f"{tiny_model}/", "k") == 200
+    some = counted(api_key="k", allow_base_models=("org/tiny", f"{tiny_model}/"))
+    for name in ("org/tiny", str(tiny_model)):
+        assert chat_status(some.inference_url, name, "k") == 200
+    assert chat_status(some.inference_url, "org/other", "k") == 404
+    listed = httpx.get(f"{some.inference_url}/v1/models", headers=headers).json()["data"]
+    assert [entry["id"] for entry in listed] == ["org/tiny", str(tiny_model)]
 
 
 # ---- the root -----------------------------------------------------------------------------------
@@ -143,3 +260,30 @@ def test_a_directory_that_holds_only_runs_becomes_the_root(tmp_path: Path):
     tmp_path.chmod(0o755)
     make_root(tmp_path)
     assert mode(tmp_path) == 0o700
+
+
+RESERVED = [
+    "state.sqlite",
+    "State.SQLite-wal",
+    "server.lock",
+    "server.log",
+    "api_key",
+    "LOGS",
+    "cache",
+    "runs",
+    "evals",
+]
+
+
+def test_a_project_is_not_called_like_a_file_of_the_root(server: Server, tiny_model: Path):
+    files = {path.name for path in server.state.settings.root.iterdir()}
+    for project in {*RESERVED, *files}:
+        model = {"name": "agent", "project": project, "base_model": str(tiny_model)}
+        for path in ("/v1/training/models", "/register"):
+            refused = httpx.post(server.control_url + path, json=model)
+            assert refused.status_code == 422, project
+            assert "a file of the server's own" in refused.text
+    assert {path.name for path in server.state.settings.root.iterdir()} == files
+    allowed = {"name": "logs", "project": "logs2", "base_model": str(tiny_model)}
+    made = httpx.post(f"{server.control_url}/v1/training/models", json=allowed)
+    assert made.status_code == 201

@@ -127,6 +127,26 @@ def find(name: str, *, download: bool = True, progress: Progress | None = None) 
     )
 
 
+def canonical(name: str) -> str:
+    """The one spelling of a model's name: the path of a directory or file, else the name itself."""
+    path = Path(name).expanduser()
+    try:
+        if _holds_model(path):
+            return str(path.resolve())
+    except (OSError, ValueError):  # a name that no path can have
+        pass
+    return name
+
+
+def _holds_model(path: Path) -> bool:
+    """Whether `find` takes this path for a model, or for what somebody meant as one."""
+    if path.is_file():
+        return path.suffix == ".gguf"
+    # A directory of that name need not be a model: a run's output may be called like its model.
+    marks = ("config.json", "adapter_config.json", "*.safetensors", "*.gguf")
+    return path.is_dir() and any(any(path.glob(mark)) for mark in marks)
+
+
 def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
     """The tokenizer as tokenizer.json describes it."""
     # Not AutoTokenizer: it imports torch and rebuilds some tokenizers from their parts (several

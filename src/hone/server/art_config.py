@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from hone.server.model_args import DEVICES, Read, check_devices, flat, read_args
-from hone.types import ModelKey, ModelSpec, Name, TrainConfig
+from hone.types import ModelKey, ModelSpec, Name, ProjectName, TrainConfig
 
 INTERNAL = "_internal_config"
 
@@ -56,7 +56,7 @@ class ArtModel(BaseModel):
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
     name: Name
-    project: Name = "default"
+    project: ProjectName = "default"
     entity: str | None = None
     base_model: str | None = Field(default=None, min_length=1, max_length=512)
     internal: dict[str, JsonValue] | None = Field(default=None, alias=INTERNAL)

@@ -18,9 +18,11 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import lru_cache
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 
 from hone.errors import Unauthorized
+from hone.models.find import canonical
 from hone.server.settings import Settings, is_key
 
 Access = Literal["operator", "peer", "inference"]
@@ -56,6 +58,25 @@ def check(
     if path in OPEN:
         return "inference"
     raise Unauthorized(_refusal(settings, control=control))
+
+
+def may_load(settings: Settings, base_model: str) -> bool:
+    """Whether the request that is being answered may have a base model loaded, by its canonical name."""
+    if access.get() == "operator":
+        return True
+    if access.get() == "peer":
+        return not is_path(base_model)
+    allowed = settings.allow_base_models
+    if allowed is None:
+        allowed = () if settings.api_key else ("*",)
+    if "*" in allowed and not is_path(base_model):
+        return True
+    return base_model in {canonical(name) for name in allowed}
+
+
+def is_path(base_model: str) -> bool:
+    """Whether a canonical name is a path of this machine."""
+    return Path(base_model).is_absolute()
 
 
 def settle_key(settings: Settings) -> tuple[Settings, str | None]:

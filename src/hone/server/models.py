@@ -5,7 +5,8 @@ Out:  ModelRecords, by key or by the name a client used
 Used: training.py, art.py, serving.py, service.py
 
 A key never changes what it stands on: base model, rank, alpha and seed are those of its first
-registration, because its checkpoints have that shape. How it is called and trained by default
+registration, because its checkpoints have that shape. A base model has one spelling here, however
+it was written, so that it is loaded once. How it is called and trained by default
 may be registered anew at any time. Its name is changed by rename.py, with all that is kept of it.
 """
 
@@ -14,9 +15,11 @@ import time
 from dataclasses import dataclass
 from sqlite3 import Connection
 
-from hone.errors import Conflict, NotFound
+from hone.errors import Conflict, NotFound, Unprocessable
+from hone.models.find import canonical
+from hone.server.auth import access, is_path
 from hone.server.store import Store
-from hone.types import ModelKey, ModelSpec
+from hone.types import FieldError, ModelKey, ModelSpec
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS models (
@@ -61,10 +64,12 @@ class ModelStore:
 
     def register(self, spec: ModelSpec) -> ModelRecord:
         """Idempotent; what may not change and does is a Conflict that names both."""
+        spec = spec.model_copy(update={"base_model": canonical(spec.base_model)})
         with self._store.transaction(durable=True) as db:
             known = self.list()
             before = next((record for record in known if record.key == spec.key), None)
             if before is None:
+                _check_path(spec)
                 _check_name(spec, known)
             else:
                 _check_same(before.spec, spec)
@@ -116,6 +121,15 @@ class ModelStore:
 
     def on_base(self, base_model: str) -> Records:
         return [record for record in self.list() if record.spec.base_model == base_model]
+
+
+def _check_path(spec: ModelSpec) -> None:
+    if access.get() == "peer" and is_path(spec.base_model):
+        message = (
+            f"{spec.base_model!r} is a path, and a path is taken only from a client with the "
+            "server's key. Name a model by its name, or send the key."
+        )
+        raise Unprocessable([FieldError(("base_model",), message)])
 
 
 def _check_same(before: ModelSpec, now: ModelSpec) -> None:

@@ -28,6 +28,7 @@ _METAVARS = {
     "forwarded_allow_ips": "CIDR",
     "allowed_hosts": "HOST",
     "allowed_origins": "ORIGIN",
+    "allow_base_models": "MODEL",
 }
 
 

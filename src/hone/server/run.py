@@ -149,14 +149,19 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
     records = state.models.list()
     names = ", ".join(f"{r.key.name} (on {r.spec.base_model})" for r in records)
     key = '-H "Authorization: Bearer $HONE_API_KEY" ' if settings.api_key else ""
-    model = records[0].key.name if records else "smollm2-135m-instruct"
+    allowed = [name for name in settings.allow_base_models or () if name != "*"]
+    model = [*(r.key.name for r in records), *allowed, "smollm2-135m-instruct"][0]
+    # Clients of the inference port may not load a base model that the operator has not allowed.
+    closed = settings.api_key is not None and settings.allow_base_models is None and not records
+    tried = f"{control}/v1" if closed else openai
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}]})
     lines = [
         f"training API  {control}",
         f"OpenAI API    {openai}",
         f"state         {settings.root}",
         f"log           {settings.log_file}",
-        f"models        {names or 'none registered yet; base models answer by their name'}",
+        f"models        {names or 'none registered yet; base models answer by their name'}"
+        + (" on the training API" if closed else ""),
     ]
     if fresh_key is not None:
         lines.append(
@@ -170,7 +175,7 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         *lines,
         "",
         "Try it:",
-        f"  curl {openai}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {tried}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
     ]
 
 

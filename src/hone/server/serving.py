@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from hone.errors import Busy, ModelNotFound, NotFound, Unavailable, UnknownModel
 from hone.inference.base import AdapterRef, Engine
-from hone.models.find import find
+from hone.models.find import canonical, find
+from hone.server.auth import may_load
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.language import Language
 from hone.server.models import ModelRecord, ModelStore
@@ -143,6 +144,7 @@ class Serving:
                 own = await asyncio.to_thread(self._models.find, run.model)
                 at = newest if own.key == record.key else at
             return await self._of_record(record, at, asked=name)
+        stem = await asyncio.to_thread(canonical, stem)
         if at in (None, "latest") and rollout and run is not None and run.model is not None:
             record = await asyncio.to_thread(self._models.find, run.model)
             if record.spec.base_model == stem:
@@ -203,8 +205,12 @@ class Serving:
             self.promote(record, adapter, step)
 
     async def _check_base(self, stem: str, asked: str) -> None:
-        """Refuse a name that is neither in use nor on this machine: requests download nothing."""
-        if stem in self._bases or await asyncio.to_thread(self._models.on_base, stem):
+        """Refuse a name that is not allowed, or not on this machine: requests download nothing."""
+        if await asyncio.to_thread(self._models.on_base, stem):
+            return
+        if not await asyncio.to_thread(may_load, self._settings, stem):
+            raise await asyncio.to_thread(self._unknown, asked)
+        if stem in self._bases:
             return
         try:
             await asyncio.to_thread(find, stem, download=False)
@@ -214,8 +220,9 @@ class Serving:
     def _unknown(self, name: str) -> UnknownModel:
         names = ", ".join(served.id for served in self.served()) or "nothing yet"
         return UnknownModel(
-            f"no model called {name[:200]!r} is served, and no weights of that name are on this "
-            f"machine. Served: {names}. POST /v1/training/models registers one."
+            f"no model called {name[:200]!r} is served. Served: {names}. POST /v1/training/models "
+            "registers one; a base model must be on the server's machine, and on the inference port "
+            "it must be one that the server allows (--allow-base-models)."
         )
 
     # ---- steps ------------------------------------------------------------------------------
@@ -310,8 +317,9 @@ class Serving:
                 for suffix, step in at
             ]
         bases = {record.spec.base_model: record.created_at for record in reversed(records)}
-        loaded = (name for name, task in list(self._bases.items()) if task.done())
-        for base in (*bases, *(name for name in loaded if name not in bases)):
+        loaded = [name for name, task in list(self._bases.items()) if task.done()]
+        allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
+        for base in dict.fromkeys([*bases, *loaded, *map(canonical, allowed)]):
             names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
         return names
 

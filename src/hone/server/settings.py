@@ -36,7 +36,7 @@ class Settings(Strict):
     accepts every local client, and any other server generates a key and keeps it under the root."""
     trust_network: tuple[IPv4Network | IPv6Network, ...] = ()
     """Network whose clients reach the training API without a key (ART's clients send none).
-    The key they are given there opens the OpenAI API only."""
+    The key they are given there opens the OpenAI API only, and they cannot register a path."""
     allowed_hosts: tuple[str, ...] = ()
     """Host name under which clients may reach this server, besides localhost, the machine's host name
     and, with a key, its addresses. `.example.com` allows every name that ends so, `*` any name."""
@@ -46,6 +46,10 @@ class Settings(Strict):
     forwarded_allow_ips: tuple[IPv4Network | IPv6Network, ...] = ()
     """Reverse proxy whose X-Forwarded-For and X-Forwarded-Proto are believed. None by default. A
     server without a key refuses every forwarded request."""
+    allow_base_models: tuple[str, ...] | None = None
+    """Base model that clients of the inference port, or with the inference key, may ask for besides
+    registered models and their base models: a name, or a path; `*` allows every name on this machine,
+    but no path. By default every name without a key, and none with one."""
     serving_during_training: Literal["continue", "pause"] | None = None
     """Whether requests wait while a job trains. By default they do where engine and learner share one
     GPU."""
