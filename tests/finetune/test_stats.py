@@ -4,12 +4,12 @@ import pytest
 
 from hone.errors import RolloutError
 from hone.finetune.base import FailureRecord, RolloutRecord, Trajectory, TrajectoryCollection
+from hone.finetune.comparison import Comparison
 from hone.finetune.stats import (
     check_failures,
     measured,
     none_collected,
     policy_warning,
-    zero_variance,
 )
 
 
@@ -42,7 +42,8 @@ def test_nothing_has_no_mean():
 
 
 def test_equal_rewards_are_counted_also_where_rounding_parts_them():
-    assert zero_variance(collection([0.3, 0.1 + 0.2], [0, 0], [5], [0.3, 0.31])) == 3
+    groups = collection([0.3, 0.1 + 0.2], [0, 0], [5], [0.3, 0.31]).trajectories
+    assert Comparison().num_flat(groups) == 3
 
 
 def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():

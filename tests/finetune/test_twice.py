@@ -85,6 +85,22 @@ async def test_sampling_that_is_greedy_in_other_words(rehearsal: Rehearsal):
     assert "remove top_k: 1" in found.message
 
 
+async def test_equal_rollouts_compare_with_the_batch(rehearsal: Rehearsal):
+    changes: dict[str, Any] = {
+        "llms": {"actor": {"top_k": 1, "max_tokens": 12}},
+        "trainer_adapters": {"a": {"training": {"baseline": "batch"}}},
+    }
+    checks = await rehearsal.checked(**changes)
+    assert failures(checks) == [] and one(checks, "sampling").warning
+
+
+async def test_credit_by_call_without_values(rehearsal: Rehearsal):
+    by_call = {"a": {"training": {"credit": "per_call"}}}
+    found = await rehearsal.failed(trainer_adapters=by_call)
+    assert found.name == "credit"
+    assert "noted none. Note them in the agent" in found.message
+
+
 async def test_a_coincidence_that_may_be_one(rehearsal: Rehearsal):
     """At so low a temperature the model is certain of every token: both say the same rightly."""
     cold = {"actor": {"temperature": 0.001, "max_tokens": 2}}

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.learner.advantage import advantages, call_values, is_flat
+from hone.credit import call_values, is_flat
+from hone.learner.advantage import advantages
 
 
 def test_mean_is_subtracted_and_spread_divided_out():

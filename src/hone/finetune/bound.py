@@ -21,6 +21,7 @@ from hone.finetune.base import (
     TrainingStatusEnum,
     TrajectoryBuilder,
 )
+from hone.finetune.comparison import Comparison
 from hone.finetune.files import Files
 from hone.finetune.held_out import Validation
 from hone.finetune.journal import Journal, RunFacts, Submission
@@ -117,6 +118,11 @@ class BoundTrainer(Trainer):
     def _adapter(self) -> TrainerAdapter:
         assert self.trainer_adapter is not None, "bind_components comes first"
         return self.trainer_adapter
+
+    @property
+    def _comparison(self) -> Comparison:
+        """How the trajectories of a job are compared."""
+        return Comparison.of(getattr(self._adapter, "adapter_config", None))
 
     @property
     def _standing(self) -> Standing:

@@ -31,6 +31,7 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
+from hone.finetune.comparison import Comparison
 from hone.finetune.groups import Collected, collected, grouped
 from hone.finetune.records import (
     append_line,
@@ -90,6 +91,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """PROJECT/NAME of the model in training; only its calls are trained. None: all models."""
         self.llm_names: Callable[[str], str | None] = lambda key: None
         """What an entry of `llms` calls its model on the wire; None for a key that is not there."""
+        self.comparison = Comparison()
+        """How the trajectories of a job are compared."""
         self.last_stats: Collected | None = None
         self._rounds: dict[str, Round] = {}
         self._counted: Counter[str] = Counter()
@@ -319,8 +322,12 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     @property
     def _smallest(self) -> int:
-        """Of the groups; one generation is compared with the batch, if at all."""
-        return 1 if self.num_generations == 1 else self._config.min_group_size
+        """Size of the smallest group that is trained; one trajectory compares with a batch, too."""
+        with_batch = self.comparison.baseline == "batch"
+        by_default = "min_group_size" not in self._config.model_fields_set
+        if self.num_generations == 1 or (with_batch and by_default):
+            return 1
+        return self._config.min_group_size
 
     @property
     def _reward_name(self) -> str | None:
@@ -348,6 +355,7 @@ async def art_trajectory_builder(
         made.recorded = getattr(adapter, "recorded", None)
         made.unmarked = getattr(adapter, "unmarked", None)
         made.model = getattr(adapter, "model_name", None)
+        made.comparison = Comparison.of(getattr(adapter, "adapter_config", None))
     yield made
     for runs in made.evaluation_runs.values():
         for task in runs:

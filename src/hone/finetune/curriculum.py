@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from hone.finetune.base import Trajectory, TrajectoryCollection
+from hone.finetune.comparison import Comparison
 
 if TYPE_CHECKING:
     from hone.config.schema import CurriculumLearningConfig
@@ -32,7 +33,7 @@ class Measured:
 
     average: float
     spread: float
-    """Highest reward minus lowest."""
+    """Highest value minus lowest, of what its trajectories are compared by."""
     epoch: int
     excluded: bool
     """It had a signal, and was left out because it was too hard (or too easy) for the schedule."""
@@ -88,10 +89,12 @@ class Curriculum:
         epoch: int,
         round: int = 0,
         examples: Collection[str] | None = None,
+        comparison: Comparison = Comparison(),  # noqa: B008  # frozen
     ) -> TrajectoryCollection:
         """The groups to train on. The same collection in the same epoch gives the same groups.
 
         `examples` are those of this round before `plan`; all that were ever seen, if left out.
+        `comparison` says which groups can teach something.
         """
         config, groups = self.config, collection.trajectories
         if not config.enabled:
@@ -104,7 +107,7 @@ class Curriculum:
             return _with(collection, [_drawn(groups[0], config.random_subsample, draw)])
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
-        spreads = [max(r) - min(r) if r else 0.0 for r in rewards]
+        spreads = comparison.spreads(groups)
         telling = [
             i for i, spread in enumerate(spreads) if spread >= config.min_reward_diff - ROUNDING
         ]

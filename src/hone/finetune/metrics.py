@@ -220,7 +220,10 @@ class _Seen:
     """Since the run began."""
     idle: list[str]
     """Why a job took no step, for each that took none."""
+    compared: str
+    """What a group has equal ones of if it is flat."""
     generations: int | None
+    """Rollouts that are compared with each other; None where that is the whole batch."""
     failed: int
     rollouts: int
 
@@ -229,6 +232,8 @@ class _Seen:
         rounds = [r for r in history.rounds if r.epoch in epochs]
         rewards = [reward for r in history.rounds for reward in r.rewards.values()]
         levels = [x for r in rounds for x in _flat_levels(r)]
+        if history.run.get("credit", "outcome") != "outcome" or _with_batch(history):
+            levels = []  # equal outcomes do not make a group flat there
         clips = [r.learned["learn/clip_frac"] for r in rounds if "learn/clip_frac" in r.learned]
         rates = [r.learned.get("learn/learning_rate") for r in rounds]
         return cls(
@@ -242,8 +247,9 @@ class _Seen:
             optimizer_steps=int(
                 sum(r.learned.get("learn/optimizer_steps") or 0 for r in history.rounds)
             ),
+            compared="rewards" if history.run.get("credit", "outcome") == "outcome" else "values",
             idle=[r.job["reason"] for r in rounds if r.job and r.job.get("reason")],
-            generations=history.run.get("generations"),
+            generations=None if _with_batch(history) else history.run.get("generations"),
             failed=sum(len(r.failures) for r in rounds),
             rollouts=sum(len(r.failures.keys() | r.rewards.keys()) for r in rounds),
         )
@@ -252,8 +258,8 @@ class _Seen:
         clip = "unknown" if self.clip_frac is None else f"{self.clip_frac:.3f}"
         rate = "unknown" if self.learning_rate is None else f"{self.learning_rate:g}"
         return (
-            f"{self.flat} of {self.groups} groups had equal rewards ({self.share:.0%}), which teach "
-            f"nothing; clip_frac {clip}; learning rate {rate}, {self.optimizer_steps} optimizer "
+            f"{self.flat} of {self.groups} groups had equal {self.compared} ({self.share:.0%}), which "
+            f"teach nothing; clip_frac {clip}; learning rate {rate}, {self.optimizer_steps} optimizer "
             f"steps so far; {self.generations or 'unknown'} generations per example"
         )
 
@@ -303,7 +309,7 @@ class _Seen:
                 "attempts at one example end alike: raise the temperature in llms.*.temperature, or "
                 "let the evaluator tell finer differences."
             )
-        return [why] if self.generations and self.generations >= 8 else [why, more]
+        return [why] if self.generations is None or self.generations >= 8 else [why, more]
 
     def _learning(self) -> list[str]:
         if self.idle and not self.optimizer_steps:
@@ -323,6 +329,11 @@ class _Seen:
                 "most. Set trainer_adapters.*.training.learning_rate between 2e-5 and 1e-4."
             )
         return found
+
+
+def _with_batch(history: History) -> bool:
+    """Whether rollouts are compared with the whole batch, not with their group."""
+    return history.run.get("baseline") == "batch"
 
 
 def _flat_levels(r: Round) -> list[float]:

@@ -30,6 +30,7 @@ from hone.events import FILE, EventLog
 from hone.events import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import failures, read_run
+from hone.finetune.comparison import Comparison
 from hone.finetune.display import Display
 from hone.finetune.dry_run import dry_run
 from hone.finetune.facts import address_of, again, evaluators_of, facts_of, shown
@@ -288,6 +289,7 @@ class Run:
             validation_greedy=self.config.validation.greedy,
             **evaluators_of(self.config.reward_function.name, self.document, self.validating),
             learning_rate=getattr(learning, "learning_rate", None),
+            **asdict(Comparison.of(adapter.adapter_config)),
             output_dir=str(self.config.output_dir),
             resumed=resumed,
         )

@@ -12,10 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from hone.errors import RolloutError
-from hone.finetune.base import RolloutRecord, Trajectory, TrajectoryCollection
+from hone.finetune.base import RolloutRecord, TrajectoryCollection
 
-EQUAL = 1e-9
-"""Relative difference under which rewards count as equal."""
 LOUD = 0.05
 """Share of policy failures above which dropping them is worth a warning: it rewards them."""
 SHOWN = 3
@@ -43,17 +41,6 @@ def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float |
         f"{prefix}min_reward": min(rewards, default=None),
         f"{prefix}max_reward": max(rewards, default=None),
     }
-
-
-def zero_variance(collection: TrajectoryCollection) -> int:
-    """Groups whose rewards are all equal: nothing can be learned from them."""
-    return sum(map(_is_flat, collection.trajectories))
-
-
-def _is_flat(group: Sequence[Trajectory]) -> bool:
-    rewards = [trajectory.reward for trajectory in group]
-    spread = max(rewards, default=0.0) - min(rewards, default=0.0)
-    return spread <= EQUAL * max((abs(reward) for reward in rewards), default=0.0)
 
 
 def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: float) -> None:

@@ -37,7 +37,6 @@ from hone.finetune.stats import (
     measured,
     none_collected,
     policy_warning,
-    zero_variance,
 )
 from hone.finetune.validation import validate
 
@@ -198,7 +197,9 @@ class ARTTrainer(BoundTrainer):
         """What of it is trained, in the form in which it will be sent."""
         rounds = self._rounds(epoch)
         self._curriculum = self._standing.curriculum()
-        chosen = self._curriculum.select(collection, epoch, round, rounds[round].drawn)
+        chosen = self._curriculum.select(
+            collection, epoch, round, rounds[round].drawn, self._comparison
+        )
         self._curriculum_state = self._curriculum.state
         state = self.get_curriculum_state() if self._curriculum.config.enabled else None
         place = {"epoch": epoch, "round": round}
@@ -212,7 +213,7 @@ class ARTTrainer(BoundTrainer):
                     collection, chosen, state["current_percentile"] if state else 1.0
                 ),
                 "dropped": dict(self._builder.dropped),
-                "zero_variance_groups": zero_variance(collection),
+                "zero_variance_groups": self._comparison.num_flat(collection.trajectories),
                 "curriculum_state": state,
                 "curriculum": self._curriculum.snapshot(),
             },
@@ -222,7 +223,7 @@ class ARTTrainer(BoundTrainer):
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
         """The groups to train on this epoch, for those who have all of them at once."""
-        return self._curriculum.select(trajectory_collection, epoch)
+        return self._curriculum.select(trajectory_collection, epoch, comparison=self._comparison)
 
     async def _submit(self, noted: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Send it; sent twice under one key, it is one job."""

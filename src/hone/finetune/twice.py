@@ -5,7 +5,7 @@ Out:  Checks: do the agent's calls reach the model, name their rollout, come bac
       differ; does the evaluator score them; what they took
 Used: preflight.py
 
-The two rollouts are in no journal and are trained on by nobody.
+The two rollouts are in no journal and are not used for training.
 """
 
 import asyncio
@@ -83,6 +83,7 @@ class Twice:
                 found += _strangers(unmarked, await unmarked.count(self._run_id) - before)
             if not failures(found):
                 found.append(self._differ([_said(some, calls) for some, calls in both]))
+                found += self._valued(runs)
         found += [self._scored(runs), self._cost(runs)]
         return found
 
@@ -154,6 +155,9 @@ class Twice:
         surprise = both[0].surprise
         chance = math.exp(min(0.0, surprise))
         message = f"two rollouts of example {self._item.id!r} are the same, token for token"
+        if self._builder.comparison.baseline == "batch":
+            message += "; training.baseline: batch still compares them with those of other examples"
+            return Check(name, True, message, warning=True)
         if chance >= COINCIDENCE:
             message += (
                 f"; the model does so with a probability of {chance:.2g}, so this may be chance"
@@ -166,6 +170,25 @@ class Twice:
             "nothing. Raise `temperature` in the `llms` entry, remove top_k: 1, a small top_p or a "
             "cache.",
         )
+
+    def _valued(self, runs: "Sequence[ItemResult]") -> list[Check]:
+        """Whether the calls have the values that they are compared by."""
+        credit = self._builder.comparison.credit
+        steps = [step for run in runs if run.rollout for step in run.rollout.steps]
+        if credit == "outcome":
+            return []
+        name, count = "credit", sum(step.value is not None for step in steps)
+        if count:
+            return [Check(name, True, f"calls are compared by {count} values of hone.step")]
+        return [
+            Check(
+                name,
+                False,
+                f"training.credit is {credit!r}, which compares calls by the values of "
+                f"hone.step(name, value=...), and two rollouts of example {self._item.id!r} noted "
+                "none. Note them in the agent, or set training.credit: outcome.",
+            )
+        ]
 
     def _scored(self, runs: "Sequence[ItemResult]") -> Check:
         name, where = "score", f"evaluator {self._reward!r} on example {self._item.id!r}"
@@ -190,7 +213,7 @@ class Twice:
             "cost",
             True,
             f"the two rollouts took {calls} calls, {tokens} sampled tokens and {seconds:.1f} s; "
-            "they are trained on by nobody",
+            "they are not used for training",
         )
 
 

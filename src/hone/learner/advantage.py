@@ -11,27 +11,11 @@ advantages.
 
 from collections.abc import Sequence
 from math import sqrt
-from typing import Literal
 
-Credit = Literal["outcome", "per_call", "return_to_go"]
-
-FLAT = 1e-6
-"""Values within this fraction of the largest magnitude count as equal."""
+from hone.credit import is_flat
 
 EPS = 1e-6
 """Added to the standard deviation; ART's value."""
-
-
-def call_values(
-    reward: float, shaped_rewards: Sequence[float] | None, credit: Credit
-) -> list[float]:
-    """What a trajectory is compared by: its reward, or one value per trained call."""
-    if credit == "outcome":
-        return [reward]
-    assert shaped_rewards is not None, f"{credit} without shaped_rewards passed samples.py"
-    if credit == "per_call":
-        return list(shaped_rewards)
-    return [sum(shaped_rewards[i:]) for i in range(len(shaped_rewards))]
 
 
 def advantages(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]] | None:
@@ -59,9 +43,3 @@ def _deviation(column: Sequence[float], mean: float) -> float:
     """Population standard deviation; scaled first, so that no square overflows."""
     largest = max(abs(x - mean) for x in column)
     return largest * sqrt(sum(((x - mean) / largest) ** 2 for x in column) / len(column))
-
-
-def is_flat(values: Sequence[float]) -> bool:
-    """Whether all values are equal but for rounding."""
-    low, high = min(values), max(values)
-    return high - low <= FLAT * max(abs(low), abs(high))

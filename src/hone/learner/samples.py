@@ -17,8 +17,9 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.credit import call_values
 from hone.errors import SampleRefused
-from hone.learner.advantage import advantages, call_values
+from hone.learner.advantage import advantages
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, TrainConfig
 
