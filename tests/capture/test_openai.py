@@ -71,6 +71,7 @@ async def test_logprobs_of_a_foreign_server_are_kept():
             await ask.chat.completions.create(model="m", messages=ASK, logprobs=True, temperature=0)
     call = only(recorder)
     assert call.temperature == 0
+    assert call.parameters == {"logprobs": True, "temperature": 0}
     assert call.choices[0]["logprobs"]["content"][0]["logprob"] == -0.5
     assert (call.id, call.policy_step) == ("answer-1", None)
 

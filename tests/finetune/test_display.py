@@ -143,6 +143,24 @@ def test_before_the_run_and_after_ctrl_c(tmp_path: Path):
     assert lines[1][:4] == ["epoch", "1", "of", "5"] and lines[2] == ["interrupted"]
 
 
+@pytest.mark.parametrize("ended", ["run_interrupted", "kill -9"])
+def test_a_run_that_goes_on_is_starting_until_it_works_again(ended: str, tmp_path: Path):
+    """Not interrupted, not in the stage in which it was killed, and not running since then."""
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in (started(1.0), stage(2.0, 0), rollout(0, "a", 0, 1.0, at=3.0)):
+            log.append(event["type"], **{k: v for k, v in event.items() if k not in ("type", "at")})
+        if ended == "run_interrupted":
+            log.append("run_interrupted")
+        with Display(log, clock=lambda: 5000.0) as shown:
+            assert (shown.state.stage, shown.state.status) == ("starting", None)
+            assert (shown.state.finished, shown.state.total) == (0, 0)
+            assert shown.state.started_at == 5000.0
+            shown.state.add(started(5001.0))
+            # One rollout of ten has ended before: nine are left.
+            shown.state.add(stage(5002.0, 0) | {"resumed": 1})
+            assert (shown.state.finished, shown.state.total) == (1, 10)
+
+
 def test_sparks_stand_on_zero():
     # Rewards from 0 to 1 in eight heights: 0, 0.5 -> int(0.5 * 7.999) = 3, 1 -> 7.
     assert sparks([0.0, 0.5, None, 1.0]) == f"{BLOCKS[0]}{BLOCKS[3]} {BLOCKS[7]}"

@@ -45,6 +45,27 @@ def test_a_failure_that_quotes_the_model_can_be_written_too():
     assert record.failure is not None and record.failure.message == "cut \\ud83d"
 
 
+def test_the_first_request_to_the_policy_is_kept_for_one_rollout_of_each_example():
+    asked = {"temperature": 0.7, "max_tokens": 5}
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    calls = (
+        call(model="agent@0", parameters={"max_tokens": 1}),  # a frozen helper
+        call(model="agent", parameters={"input": "q"}),  # POST /v1/responses
+        call(model="agent", parameters=asked, tools=tools),
+        call(model="agent", messages=[{"role": "user", "content": "later"}]),
+    )
+    ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
+    result = ItemResult(item(""), ran, {"reward": Score(0.5)})
+    kept: dict[str, Any] = {"rollout": "r", "epoch": 0, "reward_name": "reward", "split": "val"}
+    first = record_of(result, generation=0, **kept)
+    assert first.request == {
+        "messages": [{"role": "user", "content": "q"}],
+        "tools": tools,
+        **asked,
+    }
+    assert record_of(result, generation=1, **kept).request is None
+
+
 def test_plain_values_stay_what_they_are():
     kept = {"text": "\u00e4 \U0001f642", "n": [1, 2.5, True, None]}
     assert plain(kept) == kept

@@ -55,6 +55,8 @@ class SeenCall:
     """Why it did not succeed."""
     temperature: float | None = None
     """What was asked for; None leaves it to the server."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Everything else that was asked for, such as `max_tokens`, as it was sent."""
 
     @property
     def reply(self) -> dict[str, Any] | None:

@@ -133,6 +133,7 @@ class Exchange:
             status=status,
             error=under_way or self._error or said.error,
             temperature=_number(asked.get("temperature")),
+            parameters={k: v for k, v in asked.items() if k not in ("model", "messages", "tools")},
         )
         if seconds is not None:
             self._seen = seen

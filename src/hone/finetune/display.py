@@ -59,6 +59,12 @@ class State:
         if reader is not None:
             reader(self, event)
 
+    def start_again(self, now: float) -> None:
+        """What was going on when the last session ended goes on no longer."""
+        self.stage, self.status, self.started_at = "starting", None, now
+        self.finished = self.total = self.failed = self.tokens = 0
+        self.rewards = []
+
     @property
     def mean(self) -> float | None:
         """Reward of this stage so far."""
@@ -90,16 +96,18 @@ class State:
         self.done = max(self.done, self.epoch)  # of a run that goes on, the first ones are done
         if self._epoch_at is None:
             self._epoch_at = event["at"]
-        self._begin("rollouts", event["rollouts"])
+        self._begin("rollouts", event)
 
     def _validation_started(self, event: Event) -> None:
         self.done = max(self.done, event["epoch"])
         if self._epoch_at is None and event["epoch"] < self.epochs:
             self._epoch_at = event["at"]
-        self._begin("validation", event["rollouts"])
+        self._begin("validation", event)
 
-    def _begin(self, stage: str, total: int) -> None:
-        self.stage, self.total, self.finished, self.stage_at = stage, total, 0, self.now
+    def _begin(self, stage: str, event: Event) -> None:
+        """Rollouts that an earlier session has ended are done already."""
+        self.stage, self.total, self.stage_at = stage, event.get("rollouts") or 0, self.now
+        self.finished = min(event.get("resumed") or 0, self.total)
         self.failed = self.tokens = 0
         self.rewards = []
 
@@ -116,7 +124,7 @@ class State:
         self.training[place] = event["metrics"].get("avg_reward")
 
     def _job_submitted(self, event: Event) -> None:
-        self._begin("learning", 0)
+        self._begin("learning", {})
 
     def _job_progress(self, event: Event) -> None:
         rows = event.get("rows") or 1
@@ -164,6 +172,7 @@ class Display:
     def __enter__(self) -> Self:
         for event in read(self.events.path):  # a run that goes on shows its whole curve
             self.state.add(event)
+        self.state.start_again(self._clock())
         self.events.listeners.append(self.add)
         if console().is_terminal:
             from rich.live import Live  # here, because it takes 0.2 s and a log needs none

@@ -84,6 +84,7 @@ def record_of(
         tokens=sum((call.usage or {}).get("completion_tokens", 0) for call in calls),
         policy_steps=sorted({c.policy_step for c in calls if c.policy_step is not None}),
         messages=_last_conversation(calls),
+        request=_first_request(calls) if generation == 0 else None,
     )
 
 
@@ -162,6 +163,16 @@ def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | N
         else {"type": "NoScore", "message": f"evaluator {reward_name!r} gave no score"}
     )
     return FailureRecord.model_validate({"kind": "infrastructure", "reason": "evaluator", **found})
+
+
+def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
+    """What the agent sent first to the policy; calls that name a step are of a frozen model."""
+    for call in calls:
+        chat = call.messages is not None and "input" not in call.parameters  # of /v1/responses
+        if chat and call.reply is not None and "@" not in call.model:
+            tools = {"tools": call.tools} if call.tools else {}
+            return plain({"messages": call.messages, **tools, **call.parameters})
+    return None
 
 
 def _last_conversation(calls: "tuple[SeenCall, ...]") -> list[dict[str, Any]]:

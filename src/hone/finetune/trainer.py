@@ -183,6 +183,7 @@ class ARTTrainer(BoundTrainer):
             rounds=len(rounds),
             step=self._step,
             rollouts=len(items) * getattr(self._builder, "num_generations", 1),
+            resumed=len(self.journal.finished("train", epoch, round)),
         )
         with self._phases.timed("rollout_s"):
             await self._builder.start_run(run_id, meta)

@@ -167,5 +167,8 @@ class RolloutRecord(Strict):
     """Of its calls, each once."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
     """Its last conversation, for those who read the report."""
+    request: dict[str, Any] | None = None
+    """The body of its first call to the model, without the model's name. Kept for the first rollout
+    of each example, so that a report can show what the agent asks."""
     trajectory: Trajectory | None = None
     """What the builder made of it; None where it makes it anew from what the server recorded."""

@@ -174,7 +174,32 @@ def test_the_commands_are_the_ones_to_type(tmp_path: Path):
     assert curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     body = json.loads(curl[-1])
     assert body["model"] == "tool_caller@best"
-    assert body["messages"][0]["content"].startswith("What is the weather in")
+    assert body["messages"] == [{"role": "user", "content": "Hello"}]  # no request was kept
+
+
+def test_the_model_is_asked_what_the_agent_asks(tmp_path: Path):
+    """System prompt, tools and parameters of a recorded call; the shortest of the held-out set."""
+    tell(Story(epochs=1, examples=4, held_out=3), tmp_path)
+    file = tmp_path / "trajectories" / "validation_000.jsonl"
+    system = {"role": "system", "content": "Answer in JSON. Don't explain."}
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record, word in zip(records, ("longest", "long", "it"), strict=True):
+        record["request"] = {
+            "messages": [system, {"role": "user", "content": word}],
+            "tools": [{"type": "function", "function": {"name": "weather"}}],
+            "temperature": 0.7,
+            "max_tokens": 64,
+            "stream": True,
+        }
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    report.write(tmp_path, brief=True)
+    text = (tmp_path / "report.md").read_text()
+    assert "# ask it what the agent asks\n" in text
+    curl = shlex.split(
+        text.split("# ask it what the agent asks\n")[1].split("\n#")[0].replace("\\\n", "")
+    )
+    wanted = {key: value for key, value in records[2]["request"].items() if key != "stream"}
+    assert json.loads(curl[-1]) == {"model": "tool_caller@best", **wanted}
 
 
 def test_a_server_of_somebody_else_is_asked_where_it_is(tmp_path: Path):
@@ -257,7 +282,7 @@ def test_a_brief_report_says_that_the_run_is_not_finished_and_how_to_go_on(inter
     )
     # It does not begin anew.
     assert text.split("## Go on\n\n")[1].startswith(
-        "```bash\n# from where it stopped; nothing that was done is done again\n"
+        "```bash\n# go on from there; rollouts and jobs that ended well are kept\n"
         "hone finetune --config_file=a.yml\n```\n"
     )
     html = (interrupted / "report.html").read_text()

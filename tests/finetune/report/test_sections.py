@@ -227,7 +227,7 @@ def test_a_run_that_failed_goes_on_when_that_is_mended(tmp_path: Path):
     goes_on: dict[str, Any] = anew | {"again": "hone finetune --config_file=a.yml"}
     log(tmp_path, started(**goes_on), finished("failed", message="CUDA out of memory"))
     assert told(tmp_path, "Go on") == (
-        "```bash\n# when that is mended; nothing that was done is done again\n"
+        "```bash\n# go on when that is fixed; rollouts and jobs that ended well are kept\n"
         "hone finetune --config_file=a.yml\n```"
     )
     log(tmp_path, started(command="hone finetune --config_file=old.yml"))  # of before `again`

@@ -61,6 +61,16 @@ def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> l
     return chosen or both[:1]
 
 
+def request(folder: Path) -> dict[str, Any] | None:
+    """The shortest body that the agent sent first for an example; None where none was kept."""
+    files = [*sorted(folder.glob("validation_*.jsonl")), *sorted(folder.glob("epoch_*.jsonl"))]
+    for file in files:
+        kept = [record["request"] for record in _records(file).values() if record.get("request")]
+        if kept:
+            return min(kept, key=lambda body: len(json.dumps(body)))
+    return None
+
+
 def _records(path: Path) -> dict[str, dict[str, Any]]:
     """The first generation of each example, in the order they were written; a later line counts."""
     found: dict[str, dict[str, Any]] = {}

@@ -30,7 +30,7 @@ from hone.finetune.report.estimate import (
     gain,
     unpaired_gain,
 )
-from hone.finetune.report.examples import Example, pick
+from hone.finetune.report.examples import Example, pick, request
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
 
@@ -70,6 +70,8 @@ class Report:
     deltas: dict[str, float]
     """What each example gained."""
     examples: list[Example] = field(default_factory=list)
+    request: dict[str, Any] | None = None
+    """What the agent sends to the model, without the model's name."""
 
     @property
     def verdict(self) -> Verdict:
@@ -239,6 +241,7 @@ def measure(output_dir: Path) -> Report:
         gain=found,
         deltas=deltas,
         examples=_examples(output_dir, history, compared, first, last),
+        request=request(output_dir / "trajectories"),
     )
 
 

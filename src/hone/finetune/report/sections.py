@@ -114,8 +114,8 @@ def _going_on(report: "Report") -> Iterator[Block]:
     run, status = report.history.run, report.history.status
     command = run.get("again") or run.get("command")
     if command and status in ("unfinished", "failed"):
-        when = "from where it stopped" if status == "unfinished" else "when that is mended"
-        yield Commands(((f"{when}; nothing that was done is done again", command),))
+        when = "go on from there" if status == "unfinished" else "go on when that is fixed"
+        yield Commands(((f"{when}; rollouts and jobs that ended well are kept", command),))
 
 
 def _reward(report: "Report", picture: bytes | None, *, brief: bool) -> Iterator[Block]:
@@ -182,13 +182,14 @@ def _commands(report: "Report") -> Iterator[Block]:
     else:
         newest = "the same" if best == report.step else f"the newest one, step {report.step}"
         yield Text(
-            f"{model} is step {best}, the best on held-out examples; {name} alone is {newest}, "
+            f"{model} is step {best}, the best on held-out examples{_so_far(report)}; {name} alone is {newest}, "
             f"and {name}@0 the untrained model."
         )
     place = f" --root {shlex.quote(str(run['root']))}" if run.get("root") else ""
     served = run.get("base_url")
-    ask = next((e.input for e in report.examples if len(e.input) <= 160), "Hello")
-    body = {"model": model, "messages": [{"role": "user", "content": ask}]}
+    asked = report.request or {"messages": [{"role": "user", "content": "Hello"}]}
+    # A terminal shows a whole answer better than a stream of events.
+    body = {"model": model, **{k: v for k, v in asked.items() if not k.startswith("stream")}}
     url = shlex.quote(f"{served or 'http://127.0.0.1:8000/v1'}/chat/completions")
     talk = f"curl {url} -H 'Content-Type: application/json' \\\n  -d "
     talk += shlex.quote(json.dumps(body, ensure_ascii=False))
@@ -198,10 +199,14 @@ def _commands(report: "Report") -> Iterator[Block]:
     yield Commands(
         (
             *serve,
-            ("ask it", talk),
+            ("ask it what the agent asks" if report.request else "ask it", talk),
             (f"{where}: a PEFT adapter, or with --merge a model of its own", taken),
         )
     )
+
+
+def _so_far(report: "Report") -> str:
+    return "" if report.history.status == "completed" else " so far"
 
 
 def _left_out(report: "Report") -> Iterator[Block]:
