@@ -11,7 +11,7 @@ leave in one JSON shape; a stack trace goes to the log and never into a response
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -30,6 +30,7 @@ from hone.errors import HoneError
 from hone.inference.base import Engine
 from hone.learner.worker import LearnerProcess
 from hone.server import art, auth, calls, chat, jobs, models, training
+from hone.server.bodies import BodyBudget, BodyReader, Message, Receive
 from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoints
 from hone.server.jobs import JobStore
@@ -41,11 +42,9 @@ from hone.server.service import TrainingService
 from hone.server.serving import Serving
 from hone.server.settings import Settings
 from hone.server.store import Store
-from hone.server.telemetry import Metrics, log, say
+from hone.server.telemetry import Metrics, log, refusal_text, say
 from hone.server.workers import WorkerPool
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 PRUNE_S = 600.0
@@ -83,6 +82,7 @@ class State:
     metrics: Metrics
     workers: WorkerPool
     """Processes that read large request bodies."""
+    bodies: BodyBudget
     started_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -122,6 +122,7 @@ class State:
             service=service,
             metrics=metrics,
             workers=WorkerPool(settings.body_processes),
+            bodies=BodyBudget(settings.max_bodies_bytes),
         )
         finish_renames(state)
         return state
@@ -297,12 +298,14 @@ class _Gate:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        status = 0
+        status, reason = 0, ""
 
         async def sending(message: Message) -> None:
-            nonlocal status
+            nonlocal status, reason
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif status >= 400 and not reason:
+                reason = refusal_text(message.get("body", b""), self.state.settings.api_key)
             await send(message)
 
         try:
@@ -318,40 +321,32 @@ class _Gate:
             text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
             await JSONResponse(error_body(text, "server_error"), 500)(scope, receive, sending)
         finally:
-            self._note(scope, status, time.perf_counter() - started)
+            self._note(scope, status, time.perf_counter() - started, reason)
 
     async def _pass(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         settings = self.state.settings
         client = scope["client"][0] if scope.get("client") else None
         access = auth.check(settings, scope["path"], headers, client, control=self.control)
-        limit, read = settings.max_body_bytes, 0
-        length = headers.get("content-length", "")
-        # The one kind of exception that FastAPI lets through while it reads a body.
-        refusal = HTTPException(413, f"the body is larger than {limit} bytes; send less at once")
-        if length.isdigit() and int(length) > limit:
+        try:
+            body = BodyReader(receive, headers, settings, self.state.bodies)
+        except HTTPException as refusal:
             await (await _http(Request(scope), refusal))(scope, receive, send)
             return
-
-        async def receiving() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > limit:
-                raise refusal
-            return message
-
         token = auth.access.set(access)
         try:
-            await self.app(scope, receiving, send)
+            await self.app(scope, body, send)
         finally:
             auth.access.reset(token)
+            body.release()
 
-    def _note(self, scope: Message, status: int, seconds: float) -> None:
+    def _note(self, scope: Message, status: int, seconds: float, reason: str) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
         metrics = self.state.metrics
         metrics.requests.labels(route, status).inc()
         metrics.request_s.labels(route).observe(seconds)
         level = logging.WARNING if status >= 500 else logging.INFO
         fields = {"method": scope["method"], "path": scope["path"], "status": status}
-        say("request", level=level, **fields, ms=round(seconds * 1e3, 2))
+        # Some clients show their users the status alone.
+        why = {"reason": reason} if reason else {}
+        say("request", level=level, **fields, ms=round(seconds * 1e3, 2), **why)

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,14 @@ from hone.errors import ServerError
 from hone.inference.base import Engine
 from hone.server.app import State, create_apps
 from hone.server.auth import settle_key
-from hone.server.listen import AppServer, bind, port_of
+from hone.server.listen import (
+    AppServer,
+    Listener,
+    bind,
+    max_connections,
+    port_of,
+    raise_descriptor_limit,
+)
 from hone.server.root import make_root
 from hone.server.serving import open_embedded
 from hone.server.settings import Settings
@@ -53,10 +59,14 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     with storage(settings.root):
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
         settings, fresh_key = settle_key(settings)
+    descriptors = raise_descriptor_limit()
     control = bind(settings.host, settings.port)
     inference = None
     if settings.inference_port is not None:
         inference = bind(settings.host, settings.inference_port, option="--inference-port")
+    for bound in (listeners := [control, inference] if inference else [control]):
+        most = max_connections(descriptors, len(listeners))
+        bound.max_connections = min(most, settings.max_connections or most)
     settings = settings.model_copy(
         update={"port": port_of(control), "inference_port": inference and port_of(inference)}
     )
@@ -84,8 +94,8 @@ def _is_orphan(owner: Path) -> bool:
 
 async def _serve(
     settings: Settings,
-    control: socket.socket,
-    inference: socket.socket | None,
+    control: Listener,
+    inference: Listener | None,
     fresh_key: str | None,
     echo: Callable[[str], None],
 ) -> None:
@@ -93,7 +103,10 @@ async def _serve(
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
     proxies = settings.forwarded_allow_ips
-    servers = [AppServer(app, proxies=proxies) for app, _ in zip(apps, sockets, strict=False)]
+    servers = [
+        AppServer(app, proxies=proxies, header_timeout_s=settings.header_timeout_s)
+        for app, _ in zip(apps, sockets, strict=False)
+    ]
 
     closing: list[asyncio.Task[None]] = []
 

@@ -61,6 +61,15 @@ class Settings(Strict):
     """Size above which a body is parsed, validated and tokenized by a process beside the server's."""
     body_processes: int = Field(default=2, gt=0)
     """Number of processes that read large bodies; each is started when it is first needed."""
+    max_bodies_bytes: int = Field(default=512 * 2**20, gt=0)
+    """Total size of the large bodies that are held at the same time; more get 429."""
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds within which a body must come, and one more for every 64 KiB; a slower one gets 408."""
+    header_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds within which the headers of a request must come; then the connection is closed."""
+    max_connections: int | None = Field(default=None, gt=0)
+    """Connections that are open at the same time on one port; more are refused. By default as many as
+    the limit of open files allows."""
     max_concurrent: int = Field(default=1024, gt=0)
     """OpenAI requests that are answered at the same time; more get 429."""
     max_n: int = Field(default=128, gt=0)

@@ -10,6 +10,7 @@ not add up.
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Any
@@ -20,6 +21,9 @@ from hone.server.settings import Settings
 
 log = logging.getLogger("hone.server")
 """Fields go in `extra={"fields": {...}}`; see `say`."""
+MAX_REASON = 1000
+"""Characters of a refusal that are logged."""
+_SECRET = re.compile(r"(?i)((?:bearer |sk-|hf_|api[_-]?key['\": =]+))[\w-]{8,}")
 
 
 class Metrics:
@@ -57,6 +61,17 @@ class Metrics:
 def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
     """One log line: what happened, then key=value."""
     log.log(level, what, extra={"fields": fields})
+
+
+def refusal_text(body: bytes, key: str | None = None) -> str:
+    """The message of an error response, short enough for a log line and without keys."""
+    try:
+        message = json.loads(body)["error"]["message"] if len(body) < 2**20 else ""
+    except (ValueError, KeyError, TypeError):  # another's shape
+        return ""
+    text = str(message).replace(key, "***") if key else str(message)
+    text = _SECRET.sub(r"\1***", text)
+    return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 
 class _Line(logging.Formatter):

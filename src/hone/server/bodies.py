@@ -1,0 +1,109 @@
+"""Request bodies, bounded before anybody parses them.
+
+In:   the ASGI `receive` of a request, and its headers
+Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too slow, 429 too many
+
+HTTPException is the one kind that FastAPI lets through while it reads a body. A refused body is not
+read to its end: the response closes the connection.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from hone.server.settings import Settings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+MIN_BYTES_PER_S = 64 * 2**10
+"""A body that is slower than this may take `body_timeout_s` longer than one that is not."""
+_CLOSE = {"Connection": "close"}
+
+
+class BodyBudget:
+    """How many bytes of large bodies a server holds at the same time."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Raises HTTPException where others hold too much; one alone always fits."""
+        if self.held and self.held + size > self.limit:
+            raise HTTPException(
+                429,
+                f"large requests of {self.held} bytes are being read, and at most {self.limit} "
+                "(max_bodies_bytes) at a time; try again in a second",
+                headers={**_CLOSE, "Retry-After": "1"},
+            )
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+
+
+class BodyReader:
+    """The `receive` of one request."""
+
+    def __init__(
+        self,
+        receive: Receive,
+        headers: Mapping[str, str],
+        settings: Settings,
+        budget: BodyBudget,
+    ) -> None:
+        """Raises HTTPException where the announced length is already too much."""
+        self._receive = receive
+        self._settings = settings
+        self._budget = budget
+        self._held = 0
+        self._read = 0
+        self._complete = False
+        self._started: float | None = None
+        length = headers.get("content-length", "")
+        announced = int(length) if length.isdigit() and len(length) < 20 else 0
+        if announced > settings.max_body_bytes or len(length) >= 20:
+            raise self._too_large()
+        self._hold(announced)
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        if self._started is None:
+            self._started = loop.time()
+        allowed_s = self._settings.body_timeout_s + self._read / MIN_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(self._started + allowed_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(
+                408,
+                f"{self._read} bytes of the body came in {allowed_s:.0f} s; send it faster, or "
+                "raise body_timeout_s of the server",
+                headers=_CLOSE,
+            ) from None
+        self._read += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._read > self._settings.max_body_bytes:
+            raise self._too_large()
+        self._hold(self._read)
+        return message
+
+    def release(self) -> None:
+        """The body is not in memory any more."""
+        self._budget.give_back(self._held)
+        self._held = 0
+
+    def _hold(self, size: int) -> None:
+        if size > max(self._settings.large_body_bytes, self._held):
+            self._budget.take(size - self._held)
+            self._held = size
+
+    def _too_large(self) -> HTTPException:
+        limit = self._settings.max_body_bytes
+        text = f"the body is larger than {limit} bytes; send less at once"
+        return HTTPException(413, text, headers=_CLOSE)

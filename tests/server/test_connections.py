@@ -1,0 +1,160 @@
+"""Connections and bodies are bounded in number, size and time, before anything is parsed."""
+
+import json
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tests.server.conftest import MakeServer, Server
+from tests.server.test_run import serving
+
+from hone.server.listen import max_connections
+
+HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+GET = HALF + b"\r\n"
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    at = urlsplit(server.control_url)
+    with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
+        yield connection
+
+
+def post(length: int, path: str = "/v1/chat/completions") -> bytes:
+    """Headers of a request with a body of this length."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    received = b""
+    while more := connection.recv(65536):
+        received += more
+    return received
+
+
+@pytest.mark.parametrize("sent", [b"", HALF, GET + HALF], ids=["nothing", "half", "a second half"])
+def test_a_request_that_does_not_come_to_its_end_is_given_up(
+    make_server: MakeServer, sent: bytes
+) -> None:
+    server = make_server(header_timeout_s=0.2)
+    with connected(server) as connection:
+        connection.sendall(sent)
+        received = answer(connection)
+    assert received.count(b"HTTP/1.1 200 OK") == sent.count(GET)
+    assert httpx.get(server.control_url + "/health").status_code == 200
+
+
+def test_a_body_that_stops_coming_gets_408(make_server: MakeServer) -> None:
+    server = make_server(body_timeout_s=0.2)
+    with connected(server) as connection:
+        connection.sendall(post(1000) + b"{")
+        received = answer(connection)
+    assert received.startswith(b"HTTP/1.1 408 ") and b"body_timeout_s" in received
+    assert b"1 bytes of the body" in received
+
+
+def test_a_body_that_nobody_reads_does_not_hold_its_connection(make_server: MakeServer) -> None:
+    """It is answered with 404 at once; then the client goes on as slowly as it likes."""
+    server = make_server(header_timeout_s=0.2)
+    with connected(server) as connection:
+        connection.sendall(post(1000, "/nowhere") + b"{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b" ")
+        answer(connection)
+
+
+def test_connections_beyond_the_limit_are_refused_and_the_others_served(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(max_connections=3)
+    with ExitStack() as stack:
+        first, *_ = [stack.enter_context(connected(server)) for _ in range(3)]
+        with connected(server) as fourth:
+            refused = answer(fourth)
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in refused
+        first.sendall(GET)
+        assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
+    # They are closed now, and counted no more.
+    assert httpx.get(server.control_url + "/health").status_code == 200
+
+
+def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    server = make_server(large_body_bytes=600, max_bodies_bytes=3000, body_processes=1)
+    text = json.dumps({"model": str(tiny_model), "prompt": "the weather "}).encode()
+    body = text + b" " * (2000 - len(text))
+    with connected(server) as first, connected(server) as second, connected(server) as third:
+        first.sendall(post(2000, "/v1/completions") + body[:-1])
+        while not server.state.bodies.held:  # until the first is known to the server
+            httpx.get(server.control_url + "/health")
+        second.sendall(post(2000, "/v1/completions"))
+        refused = answer(second)
+        assert refused.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in refused.lower()
+        chunks = b"%x\r\n%s\r\n" % (1500, b" " * 1500)
+        chunked = post(0, "/v1/completions").replace(
+            b"Content-Length: 0", b"Transfer-Encoding: chunked"
+        )
+        third.sendall(chunked + chunks)
+        assert answer(third).startswith(b"HTTP/1.1 429 ")
+        first.sendall(body[-1:])
+        assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
+        while server.state.bodies.held:  # until the request is over for the server, too
+            httpx.get(server.control_url + "/health")
+
+
+def test_the_log_says_why_a_request_was_refused(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server()
+    with caplog.at_level(logging.INFO, "hone.server"):
+        url = server.control_url
+        httpx.post(url + "/v1/chat/completions", json={"model": "x" * 5000, "messages": []})
+        httpx.post(url + "/v1/training/jobs", json={"model": "agent"})
+        httpx.post(
+            url + "/v1/chat/completions",
+            json={"model": "m", "messages": [{"role": "user"}], "temperature": "sk-0123456789"},
+        )
+        server.stop()  # a request is logged after it is answered
+    told = [record.fields for record in caplog.records if record.message == "request"]  # pyright: ignore[reportAttributeAccessIssue] - see `say`
+    assert [fields["status"] for fields in told] == [400, 422, 400]
+    assert "groups" in told[1]["reason"] and "temperature" in told[2]["reason"]
+    assert all(len(fields["reason"]) <= 1010 for fields in told)
+    assert "0123456789" not in told[2]["reason"]
+
+
+def test_connections_leave_descriptors_for_files() -> None:
+    # 256 are reserved, but never more than half: (1024 - 256) / 2 ports, (100 - 50) / 1 port.
+    assert (max_connections(1024, 2), max_connections(100, 1)) == (384, 50)
+
+
+def test_more_connections_than_the_soft_limit_of_descriptors(tmp_path: Path) -> None:
+    """The limit is raised at the start; before, accept failed with a traceback once a second."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        context = serving("--root", str(tmp_path))
+        _, said = context.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        at = ("127.0.0.1", said["port"])
+        with ExitStack() as stack:
+            crowd = [stack.enter_context(socket.create_connection(at, 30)) for _ in range(300)]
+            for connection in crowd:
+                connection.sendall(GET)
+            assert {c.recv(15) for c in crowd} == {b"HTTP/1.1 200 OK"}
+    finally:
+        context.__exit__(None, None, None)
+    assert "Traceback" not in (tmp_path / "logs" / "server.log").read_text()
