@@ -42,7 +42,7 @@ async def main(address: str, base_model: str) -> dict[str, Any]:
 
     before = await answer(model, "agent")
     for step in (1, 2):
-        groups = await gather(model)
+        groups = await gather(model, worth=float(step - 1))
         await model.log(groups, split="val")
         await model.train(groups, config=art.TrainConfig(learning_rate=1e-3))
         saw[f"step_{step}"] = await model.get_step()
@@ -65,8 +65,8 @@ async def main(address: str, base_model: str) -> dict[str, Any]:
     return saw
 
 
-async def gather(model: Any) -> list[Any]:
-    """Two groups of four, each with different rewards."""
+async def gather(model: Any, worth: float) -> list[Any]:
+    """Two groups of four, each with different rewards, `worth` + 0.5 in the mean."""
 
     async def rollout(prompt: str, index: int) -> Any:
         messages = [{"role": "user", "content": prompt}]
@@ -76,7 +76,7 @@ async def gather(model: Any) -> list[Any]:
         choice = completion.choices[0]
         return art.Trajectory(
             messages_and_choices=[*messages, choice],
-            reward=float(index % 2),
+            reward=worth + index % 2,
             metrics={"tokens": len(choice.logprobs.content)},
         )
 

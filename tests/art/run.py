@@ -1,8 +1,10 @@
-"""Drive ART's real clients, each in an environment of its own, against a real server.
+"""Drive ART's real clients, in an environment of their own, against a real server.
 
-In:   nothing; makes .venv-art-0.5.4 and .venv-nat-1.6.0 once, and a tiny model
+In:   nothing; makes .venv-art once, and a tiny model
 Out:  a line for everything proved; exit 1 with what was seen instead at the first that is not
-Used: `make test-art`, which runs `python -m tests.art.run` from the root of the repository
+
+`make test-art` runs it as `python -m tests.art.run` from the root of the repository. Both clients
+are installed into one environment: NAT's plugin 1.6.0 is built on openpipe-art 0.5.4.
 
 The clients are unmodified: what they send and how they read the answers is theirs. `openai<3` is
 the one thing held back, and not for hone's sake: openpipe-art 0.5.4 hands the OpenAI client a
@@ -15,10 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +37,9 @@ NAT_PORT = 8000
 """NAT's adapter looks for the OpenAI API on this port and on no other."""
 
 
-@dataclass(frozen=True)
-class Client:
-    """A script, and what must be installed beside it."""
-
-    script: str
-    directory: Path
-    requirements: tuple[str, ...]
-
-
-ART = Client("client_art.py", ROOT / ".venv-art-0.5.4", ("openpipe-art==0.5.4", "openai<3"))
-NAT = Client(
-    "client_nat.py", ROOT / ".venv-nat-1.6.0", ("nvidia-nat-openpipe-art==1.6.0", "openai<3")
-)
+ENVIRONMENT = ROOT / ".venv-art"
+REQUIREMENTS = ("openpipe-art==0.5.4", "nvidia-nat-openpipe-art==1.6.0", "openai<3")
+ART, NAT = "client_art.py", "client_nat.py"
 
 
 class NotShown(Exception):
@@ -60,8 +52,7 @@ def main() -> int:
         base = Path(scratch) / "tiny"
         write_model(base, build_tokenizer("smollm2-instruct"))
         try:
-            for client in (ART, NAT):
-                install(client)
+            install()
             with server(Path(scratch) / "root") as ready:
                 prove_art(ready, base)
                 prove_nat(ready, base)
@@ -95,11 +86,11 @@ def prove_art(ready: dict[str, Any], base: Path) -> None:
 
 def _prove_files(directory: Path) -> None:
     kept = sorted(path.name for path in (directory / "checkpoints").glob("[0-9]*"))
-    # val/reward was logged at steps 0 and 1, the same mean for both: the later one is the best.
+    # The mean val/reward is 0.5 at step 0 and 1.5 at step 1; step 3 is the newest.
     show("the newest and the best checkpoint are kept", kept == ["0001", "0003"], kept)
     history = [json.loads(line) for line in (directory / "history.jsonl").open()]
     rewards = {line["step"]: line["val/reward"] for line in history if "val/reward" in line}
-    show("val/reward is in the history", rewards == {0: 0.5, 1: 0.5}, history)
+    show("val/reward is in the history", rewards == {0: 0.5, 1: 1.5}, history)
     losses = [line["step"] for line in history if "train/loss" in line]
     show("and so are the losses, at the steps they made", losses == [1, 2], history)
     logged = (directory / "trajectories" / "val" / "0000.jsonl").read_text().splitlines()
@@ -155,27 +146,29 @@ def say(line: str) -> None:
 # ---- what it takes ----------------------------------------------------------------------------
 
 
-def install(client: Client) -> None:
-    """Make the client's environment, unless it is there with just these requirements."""
-    stamp, wanted = client.directory / ".installed", "\n".join(client.requirements)
+def install() -> None:
+    """Make the clients' environment, unless it is there with just these requirements."""
+    stamp, wanted = ENVIRONMENT / ".installed", "\n".join(REQUIREMENTS)
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    say(f"        installing {' '.join(client.requirements)} into {client.directory.name}")
-    shutil.rmtree(client.directory, ignore_errors=True)
-    venv.create(client.directory, with_pip=True)
-    pip = [client.directory / "bin" / "python", "-m", "pip", "install", "--quiet"]
-    flags = ["--disable-pip-version-check", "--prefer-binary", "--no-compile"]
-    subprocess.run([*pip, *flags, *client.requirements], check=True)
+    say(f"        installing {' '.join(REQUIREMENTS)} into {ENVIRONMENT.name}")
+    began = time.monotonic()
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    # No pip inside: the one that runs this installs for the other interpreter.
+    venv.create(ENVIRONMENT, with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", ENVIRONMENT / "bin" / "python", "install"]
+    flags = ["--quiet", "--quiet", "--disable-pip-version-check", "--prefer-binary", "--no-compile"]
+    subprocess.run([*pip, *flags, *REQUIREMENTS], check=True)
     stamp.write_text(wanted)
+    say(f"        installed in {time.monotonic() - began:.0f} s")
 
 
-def drive(client: Client, *arguments: str, scratch: Path) -> dict[str, Any]:
+def drive(script: str, *arguments: str, scratch: Path) -> dict[str, Any]:
     """Run a client's script; what it saw."""
     ours = ("PYTHON", "HONE", "OPENAI", "WANDB", "VIRTUAL_ENV")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    python, script = client.directory / "bin" / "python", HERE / client.script
     done = subprocess.run(
-        [python, script, *arguments],
+        [ENVIRONMENT / "bin" / "python", HERE / script, *arguments],
         cwd=scratch,  # the clients write beside where they run
         env=env,
         capture_output=True,
@@ -184,7 +177,7 @@ def drive(client: Client, *arguments: str, scratch: Path) -> dict[str, Any]:
         check=False,
     )
     if done.returncode != 0:
-        raise NotShown(f"{client.script} ended with {done.returncode}\n{done.stderr[-6000:]}")
+        raise NotShown(f"{script} ended with {done.returncode}\n{done.stderr[-6000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
