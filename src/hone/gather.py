@@ -346,10 +346,10 @@ def _discard(group: Any) -> None:
 
 
 def _tokens(item: Any) -> int | None:
-    """Sampled tokens of a choice; None for a message, or a choice without log-probabilities."""
+    """Sampled tokens of a choice; None for a message, and where the choice does not tell."""
 
     def of(value: Any, name: str) -> Any:
         return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
 
-    content = of(of(item, "logprobs"), "content")
-    return None if content is None else len(content)
+    sampled = of(of(item, "logprobs"), "content") or of(item, "token_ids")
+    return None if sampled is None else len(sampled)

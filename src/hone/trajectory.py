@@ -107,7 +107,7 @@ class Trajectory(History):
     def for_logging(self) -> dict[str, Any]:
         """What a reader of logs wants: no tokens; each message says whether it is trained."""
         items = self._plain(self.messages_and_choices)
-        said = [_message(item) | {"trainable": bool(item.get("logprobs"))} for item in items]
+        said = [_message(item) | {"trainable": _is_sampled(item)} for item in items]
         kept = {"metrics", "metadata", "tools", "logs"}
         rollout = {"rollout": self.rollout} if self.rollout else {}
         return {"reward": self.reward, **rollout, **self.model_dump(include=kept), "messages": said}
@@ -282,6 +282,11 @@ def _as_dict(item: Any) -> Any:
         return item
     # The client builds its objects unchecked, and would warn of every field a server fills freely.
     return item.model_dump(mode="json", warnings=False)
+
+
+def _is_sampled(item: Mapping[str, Any]) -> bool:
+    """Whether an item is a choice with log-probabilities, or one that a hone server recorded."""
+    return bool(item.get("logprobs") or ("message" in item and item.get("call_id")))
 
 
 def _message(item: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
 """A project becomes a directory under the server's root."""
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
+_FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
@@ -284,6 +285,8 @@ class RecordedCall(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
+    asked: str = ""
+    """The name the request asked for; empty for calls of servers that did not record it."""
     base_model: str
     adapter_sha256: str | None
     fingerprint: str
@@ -300,3 +303,8 @@ class RecordedCall(Strict):
     abandoned: bool = False
     """The client left before the last byte; never labelled."""
     call: Call
+
+    @property
+    def is_frozen(self) -> bool:
+        """It asked for one fixed step, as NAME@0 or NAME@best: in a rollout it is never labelled."""
+        return _FIXED_STEP.search(self.asked) is not None

@@ -8,7 +8,7 @@ Used: test_checks.py, test_preflight.py and test_twice.py
 import json
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,40 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 from hone import LocalBackend
 from hone.config.build import Builder, build
 from hone.config.schema import Document, read
+from hone.errors import ConfigError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.finetune.adapter import ARTTrainerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
 from hone.finetune.checks import Check, failures
 from hone.finetune.preflight import preflight
 
+PROGRAM = """
+# An agent that knows nothing of hone: it has its address, its key and the name of a model.
+import json
+import os
+import sys
+import urllib.request
+
+for question in sys.argv[2:]:
+    body = {"model": sys.argv[1], "messages": [{"role": "user", "content": question}]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps(body | {"max_tokens": 3}).encode(),
+        {
+            "Content-Type": "application/json",
+            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+        },
+    )
+    with urllib.request.urlopen(request) as answer:
+        print(json.load(answer)["choices"][0]["message"]["content"])
+"""
+
 AGENT = """
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 
 import hone
@@ -82,11 +107,29 @@ def asked(url, model, question):
 async def unseen(question, llm):
     return await asyncio.to_thread(asked, llm.base_url, llm.model, question)
 
+async def unseen_base(question, llm, base_model):
+    return await asyncio.to_thread(asked, llm.base_url, base_model, question)
+
 async def half_seen(question, llm):
     return await run(question, llm) + await unseen(question, llm)
 
+async def process(question, llm, base_model):
+    here = {"OPENAI_BASE_URL": llm.rollout_url, "OPENAI_API_KEY": llm.api_key}
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "program.py", base_model, question, "Once more.",
+        env=os.environ | here, stdout=subprocess.PIPE, cwd=os.path.dirname(__file__),
+    )
+    said, _ = await program.communicate()
+    assert program.returncode == 0
+    return said.decode()
+
 def length(item):
     return float(len(item.output_obj))
+
+def questions(calls):
+    assert [c.messages[0]["content"] for c in calls] == ["Say 0.", "Once more."], calls
+    assert all(c.reply["role"] == "assistant" and c.policy_step == 0 for c in calls)
+    return float(sum(c.usage["completion_tokens"] for c in calls))
 
 def fails(item):
     raise KeyError("answer")
@@ -115,6 +158,7 @@ def document(
     """The seed's basic configuration over the agent above, with changes."""
     address = urlsplit(url)
     (directory / "agent.py").write_text(AGENT)
+    (directory / "program.py").write_text(PROGRAM)
     rows = [{"id": f"e{i}", "question": f"Say {i}.", "answer": str(i)} for i in range(50)]
     (directory / "train.json").write_text(json.dumps(rows))
     basic = {
@@ -216,6 +260,8 @@ class Rehearsal:
             await trajectories.initialize(doc.finetuning)
             await adapter.initialize(doc.finetuning)
             builder.served = adapter.served
+            with suppress(ConfigError):  # preflight says so too
+                builder.choose_policy()
             run_id = f"art_run_{secrets.token_hex(4)}"
             await adapter.open_run(run_id, 0)
             async with evaluation(builder) as evaluating:

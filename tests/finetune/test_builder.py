@@ -204,8 +204,7 @@ async def test_only_calls_to_the_target_model_are_trained_by_either_spelling(
     async with world(server, tiny_model) as w:
         base = str(tiny_model)
         actor = LLM(name="actor", base_url=w.llm.base_url, model=base, params={"max_tokens": 3})
-        names = {"actor": actor.model, "critic": w.llm.model}
-        w.builder.llm_names = names.get
+        w.builder.llm_names = lambda key: frozenset({actor.model} if key == "actor" else ())
         assert w.builder.run_config is not None
         w.builder.run_config.target_model = "actor" if spelling == "actor" else base
 

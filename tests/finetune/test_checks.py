@@ -158,17 +158,55 @@ def test_a_target_model_by_key_by_name_and_by_neither(tmp_path: Path):
     assert "Did you mean 'actor'?" in found.message
 
 
-def test_two_entries_that_cannot_be_told_apart(tmp_path: Path):
-    twin = {
-        "_type": "openai",
-        "model_name": "base",
-        "base_url": "http://127.0.0.1:7623/v1",
-        "temperature": 0.2,
-    }
-    doc = document(tmp_path, llms={"critic": twin}, finetuning={"target_model": "actor"})
+CRITIC = {"_type": "openai", "model_name": "base", "base_url": "http://127.0.0.1:7623/v1"}
+
+
+def test_of_two_entries_on_one_base_one_must_be_named(tmp_path: Path):
+    doc = document(tmp_path, llms={"critic": CRITIC})
+    found = one(check_document(doc), "target model")
+    assert not found.ok
+    assert found.path == ("finetuning", "target_model")
+    assert (
+        "llms.actor and llms.critic each name the model in training or its base model 'base'; set "
+        "finetuning.target_model" in found.message
+    )
+    doc = document(tmp_path, llms={"critic": CRITIC}, finetuning={"target_model": "actor"})
+    name = doc.trainer_adapters["a"].model_dump()["backend"]["name"]
+    found = one(check_document(doc), "target model")
+    assert found.ok and not found.warning
+    assert found.message == (
+        f"llms.actor is trained and sends '{name}'. llms.critic sends '{name}@0': the base weights, "
+        "which are not trained. A client of the agent's own that asks for 'base' inside a rollout "
+        f"gets '{name}'."
+    )
+
+
+def test_entries_on_two_ports_are_told_apart_when_the_server_is_known(tmp_path: Path):
+    """Which port of its host serves inference is the server's to say."""
+    doc = document(tmp_path, llms={"critic": {**CRITIC, "base_url": "http://127.0.0.1:9/v1"}})
+    assert one(check_document(doc), "target model").ok
+
+
+def test_two_entries_that_name_the_model_in_training(tmp_path: Path):
+    named = {"a": {"backend": {"name": "mine"}}}
+    doc = document(
+        tmp_path,
+        llms={"critic": {**CRITIC, "model_name": "suite/mine"}},
+        trainer_adapters=named,
+        finetuning={"target_model": "actor"},
+    )
     found = one(check_document(doc), "target model")
     assert found.ok and found.warning
-    assert "llms.actor and 'critic' ask for the same model at the same address" in found.message
+    assert "llms.actor and 'critic' ask for the model in training, so calls of all" in found.message
+
+
+def test_a_policy_of_one_fixed_step_is_refused(tmp_path: Path):
+    doc = document(
+        tmp_path, llms={"actor": {"model_name": "base@0"}}, finetuning={"target_model": "actor"}
+    )
+    found = one(check_document(doc), "target model")
+    assert not found.ok
+    assert "its model_name 'base@0' asks for one fixed step; leave out '@0'" in found.message
 
 
 def test_one_generation_needs_the_batch(tmp_path: Path):

@@ -105,6 +105,18 @@ def test_a_target_model_is_what_was_asked_for_and_what_answered_where_nobody_saw
     ]  # fmt: skip
 
 
+def test_calls_that_asked_for_a_fixed_step_are_not_trained():
+    names = ["n", "n@0", "p/n@latest", "n@12", "n@best"]
+    calls = [
+        recorded(id, i, asked=name) for i, (id, name) in enumerate(zip("abcde", names, strict=True))
+    ]
+    found = of_recorded(calls, (), Targets(trained="p/n"))
+    assert (ids(found), found.dropped) == (["a", "c"], {"frozen": 3})
+    # What the server recorded as asked for needs nobody who saw the request.
+    found = of_recorded(calls, (), Targets(models=frozenset({"n"})))
+    assert (ids(found), found.dropped) == (["a"], {"frozen": 3, "not_target_model": 1})
+
+
 def test_an_answer_of_a_hone_server_that_is_not_recorded_here_is_counted():
     found = of_recorded([recorded("a")], [seen(0, "m", "a"), seen(1, "m", "elsewhere")], Targets())
     assert (ids(found), found.dropped) == (["a"], {"unrecorded": 1})

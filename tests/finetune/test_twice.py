@@ -1,5 +1,6 @@
 """finetune/twice.py: what one example, run twice, tells of a run before it is paid for."""
 
+import re
 from typing import Any
 
 from tests.finetune.rehearsal import Rehearsal, one, told
@@ -25,22 +26,47 @@ async def test_calls_that_no_target_matches(rehearsal: Rehearsal):
     assert "No trajectories collected for epoch" in found.message
 
 
-async def test_calls_that_ask_for_another_entry_than_the_target(rehearsal: Rehearsal):
-    critic = {"_type": "openai", "model_name": f"{rehearsal.model}@0", "api_key": "default"}
+async def test_an_agent_that_uses_the_frozen_entry(rehearsal: Rehearsal):
+    """Two entries on one base: the one that is not the target gets the base weights."""
+    helper = {"_type": "openai", "model_name": str(rehearsal.model), "api_key": "default"}
     changes: dict[str, Any] = {
-        "llms": {"critic": {**critic, "base_url": f"{rehearsal.server.base_url}/v1"}},
-        "finetuning": {"target_model": "critic"},
+        "llms": {"helper": {**helper, "base_url": f"{rehearsal.server.base_url}/v1"}},
+        "workflow": {"llm": "helper"},
+        "finetuning": {"target_model": "actor"},
     }
     found = await rehearsal.failed(**changes)
     assert found.name == "calls"
-    assert "none of its calls asked for finetuning.target_model 'critic'" in found.message
+    assert (
+        "its calls asked for a fixed step, as NAME@0, the base weights, and are not"
+        in found.message
+    )
 
 
 async def test_an_agent_that_talks_to_the_untrained_model(rehearsal: Rehearsal):
     frozen = {"actor": {"model_name": f"{rehearsal.model}@0"}}
     found = await rehearsal.failed(llms=frozen)
     assert found.name == "calls"
-    assert "answered by another model than suite/agent-" in found.message
+    assert (
+        "its calls asked for a fixed step, as NAME@0, the base weights, and are not"
+        in found.message
+    )
+
+
+async def test_an_agent_in_a_process_of_its_own(rehearsal: Rehearsal):
+    """Its calls are known only to the server: they reach the reward and are counted like others."""
+    changes: dict[str, Any] = {
+        "workflow": {"target": "agent.py:process", "args": {"base_model": str(rehearsal.model)}},
+        "eval": {"evaluators": {"reward": {"target": "agent.py:questions"}}},
+    }
+    checks = await rehearsal.checked(**changes)
+    assert failures(checks) == []
+    # Two calls of at most three tokens in each of two rollouts.
+    found = re.fullmatch(
+        r"the two rollouts took 4 calls, (\d+) sampled tokens.*", one(checks, "cost").message
+    )
+    assert found is not None and 4 <= int(found[1]) <= 12
+    scores = one(checks, "score").message.rpartition(": ")[2].split(", ")
+    assert sum(map(float, scores)) == int(found[1])
 
 
 async def test_an_agent_that_never_asks(rehearsal: Rehearsal):
@@ -163,8 +189,8 @@ async def test_an_evaluator_that_fails(rehearsal: Rehearsal):
 
 
 async def test_an_agent_whose_client_cannot_be_seen(rehearsal: Rehearsal):
-    workflow = {"workflow": {"target": "agent.py:unseen"}}
-    checks = await rehearsal.checked(**workflow)
+    args = {"base_model": str(rehearsal.model)}
+    checks = await rehearsal.checked(workflow={"target": "agent.py:unseen_base", "args": args})
     [found] = failures(checks)
     assert "the server recorded no call of the rollout" in found.message
     assert "its HTTP client is httpx or httpx2" in found.message

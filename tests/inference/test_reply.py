@@ -89,6 +89,18 @@ def test_a_malformed_call_stays_in_the_text_and_is_reported(smollm2, body, says)
     assert says in reply.malformed[0]
 
 
+def test_parameters_are_arguments(smollm2):
+    """Models that saw Llama's tool calls write `parameters`; their call is not an empty one."""
+    text = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
+    (call,) = smollm2.parse(say(smollm2, text), tools=TOOLS).tool_calls
+    assert (call.name, call.arguments) == ("f", '{"a": 1}')
+    both = '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>'
+    assert smollm2.parse(say(smollm2, both), tools=TOOLS).tool_calls[0].arguments == '{"a": 1}'
+    wrong = '<tool_call>{"name": "f", "parameters": [1]}</tool_call>'
+    reply = smollm2.parse(say(smollm2, wrong), tools=TOOLS)
+    assert reply.tool_calls == () and "expected parameters to be an object" in reply.malformed[0]
+
+
 def test_a_call_cut_off_stays_in_the_text(smollm2):
     text = 'a\n<tool_call>\n{"name": "f'
     reply = smollm2.parse(say(smollm2, text), tools=TOOLS, finish="length")

@@ -223,7 +223,8 @@ def hub(tmp_path, make_directory) -> Iterator[str]:
                 ]
                 self._reply(200, json.dumps(rows).encode(), Content_Type="application/json")
             elif path.startswith("/api/models/org/tiny"):
-                info = {"id": "org/tiny", "sha": COMMIT, "siblings": []}
+                siblings = [{"rfilename": name} for name in contents]
+                info = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings}
                 self._reply(200, json.dumps(info).encode(), Content_Type="application/json")
             elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
                 body = contents[path.rsplit("/", 1)[1]]
@@ -241,19 +242,22 @@ def hub(tmp_path, make_directory) -> Iterator[str]:
     server.server_close()
 
 
-def _find_in_subprocess(endpoint: str, name: str) -> subprocess.CompletedProcess[str]:
+def _find_in_subprocess(
+    endpoint: str, name: str, *, download: bool = True
+) -> subprocess.CompletedProcess[str]:
     program = (
         "import sys\n"
         "from hone.errors import HoneError\n"
-        "from hone.models.find import find\n"
+        "from hone.models.find import check_exists, find\n"
         "try:\n"
-        "    files = find(sys.argv[1])\n"
+        "    check_exists(sys.argv[1])\n"
+        "    files = find(sys.argv[1], download=sys.argv[2] == 'True')\n"
         "except HoneError as error:\n"
         "    sys.exit(str(error))\n"
         "print(files.source, *sorted(file.name for file in files.path.iterdir()))\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", program, name],
+        [sys.executable, "-c", program, name, str(download)],
         env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"},
         capture_output=True,
         text=True,
@@ -262,6 +266,9 @@ def _find_in_subprocess(endpoint: str, name: str) -> subprocess.CompletedProcess
 
 
 def test_the_hub_is_asked_last_and_only_for_what_is_needed(hub):
+    # The hub says that it has the model, and nothing is downloaded by asking.
+    there = _find_in_subprocess(hub, "org/tiny", download=False)
+    assert "not asked (download is off)" in there.stderr
     first = _find_in_subprocess(hub, "org/tiny")
     needed = "config.json model.safetensors tokenizer.json tokenizer_config.json"
     assert first.stdout.strip() == f"hub {needed}", first.stderr

@@ -219,7 +219,9 @@ async def test_completion_tokens_is_the_mean_over_the_sampled_choices():
 
     async def talk() -> Trajectory:
         user = {"role": "user", "content": "go"}
-        return Trajectory(messages_and_choices=[user, choice(3), user, choice(6)])
+        # A choice without log-probabilities has the ids that a hone server puts beside it.
+        recorded = choice(0) | {"logprobs": None, "token_ids": [5] * 6}
+        return Trajectory(messages_and_choices=[user, choice(3), user, recorded])
 
     (group,) = await gather_trajectory_groups([TrajectoryGroup([talk()])], pbar_desc=None)
     assert group.trajectories[0].metrics == {"completion_tokens": 4.5}

@@ -61,10 +61,12 @@ async def test_it_goes_on_where_it_was_left(tmp_path: Path):
     assert log.count("model registered") == 1, "the second server knew it"
 
 
-def test_a_key_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_key_is_asked_for_and_sent(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HONE_API_KEY", "secret")
     with LocalBackend(tmp_path) as backend:
-        model = TrainableModel(name="agent", base_model="b")
+        model = TrainableModel(name="agent", base_model=str(tiny_model))
         info = asyncio.run(backend.register(model))
         assert info.name == "agent"
         backend.api_key = "wrong"
@@ -92,9 +94,11 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: py
     assert backend._server is None
 
 
-async def test_a_server_that_died_is_said_to_have_and_nobody_waits(tmp_path: Path):
+async def test_a_server_that_died_is_said_to_have_and_nobody_waits(
+    tmp_path: Path, tiny_model: Path
+):
     async with LocalBackend(tmp_path) as backend:
-        model = TrainableModel(name="agent", base_model="b")
+        model = TrainableModel(name="agent", base_model=str(tiny_model))
         await backend.register(model)
         os.kill(server_pid(backend), signal.SIGKILL)
         started = time.monotonic()

@@ -108,8 +108,9 @@ def test_messages_are_plain():
 
 def test_for_logging_says_what_is_trained_and_holds_no_tokens():
     tools = [{"type": "function", "function": {"name": "move"}}]
+    recorded = {"message": {"role": "assistant", "content": "so"}, "call_id": "call-1"}
     trajectory = Trajectory(
-        messages_and_choices=[{"role": "user", "content": "play"}, answered()],
+        messages_and_choices=[{"role": "user", "content": "play"}, answered(), recorded],
         tools=tools,
         reward=0.5,
         rollout="r",
@@ -118,7 +119,7 @@ def test_for_logging_says_what_is_trained_and_holds_no_tokens():
     )
     trajectory.log("won")
     logged = trajectory.for_logging()
-    assert [message.pop("trainable") for message in logged["messages"]] == [False, True]
+    assert [message.pop("trainable") for message in logged["messages"]] == [False, True, True]
     assert logged["messages"] == trajectory.messages()
     assert {key: logged[key] for key in logged if key != "messages"} == {
         "reward": 0.5,

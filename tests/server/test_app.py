@@ -96,11 +96,11 @@ async def test_a_body_that_does_not_parse_names_the_field(make_state: MakeState)
     ],
 )
 async def test_a_body_that_is_not_said_to_be_json(
-    make_state: MakeState, sent: str | None, why: str
+    make_state: MakeState, tiny_model: Path, sent: str | None, why: str
 ):
     """What `curl -d` sends unless it is told otherwise."""
     control, _ = create_apps(make_state())
-    content = json.dumps({"name": "agent", "base_model": "b"}).encode()
+    content = json.dumps({"name": "agent", "base_model": str(tiny_model)}).encode()
     async with client(control) as http:
         headers = {} if sent is None else {"Content-Type": sent}
         answer = await http.post("/v1/training/models", content=content, headers=headers)

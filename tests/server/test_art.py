@@ -387,13 +387,26 @@ def idle(make_server: MakeServer, tiny_model: Path) -> Iterator[ArtServer]:
 
 
 def test_registering_and_the_step_load_nothing(idle: ArtServer) -> None:
-    assert idle.post("/register", model("no/such-weights")).json() is None
-    assert idle.post("/_get_step", model("no/such-weights")).json() == 0
-    assert idle.post("/_get_step", {"model": model("no/such-weights")}).json() == 0
+    assert idle.post("/register", model(idle.base)).json() is None
+    assert idle.post("/_get_step", model(idle.base)).json() == 0
+    assert idle.post("/_get_step", {"model": model(idle.base)}).json() == 0
     spec = idle.state.models.get(KEY).spec
     assert spec.token_ids_as_text
     assert spec.defaults == {"learning_rate": 1e-3, "beta": 0.0}
     assert spec.not_applicable == ["engine_args.gpu_memory_utilization"]
+
+
+def test_a_model_without_weights_is_refused_and_leaves_nothing_behind(
+    idle: ArtServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for path in ("/register", "/_prepare_backend_for_training"):
+        got = idle.post(path, model("no/such-weights"))
+        assert got.status_code == 422
+        assert "no model called 'no/such-weights' was found" in json.dumps(got.json()["detail"])
+    assert idle.state.models.list() == []
+    assert not idle.directory(KEY).exists()
+    assert idle.post("/register", model(idle.base)).status_code == 200
 
 
 def test_somebody_elses_model_is_logged_for_and_its_key_kept_nowhere(idle: ArtServer) -> None:
@@ -430,22 +443,22 @@ def test_somebody_elses_model_is_logged_for_and_its_key_kept_nowhere(idle: ArtSe
 def test_what_is_refused(
     idle: ArtServer, path: str, changes: dict[str, Any], status: int, says: str
 ) -> None:
-    got = idle.post(path, model("tiny", **changes))
+    got = idle.post(path, model(idle.base, **changes))
     assert got.status_code == status
     assert says in json.dumps(got.json()["detail"])
 
 
 def test_another_adapter_under_the_same_name_is_a_conflict(idle: ArtServer) -> None:
-    idle.post("/register", model("tiny"))
-    got = idle.post("/register", model("tiny", _internal_config={"peft_args": {"r": 4}}))
+    idle.post("/register", model(idle.base))
+    got = idle.post("/register", model(idle.base, _internal_config={"peft_args": {"r": 4}}))
     assert got.status_code == 409
     assert "rank 8" in got.json()["detail"]
 
 
 def test_a_name_that_another_project_has_is_refused(idle: ArtServer) -> None:
-    assert idle.post("/register", model("tiny")).status_code == 200
-    assert idle.post("/register", model("tiny")).status_code == 200
-    got = idle.post("/register", model("tiny", project="other"))
+    assert idle.post("/register", model(idle.base)).status_code == 200
+    assert idle.post("/register", model(idle.base)).status_code == 200
+    got = idle.post("/register", model(idle.base, project="other"))
     assert got.status_code == 409
     assert "'proof/agent' has the same name" in got.json()["detail"]
 
@@ -475,7 +488,7 @@ def _write_steps(art: ArtServer, count: int) -> None:
 
 
 def test_the_best_by_a_metric_and_the_newest_are_kept(idle: ArtServer) -> None:
-    idle.post("/register", model("tiny"))
+    idle.post("/register", model(idle.base))
     _write_steps(idle, 5)
     for step, reward in enumerate([0.1, 0.9, 0.3]):
         idle.state.checkpoints.log(KEY, step, {"reward": reward, "cost": -reward}, "val")
@@ -485,7 +498,7 @@ def test_the_best_by_a_metric_and_the_newest_are_kept(idle: ArtServer) -> None:
 
 
 def test_checkpoints_that_are_not_named_go_but_for_the_newest(idle: ArtServer) -> None:
-    idle.post("/register", model("tiny"))
+    idle.post("/register", model(idle.base))
     _write_steps(idle, 5)
     body = {"model": model("tiny"), "steps_to_keep": [2]}
     assert idle.post("/_delete_checkpoint_files", body).json() is None

@@ -164,6 +164,29 @@ def test_models_of_art_get_their_tokens_by_id_whether_they_ask_or_not(
     assert [entry.token for entry in plain.choices[0].logprobs.content] == tokens
 
 
+def test_registered_models_give_logprobs_unasked(
+    make_server: MakeServer, tiny_model: Path, tokenizer: Any
+) -> None:
+    """As ART's server does: its users' scripts train on choices and never ask for them."""
+    server = make_server(["cold"])
+    server.state.models.register(ModelSpec(name="run", base_model=str(tiny_model)))
+
+    def logprobs(**more: Any) -> Any:
+        asked = {"model": "run", "messages": HELLO} | more
+        (choice,) = client(server).chat.completions.create(**asked).choices
+        return choice.logprobs and [entry.logprob for entry in choice.logprobs.content]
+
+    sampled = [*ids(tokenizer, "cold"), tokenizer.eos_token_id]
+    values = [logprob(token, i) for i, token in enumerate(sampled)]
+    assert logprobs() == logprobs(model="run@0") == logprobs(logprobs=True) == values
+    assert logprobs(logprobs=False) is None
+    assert logprobs(model=str(tiny_model)) is None
+    # A rollout is trained by its id: its answers are spared what nobody reads.
+    inside = {"extra_headers": {"X-Hone-Rollout": "r"}}
+    assert logprobs(**inside) is None
+    assert logprobs(logprobs=True, **inside) == values
+
+
 def test_how_it_is_sampled(talk: Any) -> None:
     answer = talk(
         "ok",
@@ -573,6 +596,11 @@ def test_a_text_is_continued(make_server: MakeServer, tiny_model: Path, tokenize
         ({"prompt": "a", "messages": []}, "a completion has no such key"),
         ({"prompt": "a", "logprobs": 21}, "less than or equal to 20"),
         ({"prompt": "x" * 600}, "of the model"),
+        ({"prompt": [5, 512]}, "prompt[1]: token id 512 is outside the vocabulary of 512"),
+        ({"prompt": [[-1]]}, "prompt[0]: token id -1 is outside"),
+        ({"prompt": [2**31]}, "prompt[0]: token id 2147483648 is outside"),
+        ({"prompt": [2**63, 5]}, "prompt[0]: token id"),
+        ({"prompt": [5, 10**30]}, "prompt[1]: token id"),
     ],
 )
 def test_texts_that_are_refused(refusing: Any, request_: dict[str, Any], says: str) -> None:

@@ -108,6 +108,33 @@ async def test_a_choice_that_names_its_call_is_that_call(world: World):
         assert (await world.call(USER, wrong)).prompt_ids == world.prompt([USER])
 
 
+async def test_a_choice_of_the_base_weights_that_a_client_sends_is_trained(world: World):
+    """ART's clients ask for NAME@0 for ever; what they submit is theirs to train on."""
+    ids = world.ids("Yes.")
+    call = world.add(ids, asked="agent@0", step=0)
+    assert await world.call(USER, choice(ids, "Yes.", call_id=call.id)) == call.call
+
+
+async def test_a_choice_that_names_its_call_needs_no_logprobs(world: World):
+    """A client that did not ask for log-probabilities still has the id of the recorded call."""
+    ids = world.ids("Yes.")
+    call = world.add(ids, reply="Yes.")
+    message = {"role": "assistant", "content": "Yes."}
+    bare = {"message": message, "finish_reason": "stop", "call_id": call.id}
+    assert await world.call(USER, bare | {"token_ids": ids, "logprobs": None}) == call.call
+    assert await world.call(USER, bare) == call.call
+    # What says something else than the call is context, as any choice without them is.
+    for wrong in (
+        bare | {"token_ids": ids[:-1]},
+        bare | {"message": message | {"content": "No."}},
+        bare | {"call_id": f"call-{'0' * 20}"},
+        bare | {"call_id": world.add(ids, reply="Yes.", abandoned=True).id},
+        bare | {"call_id": world.add(ids, reply="Yes.", base_model="other").id},
+    ):
+        said = await world.refusal(talk(USER, wrong))
+        assert "No valid assistant messages with logprobs (dropped/empty_group: 1" in said
+
+
 async def test_other_ids_or_logprobs_are_not_that_call(world: World):
     ids = world.ids("Yes.")
     world.add(ids, shift=0.01)

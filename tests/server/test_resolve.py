@@ -49,6 +49,15 @@ async def test_ids_of_other_models_are_their_own_business(world: World):
     assert resolved.groups[0].trajectories[0].calls[0] == other
 
 
+@pytest.mark.parametrize("wrong", [-1, 2**31, 10**30])
+async def test_ids_that_no_vocabulary_has_are_refused(world: World, wrong: int):
+    other = Call(prompt_ids=[5], completion_ids=[6, wrong], trained=False)
+    said = await world.refusal(Trajectory(calls=[*by_tokens().calls, other]))
+    assert said.startswith(
+        "groups.0.trajectories.0.calls.1.completion_ids.1: expected a token id, got "
+    )
+
+
 async def test_every_wrong_field_is_named_at_once(world: World):
     wrong = [by_tokens(completion_ids=[600, 1]), by_tokens(), by_tokens(prompt_ids=[700])]
     lines = (await world.refusal(*wrong)).splitlines()
@@ -166,6 +175,21 @@ async def test_calls_of_other_models_are_context(world: World):
     calls = resolved.groups[0].trajectories[0].calls
     assert calls == [judge.call.model_copy(update={"trained": False}), own.call]
     assert resolved.counts == {"by_rollout": 1, "dropped/other_model": 1}
+
+
+async def test_calls_to_the_base_weights_are_context_and_never_stale(world: World):
+    """A rollout's helper or judge asks for NAME@0 while the policy is steps ahead."""
+    ids = world.ids("Yes.")
+    policy = world.add(ids, rollout="r", asked="agent", step=0)
+    helper = world.add(ids, rollout="r", index=1, asked="agent@0", step=0)
+    resolved = await world.resolve(Trajectory(rollout="r"), max_staleness=0)
+    (trajectory,) = resolved.groups[0]
+    assert [(c.trained, c.step) for c in trajectory.calls] == [(True, 0), (False, 0)]
+    assert resolved.counts == {"by_rollout": 1, "dropped/frozen": 1}
+    assert resolved.calls == [policy.id, helper.id]
+    # Naming it does not train it either; a choice that a client sends itself is trained as before.
+    named = Trajectory(rollout="r", trained_calls=[policy.id, helper.id])
+    assert (await world.resolve(named)).counts == {"by_rollout": 1, "dropped/frozen": 1}
 
 
 async def test_only_the_named_calls_of_a_rollout_are_trained(world: World):

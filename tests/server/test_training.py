@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,37 @@ async def test_a_model_is_registered_once(open_api: Open):
         status=409,
     )
     assert "registered with rank 4" in said["error"]["message"]
+
+
+async def test_a_model_is_registered_only_when_its_weights_were_found(
+    open_api: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    api = await open_api()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    for wrong, why in (
+        (f"{api.base_model}-typo", "no model called"),
+        (str(empty), "the weights are missing"),
+        ("nobody/has-this-model", "HF_HUB_OFFLINE is set"),
+    ):
+        spec = {"name": "agent", "base_model": wrong}
+        said = await api.ask("POST", "/v1/training/models", json=spec, status=422)
+        assert said["error"]["param"] == "base_model"
+        assert why in said["error"]["message"]
+        assert "Nothing was registered" in said["error"]["message"]
+        assert await api.ask("GET", "/v1/training/models") == []
+    # The name is free for the corrected registration.
+    assert (await api.register()).base_model == api.base_model
+    # What is registered is not looked for again: a server may restart before a disk is mounted.
+    copied = tmp_path / "copied"
+    shutil.copytree(api.base_model, copied)
+    await api.register(name="second", base_model=str(copied))
+    shutil.rmtree(copied)
+    await api.register(name="second", base_model=str(copied), status=200)
 
 
 async def test_keys_of_other_programs_are_honoured_refused_or_named(open_api: Open):

@@ -8,7 +8,9 @@ import openai
 import pytest
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
+import hone
 from hone.config.build import Builder, Served, build
+from hone.config.policy import Trained
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
 from hone.errors import ConfigError, NotInThisVersion
@@ -23,11 +25,16 @@ def no_keys(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name, raising=False)
 
 
-async def made(directory: Path, entry: str, served: Served | None = None) -> LLM:
+async def made(
+    directory: Path, entry: str, served: Served | None = None, *, target: str | None = None
+) -> LLM:
+    """`target`: what a training run says is trained."""
     file = directory / "config.yml"
-    file.write_text(f"llms:\n  chat: {{{entry}}}\n")
+    file.write_text(f"llms:\n  chat: {{{entry}}}\n  other: {{_type: openai, model: x}}\n")
     async with build(read(file)) as builder:
         builder.served = served
+        if target is not None:
+            builder.choose_policy(target)
         return await builder.get_llm("chat")
 
 
@@ -145,6 +152,29 @@ async def test_a_trainable_model_is_where_it_is_served(tmp_path: Path):
     assert (llm.base_url, llm.model) == ("http://127.0.0.1:9/v1", "m")
     with pytest.raises(ConfigError, match=r"llms\.chat: base_url is not set, and nothing serves"):
         await made(tmp_path, "_type: trainable")
+
+
+async def test_inside_a_rollout_the_training_server_has_a_url_for_it(tmp_path: Path):
+    trained = Trained("mine", frozenset({"mine"}), "base", frozenset({("localhost", 7)}))
+    served = Served("http://127.0.0.1:7/v1", "secret", "mine", "localhost", trained)
+    llm = await made(tmp_path, "_type: trainable", served)
+    assert (llm.model, llm.rollout_url) == ("mine", llm.base_url)
+    with hone.rollout("run:1"):
+        assert llm.rollout_url == "http://127.0.0.1:7/rollout/run:1/v1"
+    elsewhere = "_type: openai, model: base, base_url: 'http://127.0.0.1:9/v1'"
+    foreign = await made(tmp_path, elsewhere, served)
+    with hone.rollout("run:1"):
+        assert (foreign.model, foreign.rollout_url) == ("base", foreign.base_url)
+
+
+async def test_in_a_training_run_an_entry_sends_what_its_part_in_it_is(tmp_path: Path):
+    trained = Trained("mine", frozenset({"mine"}), "base", frozenset({("localhost", 7)}))
+    served = Served("http://127.0.0.1:7/v1", "secret", "mine", "localhost", trained)
+    entry = "_type: openai, model: base, base_url: 'http://127.0.0.1:7/v1'"
+    assert (await made(tmp_path, entry, served, target="chat")).model == "mine"
+    assert (await made(tmp_path, entry, served, target="other")).model == "mine@0"
+    # Elsewhere, as in `hone eval`, it asks for what it says.
+    assert (await made(tmp_path, entry, served)).model == "base"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class SeenCall:
     started_at: float
     """Unix seconds."""
     seconds: float
-    """Until the last byte, the client's own retries included."""
+    """Until the last byte, the client's own retries included; 0 for a call of another process."""
     status: int | None
     """Of HTTP; None where no answer came."""
     error: str | None
@@ -112,6 +112,8 @@ class Recorder:
         """The rollout is over: calls that would still be marked as its own are refused."""
         self.trunk = Branch()
         """Where the tree of the rollout's tasks and threads begins."""
+        self.is_shared = False
+        """The rollout's URL was handed out: calls may be made that are not seen here."""
         self._calls: list[Unread] = []
         self._steps: list[Step] = []
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ otherwise outlive it.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hone.config import registry
 from hone.config.base import ComponentConfig, DatasetBaseConfig, LLMBaseConfig
+from hone.config.policy import TRAINABLE, Trained, address_of, choose_policy, sent_name
 from hone.config.problems import dotted
 from hone.config.schema import Document
 from hone.errors import ConfigError, NotInThisVersion
+from hone.types import RecordedCall
 
 if TYPE_CHECKING:
     from hone.evaluation.base import Evaluator
@@ -72,6 +74,10 @@ class Served:
     """The name to ask for."""
     host: str | None = None
     """The server's host and port, as rollouts address it."""
+    trained: Trained | None = None
+    """The model in training, by which `llms` entries are told apart; None: they send what they say."""
+    recorded: Callable[[str], Awaitable[list[RecordedCall]]] | None = None
+    """What the server recorded of a rollout; None where it records none."""
 
 
 class Builder:
@@ -81,6 +87,10 @@ class Builder:
         self.document = document
         self.served: Served | None = None
         """Set once the training server is reached, and before the first `trainable` LLM is made."""
+        self.policy: str | None = None
+        """The key of the entry of `llms` that is trained, once `choose_policy` was called."""
+        self.is_training = False
+        """A training run decides what its entries send; elsewhere they send what they say."""
         self.close_failures: list[Exception] = []
         self._stack = stack
         self._live: dict[Key, Any] = {}
@@ -99,6 +109,31 @@ class Builder:
     def get_llm_config(self, name: str) -> LLMBaseConfig:
         """One entry of `llms`, as it is written."""
         return _pick("llm_provider", name, self.document.llms)
+
+    def choose_policy(self, target: str | None = None) -> None:
+        """Decide which entry of `llms` is trained; raises ConfigError where that is not clear.
+
+        `target` is the key of another document's policy, and counts where this one has it too.
+        """
+        if self.served is not None and self.served.trained is not None:
+            wanted = self.document.finetuning.target_model
+            if wanted is None and target in self.document.llms:
+                wanted = target
+            self.policy = choose_policy(self.document, self.served.trained, wanted)
+            self.is_training = True
+
+    def get_model_name(self, key: str) -> str | None:
+        """What the requests of an entry of `llms` ask for; None where that is not known yet."""
+        config, served = self.get_llm_config(key), self.served
+        if self.is_training and served is not None and served.trained is not None:
+            return sent_name(config, served.trained, is_policy=key == self.policy)
+        written = getattr(config, "model_name", None)
+        return written or (served.model if served is not None else None)
+
+    def is_training_server(self, base_url: str) -> bool:
+        """Whether this address is of the server that trains, and records rollouts."""
+        trained = None if self.served is None else self.served.trained
+        return trained is not None and address_of(base_url) in trained.addresses
 
     async def get_function(self, name: str) -> "Function":
         """One entry of `functions`."""
@@ -156,7 +191,7 @@ class Builder:
         needing = [
             name
             for name, config in self.document.llms.items()
-            if config.type_name == "trainable" and getattr(config, "base_url", None) is None
+            if config.type_name == TRAINABLE and getattr(config, "base_url", None) is None
         ]
         if self.served is not None or not needing:
             return

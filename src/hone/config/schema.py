@@ -152,7 +152,9 @@ class FinetuneConfig(Strict):
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
     """Train on the model calls of these functions; `<workflow>` is every call of a rollout."""
     target_model: str | None = None
-    """Train only on calls to this model: a key of `llms`, or a model's name."""
+    """The model to train: a key of `llms`, or a model's name. Not needed where one entry alone is
+    `trainable`, or alone names the model in training or its base at the training server. Other
+    entries that name that base get the base weights and are not trained."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     num_epochs: int = Field(default=1, ge=1)
     """Times round: collect, select, train, publish."""

@@ -37,7 +37,7 @@ from hone.progress import Progress
 from hone.trajectory import failure_of
 from hone.workflow.function import Function
 from hone.workflow.loop import ended_together, run_loop
-from hone.workflow.run import run_rollout
+from hone.workflow.run import RecordedCalls, run_rollout
 from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Evaluation:
         result_json_path: str = "$",
         timeout_s: float | None = None,
         host: str | None = None,
+        recorded_calls: RecordedCalls | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         """Runs nothing yet.
@@ -73,6 +74,7 @@ class Evaluation:
             result_json_path: what of the workflow's return value is its output.
             timeout_s: for one rollout, and then for each evaluator.
             host: of the trained model; None marks calls to any.
+            recorded_calls: what its server recorded of a rollout.
             prepare: given each item between the workflow and the evaluators.
         """
         self.workflow = workflow
@@ -82,6 +84,7 @@ class Evaluation:
         self.result_json_path = json_path(result_json_path)
         self.timeout_s = timeout_s
         self.host = host
+        self._recorded_calls = recorded_calls
         self._prepare = prepare
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -113,6 +116,7 @@ class Evaluation:
                 timeout_s=self.timeout_s,
                 temperature=temperature,
                 step=step,
+                recorded_calls=self._recorded_calls,
             )
         result = extracted(result, self.result_json_path)
         answered = item.copy_with_updates(
@@ -223,8 +227,14 @@ async def evaluation(
         **await scoring(builder, evaluators),
         result_json_path=result_json_path,
         timeout_s=timeout_s,
-        host=builder.served.host if builder.served else None,
+        **_server(builder),
     )
+
+
+def _server(builder: "Builder") -> dict[str, Any]:
+    """Where the trained model is served, and what that server recorded."""
+    served = builder.served
+    return {} if served is None else {"host": served.host, "recorded_calls": served.recorded}
 
 
 async def dataset_items(
@@ -331,7 +341,7 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
             **await scoring(builder),
             result_json_path=options.result_json_path,
             timeout_s=document.finetuning.rollout_timeout_s,
-            host=builder.served.host if builder.served else None,
+            **_server(builder),
         )
         structure = (general.dataset or JsonDataset()).structure
         with closing(OutputDir(general, structure)) as output:

@@ -108,7 +108,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         except ServerError as error:
             self._refuse_for_memory(error)
             raise
-        self.served = self._served()
+        self.served = self._served(info)
         if not await self.is_healthy():
             raise Unreachable(self.no_connection(f"{self.served.base_url} does not answer"))
         self.info = info
@@ -125,13 +125,16 @@ class ARTTrainerAdapter(TrainerAdapter):
         said = self.adapter_config.backend.what_to_check(self.backend.base_url, why)
         return f"{NO_CONNECTION}. {said}"
 
-    def _served(self) -> Served:
+    def _served(self, info: ModelInfo) -> Served:
         base_url, key = self.model.inference_base_url, self.model.inference_api_key
         assert base_url is not None and key is not None, "the model is registered"
         host = urlsplit(base_url).hostname or ""
         if (port := self.adapter_config.backend.inference_port) is not None:
             base_url = f"http://{bracketed(host)}:{port}/v1"
-        return Served(base_url, key, self.model.get_inference_name(), host_of(host))
+        name = self.model.get_inference_name()
+        urls = (self.backend.base_url, base_url, info.inference_base_url)
+        trained = self.adapter_config.backend.trained(name, *urls)
+        return Served(base_url, key, name, host_of(host), trained, self.recorded)
 
     def _tell(self, info: ModelInfo) -> None:
         started = self.adapter_config.backend.ip is None

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from hone.capture.scope import host_of
 from hone.config.base import Strict
+from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
 from hone.model import TrainableModel
 from hone.types import Name, TrainConfig
@@ -75,6 +77,19 @@ class ARTBackendConfig(Strict):
                 **(self.engine_args or {}),
             },
             peft_args=self.peft_args or {},
+        )
+
+    def trained(self, name: str | None = None, *urls: str) -> Trained:
+        """The model in training by its names, at the server of these URLs.
+
+        Without any, at every port of `ip`: which one serves inference is known only to the server.
+        """
+        at_ip = [] if self.ip is None else [(host_of(self.ip), None)]
+        return Trained(
+            name=name or self.name,
+            names=frozenset({self.name, f"{self.project}/{self.name}"}),
+            base_model=self.base_model,
+            addresses=frozenset(map(address_of, urls) if urls else at_ip),
         )
 
     def what_to_check(self, url: str, why: str) -> str:

@@ -89,8 +89,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """What the server knows of calls that named no rollout; None where it cannot tell."""
         self.model: str | None = None
         """PROJECT/NAME of the model in training; only its calls are trained. None: all models."""
-        self.llm_names: Callable[[str], str | None] = lambda key: None
-        """What an entry of `llms` calls its model on the wire; None for a key that is not there."""
+        self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
+        """The names by which the target's calls ask for their model, of a key or a model's name."""
         self.comparison = Comparison()
         """How the trajectories of a job are compared."""
         self.last_stats: Collected | None = None
@@ -107,7 +107,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         config = self._config
         models, wanted = None, config.target_model
         if wanted is not None:
-            models = frozenset({wanted, self.llm_names(wanted) or wanted})
+            models = self.llm_names(wanted) | {wanted}
         return episodes.Targets(frozenset(config.target_functions), models, self.model)
 
     # ---- the two ends of a round --------------------------------------------------------------
@@ -342,13 +342,17 @@ async def art_trajectory_builder(
     """Groups of rollouts of the same example, with what the server recorded of each."""
     made = ARTTrajectoryBuilder(config)
 
-    def name_of(key: str) -> str | None:
-        entry = builder.document.llms.get(key)
-        if entry is None:
-            return None
-        return getattr(entry, "model_name", None) or (builder.served and builder.served.model)
+    def names_of(wanted: str) -> frozenset[str]:
+        key = wanted if wanted in builder.document.llms else builder.policy
+        sent = None if key is None else builder.get_model_name(key)
+        trained = None if builder.served is None else builder.served.trained
+        if trained is not None and (sent or wanted) in {*trained.names, trained.base_model}:
+            # All that the server answers with the policy, also to a client of the agent's own.
+            every = {*trained.names, trained.base_model}
+            return frozenset(every | {f"{name}@latest" for name in every})
+        return frozenset() if sent is None else frozenset({sent})
 
-    made.llm_names = name_of
+    made.llm_names = names_of
     named = builder.document.finetuning.trainer_adapter
     if named is not None:
         adapter = await builder.get_trainer_adapter(named)

@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config.check import WORKFLOW, is_run, lacking
+from hone.config.policy import (
+    TRAINABLE,
+    address_of,
+    choose_policy,
+    describe,
+    openai_url,
+    sent_name,
+)
 from hone.config.problems import ConfigProblems, Problem, dotted
 from hone.config.problems import Path as Keys
 from hone.config.schema import examine
+from hone.errors import ConfigError
 from hone.evaluation.datasets import (
     CsvDataset,
     JsonDataset,
@@ -199,11 +208,14 @@ def _target_functions(document: "Document") -> Check:
 
 def _target_model(document: "Document") -> Check:
     name, wanted = "target model", document.finetuning.target_model
+    adapter = _adapter(document)
     if wanted is None:
+        if adapter is not None:
+            return _policy(document, adapter)
         return Check(name, True, "calls to the model in training, by whatever name")
     names = {key: getattr(llm, "model_name", None) for key, llm in document.llms.items()}
     known = [*names, *(model for model in names.values() if model)]
-    if (adapter := _adapter(document)) is not None:
+    if adapter is not None:
         backend = adapter.backend
         known += [backend.base_model, backend.name, f"{backend.project}/{backend.name}"]
     known = list(dict.fromkeys(known))
@@ -216,23 +228,41 @@ def _target_model(document: "Document") -> Check:
             "end with 'No trajectories collected for epoch'.",
             path=("finetuning", "target_model"),
         )
-    alike = [key for key in names if key != wanted and wanted in names]
-    alike = [key for key in alike if _address(document, key) == _address(document, wanted)]
-    if alike:
-        return Check(
-            name,
-            True,
-            f"llms.{wanted} and {_list(alike)} ask for the same model at the same address, so calls "
-            "of all of them are trained. To train one only, let the others ask for "
-            "PROJECT/NAME@0, which is the untrained model.",
-            warning=True,
-        )
-    return Check(name, True, f"calls that ask for {wanted!r}")
+    if adapter is None:
+        return Check(name, True, f"calls that ask for {wanted!r}")
+    return _policy(document, adapter)
 
 
-def _address(document: "Document", key: str) -> tuple[object, object]:
-    llm = document.llms[key]
-    return getattr(llm, "model_name", None), getattr(llm, "base_url", None)
+def _policy(document: "Document", adapter: ARTTrainerAdapterConfig) -> Check:
+    """Whether it is clear which entry of `llms` is trained, as far as the file alone tells."""
+    name, trained = "target model", adapter.backend.trained()
+    try:
+        policy = choose_policy(document, trained)
+    except ConfigError as error:
+        addresses = {
+            address_of(openai_url(llm))
+            for llm in document.llms.values()
+            if llm.type_name != TRAINABLE or getattr(llm, "base_url", None) is not None
+        }
+        if len(addresses) <= 1:
+            return Check(name, False, str(error), path=("finetuning", "target_model"))
+        return Check(name, True, "known once the training server has said where it answers")
+    message = describe(document, trained, policy)
+    alike = [
+        key
+        for key, llm in document.llms.items()
+        if key != policy and sent_name(llm, trained, is_policy=False) in trained.names
+    ]
+    if policy is None or not alike:
+        return Check(name, True, message)
+    return Check(
+        name,
+        True,
+        f"llms.{policy} and {_list(alike)} ask for the model in training, so calls of all of them "
+        f"are trained. To train one only, let the others ask for {trained.base_model!r} or "
+        f"{trained.name}@0, the base weights.",
+        warning=True,
+    )
 
 
 def _dataset(document: "Document") -> Check:

@@ -160,9 +160,12 @@ def _not_trained(one: RecordedCall, asked: Mapping[str, str], targets: Targets) 
         return "abandoned"
     if targets.trained is not None and one.model != targets.trained:
         return "other_model"
+    if one.is_frozen:
+        return "frozen"
     if targets.models is not None:
-        # A call that this process did not send is known only by what answered it.
-        names = {asked[one.id]} if one.id in asked else {one.model, one.base_model}
+        # A server that did not record what was asked for leaves what this process saw, if it did.
+        asked_for = one.asked or asked.get(one.id)
+        names = {asked_for} if asked_for else {one.model, one.base_model}
         if not names & targets.models:
             return "not_target_model"
     if not targets.has_function(one.call.function):

@@ -11,9 +11,9 @@ it are left out.
 import asyncio
 import secrets
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from hone.capture.scope import host_of, rollout
+from hone.capture.scope import rollout
+from hone.config.policy import address_of
 from hone.errors import HoneError
 from hone.finetune.adapter import NO_CONNECTION, ARTTrainerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
@@ -112,11 +112,11 @@ async def _llms(
 ) -> list[Check]:
     """One token from each entry that is served by the training server."""
     llms = [await builder.get_llm(name) for name in document.llms]
-    ours = [llm for llm in llms if _address(llm.base_url) in _addresses(adapter)]
+    assert adapter.served is not None and adapter.served.trained is not None, "it is initialized"
+    ours = [llm for llm in llms if address_of(llm.base_url) in adapter.served.trained.addresses]
     allowed = document.finetuning.allow_foreign_endpoint
     if ours or not llms:
         return [await _reaches(llm, adapter, run_id) for llm in ours]
-    assert adapter.served is not None, "the adapter is initialized"
     there = ", ".join(f"llms.{llm.name} at {llm.base_url}" for llm in llms)
     message = (
         f"the model in training answers at {adapter.served.base_url}, and no entry of `llms` asks "
@@ -137,17 +137,6 @@ async def _llms(
         f"{adapter.model_name}."
     )
     return [Check("llm", True, f"{message} {more}", warning=True)]
-
-
-def _addresses(adapter: ARTTrainerAdapter) -> set[tuple[str, int | None]]:
-    assert adapter.served is not None and adapter.info is not None, "the adapter is initialized"
-    own = (adapter.backend.base_url, adapter.served.base_url, adapter.info.inference_base_url)
-    return {_address(url) for url in own}
-
-
-def _address(url: str) -> tuple[str, int | None]:
-    parts = urlsplit(url)
-    return host_of(parts.hostname or ""), parts.port or (443 if parts.scheme == "https" else 80)
 
 
 async def _reaches(llm: "LLM", adapter: ARTTrainerAdapter, run_id: str) -> Check:
@@ -190,6 +179,8 @@ async def _reaches(llm: "LLM", adapter: ARTTrainerAdapter, run_id: str) -> Check
             f"{where} is answered by {recorded[0].model}, which is not trained; only calls to "
             f"{adapter.model_name} are",
         )
+    if recorded[0].is_frozen:
+        return Check(name, True, f"{where} is answered by the base weights, and is not trained")
     step = recorded[0].call.step
     return Check(name, True, f"{where} reaches {adapter.model_name} at step {step}, with token ids")
 

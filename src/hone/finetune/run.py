@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.config.build import Builder, build
+from hone.config.policy import describe
 from hone.config.problems import ConfigProblems, Problem
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig, read
 from hone.errors import ConfigError, HoneError
@@ -212,9 +213,12 @@ class Run:
         await trainer.initialize(self.config)
         assert trainer.trainer_adapter is not None, "_trainer has bound it"
         builder.served = trainer.trainer_adapter.served
+        builder.choose_policy()
         training = await self._evaluation(stack, builder, self.options.dataset)
         trainer.bind_evaluations(training, await self._validation(stack, builder))
         await self._announce(trainer, training)
+        if builder.served is not None and builder.served.trained is not None:
+            log.info("%s", describe(self.document, builder.served.trained, builder.policy))
         if not self.standing.history.rounds:
             await self._preflight(builder, trainer, training)
         return await trainer.run(self.config.num_epochs)
@@ -253,9 +257,10 @@ class Run:
         """The held-out set, if the command named one."""
         dataset = self.options.validation_dataset
         if self.validating is not None:
-            served = builder.served
+            served, policy = builder.served, builder.policy
             builder = await stack.enter_async_context(build(self.validating))
             builder.served = served
+            builder.choose_policy(policy)
         elif dataset is None:
             return None
         return await self._evaluation(stack, builder, dataset)

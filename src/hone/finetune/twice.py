@@ -35,6 +35,8 @@ NOTHING = {
     "{url} (its `llms` entry, or base_url) and does not answer from a cache. " + UNSEEN,
     "other_model": "its calls were answered by another model than {model}. Let the agent ask for "
     "{base!r} or {model!r}",
+    "frozen": "its calls asked for a fixed step, as NAME@0, the base weights, and are not trained. Let the agent use "
+    "the `llms` entry that is trained, or ask for {model!r}",
     "not_target_model": "none of its calls asked for finetuning.target_model {target!r}",
     "not_target_function": "no call came from finetuning.target_functions {functions}",
     "greedy": "its calls were sampled at temperature 0, so all rollouts of an example are the same "

@@ -22,7 +22,8 @@ EVALUATION = "<evaluation>"
 UNSEEN = (
     "An agent's calls are seen if its HTTP client is httpx or httpx2, as that of openai is, and if "
     "a thread it starts gets the context (contextvars.copy_context().run; thread pools have it); any "
-    "other client must use the base URL {root}/rollout/ROLLOUT_ID/v1"
+    "other client, and an agent in a process of its own, must use the base URL "
+    "{root}/rollout/ROLLOUT_ID/v1, which is `llm.rollout_url`"
 )
 
 

@@ -286,11 +286,13 @@ class StreamParser:
         return True
 
     def _tool_call(self, value: dict[str, Any]) -> ToolCall:
-        name, arguments = value.get("name"), value.get("arguments", {})
+        # Models that saw Llama's tool calls write `parameters`; neither key is a call without any.
+        key = "parameters" if "parameters" in value and "arguments" not in value else "arguments"
+        name, arguments = value.get("name"), value.get(key, {})
         if not isinstance(name, str) or not name:
             raise ValueError(f"expected a name, got {name!r}")
         if not isinstance(arguments, dict):
-            raise ValueError(f"expected arguments to be an object, got {arguments!r}")
+            raise ValueError(f"expected {key} to be an object, got {arguments!r}")
         text = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name, text, call_id(self._seed, len(self._calls), name, text))
 

@@ -12,11 +12,11 @@ going on would answer with other weights than the ones the user pointed at.
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hone.errors import ModelNotFound
 from hone.models import cache
@@ -26,6 +26,11 @@ from hone.models.wheels import WHEELS, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+HUB_S = 4.0
+"""How long the hub may take to say whether it has a model; ART's clients wait five seconds."""
 
 Place = Literal["directory", "gguf", "cache", "hub", "wheel"]
 
@@ -147,6 +152,18 @@ def _holds_model(path: Path) -> bool:
     return path.is_dir() and any(any(path.glob(mark)) for mark in marks)
 
 
+def check_exists(name: str) -> None:
+    """Raise ModelNotFound where `find` would; converts nothing, and asks the hub without a download."""
+    tried: list[str] = []
+    _ = (
+        _in_directory(name, tried, None, convert=False)
+        or _in_wheel(name, tried, None, convert=False)
+        or _in_hub_cache(name, tried)
+        or _is_on_hub(name, tried)
+        or _give_up(name, tried)
+    )
+
+
 def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
     """The tokenizer as tokenizer.json describes it."""
     # Not AutoTokenizer: it imports torch and rebuilds some tokenizers from their parts (several
@@ -182,10 +199,12 @@ def missing_file(directory: Path) -> str | None:
     return None
 
 
-def _in_directory(name: str, tried: list[str], progress: Progress | None) -> ModelFiles | None:
+def _in_directory(
+    name: str, tried: list[str], progress: Progress | None, *, convert: bool = True
+) -> ModelFiles | None:
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return _from_gguf(path, path.stem, "gguf", name, progress)
+        return _from_gguf(path, path.stem, "gguf", name, progress, convert=convert)
     if not path.is_dir():
         tried.append(f"directory {path.absolute()}: does not exist")
         return None
@@ -202,7 +221,7 @@ def _in_directory(name: str, tried: list[str], progress: Progress | None) -> Mod
             "Name one of them."
         )
     if not whole and ggufs:
-        return _from_gguf(ggufs[0], path.resolve().name, "gguf", name, progress)
+        return _from_gguf(ggufs[0], path.resolve().name, "gguf", name, progress, convert=convert)
     if not whole:
         # A directory of that name need not be a model: a run's output may be called like its model.
         tried.append(f"directory {path.absolute()}: holds no config.json, *.safetensors or *.gguf")
@@ -219,8 +238,10 @@ def _in_directory(name: str, tried: list[str], progress: Progress | None) -> Mod
 
 
 def _from_gguf(
-    file: Path, stem: str, source: Place, name: str, progress: Progress | None
+    file: Path, stem: str, source: Place, name: str, progress: Progress | None, *, convert: bool
 ) -> ModelFiles:
+    if not convert:
+        return ModelFiles(name=name, path=file, source=source)
     return _converted_files(cache.converted(file, stem, progress=progress), name, source)
 
 
@@ -236,7 +257,9 @@ def _note(said: dict[str, Any]) -> str:
     return f"dequantised from {said['quantisation']} to fp32"
 
 
-def _in_wheel(name: str, tried: list[str], progress: Progress | None) -> ModelFiles | None:
+def _in_wheel(
+    name: str, tried: list[str], progress: Progress | None, *, convert: bool = True
+) -> ModelFiles | None:
     wheel = WHEELS.get(name)
     if wheel is None:
         tried.append("wheels: none carries that name")
@@ -246,7 +269,7 @@ def _in_wheel(name: str, tried: list[str], progress: Progress | None) -> ModelFi
         return _converted_files(made, name, "wheel")
     file, why = locate(wheel)
     if file is not None:
-        return _from_gguf(file, name, "wheel", name, progress)
+        return _from_gguf(file, name, "wheel", name, progress, convert=convert)
     tried.append(f"wheel: {why}")
     # The hub is not asked: what it might have under this name would be someone else's.
     raise ModelNotFound(
@@ -276,29 +299,54 @@ def _in_hub_cache(name: str, tried: list[str]) -> ModelFiles | None:
 
 
 def _on_hub(name: str, tried: list[str], download: bool) -> ModelFiles | None:
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     where = f"hub {constants.ENDPOINT}"
     if not download:
         tried.append(f"{where}: not asked (download is off)")
         return None
+    path = _ask_hub(
+        lambda: snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED), tried
+    )
+    if path is None:
+        return None
+    return _if_whole(ModelFiles(name=name, path=Path(path), source="hub"), where, tried)
+
+
+def _is_on_hub(name: str, tried: list[str]) -> bool:
+    """Whether the hub has a model of that name with weights that hone reads."""
+    from huggingface_hub import HfApi, constants
+
+    info = _ask_hub(lambda: HfApi().model_info(name, timeout=HUB_S), tried)
+    if info is None:
+        return False
+    files = [sibling.rfilename for sibling in info.siblings or ()]
+    if not any(file.endswith(".safetensors") for file in files):
+        tried.append(f"hub {constants.ENDPOINT}: it has no weights as *.safetensors")
+        return False
+    return True
+
+
+def _ask_hub(ask: Callable[[], T], tried: list[str]) -> T | None:
+    """What the hub answers; None where it does not, with the reason in `tried`."""
+    from huggingface_hub import constants, errors
+
+    where = f"hub {constants.ENDPOINT}"
     if constants.HF_HUB_OFFLINE:
         tried.append(f"{where}: not asked (HF_HUB_OFFLINE is set)")
         return None
     try:
-        path = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED))
+        return ask()
     except errors.HFValidationError:
         return None  # the cache has said so
     except errors.GatedRepoError:
         tried.append(f"{where}: access must be granted on its page, then set HF_TOKEN")
-        return None
     except (
         errors.HTTPError,  # pyright: ignore[reportPrivateImportUsage] - httpx2's or httpx's
         OSError,
     ) as error:
         tried.append(f"{where}: {_reason(error)}")
-        return None
-    return _if_whole(ModelFiles(name=name, path=path, source="hub"), where, tried)
+    return None
 
 
 def _if_whole(files: ModelFiles, where: str, tried: list[str]) -> ModelFiles | None:

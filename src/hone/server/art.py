@@ -34,11 +34,10 @@ from hone.server import art_log
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
 from hone.server.auth import inference_key
-from hone.server.checks import checked_spec
 from hone.server.jobs import FINAL
 from hone.server.models import ModelRecord
 from hone.server.telemetry import say
-from hone.server.training import inference_url, submit
+from hone.server.training import inference_url, registered, submit
 from hone.trajectory import JobRequest, means
 from hone.types import FieldError, JobEvent, JobInfo, ModelKey, Name
 
@@ -195,9 +194,9 @@ async def _record(state: "State", model: ArtModel) -> ModelRecord:
         raise Unprocessable(
             [FieldError(("model", "base_model"), "a model without one cannot be trained; name one")]
         )
-    spec = checked_spec(model_spec(model))
-    await asyncio.to_thread(_check_name, state, spec.key)
-    return await asyncio.to_thread(state.models.register, spec)
+    await asyncio.to_thread(_check_name, state, model.key)
+    record, _ = await registered(state, model_spec(model))
+    return record
 
 
 def _check_name(state: "State", key: ModelKey) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hone.errors import Unprocessable
+from hone.errors import ModelNotFound, Unprocessable
+from hone.models.find import check_exists
 from hone.server.model_args import OWN_SECTIONS, settled
 from hone.trajectory import JobRequest
 from hone.types import FieldError, ModelSpec, TrainConfig
@@ -33,6 +34,15 @@ def checked_spec(spec: ModelSpec) -> ModelSpec:
     spec = settled(spec)
     _check_spec(spec)
     return spec
+
+
+def check_base_model(spec: ModelSpec) -> None:
+    """Refuse a model whose base weights cannot be found: its name keeps its base for good. Blocking."""
+    try:
+        check_exists(spec.base_model)
+    except (ModelNotFound, OSError, ValueError) as error:  # a name that no path can have
+        message = f"{error}\nNothing was registered; send the name of weights that this server has."
+        raise Unprocessable([FieldError(("base_model",), message)]) from None
 
 
 def _check_spec(spec: ModelSpec) -> None:

@@ -1,12 +1,13 @@
 """OpenAI messages and choices with log-probabilities to Calls: the form ART's clients send.
 
 In:   a History; what this server recorded; the model's chat template
-Out:  one Taken per choice that has log-probabilities, in the order they were said
+Out:  one Taken per choice whose log-probabilities are known, in the order they were said
 Used: resolve.py, for trajectories that carry `messages_and_choices`
 
-A choice that this server sampled is found again by the call's id, if the client kept it, or by
-its token ids, and the call is what was recorded: prompt, temperature, step. Any other is rendered from text, which is a guess about what
-its sampler was fed; it is counted as such, and refused where its ids do not say what its message
+A choice that this server sampled is found again by the call's id, if the client kept it (then it
+needs no log-probabilities of its own), or by its token ids, and the call is what was recorded:
+prompt, temperature, step. Any other is rendered from text, which is a guess about what its sampler
+was fed; it is counted as such, and refused where its ids do not say what its message
 says or where the number of ids and of log-probabilities differ.
 """
 
@@ -86,7 +87,7 @@ class Choices:
             where = (*path, "messages_and_choices", i)
             message, choice = _split(item, where)
             if choice is not None:
-                sampled = self._tokens.read(choice, where)
+                sampled = self._tokens.read(choice, where) or self._recorded_sample(choice, message)
                 if sampled is None:
                     self.without_logprobs += 1
                 else:
@@ -133,6 +134,27 @@ class Choices:
 
     def _named(self, choice: Mapping[str, Any], sampled: Sampled) -> RecordedCall | None:
         """The call whose id this server put into the choice, if it still says the same."""
+        call = self._by_id(choice)
+        if call is None or call.call.completion_ids != sampled.ids:
+            return None
+        return call if _same(call.call, sampled) else None
+
+    def _recorded_sample(
+        self, choice: Mapping[str, Any], message: dict[str, Any]
+    ) -> Sampled | None:
+        """Of a choice without log-probabilities: those of the call it names, if it says the same."""
+        call = self._by_id(choice)
+        if call is None or call.call.logprobs is None:
+            return None
+        if choice.get("token_ids") not in (None, call.call.completion_ids):
+            return None
+        meant = _meanings([message])
+        if meant is None or meant != _meanings([call.reply]):
+            return None
+        return Sampled(call.call.completion_ids, call.call.logprobs)
+
+    def _by_id(self, choice: Mapping[str, Any]) -> RecordedCall | None:
+        """The call whose id this server put into the choice, if it can be trained here."""
         name = choice.get("call_id")
         if not (isinstance(name, str) and _CALL.fullmatch(name)):
             return None
@@ -140,8 +162,7 @@ class Choices:
             (call,) = self._store.get([name])
         except NotFound:
             return None
-        own = call.base_model == self._base_model and call.call.completion_ids == sampled.ids
-        return call if own and self._usable(call) and _same(call.call, sampled) else None
+        return call if call.base_model == self._base_model and self._usable(call) else None
 
     def _match(self, sampled: Sampled, said: list[dict[str, Any]]) -> RecordedCall | None:
         """The recorded call with these ids and log-probabilities, if there is no doubt which."""

@@ -169,6 +169,7 @@ class Exchange:
             index=self.place,
             choice=choice.index,
             model=policy.model,
+            asked=policy.asked,
             base_model=policy.base.name,
             adapter_sha256=policy.adapter.sha256 if policy.adapter else None,
             fingerprint=self.fingerprint,

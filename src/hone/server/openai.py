@@ -197,6 +197,7 @@ class ChatRequest(_Request):
     """False: the answer ends after its first call."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+    """Left out, answers of registered models carry them too, except inside a rollout."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the model's chat template, e.g. enable_thinking."""

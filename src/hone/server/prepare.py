@@ -25,6 +25,7 @@ from hone.server.calls import CallStore
 from hone.server.exchange import Exchange, Where
 from hone.server.offer import Offer, offer
 from hone.server.openai import ChatRequest, CompletionRequest, LogprobWriter
+from hone.server.sampled import brief, outside
 from hone.server.serving import Policy
 from hone.server.settings import Settings
 from hone.server.talks import Matched, Scope, Turn, request_seed
@@ -70,8 +71,7 @@ class Preparation:
             forced=forced,
             not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
         )
-        wanted = asked.logprobs or self._spec("token_ids_as_text", False)
-        return exchange, ChatForm(self._writer(asked) if wanted else None)
+        return exchange, ChatForm(self._writer(asked) if self._gives_logprobs(asked) else None)
 
     async def complete(self, asked: CompletionRequest) -> Prepared:
         base, prompt = self.policy.base, asked.text_or_ids
@@ -123,9 +123,10 @@ class Preparation:
 
     async def _encoded(self, prompt: str | list[int]) -> list[int]:
         await asyncio.to_thread(self.scope.recall, self.calls)
-        if isinstance(prompt, list):
-            return prompt
         base = self.policy.base
+        if isinstance(prompt, list):
+            self._check_ids(prompt)
+            return prompt
         if len(prompt) <= self.settings.large_body_bytes:
             return await asyncio.to_thread(base.template.tokenizer.encode, prompt)
         ref = TemplateRef.of(base.template, base.files)
@@ -133,6 +134,18 @@ class Preparation:
         if tokens > self._limit:
             self._room(tokens, None, 0, "prompt")
         return ids
+
+    def _check_ids(self, prompt: list[int]) -> None:
+        """Refuse ids that only the engine would find wrong, once the call has begun."""
+        base = self.policy.base
+        vocab = base.files.config["vocab_size"]
+        if wrong := outside(prompt, vocab):
+            place, token = wrong
+            raise BadRequest(
+                f"prompt[{place}]: token id {brief(token)} is outside the vocabulary of {vocab} of "
+                f"{base.name!r}; send ids of its tokenizer",
+                param="prompt",
+            )
 
     def _common(self, place: int) -> dict[str, Any]:
         return {
@@ -148,6 +161,16 @@ class Preparation:
         """A field of the registered model; the default for a base model."""
         record = self.policy.record
         return default if record is None else getattr(record.spec, field)
+
+    def _gives_logprobs(self, asked: ChatRequest) -> bool:
+        """ART's scripts train on choices and never ask for their log-probabilities.
+
+        Inside a rollout they are left out unless asked for: it is trained by its id.
+        """
+        if asked.logprobs or self._spec("token_ids_as_text", False):
+            return True
+        registered = self.policy.record is not None
+        return registered and asked.logprobs is None and not self.where.rollout
 
     def _writer(self, asked: ChatRequest | CompletionRequest) -> LogprobWriter:
         as_ids = asked.return_tokens_as_token_ids or self._spec("token_ids_as_text", False)

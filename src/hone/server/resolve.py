@@ -10,8 +10,9 @@ counted by reason. Nothing is guessed: a call that this server did not record is
 its tokens, its text and its log-probabilities agree.
 
 What is counted: calls by how they were found (`by_tokens`, `by_rollout`, `matched`, `rerendered`);
-`dropped/abandoned`, `dropped/other_model`, `dropped/not_named` (by `trained_calls`) and
-`dropped/no_logprobs` are calls that became context;
+`dropped/abandoned`, `dropped/other_model`, `dropped/frozen` (a rollout's calls to a fixed step,
+such as NAME@0), `dropped/not_named` (by `trained_calls`) and `dropped/no_logprobs` are calls that became
+context;
 `dropped/no_calls` and `dropped/too_long` are trajectories, `dropped/empty_group` groups, and
 `exceptions` rollouts that failed. `other_template_args` are calls whose chat template had other
 arguments than the model's own, or printed another date; they are trained like any other.
@@ -31,7 +32,7 @@ from hone.server.calls import CallStore
 from hone.server.choices import Choices
 from hone.server.language import FIXED, differing
 from hone.server.models import ModelRecord
-from hone.server.sampled import Path, Refused, brief, wrong_logprob
+from hone.server.sampled import Path, Refused, brief, outside, wrong_logprob
 from hone.server.serving import Serving
 from hone.server.staleness import too_stale
 from hone.trajectory import History, Trajectory, TrajectoryGroup
@@ -39,7 +40,7 @@ from hone.types import Call, FieldError, RecordedCall, RolloutId, TrainConfig
 
 MAX_ERRORS = 50
 """Wrong fields named in one answer."""
-MAX_STEP = 2**31
+MAX_STEP = MAX_ID = 2**31
 
 FORMS = ("calls", "rollout", "messages_and_choices", "additional_histories")
 
@@ -252,6 +253,9 @@ class _Resolver:
         if one.model != str(self._record.key):
             self._counts["dropped/other_model"] += 1
             return one.call.model_copy(update={"trained": False})
+        if one.is_frozen:
+            self._counts["dropped/frozen"] += 1
+            return one.call.model_copy(update={"trained": False})
         if one.id not in wanted:
             self._counts["dropped/not_named"] += 1
             return one.call.model_copy(update={"trained": False})
@@ -300,18 +304,22 @@ class _Resolver:
             raise Refused((*path, "temperature"), "expected a finite number")
         if call.step > MAX_STEP:
             raise Refused((*path, "step"), f"expected a step, got {call.step}")
-        if not call.trained:
-            return  # another model's calls keep their own vocabulary; they are never computed
-        self._check_fresh(call.step, (*path, "step"))
+        # Calls that are context keep their own vocabulary: they are never computed.
+        vocab = self._vocab if call.trained else MAX_ID
         for field in ("prompt_ids", "completion_ids"):
             ids = getattr(call, field)
-            if ids and not (min(ids) >= 0 and max(ids) < self._vocab):
-                bad = next(i for i, token in enumerate(ids) if not 0 <= token < self._vocab)
+            if wrong := outside(ids, vocab):
+                place, token = wrong
                 raise Refused(
-                    (*path, field, bad),
-                    f"token id {ids[bad]} is outside the vocabulary of {self._vocab} of "
-                    f"{self._record.spec.base_model!r}; train the model that answered the call",
+                    (*path, field, place),
+                    f"token id {token} is outside the vocabulary of {vocab} of "
+                    f"{self._record.spec.base_model!r}; train the model that answered the call"
+                    if call.trained
+                    else f"expected a token id, got {token}",
                 )
+        if not call.trained:
+            return
+        self._check_fresh(call.step, (*path, "step"))
         for place, value in enumerate(call.logprobs or ()):
             if why := wrong_logprob(value):
                 raise Refused((*path, "logprobs", place), why)

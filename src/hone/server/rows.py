@@ -64,7 +64,7 @@ class Row:
 
 
 _OF_BODY = {
-    *("model", "adapter_sha256", "fingerprint", "reply", "finish"),
+    *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
     *("outcome", "reasons", "abandoned"),
 }
 _OF_CALL = {"exact", "forced", "temperature", "step", "function", "trained"}

@@ -8,7 +8,7 @@ Ids are named (`token_id:N`, or `token_ids` beside the log-probabilities) or fol
 of the tokens. Text alone is encoded, and taken only where that gives the very tokens it came as.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -66,13 +66,13 @@ class TokenReader:
             raise Refused((*path, key), f"expected a list of tokens, got {brief(entries)}")
         values = [_logprob(entry, (*path, key, i)) for i, entry in enumerate(entries)]
         ids = self._ids(choice, entries, (*path, key), where)
-        for i, token in enumerate(ids):
-            if not 0 <= token < self._vocab:
-                raise Refused(
-                    (*path, key, i, "token"),
-                    f"token id {token} is outside the vocabulary of {self._vocab}; the choice was "
-                    f"sampled from another model than {self._base_model!r}",
-                )
+        if wrong := outside(ids, self._vocab):
+            place, token = wrong
+            raise Refused(
+                (*path, key, place, "token"),
+                f"token id {token} is outside the vocabulary of {self._vocab}; the choice was "
+                f"sampled from another model than {self._base_model!r}",
+            )
         return Sampled(ids, values)
 
     def _ids(
@@ -174,6 +174,13 @@ def _bytes_of(entry: Mapping[str, Any], path: Path) -> bytes:
     if not isinstance(listed, list) or not all(type(b) is int and 0 <= b < 256 for b in listed):
         raise Refused((*path, "bytes"), f"expected a list of bytes, got {brief(listed)}")
     return bytes(listed)
+
+
+def outside(ids: Sequence[int], vocab: int) -> tuple[int, int] | None:
+    """The place and value of the first id that is not in the vocabulary."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab):
+        return None
+    return next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
 
 
 def brief(value: object) -> str:

@@ -19,7 +19,13 @@ from pydantic import Field
 from hone.errors import Busy, Conflict, NotFound, Unprocessable
 from hone.server import events
 from hone.server.checkpoints import Checkpoint
-from hone.server.checks import check_request, checked_spec, digest, train_config
+from hone.server.checks import (
+    check_base_model,
+    check_request,
+    checked_spec,
+    digest,
+    train_config,
+)
 from hone.server.jobs import FINAL
 from hone.server.models import ModelRecord
 from hone.server.rename import rename
@@ -85,14 +91,12 @@ def routes(state: "State") -> APIRouter:
 def _model_routes(state: "State", router: APIRouter) -> None:
     @router.post("/models", status_code=201, responses={200: {"model": ModelInfo}})
     async def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
-        """Register a model over a base model; 200 if it was registered before. Loads nothing."""
-        spec = checked_spec(spec)
-        before = await asyncio.to_thread(state.models.list)
-        record = await asyncio.to_thread(state.models.register, spec)
-        if any(known.key == record.key for known in before):
-            response.status_code = 200
-        else:
+        """Register a model over a base model that can be found; 200 if it is known. Loads nothing."""
+        record, is_new = await registered(state, spec)
+        if is_new:
             say("model registered", model=str(record.key), base_model=spec.base_model)
+        else:
+            response.status_code = 200
         return await _info(state, record, request)
 
     @router.get("/models")
@@ -132,6 +136,19 @@ def _model_routes(state: "State", router: APIRouter) -> None:
             state.checkpoints.log, record.key, step, body.metrics, body.split, replace=body.replace
         )
         return {"step": step}
+
+
+async def registered(state: "State", spec: ModelSpec) -> tuple[ModelRecord, bool]:
+    """The model with its specification checked and its base found, and whether it is new."""
+    spec = checked_spec(spec)
+
+    def register() -> tuple[ModelRecord, bool]:
+        is_new = spec.key not in [known.key for known in state.models.list()]
+        if is_new:
+            check_base_model(spec)
+        return state.models.register(spec), is_new
+
+    return await asyncio.to_thread(register)
 
 
 async def _record(state: "State", project: str, name: str) -> ModelRecord:

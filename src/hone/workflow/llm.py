@@ -1,8 +1,7 @@
 """One `llms:` entry -> a model that agents call with OpenAI's clients.
 
 In:   the entry: address, key, name of the model, what goes with every request
-Out:  LLM: `client`, `sync_client`, `await llm.chat(messages)`
-Used: config/build.py; every agent that gets `llm`
+Out:  LLM: `client`, `sync_client`, `await llm.chat(messages)`, `rollout_url`
 
 An LLM holds no connection of its own kind and hides nothing: the clients are plain OpenAI clients,
 so that an agent written against them runs here unchanged and goes on running elsewhere.
@@ -18,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from hone.capture.scope import host_of
+from hone.capture.scope import current, host_of
+from hone.config.policy import openai_url
 from hone.config.registry import LLMBaseConfig, register_llm_provider
 from hone.errors import ConfigError
 from hone.model import CONNECT_S, MAX_CONNECTIONS, TIMEOUT_S
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from hone.config.build import Builder
 
-OPENAI_URL = "https://api.openai.com/v1"
 MAX_RETRIES = 10
 
 
@@ -47,6 +46,7 @@ class LLM:
         timeout_s: float = TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
         verify_ssl: bool = True,
+        records_rollouts: bool = False,
     ) -> None:
         """Contacts nobody yet.
 
@@ -59,11 +59,13 @@ class LLM:
             timeout_s: of one answer.
             max_retries: how often the client repeats a request that failed on the way.
             verify_ssl: check the server's certificate.
+            records_rollouts: it is a hone server, which has a base URL for every rollout.
         """
         self.name, self.model, self.api_key = name, model, api_key
         self.base_url = dialled(base_url)
         self._params = dict(params or {})
         self._timeout_s, self._max_retries, self._verify = timeout_s, max_retries, verify_ssl
+        self._records_rollouts = records_rollouts
         self._clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
         self._sync: OpenAI | None = None
 
@@ -71,6 +73,20 @@ class LLM:
     def params(self) -> dict[str, Any]:
         """What goes with every request, as arguments of `chat.completions.create`."""
         return _as_arguments(self._params)
+
+    @property
+    def rollout_url(self) -> str:
+        """The base URL under which the server records calls as this rollout's, whoever sends them.
+
+        For an agent in a process of its own, or a client that is not httpx: give it this as
+        OPENAI_BASE_URL. Outside a rollout, and where the server is not hone's, it is `base_url`.
+        """
+        scope = current()
+        if not self._records_rollouts or scope is None or not scope.rollout:
+            return self.base_url
+        if scope.recorder is not None:
+            scope.recorder.is_shared = True
+        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/rollout/{scope.rollout}/v1"
 
     @property
     def client(self) -> "AsyncOpenAI":
@@ -141,11 +157,10 @@ class LLM:
         return f"LLM({self.name!r}: {self.model!r} at {self.base_url})"
 
     def _options(self) -> dict[str, Any]:
-        timeout = self._connection()["timeout"]
         return {
             "base_url": self.base_url,
             "api_key": self.api_key,
-            "timeout": timeout,
+            "timeout": self._connection()["timeout"],
             "max_retries": self._max_retries,
         }
 
@@ -268,7 +283,15 @@ class _OpenAIFields(LLMBaseConfig):
             given["chat_template_kwargs"] = {"enable_thinking": self.thinking}
         return given | (self.model_extra or {})
 
-    def llm(self, name: str, *, base_url: str, api_key: str | None, model: str | None) -> LLM:
+    def llm(
+        self,
+        name: str,
+        *,
+        base_url: str,
+        api_key: str | None,
+        model: str | None,
+        records_rollouts: bool = False,
+    ) -> LLM:
         """The model at this address; `name` is its key under `llms`."""
         assert model, f"llms.{name} was checked to name a model where it has an address"
         retries = self.max_retries
@@ -283,6 +306,7 @@ class _OpenAIFields(LLMBaseConfig):
             timeout_s=self.request_timeout,
             max_retries=retries,
             verify_ssl=self.verify_ssl,
+            records_rollouts=records_rollouts,
         )
 
 
@@ -314,12 +338,7 @@ class TrainableConfig(_OpenAIFields, name="trainable"):
 @register_llm_provider(config_type=OpenAIConfig)
 async def openai_llm(config: OpenAIConfig, builder: "Builder") -> AsyncIterator[LLM]:
     """A model behind an OpenAI API."""
-    llm = config.llm(
-        _name_of(config, builder),
-        base_url=config.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL,
-        api_key=config.api_key.get_secret_value() if config.api_key else None,
-        model=config.model_name,
-    )
+    llm = _made(config, builder, openai_url(config))
     yield llm
     await llm.close()
 
@@ -327,22 +346,19 @@ async def openai_llm(config: OpenAIConfig, builder: "Builder") -> AsyncIterator[
 @register_llm_provider(config_type=TrainableConfig)
 async def trainable_llm(config: TrainableConfig, builder: "Builder") -> AsyncIterator[LLM]:
     """The model that is trained, wherever it is served."""
-    name = _name_of(config, builder)
-    key = config.api_key.get_secret_value() if config.api_key else None
     if config.base_url is not None:
-        llm = config.llm(name, base_url=config.base_url, api_key=key, model=config.model_name)
+        llm = _made(config, builder, config.base_url)
     else:
         if builder.served is None and builder.document.finetuning.trainer_adapter is not None:
             await builder.serve()  # nobody has asked yet: a judge, where the workflow is skipped
         served = builder.served
         if served is None:
             raise ConfigError(
-                f"llms.{name}: base_url is not set, and nothing serves the model yet; set base_url, "
-                "or name a trainer adapter in finetuning.trainer_adapter, which starts or finds the "
-                "server"
+                f"llms.{_name_of(config, builder)}: base_url is not set, and nothing serves the "
+                "model yet; set base_url, or name a trainer adapter in finetuning.trainer_adapter, "
+                "which starts or finds the server"
             )
-        model = config.model_name or served.model
-        llm = config.llm(name, base_url=served.base_url, api_key=key or served.api_key, model=model)
+        llm = _made(config, builder, served.base_url, served.api_key)
     try:
         await llm.check_step()
     except ConfigError:
@@ -350,6 +366,20 @@ async def trainable_llm(config: TrainableConfig, builder: "Builder") -> AsyncIte
         raise
     yield llm
     await llm.close()
+
+
+def _made(
+    config: OpenAIConfig | TrainableConfig, builder: "Builder", url: str, key: str | None = None
+) -> LLM:
+    """The entry's model at this address; `key` counts where the entry has none."""
+    name = _name_of(config, builder)
+    return config.llm(
+        name,
+        base_url=url,
+        api_key=config.api_key.get_secret_value() if config.api_key else key,
+        model=builder.get_model_name(name),
+        records_rollouts=builder.is_training_server(url),
+    )
 
 
 def _name_of(config: LLMBaseConfig, builder: "Builder") -> str:

@@ -12,17 +12,22 @@ on: its calls to the trained model are refused, so that nothing is recorded that
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hone.capture.base import Recorder, SeenCall, Step
-from hone.capture.scope import recorded
-from hone.errors import ConfigError
+from hone.capture.recorded import unseen_calls
+from hone.capture.scope import Rollout, recorded
+from hone.errors import ConfigError, HoneError
+from hone.types import RecordedCall
 from hone.workflow.failure import RolloutFailure, raised, timed_out
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
 
+RecordedCalls = Callable[[str], Awaitable[list[RecordedCall]]]
+"""Rollout id -> what the server recorded of it."""
 GRACE_S = 5.0
 """How long an agent may take to end after it was cancelled."""
 
@@ -65,6 +70,7 @@ async def run_rollout(
     timeout_s: float | None = None,
     temperature: float | None = None,
     step: int | None = None,
+    recorded_calls: RecordedCalls | None = None,
 ) -> RolloutResult:
     """Run the workflow on the input; raises nothing of what the agent raises.
 
@@ -76,6 +82,8 @@ async def run_rollout(
         timeout_s: after so long it is ended, and has failed.
         temperature: what the server samples with, whatever the agent asks for; 0 is greedy.
         step: of the run's model that answers; the newest one if not given.
+        recorded_calls: what the server recorded of a rollout, asked once the agent has ended if it
+            took the rollout's URL for a process of its own.
     """
     rollout, recorder = recorded(id, host=host, temperature=temperature, step=step)
     began = time.perf_counter()
@@ -85,6 +93,8 @@ async def run_rollout(
         finally:
             await recorder.close()
     calls = tuple(recorder.calls)
+    if recorder.is_shared and recorded_calls is not None:
+        calls += await _others(rollout, calls, recorded_calls)
     failure = None
     if isinstance(ended, _Late):
         failure = timed_out(ended.after_s, ended.place, calls)
@@ -126,15 +136,30 @@ async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutRes
     async with build(document) as builder:
         await builder.serve()
         workflow = await builder.get_workflow()
-        host = builder.served.host if builder.served else None
+        served = builder.served
+        host, known = (served.host, served.recorded) if served else (None, None)
         budget = asyncio.Semaphore(builder.get_max_concurrency())
 
         async def one(input: str) -> RolloutResult:
             async with budget:
                 timeout_s = document.finetuning.rollout_timeout_s
-                return await run_rollout(workflow, input, host=host, timeout_s=timeout_s)
+                return await run_rollout(
+                    workflow, input, host=host, timeout_s=timeout_s, recorded_calls=known
+                )
 
         return list(await asyncio.gather(*(one(input) for input in inputs)))
+
+
+async def _others(
+    rollout: Rollout, seen: tuple[SeenCall, ...], recorded_calls: RecordedCalls
+) -> tuple[SeenCall, ...]:
+    """The rollout's calls that another process made."""
+    try:
+        found = await recorded_calls(rollout.id)
+    except HoneError as error:
+        _log.warning("the calls of rollout %s could not be read: %s", rollout.id, error)
+        return ()
+    return tuple(unseen_calls(found, seen, host=rollout.scope.host or ""))
 
 
 # ---- the agent's task --------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""Choose the policy among the entries of `llms`, and the model name that each entry sends.
+
+In:   a Document; the model in training: its names, its base model, the addresses of its server
+Out:  the key of the policy's entry; for every entry the name that goes with its requests
+
+One entry is the policy: the one `finetuning.target_model` names, else the `trainable` one, else the
+only one that names the model in training or its base model at the training server. It sends NAME.
+Other entries that name that base send NAME@0, the base weights, which are never trained: a helper
+or a judge on the same base must not change while the policy learns. The bare base name is never
+sent, because inside a rollout the server takes it for the policy.
+"""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from hone.capture.scope import host_of
+from hone.config.base import LLMBaseConfig
+from hone.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hone.config.schema import Document
+
+TRAINABLE = "trainable"
+OPENAI_URL = "https://api.openai.com/v1"
+
+Address = tuple[str, int | None]
+"""Host and port; without a port, any port of that host."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model in training, and where it is served."""
+
+    name: str
+    """What the policy's requests ask for."""
+    names: frozenset[str]
+    """Every spelling of it: NAME and PROJECT/NAME."""
+    base_model: str
+    addresses: frozenset[Address]
+
+
+def address_of(base_url: str) -> Address:
+    """Host and port of a URL; all names of this machine are `localhost`."""
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return host_of(parts.hostname or ""), port
+
+
+def openai_url(config: LLMBaseConfig) -> str:
+    """Where an `openai` entry sends its requests."""
+    written = getattr(config, "base_url", None)
+    return written or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
+
+
+def choose_policy(document: "Document", trained: Trained, target: str | None = None) -> str | None:
+    """The key of the policy under `llms`; None where only clients of the agent's own call it.
+
+    Raises ConfigError where several entries could be meant, and where the policy's entry asks for
+    one fixed step. `target` replaces `finetuning.target_model`.
+    """
+    entries = {key: _Entry(config, trained) for key, config in document.llms.items()}
+    wanted = target or document.finetuning.target_model
+    if wanted in entries:
+        return _not_fixed(wanted, entries)
+    if wanted is not None:
+        is_trained = wanted in trained.names or wanted == trained.base_model
+        chosen = [k for k, e in entries.items() if e.written == wanted or (is_trained and e.is_it)]
+    else:
+        chosen = [k for k, e in entries.items() if e.is_trainable]
+        if len(chosen) != 1:
+            chosen = [key for key, entry in entries.items() if entry.is_it]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{_list(chosen)} each name the model in training or its base model "
+            f"{trained.base_model!r}; set finetuning.target_model to the key of the one to train. "
+            f"The others then get the base weights where they name the base model."
+        )
+    return _not_fixed(chosen[0], entries) if chosen else None
+
+
+def sent_name(config: LLMBaseConfig, trained: Trained, *, is_policy: bool) -> str | None:
+    """The model name that an entry's requests carry."""
+    entry = _Entry(config, trained)
+    if not entry.is_at_server:
+        return entry.written
+    if entry.stem == trained.base_model and entry.step in (None, "0") and not is_policy:
+        return f"{trained.name}@0"
+    if entry.step is not None:
+        return entry.written
+    return trained.name if is_policy or entry.written is None else entry.written
+
+
+def describe(document: "Document", trained: Trained, policy: str | None) -> str:
+    """Which entry is trained, which are frozen, and what the base model's name means."""
+    others = [key for key in document.llms if key != policy]
+    frozen = [
+        key
+        for key in others
+        if sent_name(document.llms[key], trained, is_policy=False) == f"{trained.name}@0"
+    ]
+    parts = []
+    if policy is not None:
+        sent = sent_name(document.llms[policy], trained, is_policy=True)
+        parts.append(f"llms.{policy} is trained and sends {sent!r}.")
+    if frozen:
+        verb = "sends" if len(frozen) == 1 else "send"
+        parts.append(
+            f"{_list(frozen)} {verb} '{trained.name}@0': the base weights, which are not trained."
+        )
+    parts.append(
+        f"A client of the agent's own that asks for {trained.base_model!r} inside a rollout gets "
+        f"{trained.name!r}."
+    )
+    return " ".join(parts)
+
+
+class _Entry:
+    """One entry of `llms`, beside the model in training."""
+
+    def __init__(self, config: LLMBaseConfig, trained: Trained) -> None:
+        self.written: str | None = getattr(config, "model_name", None)
+        self.is_trainable = config.type_name == TRAINABLE
+        stem, at, step = (self.written or "").rpartition("@")
+        self.stem = stem if at else step
+        self.step = step if at and step != "latest" else None
+        """The fixed step it asks for: a number, or `best`."""
+        self.is_at_server = self._is_at(config, trained.addresses)
+        named = self.stem in trained.names or self.stem == trained.base_model
+        unnamed = self.is_trainable and self.written is None
+        self.is_it = self.is_at_server and self.step is None and (named or unnamed)
+        """It asks for the model in training or for its base, and for no fixed step."""
+
+    def _is_at(self, config: LLMBaseConfig, addresses: Collection[Address]) -> bool:
+        if self.is_trainable and getattr(config, "base_url", None) is None:
+            return True
+        host, port = address_of(openai_url(config))
+        return (host, port) in addresses or (host, None) in addresses
+
+
+def _not_fixed(key: str, entries: dict[str, _Entry]) -> str:
+    entry = entries[key]
+    if entry.is_at_server and entry.step is not None:
+        raise ConfigError(
+            f"llms.{key} is the model to train, and its model_name {entry.written!r} asks for one "
+            f"fixed step; leave out '@{entry.step}', or name another entry in "
+            "finetuning.target_model"
+        )
+    return key
+
+
+def _list(keys: Collection[str]) -> str:
+    *first, last = (f"llms.{key}" for key in keys)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,125 @@
+"""Which entry of `llms` is trained, and the model name that each entry sends."""
+
+from pathlib import Path
+
+import pytest
+
+from hone.config.policy import Trained, choose_policy, sent_name
+from hone.config.schema import Document, read
+from hone.errors import ConfigError
+
+TRAINED = Trained(
+    name="agent",
+    names=frozenset({"agent", "p/agent"}),
+    base_model="org/base",
+    addresses=frozenset({("localhost", 7623), ("localhost", 8000)}),
+)
+HERE = "base_url: 'http://127.0.0.1:8000/v1', api_key: k"
+ELSEWHERE = "base_url: 'http://127.0.0.1:9000/v1', api_key: k"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+def document(directory: Path, target: str | None = None, **llms: str) -> Document:
+    """Entries as YAML, without the braces."""
+    lines = [f"  {key}: {{{entry}}}" for key, entry in llms.items()]
+    lines = ["llms:", *lines] if llms else ["llms: {}"]
+    if target is not None:
+        lines += ["finetuning:", f"  target_model: {target}"]
+    file = directory / "run.yml"
+    file.write_text("\n".join(lines) + "\n")
+    return read(file)
+
+
+def sent(found: Document, policy: str | None) -> dict[str, str | None]:
+    return {
+        key: sent_name(config, TRAINED, is_policy=key == policy)
+        for key, config in found.llms.items()
+    }
+
+
+def test_the_trainable_one(tmp_path: Path):
+    """The rest of the entries on the same base is frozen, wherever a helper or a judge uses them."""
+    found = document(
+        tmp_path,
+        policy="_type: trainable",
+        helper=f"_type: openai, model_name: org/base, {HERE}",
+        judge=f"_type: openai, model_name: org/base@latest, {HERE}",
+        pinned=f"_type: openai, model_name: org/base@0, {HERE}",
+        older=f"_type: openai, model_name: agent@3, {HERE}",
+        other=f"_type: openai, model_name: org/other, {HERE}",
+        foreign=f"_type: openai, model_name: org/base, {ELSEWHERE}",
+        public="_type: openai, model_name: org/base, api_key: k",
+    )
+    assert choose_policy(found, TRAINED) == "policy"
+    assert sent(found, "policy") == {
+        "policy": "agent",
+        "helper": "agent@0",
+        "judge": "agent@0",
+        "pinned": "agent@0",
+        "older": "agent@3",
+        "other": "org/other",
+        "foreign": "org/base",
+        "public": "org/base",
+    }
+
+
+@pytest.mark.parametrize("name", ["org/base", "agent", "p/agent", "agent@latest"])
+def test_the_only_entry_that_names_it_at_the_training_server(tmp_path: Path, name: str):
+    found = document(
+        tmp_path,
+        actor=f"_type: openai, model_name: {name}, {HERE}",
+        judge=f"_type: openai, model_name: {name}, {ELSEWHERE}",
+    )
+    assert choose_policy(found, TRAINED) == "actor"
+    assert sent(found, "actor") == {"actor": "agent", "judge": name}
+
+
+@pytest.mark.parametrize("target", ["actor", "helper", "mine"])
+def test_the_one_that_target_model_names(tmp_path: Path, target: str):
+    found = document(
+        tmp_path,
+        target,
+        actor=f"_type: openai, model_name: org/base, {HERE}",
+        helper="_type: trainable, model_name: org/base",
+        third=f"_type: openai, model_name: mine, {ELSEWHERE}",
+    )
+    policy = choose_policy(found, TRAINED)
+    assert policy == {"mine": "third"}.get(target, target)
+    names = {"actor": "agent@0", "helper": "agent@0", "third": "mine"}
+    assert sent(found, policy) == names | ({} if policy == "third" else {target: "agent"})
+
+
+def test_a_model_s_name_as_target_means_the_entry_that_asks_for_it(tmp_path: Path):
+    found = document(tmp_path, "p/agent", actor=f"_type: openai, model_name: org/base, {HERE}")
+    assert choose_policy(found, TRAINED) == "actor"
+    # Clients of the agent's own may be all that calls it.
+    assert choose_policy(document(tmp_path, "agent"), TRAINED) is None
+    assert choose_policy(document(tmp_path), TRAINED) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "second"),
+    [
+        (None, "_type: trainable", "_type: trainable, model_name: org/base"),
+        (None, *[f"_type: openai, model_name: org/base, {HERE}"] * 2),
+        ("org/base", *[f"_type: openai, model_name: org/base, {HERE}"] * 2),
+    ],
+)
+def test_where_several_could_be_meant_the_key_to_set_is_named(
+    tmp_path: Path, target: str | None, first: str, second: str
+):
+    found = document(tmp_path, target, a=first, b=second)
+    with pytest.raises(ConfigError, match=r"llms\.a and llms\.b each .* set finetuning.target_mod"):
+        choose_policy(found, TRAINED)
+
+
+def test_a_policy_of_one_fixed_step_cannot_be_trained(tmp_path: Path):
+    found = document(tmp_path, policy="_type: trainable, model_name: agent@best")
+    with pytest.raises(ConfigError, match="asks for one fixed step; leave out '@best'"):
+        choose_policy(found, TRAINED)
+    # `hone eval` may ask for it.
+    assert sent(found, None) == {"policy": "agent@best"}

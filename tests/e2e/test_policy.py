@@ -1,0 +1,122 @@
+"""Policy, frozen helper and judge on one base model: only the policy's calls are trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.e2e.conftest import QWEN, Finetune, Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NAME, SENT = "frozen", "e2e/frozen"
+
+AGENT = """
+import json
+import pathlib
+
+import openai
+
+async def hint(question, llm):
+    reply = await llm.chat([{"role": "user", "content": f"hint {question}"}])
+    return reply.choices[0].message.content or ""
+
+async def run(question, llm, functions, base_model):
+    advice = await functions["hint"](question)
+    reply = await llm.chat([{"role": "user", "content": f"{advice} {question}"}])
+    # A client of the agent's own, which knows the base model's name and nothing of hone.
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as own:
+        last = await own.chat.completions.create(
+            model=base_model, messages=[{"role": "user", "content": question}], max_tokens=4
+        )
+    return (reply.choices[0].message.content or "") + (last.choices[0].message.content or "")
+
+async def score(output, llm):
+    reply = await llm.chat([{"role": "user", "content": f"judge {output}"}])
+    with pathlib.Path("judged.jsonl").open("a") as file:
+        file.write(json.dumps([reply.model, reply.model_extra["policy_step"]]) + "\\n")
+    return sum(letter in "aeiou" for letter in output) / max(len(output), 1)
+"""
+
+CONFIG = """
+llms:
+  policy: {{_type: {policy}, temperature: 1.0, max_tokens: 4}}
+  helper: {{_type: openai, model_name: {base}, base_url: "{url}", api_key: default, max_tokens: 4}}
+  judge: {{_type: openai, model_name: {base}, base_url: "{url}", api_key: default, max_tokens: 4}}
+functions:
+  hint: {{_type: python, target: "agent.py:hint", llm: helper}}
+workflow:
+  _type: python
+  target: "agent.py:run"
+  llm: policy
+  functions: [hint]
+  args: {{base_model: {base}}}
+eval:
+  general: {{dataset: {{_type: json, file_path: rows.json}}}}
+  evaluators: {{score: {{_type: python, target: "agent.py:score", llm: judge}}}}
+trajectory_builders: {{b: {{_type: openpipe_art_traj_builder, num_generations: 3}}}}
+trainer_adapters:
+  a:
+    _type: openpipe_art_trainer_adapter
+    backend: {{ip: 127.0.0.1, port: {port}, name: {name}, project: e2e, base_model: {base}}}
+    training: {{learning_rate: 1e-3}}
+trainers: {{t: {{_type: openpipe_art_trainer}}}}
+finetuning:
+  enabled: true
+  trainer: t
+  trajectory_builder: b
+  trainer_adapter: a
+  reward_function: {{name: score}}
+  num_epochs: 2
+  output_dir: out
+"""
+
+
+@pytest.fixture
+def prepared(server: Server, environment: dict[str, str], tmp_path: Path) -> Finetune:
+    rows = [{"id": i, "question": f"word {i}"} for i in range(2)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "agent.py").write_text(AGENT)
+    url = f"http://127.0.0.1:{server.inference_port}/v1"
+    told = {"base": QWEN, "url": url, "port": server.port, "name": NAME}
+    (tmp_path / "train.yml").write_text(CONFIG.format(policy="trainable", **told))
+    named = f"openai, model_name: {QWEN}, base_url: '{url}', api_key: default"
+    (tmp_path / "unclear.yml").write_text(CONFIG.format(policy=named, **told))
+    return Finetune(tmp_path, environment, ["--config_file=train.yml"])
+
+
+def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path: Path):
+    assert prepared.run() == 0, prepared.said[-1]
+    assert (
+        f"llms.policy is trained and sends '{SENT}'. llms.helper and llms.judge send '{SENT}@0': "
+        "the base weights, which are not trained. A client of the agent's own that asks for "
+        f"'{QWEN}' inside a rollout gets '{SENT}'."
+    ) in prepared.said[-1]
+    jobs = server.jobs(SENT)
+    assert [job["step"] for job in jobs] == [1, 2]
+    # 2 examples x 3 generations: the policy by its entry and by the agent's own client, the helper.
+    assert [job["counts"] for job in jobs] == [{"by_rollout": 12, "dropped/frozen": 6}] * 2
+    for epoch in (0, 1):
+        for record in prepared.lines(f"trajectories/epoch_{epoch:03}.jsonl"):
+            calls = server.get(f"/v1/rollouts/{record['rollout']}")["calls"]
+            assert [(call["asked"], call["call"]["step"]) for call in calls] == [
+                (f"{SENT}@0", 0),
+                (SENT, epoch),
+                (QWEN, epoch),
+            ]
+            assert {call["model"] for call in calls} == {SENT}
+            assert calls[0]["adapter_sha256"] is None
+            trained = record["trajectory"]["metadata"]["calls"]
+            assert trained == [call["id"] for call in calls[1:]]
+    # The judge is asked outside of rollouts, two preflight rollouts included: the base each time.
+    judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").open()]
+    assert {tuple(one) for one in judged} == {(f"{SENT}@0", 0)}
+    assert len(judged) == 14
+
+
+def test_where_any_entry_could_be_meant_the_run_is_refused(prepared: Finetune):
+    prepared.arguments = ["--config_file=unclear.yml"]
+    assert prepared.run() == 1
+    assert (
+        "finetuning.target_model: llms.policy, llms.helper and llms.judge each name the model in "
+        f"training or its base model '{QWEN}'; set finetuning.target_model to the key"
+    ) in prepared.said[-1]
