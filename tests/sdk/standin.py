@@ -121,8 +121,9 @@ class StandIn:
 
 def refusal(status: int, message: str, kind: str, **headers: str) -> Response:
     """An error as a hone server spells it."""
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error, "detail": message}, status, headers=headers)
+    error = {"message": message, "type": "server_error", "param": None, "code": None}
+    body = {"error": error, "exception": kind, "detail": message}
+    return JSONResponse(body, status, headers=headers)
 
 
 def _info(spec: ModelSpec) -> ModelInfo:

@@ -214,9 +214,103 @@ def test_how_it_is_sampled(talk: Any) -> None:
 
 
 def test_what_is_not_said_is_plain_sampling(talk: Any, tokenizer: Any) -> None:
-    sampling = asked(talk("ok", extra_body={"top_k": -1}).server).sampling
+    answer = talk("ok", extra_body={"top_k": -1})
     ends = tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
-    assert sampling == Sampling(max_tokens=256, stop_ids=ends)
+    left = 512 - answer.usage.prompt_tokens  # of the model's positions
+    assert asked(answer.server).sampling == Sampling(max_tokens=left, stop_ids=ends)
+
+
+def test_without_max_tokens_an_answer_may_fill_the_context_unless_there_is_a_cap(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    server = make_server(["one", "two"], max_tokens=20, max_seq_length=100)
+    ask = client(server).chat.completions.create
+    first = ask(model=str(tiny_model), messages=HELLO)
+    assert asked(server).sampling.max_tokens == 20
+    # A prompt that leaves less than the cap.
+    words = "x" * (100 - first.usage.prompt_tokens - 8)
+    longer = [{"role": "user", "content": HELLO[0]["content"] + words}]
+    second = ask(model=str(tiny_model), messages=longer)
+    assert asked(server).sampling.max_tokens == 100 - second.usage.prompt_tokens < 20
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{"temperature": 1e-5}, {"temperature": 0.0009, "top_p": 0.9}, {"top_p": 0}],
+)
+def test_almost_zero_is_greedy_and_recorded_as_context(talk: Any, request_: dict[str, Any]) -> None:
+    server = talk("ok", **request_).server
+    assert asked(server).sampling.temperature == 0
+    assert server.state.calls.rollout("")[-1].call.temperature == 0
+
+
+NULLS = [
+    "n",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stream",
+]
+NULLS += [
+    "stream_options",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "logprobs",
+    "top_logprobs",
+    "user",
+]
+NULLS += [
+    "response_format",
+    "functions",
+    "function_call",
+    "logit_bias",
+    "presence_penalty",
+    "metadata",
+]
+NULLS += ["reasoning_effort", "verbosity", "some_new_key", "chat_template_kwargs", "guided_json"]
+
+
+def test_keys_that_are_null_are_not_there(talk: Any, tokenizer: Any) -> None:
+    said = {"role": "assistant", "content": "hi", "tool_calls": None, "function_call": None}
+    said |= {"refusal": None, "audio": None, "name": None}
+    talked = [*HELLO, said, *HELLO]
+    plain = talk("ok", messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO])
+    with_nulls = talk("ok", messages=talked, extra_body=dict.fromkeys(NULLS))
+    assert with_nulls.prompt_token_ids == plain.prompt_token_ids
+    options = {"include_usage": None}
+    body = {"model": plain.model, "messages": HELLO, "stream": False, "stream_options": options}
+    url = f"{plain.server.inference_url}/v1/chat/completions"
+    assert httpx.post(url, json=body).status_code == 200
+    completion = {"model": plain.model, "prompt": "x", "echo": None, "suffix": None, "n": None}
+    url = f"{plain.server.inference_url}/v1/completions"
+    assert httpx.post(url, json=completion).status_code == 200
+
+
+def test_errors_have_the_types_of_the_openai_api(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(api_key="k", max_concurrent=1)
+    good = {"model": str(tiny_model), "messages": HELLO}
+    key = {"Authorization": "Bearer k"}
+
+    def error(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str, str | None]:
+        url = f"{server.inference_url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=headers)
+        told = answer.json()["error"]
+        return answer.status_code, told["type"], told["code"]
+
+    wrong = "invalid_request_error"
+    assert error(good, {}) == (401, wrong, "invalid_api_key")
+    assert error(good | {"model": "nothing"}, key) == (404, wrong, "model_not_found")
+    assert error(good | {"n": 0}, key) == (400, wrong, "invalid_value")
+    with server.state.serving.admitted():
+        assert error(good, key) == (429, "rate_limit_exceeded", "rate_limit_exceeded")
+    server.engine.failing = ZeroDivisionError("broken")
+    assert error(good, key)[:2] == (500, "server_error")
 
 
 def test_n_answers_in_order(make_server: MakeServer, tiny_model: Path) -> None:
@@ -413,7 +507,7 @@ def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
         ({"functions": []}, "functions", "send tools instead"),
         ({"temprature": 1}, "temprature", "Did you mean 'temperature'"),
         ({"extra_body": {}}, "extra_body", "top level"),
-        ({"model": None}, "model", "valid string"),
+        ({"model": None}, "model", "missing"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "valid list"),
         ({"messages": [{"role": "robot", "content": "x"}]}, None, r"messages\[0\]\.role"),
@@ -431,9 +525,8 @@ def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
         ({"n": 5}, "n", "at most 4"),
         ({"n": True}, "n", "valid integer"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": 1e-5}, "temperature", "0 for greedy"),
         ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"min_p": 2}, "min_p", "less than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

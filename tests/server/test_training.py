@@ -243,7 +243,7 @@ async def test_what_is_wrong_with_a_trajectory_is_named_by_its_path(api: Api):
     said = await api.refused(groups=[group(1.0, 0.0), wrong])
     loc = ["body", "groups", 1, "trajectories", 1, "calls", 0, "completion_ids", 1]
     assert [field["loc"] for field in said["detail"]] == [loc]
-    assert said["error"]["type"] == "Unprocessable"
+    assert (said["error"]["type"], said["exception"]) == ("invalid_request_error", "Unprocessable")
     assert said["error"]["param"] == "groups.1.trajectories.1.calls.0.completion_ids.1"
     # And by pydantic where the types are wrong, in the same shape.
     wrong["trajectories"][1]["calls"][0]["completion_ids"][1] = "x"

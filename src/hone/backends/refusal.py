@@ -36,7 +36,7 @@ def refusal(response: httpx2.Response, log_place: str) -> HoneError:
         fields = body.get("detail")
         if isinstance(fields, list):
             return errors.Unprocessable([_field(item) for item in fields])
-        message, kind = str(body["error"]["message"]), str(body["error"]["type"])
+        message, kind = str(body["error"]["message"]), str(body.get("exception"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return _by_status(response)(
             f"{response.request.method} {url} was answered {response.status_code} "

@@ -33,6 +33,7 @@ from hone.server import art, auth, calls, chat, jobs, models, training
 from hone.server.bodies import BodyBudget, BodyReader, Message, Receive
 from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoints
+from hone.server.failures import error_body, openai_error, status_of
 from hone.server.jobs import JobStore
 from hone.server.learning import StartLearner
 from hone.server.models import ModelStore
@@ -51,20 +52,6 @@ PRUNE_S = 600.0
 """Recorded calls, and the groups of ended jobs, are pruned so often."""
 DRAIN_S = 5.0
 """Requests that were cut off when the server stops have so long to be recorded."""
-
-_STATUS = (
-    (errors.NotFound, 404),
-    (errors.ModelNotFound, 404),
-    (errors.Unauthorized, 401),
-    (errors.Conflict, 409),
-    (errors.Unprocessable, 422),
-    (errors.NotInThisVersion, 501),
-    (errors.ConfigError, 400),
-    (errors.RolloutError, 400),
-    (errors.SampleRefused, 422),
-    (errors.Unavailable, 503),
-    (HoneError, 500),
-)
 
 
 @dataclass(slots=True)
@@ -220,34 +207,9 @@ def _own_routes(state: State, *, control: bool) -> APIRouter:
 # ---- errors -----------------------------------------------------------------------------------
 
 
-def status_of(error: HoneError) -> int:
-    """The HTTP status of an error."""
-    own = getattr(error, "status", None)
-    return own or next(status for kind, status in _STATUS if isinstance(error, kind))
-
-
-def error_body(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
-) -> Any:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def _answer(error: HoneError) -> JSONResponse:
-    fields = error.fields if isinstance(error, errors.Unprocessable) else ()
-    param = getattr(error, "param", None)
-    if fields:
-        param = ".".join(map(str, fields[0].path))
-    body = error_body(
-        str(error), type(error).__name__, param=param, code=getattr(error, "code", None)
-    )
-    if fields:
-        body["detail"] = [
-            {"loc": ["body", *f.path], "msg": f.message, "type": "value_error"} for f in fields
-        ]
-    else:
-        body["detail"] = str(error)
-    return JSONResponse(body, status_of(error), headers=getattr(error, "headers", None))
+    headers = getattr(error, "headers", None)
+    return JSONResponse(error_body(error), status_of(error), headers=headers)
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -266,19 +228,19 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     if "json" not in sent and any(e["loc"] == ("body",) for e in error.errors()):
         said = f"the body's Content-Type is {sent[:100]!r}" if sent else "no Content-Type is sent"
         text = f"{said}; send JSON, and -H 'Content-Type: application/json' with it"
-        body = error_body(text, "invalid_request_error", param="Content-Type")
+        body = openai_error(text, 415, param="Content-Type")
         return JSONResponse(body | {"detail": text}, 415)
     detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
     first = detail[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     message = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail[:20])
-    body = error_body(message, "invalid_request_error", param=".".join(where) or None)
+    body = openai_error(message, 422, param=".".join(where) or None)
     return JSONResponse(body | {"detail": detail}, 422)
 
 
 async def _http(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), error
-    body = error_body(str(error.detail), "invalid_request_error")
+    body = openai_error(str(error.detail), error.status_code)
     return JSONResponse(body | {"detail": error.detail}, error.status_code, headers=error.headers)
 
 
@@ -319,7 +281,7 @@ class _Gate:
             if status:
                 raise
             text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
-            await JSONResponse(error_body(text, "server_error"), 500)(scope, receive, sending)
+            await JSONResponse(openai_error(text, 500), 500)(scope, receive, sending)
         finally:
             self._note(scope, status, time.perf_counter() - started, reason)
 

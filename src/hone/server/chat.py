@@ -28,7 +28,14 @@ from hone.inference.bridge import Asked
 from hone.server import rollouts, tasks
 from hone.server.answers import streamed, whole
 from hone.server.exchange import Where
-from hone.server.openai import ChatRequest, CompletionRequest, read_json, written
+from hone.server.failures import error_body, openai_error
+from hone.server.openai import (
+    ChatRequest,
+    CompletionRequest,
+    effective_temperature,
+    read_json,
+    written,
+)
 from hone.server.prepare import Preparation
 from hone.server.serving import ServedName
 from hone.server.stream import EventStream, WhileConnected
@@ -41,6 +48,8 @@ _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
 _STEP = re.compile(r"[0-9]{1,9}")
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{0,40})?(e-?[0-9]{1,3})?")
 _MAX_FUNCTION = 512
+MAX_TEMPERATURE = 100
+"""As in the body of a request."""
 
 
 def routes(state: "State") -> APIRouter:
@@ -173,11 +182,10 @@ class OpenAI:
     def _excuse(self, error: Exception, path: str) -> dict[str, Any]:
         """An error after the first byte, as an event."""
         log.error("a stream failed", exc_info=error, extra={"fields": {"path": path}})
-        known = isinstance(error, HoneError)
-        file = self._state.settings.log_file
-        message = str(error) if known else f"this server has a defect; its trace is in {file}"
-        kind = type(error).__name__ if known else "server_error"
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        if isinstance(error, HoneError):
+            return error_body(error)
+        message = f"this server has a defect; its trace is in {self._state.settings.log_file}"
+        return openai_error(message, 500)
 
 
 def _where(request: Request) -> Where:
@@ -235,12 +243,12 @@ def _temperature(request: Request, rollout: str) -> float | None:
             param=param,
         )
     value = float(text) if _NUMBER.fullmatch(text) else None
-    if value is None or not (value == 0 or 1e-3 <= value <= 100):
+    if value is None or value > MAX_TEMPERATURE:
         raise BadRequest(
-            f"{param} is {text[:40]!r}; use 0 for greedy, else a number from 0.001 to 100",
+            f"{param} is {text[:40]!r}; use 0 for greedy, else a number up to 100",
             param=param,
         )
-    return value
+    return effective_temperature(value)
 
 
 def _listed(served: ServedName) -> dict[str, Any]:

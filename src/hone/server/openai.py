@@ -57,6 +57,9 @@ _INSTEAD = {
     "extra_body": "its keys belong at the top level of the request",
 }
 
+GREEDY_BELOW = 1e-3
+"""A temperature below this is greedy: scores divided by it would overflow."""
+
 _MAX_DEPTH = 100
 """Of a body: what is nested deeper would overrun the stack of whoever writes it again."""
 
@@ -78,8 +81,10 @@ class _Request(BaseModel):
     """How many answers to sample."""
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
-    """0 is greedy, and such calls are never trained on; else at least 0.001."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    """0 is greedy: the call is recorded at temperature 0, as context that is never trained on. So is
+    every value below 0.001, at which scores would overflow."""
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    """0 is greedy, like temperature 0."""
     top_k: int | None = Field(default=None, ge=-1)
     """0 and -1 keep every token."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -93,12 +98,12 @@ class _Request(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens `token_id:N`; always so for models registered by ART."""
 
-    @field_validator("temperature")
-    @classmethod
-    def _not_almost_zero(cls, value: float | None) -> float | None:
-        if value is not None and 0 < value < 1e-3:
-            raise ValueError("use 0 for greedy, else at least 0.001")
-        return value
+    @property
+    def sampling_temperature(self) -> float:
+        """What the request is sampled at; 0 is greedy."""
+        if self.top_p == 0:
+            return 0.0
+        return 1.0 if self.temperature is None else effective_temperature(self.temperature)
 
     @field_validator("stop")
     @classmethod
@@ -112,7 +117,7 @@ class _Request(BaseModel):
     @classmethod
     def _known_options(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         unknown = set(value or ()) - {"include_usage", "include_obfuscation"}
-        if unknown or not isinstance((value or {}).get("include_usage", False), bool):
+        if unknown or not isinstance((value or {}).get("include_usage") or False, bool):
             raise ValueError("expected {'include_usage': true or false}")
         if (value or {}).get("include_obfuscation"):
             raise ValueError("include_obfuscation is not in this version")
@@ -129,7 +134,9 @@ class _Request(BaseModel):
     @classmethod
     def parse(cls, body: dict[str, Any], *, max_n: int) -> Self:
         """The request; raises BadRequest naming the first key that is wrong."""
-        kept = {k: v for k, v in body.items() if k not in IGNORED and not cls._says_nothing(k, v)}
+        # Clients write null for a key they leave out.
+        sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
+        kept = {k: v for k, v in sent.items() if not cls._says_nothing(k, v)}
         try:
             request = cls.model_validate(kept)
         except ValidationError as error:
@@ -146,9 +153,7 @@ class _Request(BaseModel):
             neutral = _NEUTRAL.get(key, ())
             # In Python 0 == False and 1 == True; in JSON they are not.
             boolean = isinstance(value, bool)
-            if value is None or any(
-                value == other and boolean == isinstance(other, bool) for other in neutral
-            ):
+            if any(value == other and boolean == isinstance(other, bool) for other in neutral):
                 return True
             instead = _INSTEAD.get(key) or (
                 f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
@@ -257,6 +262,11 @@ class CompletionRequest(_Request):
                 param="prompt",
             )
         return prompt
+
+
+def effective_temperature(temperature: float) -> float:
+    """The temperature that is used for the one that was sent."""
+    return temperature if temperature >= GREEDY_BELOW else 0.0
 
 
 def read_json(body: bytes) -> dict[str, Any]:

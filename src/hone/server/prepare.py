@@ -193,13 +193,17 @@ class Preparation:
                 param=param,
                 code="context_length_exceeded",
             )
-        most = min(settings.max_tokens, limit - prompt) if asked is None else answer
+        if asked is not None:
+            return max(answer - forced, 1)
+        most = limit - prompt
+        if settings.max_tokens is not None:
+            most = min(most, settings.max_tokens)
         return max(most - forced, 1)
 
     def _temperature(self, asked: ChatRequest | CompletionRequest) -> float:
         if self.where.temperature is not None:
             return self.where.temperature
-        return 1.0 if asked.temperature is None else asked.temperature
+        return asked.sampling_temperature
 
     def _sampling(
         self,
@@ -216,7 +220,7 @@ class Preparation:
             n=asked.n or 1,
             max_tokens=room,
             temperature=self._temperature(asked),
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_p=asked.top_p or 1.0,  # 0 is greedy, and greedy needs no mask
             top_k=max(asked.top_k or 0, 0),
             min_p=asked.min_p or 0.0,
             seed=seed,

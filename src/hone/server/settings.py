@@ -74,8 +74,8 @@ class Settings(Strict):
     """OpenAI requests that are answered at the same time; more get 429."""
     max_n: int = Field(default=128, gt=0)
     """Largest `n` of a request."""
-    max_tokens: int = Field(default=256, gt=0)
-    """Tokens of an answer where the request names no number."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of an answer where the request names no number. By default what the context leaves."""
     max_queued_jobs: int = Field(default=64, gt=0)
     """Training jobs that may wait in the queue; more get 429."""
     max_adapters: int = Field(default=8, gt=0)
