@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
-from hone.errors import EngineError
+from hone.errors import EngineError, EngineFailed
 from hone.finetune.base import (
     FailureRecord,
     RolloutRecord,
@@ -85,6 +85,8 @@ class ScriptedEngine:
         """Say yes to every publish from now on and go on serving what was served: a broken engine."""
         self.failing: Exception | None = None
         """Raised by every request from its second token on."""
+        self.failure: BaseException | None = None
+        """What broke the engine: set it, and the server must open another."""
         self.running = 0
         self.most_running = 0
         self.closed = False
@@ -167,6 +169,8 @@ class ScriptedEngine:
     # ---- what it answers --------------------------------------------------------------------
 
     def _check(self, adapter: AdapterRef | None) -> None:
+        if self.failure is not None:
+            raise EngineFailed(f"the engine failed ({self.failure!r})")
         if self.closed:
             raise EngineError("the engine is closed")
         if adapter is not None and adapter.sha256 not in self.published:

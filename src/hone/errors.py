@@ -25,6 +25,7 @@
     |   `-- TrainingFailed                what a client raises for a job that failed on its server
     `-- ServerError (RuntimeError)        the operator must act
         |-- EngineError                   the engine cannot do what was asked of it
+        |   `-- EngineFailed              the engine broke and is started again; try again
         |-- Unavailable                   not now: full, loading or closing; try again
         |   |-- Busy                      too many requests at once
         |   |-- Unreachable (ConnectionError)   nobody answers at that address
@@ -162,6 +163,16 @@ class ServerError(HoneError, RuntimeError):
 
 class EngineError(ServerError):
     """The engine cannot do what was asked of it."""
+
+
+class EngineFailed(EngineError):
+    """The engine broke under a request. The server starts it again: the request may be repeated."""
+
+    status = 503
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(retry_after_s)}
 
 
 class Unavailable(ServerError):

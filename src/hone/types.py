@@ -226,6 +226,12 @@ class JobInfo(Strict):
     started_at: float | None = None
     ended_at: float | None = None
     attempts: int = 0
+    waiting_for: str | None = None
+    """Why a job that had started is queued again: a full disk, a learner or an engine that died."""
+    retries: int = 0
+    """How often the learner or the engine died under it."""
+    server_deaths: int = 0
+    """At how many consecutive deaths of the server it was running."""
     base_step: int | None = None
     """The step it goes on from, pinned when it starts."""
     base_sha256: str | None = None

@@ -58,6 +58,12 @@ class LearnerHere(LearnerProcess):
             sha256=self.learner.lora.sha256,
         )
 
+    @property
+    def alive(self) -> bool:
+        return not self.closed
+
+    def when_ended(self, call: Any) -> None: ...
+
     def ready(self, **_: Any) -> WorkerInfo:
         assert self.info is not None, "it loads where it is made"
         return self.info

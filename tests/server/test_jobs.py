@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
-from hone.errors import BadRequest, Conflict, NotFound
-from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin
+from hone.errors import BadRequest, Conflict, NotFound, StorageError
+from hone.server import job_events
+from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin, Recovered
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.store import Store
 from hone.trajectory import Trajectory, TrajectoryGroup
@@ -171,6 +172,16 @@ def test_after_a_crash(queue, agent):
     assert "brought the server down 3 times" in ended.failure.message
 
 
+def test_only_consecutive_deaths_of_the_server_count(queue, agent):
+    job = reach(queue, add(queue, agent), "running")
+    for _ in range(4):  # it runs at every other death
+        assert queue.recover(lambda job: False).failed == ()
+        assert queue.get(job.id).server_deaths == 1
+        assert queue.recover(lambda job: False) == Recovered((), ())
+        assert queue.get(job.id).server_deaths == 0
+        queue.take(job.id, None)
+
+
 def test_what_is_only_to_be_published_has_attempts_of_its_own(queue, agent):
     job = add(queue, agent)
     for attempt in range(1, 2 * ATTEMPTS):
@@ -238,7 +249,7 @@ async def test_a_server_that_stops_lets_nobody_wait(queue, agent):
     await asyncio.gather(*waiting)
     assert not await queue.wait_event(job.id, 1, 600.0)
     assert await queue.wait_event(job.id, 0, 600.0), "what there is may still be read"
-    assert queue._listeners == {}
+    assert queue._events._listeners == {}
 
 
 # ---- pruning ----------------------------------------------------------------------------------
@@ -270,4 +281,80 @@ async def test_waits_leave_nothing_behind(queue, agent):
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not await queue.wait_event(job.id, 1, 0.01)
-    assert queue._listeners == {}
+    assert queue._events._listeners == {}
+
+
+# ---- a disk that takes no changes ----------------------------------------------------------------
+
+
+def test_what_the_disk_does_not_take_counts_from_memory_and_is_written_later(
+    queue, agent, store, tmp_path: Path
+):
+    running, waiting = reach(queue, add(queue, agent), "running"), add(queue, agent)
+    store._writer.execute("PRAGMA query_only = ON")  # every change is refused
+    with pytest.raises(StorageError):
+        queue.move(running.id, "queued")
+    back = queue.put_back(running.id, "the disk is full", attempts=0)
+    assert (back.state, back.attempts, back.waiting_for) == ("queued", 0, "the disk is full")
+    assert queue.request_cancel(waiting.id).state == "cancelled"
+    assert queue.get(running.id) == back and queue.waiting() == {"tiny": 1}
+    assert [job.id for job in queue.list(state="queued")] == [running.id]
+    assert [job.id for job in queue.list(state="running")] == []
+    assert queue.events(running.id)[-1].data == {"waiting_for": "the disk is full"}
+    assert types(queue, waiting) == ["queued", "cancelled"]
+    with pytest.raises(StorageError):
+        queue.write_pending()
+    store._writer.execute("PRAGMA query_only = OFF")
+    queue.write_pending()
+    opened = Store(tmp_path / "state.sqlite")  # as the next server finds it
+    found = JobStore(opened)
+    assert found.get(running.id) == back and found.get(waiting.id).state == "cancelled"
+    assert [e.model_dump() for e in found.events(running.id)] == [
+        e.model_dump() for e in queue.events(running.id)
+    ]
+    assert found.oldest("tiny") == back
+    opened.close()
+
+
+# ---- progress and growth -----------------------------------------------------------------------
+
+
+def test_progress_is_told_at_once_and_seldom_written(queue, agent, store, monkeypatch):
+    job = reach(queue, add(queue, agent), "running")
+    before = store._writer.total_changes
+    for row in range(50):
+        queue.progress(job.id, {"phase": "train", "row": row})
+    assert store._writer.total_changes == before
+    assert [e.id for e in queue.events(job.id)] == list(range(1, 53))
+    assert [e.data["row"] for e in queue.events(job.id, after=50)] == [48, 49]
+    monkeypatch.setattr(job_events, "WRITE_S", 0.0)
+    queue.progress(job.id, {"phase": "train", "row": 50})  # some seconds later
+    assert store._writer.total_changes == before + 1  # the newest of its phase
+    queue.move(job.id, "done")
+    ended = [(e.id, e.type) for e in queue.events(job.id)]
+    assert ended == [(1, "queued"), (2, "started"), (53, "progress"), (54, "done")]
+
+
+def test_after_a_crash_no_id_that_was_told_is_used_again(queue, agent, store):
+    job = reach(queue, add(queue, agent), "running")
+    for row in range(5):
+        queue.progress(job.id, {"phase": "train", "row": row})
+    seen = queue.events(job.id)[-1].id
+    found = JobStore(store)  # what was only in memory is gone
+    assert found.events(job.id)[-1].id < seen
+    found.recover(lambda job: False)
+    assert [e.type for e in found.events(job.id, after=seen)] == ["queued"]
+
+
+def test_events_are_bounded(agent, store):
+    queue = JobStore(store, keep_progress=3)
+    job = reach(queue, add(queue, agent), "running")
+    for phase in range(10):
+        queue.progress(job.id, {"phase": phase})
+    queue.emit(job.id, "learned", {})
+    assert types(queue, job) == ["queued", "started", *["progress"] * 3, "learned"]
+    assert [e.data["phase"] for e in queue.events(job.id) if e.type == "progress"] == [7, 8, 9]
+    queue.move(job.id, "done")
+    assert queue.prune_events(max_age_s=600) == 0
+    assert queue.prune_events(max_age_s=-1) == 6
+    assert types(queue, job) == ["done"]

@@ -15,6 +15,7 @@ from hone.inference.base import AdapterRef, Probe
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerSpec
 from hone.models.decoder import Decoder
+from hone.server import supervision
 from hone.server.learning import PATIENT
 from hone.types import ModelKey
 
@@ -175,18 +176,22 @@ async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tm
         assert server.serving.newest(record) == (0, None)
 
 
-async def test_a_learner_that_dies_fails_its_job_and_is_replaced(tiny_model: Path, tmp_path: Path):
+@pytest.mark.parametrize("deaths", [1, 3])
+async def test_a_learner_that_dies_is_replaced_and_its_job_tried_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
+):
+    monkeypatch.setattr(supervision, "FIRST_S", 0.01)
     started: list[tuple[LearnerSpec, Any]] = []
 
     class Mortal(LearnerHere):
-        """The first one dies under its first job."""
+        """The first ones die under their first job."""
 
         def __init__(self, spec: LearnerSpec, **how: object) -> None:
             super().__init__(spec)
             started.append((spec, how))
 
         def train(self, *args: Any, **more: Any) -> Any:
-            if len(started) == 1:
+            if len(started) <= deaths:
                 raise LearnerDied("learner process 7, during 'train': it ended (signal SIGKILL)")
             return super().train(*args, **more)
 
@@ -195,9 +200,15 @@ async def test_a_learner_that_dies_fails_its_job_and_is_replaced(tiny_model: Pat
     ) as server:
         record = server.models.register(spec(tiny_model))
         job = await server.ended(server.submit(record, token_groups()).id)
-        assert job.state == "failed" and job.failure is not None
-        assert job.failure.type == "LearnerDied" and "SIGKILL" in job.failure.message
+        if deaths == 1:
+            assert (job.state, job.retries, job.waiting_for) == ("done", 1, None), job
+            again = [e.data for e in server.jobs.events(job.id) if e.type == "queued"][1]
+            assert "SIGKILL" in again["waiting_for"]
+        else:  # it is taken for the cause
+            assert job.state == "failed" and job.failure is not None and job.attempts == 3
+            assert job.failure.type == "LearnerDied" and "SIGKILL" in job.failure.message
         await server.trained(tiny_model, 0, 10)
-        assert len(started) == 2  # one for the job that failed, one kept for the two after it
+        assert len(started) == deaths + 1  # the last one is kept for the jobs after it
+        assert server.service.parts()["learner"] == {"status": "ok", "loaded": True}
         assert all(spec.threads == 2 for spec, _ in started)
         assert all(how == {"gives_way": False, "env": PATIENT} for _, how in started)

@@ -66,7 +66,7 @@ def sha(record: ModelRecord, step: int) -> str:
 
 @pytest.fixture
 async def world(make_state: MakeState, tiny_model: Path, tokenizer: Any) -> AsyncIterator[World]:
-    state = make_state(max_adapters=2, hold_s=0.05, max_concurrent=2)
+    state = make_state(max_adapters=2, hold_s=0.05, pause_s=0.1, max_concurrent=2)
     world = World(state, tiny_model, tokenizer)
     yield world
     await world.serving.close()
@@ -389,6 +389,58 @@ async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> 
         await world.serving.ready()
     await world.serving.resume()
     await world.serving.ready()
+
+
+async def test_pauses_are_counted(world: World) -> None:
+    """Two base models train at once: the first to end must not open the gate for the other."""
+    engine = (await world.serving.base(world.tiny)).engine
+    assert isinstance(engine, ScriptedEngine)
+    async with world.serving.paused():
+        async with world.serving.paused():
+            pass
+        with pytest.raises(Unavailable):
+            await world.serving.ready()
+        assert not engine._awake.is_set()
+    await world.serving.ready()
+    assert engine._awake.is_set()
+
+
+@pytest.mark.parametrize("ending", ["raises", "is cancelled", "cannot wake", "does not sleep"])
+async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
+    asleep, slept = asyncio.Event(), asyncio.Event()
+
+    class Restless(ScriptedEngine):
+        async def sleep(self) -> None:
+            if ending == "does not sleep":
+                await asyncio.Event().wait()
+            await super().sleep()
+
+        async def wake(self) -> None:
+            await super().wake()
+            if ending == "cannot wake":
+                raise RuntimeError("it does not wake")
+
+    world.engines[world.tiny] = engine = Restless(tokenizer=world.tokenizer)
+    world.serving._engines._open_engine = lambda _: engine
+    await world.serving.base(world.tiny)
+
+    async def train() -> None:
+        async with world.serving.paused():
+            asleep.set()
+            if ending == "raises":
+                raise ValueError("the job failed")
+            if ending == "is cancelled":
+                await slept.wait()
+
+    training = asyncio.create_task(train())
+    if ending == "is cancelled":
+        await asleep.wait()
+        training.cancel()
+    (error,) = await asyncio.gather(training, return_exceptions=True)
+    if ending == "does not sleep":
+        assert isinstance(error, Unavailable) and "0.1 s (pause_s)" in str(error)
+    await world.serving.ready()
+    assert engine._awake.is_set()
 
 
 async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:

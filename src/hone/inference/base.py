@@ -129,6 +129,11 @@ class EngineStats:
 class Engine(Protocol):
     """What hone asks of whatever samples."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the engine; None while it works. A broken engine never works again."""
+        ...
+
     def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
     ) -> AsyncIterator[Delta]:

@@ -27,7 +27,7 @@ from time import perf_counter, sleep
 import torch
 from torch import Tensor
 
-from hone.errors import EngineError
+from hone.errors import EngineError, EngineFailed
 from hone.inference.apart import apart
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.batch import Batch, Chunk
@@ -126,6 +126,10 @@ class EmbeddedEngine:
         )
 
     # ---- what callers see -------------------------------------------------------------------
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
@@ -257,15 +261,15 @@ class EmbeddedEngine:
                     self._step()
         except Exception as error:  # noqa: BLE001  a dead thread must fail its requests, not hang them
             self._failure = error
-        reason = "was closed" if self._failure is None else f"failed: {self._failure!r}"
+        ended = self._ended()
         with self._awake:
             self._closed = True
             for request in (*self._schedule.running, *self._schedule.waiting):
-                request.fail(EngineError(f"the engine {reason}; the request was not finished"))
+                request.fail(ended)
             for future in (*self._rested, *(future for _, future in self._unloading)):
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineError(f"the engine {reason}"))
-            self._scoring.fail(EngineError(f"the engine {reason}"))
+                    future.set_exception(ended)
+            self._scoring.fail(ended)
             self._schedule.clear()
 
     def _wait_for_work(self) -> bool:
@@ -378,5 +382,13 @@ class EmbeddedEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            why = "" if self._failure is None else f" after it failed: {self._failure!r}"
-            raise EngineError(f"the engine is closed{why}")
+            raise self._ended()
+
+    def _ended(self) -> EngineError:
+        """Why a request cannot be finished."""
+        if self._failure is None:
+            return EngineError("the engine was closed; the request was not finished")
+        return EngineFailed(
+            f"the engine failed ({self._failure!r}) and the request was not finished. Send it "
+            "again: a server starts its engine anew."
+        )

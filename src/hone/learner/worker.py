@@ -31,6 +31,7 @@ from typing import IO, Any, Literal
 from pydantic import Field
 
 from hone import errors
+from hone.disk import storage
 from hone.errors import HoneError, LearnerDied, TrainingError
 from hone.niceness import give_way
 from hone.trajectory import TrajectoryGroup
@@ -87,6 +88,9 @@ class LearnerProcess:
         self._writing = threading.Lock()
         self._asked = 0
         self._running: int | None = None
+        self._ending = threading.Lock()
+        self._when_ended: Callable[[], object] | None = None
+        self._ended = False
         self._readers = [
             threading.Thread(target=self._read_messages, daemon=True),
             threading.Thread(target=self._read_stderr, daemon=True),
@@ -127,6 +131,18 @@ class LearnerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call this once the child has ended, on another thread; at once if it has ended already."""
+        with self._ending:
+            if not self._ended:
+                self._when_ended = call
+                return
+        call()
 
     def ready(self, *, deadline_s: float = 300.0) -> WorkerInfo:
         """Wait until the model is loaded; a child that could not is closed, and says why here."""
@@ -270,6 +286,10 @@ class LearnerProcess:
             elif line.strip():
                 self._stderr.append(line.rstrip("\n"))
         self._messages.put(None)
+        with self._ending:
+            self._ended, call = True, self._when_ended
+        if call is not None:
+            call()
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None, "started with pipes"
@@ -332,7 +352,9 @@ def main() -> None:
                 send("done", job, result=info.model_dump())
             else:
                 assert learner is not None, "the parent starts before it asks"
-                send("done", job, result=_answer(learner, request, inbox, send))
+                with storage(Path(request.get("directory", "."))):
+                    result = _answer(learner, request, inbox, send)
+                send("done", job, result=result)
         except HoneError as error:
             send("failed", job, type=type(error).__name__, message=str(error))
 

@@ -29,7 +29,7 @@ from hone import errors
 from hone.errors import HoneError
 from hone.inference.base import Engine
 from hone.learner.worker import LearnerProcess
-from hone.server import art, auth, calls, chat, jobs, models, training
+from hone.server import art, art_log, auth, calls, chat, jobs, models, training
 from hone.server.bodies import BodyBudget, BodyReader, Message, Receive
 from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoints
@@ -43,6 +43,7 @@ from hone.server.service import TrainingService
 from hone.server.serving import Serving
 from hone.server.settings import Settings
 from hone.server.store import Store
+from hone.server.supervision import Part, repeat
 from hone.server.telemetry import Metrics, log, refusal_text, say
 from hone.server.workers import WorkerPool
 
@@ -70,6 +71,7 @@ class State:
     workers: WorkerPool
     """Processes that read large request bodies."""
     bodies: BodyBudget
+    pruner: Part = field(default_factory=lambda: Part("pruner"))
     started_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -85,7 +87,8 @@ class State:
         metrics = Metrics()
         schemas = (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA)
         store = Store(settings.root / "state.sqlite", schemas=schemas)
-        known, queue, recorded = ModelStore(store), JobStore(store), CallStore(store)
+        known, recorded = ModelStore(store), CallStore(store)
+        queue = JobStore(store, keep_progress=settings.keep_progress)
         checkpoints = Checkpoints(settings.root)
         serving = Serving(known, checkpoints, settings, open_engine)
         service = TrainingService(
@@ -119,7 +122,7 @@ class State:
         """Take jobs and prune calls until the block ends; then close everything in reverse."""
         try:
             await self.service.start()
-            pruning = asyncio.create_task(self._prune())
+            pruning = asyncio.create_task(repeat(self.pruner, self._prune, PRUNE_S))
             try:
                 yield
             finally:
@@ -134,14 +137,21 @@ class State:
             self.store.close()
 
     async def _prune(self) -> None:
-        settings = self.settings
+        """Delete what is kept too long, and close what nobody has used for long."""
+        settings, calls, jobs = self.settings, self.calls, self.jobs
         bounds = {"max_age_s": settings.keep_calls_s, "max_bytes": settings.keep_calls_bytes}
-        while True:
-            if gone := await asyncio.to_thread(self.calls.prune, **bounds):
-                say("calls pruned", calls=gone)
-            if gone := await asyncio.to_thread(self.jobs.prune, **bounds):
-                say("groups of ended jobs pruned", jobs=gone)
-            await asyncio.sleep(PRUNE_S)
+        for run in await asyncio.to_thread(calls.close_idle_runs, settings.idle_run_s):
+            say("run closed: it was idle", run=run, idle_s=settings.idle_run_s)
+        if gone := await asyncio.to_thread(calls.prune, **bounds):
+            say("calls pruned", calls=gone)
+        if gone := await asyncio.to_thread(jobs.prune, **bounds):
+            say("groups of ended jobs pruned", jobs=gone)
+        await asyncio.to_thread(jobs.prune_events, max_age_s=settings.keep_events_s)
+        logged = (art_log.prune, settings.root, settings.keep_trajectories_bytes)
+        if gone := await asyncio.to_thread(*logged):
+            say("logged trajectories pruned", files=gone)
+        await self.serving.close_idle(settings.idle_engine_s)
+        await self.service.close_idle()
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
@@ -176,23 +186,17 @@ def _own_routes(state: State, *, control: bool) -> APIRouter:
     @router.get("/health")
     @router.get("/healthcheck")
     async def health(request: Request) -> dict[str, Any]:
-        """Whether it lives, and what it does; to those who have the key, also what it serves where.
+        """Whether it works, part by part; to those who have the key, also what it serves where.
 
-        `base_models` says of each base model in use whether it is loaded.
+        `status` is `ok` if every part is, else `degraded`. `base_models` says of each base model in
+        use whether it is loaded.
         """
-        status = {"status": "ok", "version": hone.__version__}
-        status |= {"uptime_s": time.time() - state.started_at, **state.service.status()}
         client = request.client.host if request.client else None
         try:
             auth.check(state.settings, "", request.headers, client, control=control)
         except errors.Unauthorized:
-            return status
-        ports = {"port": state.settings.port, "inference_port": state.settings.inference_port}
-        return {
-            **status,
-            **ports,
-            "base_models": await asyncio.to_thread(state.serving.base_models),
-        }
+            return await _health(state, keyed=False)
+        return await _health(state, keyed=True)
 
     if control:
 
@@ -202,6 +206,28 @@ def _own_routes(state: State, *, control: bool) -> APIRouter:
             return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+async def _health(state: State, *, keyed: bool) -> dict[str, Any]:
+    """How the server is. Without the key: no names, no jobs, no reasons, which may name paths."""
+    parts = {"engine": state.serving.status(), **state.service.parts()}
+    parts["pruner"] = state.pruner.status()
+    said: dict[str, Any] = {"version": hone.__version__, "uptime_s": time.time() - state.started_at}
+    try:
+        said |= await asyncio.to_thread(state.service.status)
+        if keyed:
+            said["base_models"] = await asyncio.to_thread(state.serving.base_models)
+        parts["storage"] = {"status": "ok"}
+    except errors.StorageError as error:
+        parts["storage"] = {"status": "failing", "reason": str(error)}
+    works = all(part["status"] == "ok" for part in parts.values())
+    said = {"status": "ok" if works else "degraded", **said, "parts": parts}
+    if keyed:
+        ports = {"port": state.settings.port, "inference_port": state.settings.inference_port}
+        return said | ports
+    said.pop("jobs", None)
+    said["parts"] = {name: {"status": part["status"]} for name, part in parts.items()}
+    return said
 
 
 # ---- errors -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ A line holds the group as it was sent, log-probabilities, exceptions and unknown
 what a log leaves out is what one will look for in it.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hone.disk import storage
 from hone.errors import Unprocessable
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Failure, FieldError
@@ -104,10 +106,22 @@ def write(model_dir: Path, split: str, step: int, groups: Sequence[ArtGroup]) ->
         message = "nested too deeply to be read"
         raise Unprocessable([FieldError(("trajectory_groups",), message)]) from None
     path = model_dir / "trajectories" / split / f"{step:04d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as out:
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with storage(path), path.open("ab+") as out:
         if out.tell():  # a crash may have left half a line
             out.seek(-1, os.SEEK_END)
             lines = lines if out.read(1) == b"\n" else "\n" + lines
         out.write(lines.encode())
     return path
+
+
+def prune(root: Path, max_bytes: int) -> int:
+    """Delete the oldest files of logged trajectories beyond a size; how many were deleted."""
+    found = [(path, path.stat()) for path in root.glob("*/models/*/trajectories/*/*.jsonl")]
+    found.sort(key=lambda one: one[1].st_mtime, reverse=True)
+    kept = itertools.accumulate(stat.st_size for _, stat in found)
+    doomed = [path for (path, _), size in zip(found, kept, strict=True) if size > max_bytes]
+    for path in doomed:
+        path.unlink(missing_ok=True)
+    return len(doomed)

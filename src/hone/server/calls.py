@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS calls (
 CREATE INDEX IF NOT EXISTS calls_by_rollout ON calls (rollout, place, choice);
 CREATE INDEX IF NOT EXISTS calls_by_digest ON calls (digest);
 CREATE INDEX IF NOT EXISTS calls_by_parent ON calls (parent) WHERE parent IS NOT NULL;
+CREATE INDEX IF NOT EXISTS calls_by_run ON calls (run, created_at) WHERE run IS NOT NULL;
 CREATE INDEX IF NOT EXISTS calls_by_age ON calls (created_at, size);
 CREATE TABLE IF NOT EXISTS call_refs (
     job TEXT NOT NULL, call TEXT NOT NULL, PRIMARY KEY (job, call)
@@ -73,6 +74,8 @@ class CallStore:
         self._lock = threading.Lock()
         self._open: dict[str, tuple[RunSpec, float]] = {}
         """Asked for with every request of a rollout, so kept in memory."""
+        self._opened: dict[str, float] = {}
+        """When each run was last opened by a client of this server."""
         self._unmarked: Counter[str] = Counter()
         """Requests outside any rollout, by the model that answered, since this server started."""
         self.read_runs()
@@ -119,6 +122,7 @@ class CallStore:
                 (spec.id, spec.model_dump_json(), opened_at),
             )
             self._open[spec.id] = spec, opened_at
+            self._opened[spec.id] = time.time()
 
     def close_run(self, run: str) -> None:
         """From now on its calls may be pruned. Closing again changes nothing."""
@@ -131,6 +135,34 @@ class CallStore:
                 (time.time(), run),
             )
             self._open.pop(run, None)
+            self._opened.pop(run, None)
+
+    def close_idle_runs(self, idle_s: float) -> list[str]:
+        """Close runs that were neither opened nor made a call for so long; their ids."""
+        idle = [run for run, touched_at in self._touched() if touched_at < time.time() - idle_s]
+        for run in idle:
+            self.close_run(run)
+        return idle
+
+    def runs(self, *, limit: int) -> list[str]:
+        """Ids of runs: the open ones first, then those that were closed last."""
+        rows = self._store.query(
+            "SELECT id FROM runs ORDER BY closed_at IS NOT NULL, "
+            "coalesce(closed_at, opened_at) DESC LIMIT ?",
+            (limit,),
+        )
+        return [row["id"] for row in rows]
+
+    def _touched(self) -> list[tuple[str, float]]:
+        """Every open run, and when it was last opened or made a call."""
+        rows = self._store.query(
+            "SELECT id, max(opened_at, coalesce((SELECT max(created_at) FROM calls "
+            "WHERE calls.run = runs.id), 0)) AS touched_at FROM runs WHERE closed_at IS NULL"
+        )
+        # An open run may have been opened again since: then it is younger than its row says.
+        return [
+            (row["id"], max(row["touched_at"], self._opened.get(row["id"], 0.0))) for row in rows
+        ]
 
     def run(self, run: str) -> tuple[RunSpec, bool, int]:
         """A run, whether it is open, and how many calls of it are kept."""

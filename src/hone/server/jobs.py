@@ -5,30 +5,35 @@ Out:  JobInfos, JobEvents; listeners are woken, nobody polls
 Used: service.py takes jobs and moves them; training.py and events.py show them
 
 Every change and the event that tells of it are one transaction, synced before anybody hears of
-it: a listener never sees what a crash could take back.
+it: a listener never sees what a crash could take back. The exception is a disk that takes no
+changes: then a job that goes back to the queue, or is cancelled, is so in memory, for all who ask,
+and on disk as soon as there is room (`write_pending`).
 """
 
-import asyncio
 import itertools
 import json
 import secrets
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any, get_args
 
-from hone.errors import BadRequest, Conflict, NotFound
+from hone.errors import BadRequest, Conflict, NotFound, StorageError
+from hone.server import job_events
 from hone.server.failpoints import failpoint
+from hone.server.job_events import JobEvents, event_of_move
 from hone.server.models import ModelRecord
 from hone.server.rows import marks
 from hone.server.store import Store
 from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
 
-SCHEMA = """
+SCHEMA = (
+    """
 CREATE TABLE IF NOT EXISTS jobs (
     place INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -43,25 +48,21 @@ CREATE TABLE IF NOT EXISTS jobs (
     UNIQUE (model, idempotency_key)
 );
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, base_model, place);
-CREATE TABLE IF NOT EXISTS job_events (
-    job TEXT NOT NULL REFERENCES jobs (id),
-    id INTEGER NOT NULL,
-    type TEXT NOT NULL,
-    at REAL NOT NULL,
-    data TEXT NOT NULL,
-    PRIMARY KEY (job, id)
-) WITHOUT ROWID;
 """
+    + job_events.SCHEMA
+)
 
 NEXT: dict[JobState, tuple[JobState, ...]] = {
     "queued": ("running", "cancelled", "failed"),  # failed: its model cannot be loaded
-    "running": ("done", "failed", "cancelled", "queued"),  # queued: the server stopped
+    "running": ("done", "failed", "cancelled", "queued"),  # queued: it is tried again
 }
 """Which state may follow which; the others are final."""
 FINAL = tuple(state for state in get_args(JobState) if state not in NEXT)
 
 ATTEMPTS = 3
-"""A job that was running so often when the server went down is taken for the cause."""
+"""A job that was running at so many consecutive deaths of the server is taken for their cause."""
+KEEP_PROGRESS = 1000
+"""Progress events kept of a job, where the settings do not say otherwise."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
 
 
@@ -83,23 +84,31 @@ class Recovered:
 
 # Named here because `list` is a method below.
 Jobs = list[JobInfo]
-Events = list[JobEvent]
 Groups = list[TrajectoryGroup]
 
 
 class JobStore:
     """Blocking, except `wait_event`; safe from any thread."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, keep_progress: int = KEEP_PROGRESS) -> None:
         self._store = store
-        self.stopping = False
+        self._events = JobEvents(store, keep_progress=keep_progress)
+        self.wait_event, self.stop_waiting = self._events.wait, self._events.stop_waiting
+        self.events, self.progress = self._events.read, self._events.progress
+        self._pending: dict[str, JobInfo] = {}
+        """Jobs as they are, where the disk has not taken their last change yet."""
+        self._changing = threading.RLock()
+
+    @property
+    def stopping(self) -> bool:
         """Nobody waits for an event any more: the server stops."""
-        self._listening = threading.Lock()
-        self._listeners: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
+        return self._events.stopping
 
     # ---- what there is ----------------------------------------------------------------------
 
     def get(self, job_id: str) -> JobInfo:
+        if (pending := self._pending.get(job_id)) is not None:
+            return pending
         rows = self._store.query("SELECT info FROM jobs WHERE id = ?", (job_id,))
         if not rows:
             raise NotFound(f"no job is called {job_id!r}; GET /v1/training/jobs lists them")
@@ -135,14 +144,23 @@ class JobStore:
             f"SELECT info FROM jobs WHERE {where} ORDER BY place DESC LIMIT ?",
             (*given.values(), limit),
         )
-        return [JobInfo.model_validate_json(row["info"]) for row in rows]
+        found = [JobInfo.model_validate_json(row["info"]) for row in rows]
+        known = {job.id for job in found}
+        found = [self._pending.get(job.id, job) for job in found]
+        found += [job for job in self._pending.values() if job.id not in known and state]
+        return [
+            job
+            for job in found
+            if (state is None or job.state == state) and (model is None or job.model == str(model))
+        ]
 
     def waiting(self) -> dict[str, int]:
         """How many jobs are queued, by base model."""
-        rows = self._store.query(
-            "SELECT base_model, count(*) AS n FROM jobs WHERE state = 'queued' GROUP BY base_model"
-        )
-        return {row["base_model"]: row["n"] for row in rows}
+        rows = self._store.query("SELECT id, base_model FROM jobs WHERE state = 'queued'")
+        pending = dict(self._pending)
+        queued = [row["base_model"] for row in rows if row["id"] not in pending]
+        queued += [job.base_model for job in pending.values() if job.state == "queued"]
+        return dict(Counter(queued))
 
     def repeated(
         self, model: ModelKey, idempotency_key: str | None, request_sha256: str
@@ -193,7 +211,7 @@ class JobStore:
             advance_when_flat=advance_when_flat,
             counts=counts,
         )
-        with self._store.transaction(durable=True) as db:
+        with self._events.writing(job.id) as (db, tell):
             known = self.repeated(model.key, idempotency_key, request_sha256)
             if known is not None:
                 return known
@@ -212,7 +230,7 @@ class JobStore:
                     request_sha256,
                 ),
             )
-            _insert_event(db, job.id, "queued", {})
+            tell("queued", {})
         return job
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
@@ -241,14 +259,21 @@ class JobStore:
     def take(self, job_id: str, pin: Pin | None) -> JobInfo:
         """A queued job, now running from `pin`; None leaves the pin of an earlier attempt."""
         attempts = self.get(job_id).attempts + 1
-        base = {} if pin is None else {"base_step": pin.step, "base_sha256": pin.sha256}
+        base: dict[str, Any] = (
+            {} if pin is None else {"base_step": pin.step, "base_sha256": pin.sha256}
+        )
         failpoint("job/before-take")
-        job = self.move(job_id, "running", attempts=attempts, **base)
+        job = self.move(job_id, "running", attempts=attempts, waiting_for=None, **base)
         failpoint("job/after-take")
         return job
 
-    def move(self, job_id: str, state: JobState, **fields: Any) -> JobInfo:
-        """Change a job's state and, with it, any other of its fields."""
+    def move(
+        self, job_id: str, state: JobState, *, remember: bool = False, **fields: Any
+    ) -> JobInfo:
+        """Change a job's state and, with it, any other of its fields.
+
+        `remember`: where the disk cannot take it now, it counts from memory and is written later.
+        """
         times = {"running": {"started_at": time.time()}, "queued": {"started_at": None}}
         fields = {"state": state, **times.get(state, {"ended_at": time.time()}), **fields}
 
@@ -258,9 +283,27 @@ class JobStore:
             return JobInfo.model_validate({**job.model_dump(), **fields})
 
         failpoint("job/before-move")
-        job = self._change(job_id, moved, _event_of_move)
+        job = self._change(job_id, moved, event_of_move, remember=remember)
         failpoint("job/after-move")
+        if state in FINAL:
+            self._events.close(job_id)
         return job
+
+    def put_back(self, job_id: str, why: str, **fields: Any) -> JobInfo:
+        """A job that is tried again waits in the queue, and says what for."""
+
+        def queued(job: JobInfo) -> JobInfo:
+            changes = {"state": "queued", "started_at": None, "waiting_for": why, **fields}
+            if job.state not in NEXT:
+                raise Conflict(f"job {job_id!r} is {job.state} and cannot become queued")
+            return JobInfo.model_validate({**job.model_dump(), **changes})
+
+        return self._change(job_id, queued, event_of_move, remember=True)
+
+    def write_pending(self) -> None:
+        """Bring to the disk what it could not take when it happened; StorageError if it still cannot."""
+        for job_id in list(self._pending):
+            self._change(job_id, lambda job: job, event_of_move)
 
     def request_cancel(self, job_id: str) -> JobInfo:
         """A queued job is cancelled at once, a running one asked to stop; one that ended stays."""
@@ -276,14 +319,12 @@ class JobStore:
         def told(job: JobInfo) -> tuple[str, dict[str, Any]]:
             return ("cancelled", {}) if job.state == "cancelled" else ("cancelling", {})
 
-        return self._change(job_id, asked, told)
+        return self._change(job_id, asked, told, remember=True)
 
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
         """Write down something that happened to a job."""
-        with self._store.transaction(durable=True) as db:
-            event = _insert_event(db, job_id, type, data)
-        self._wake(job_id)
-        return event
+        with self._events.writing(job_id) as (_, tell):
+            return tell(type, data)
 
     def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
         """Inside a transaction of the caller's: the jobs of a model are now another name's."""
@@ -297,103 +338,63 @@ class JobStore:
     def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> Recovered:
         """At start-up: what was running goes back to the queue, or fails as the likely cause.
 
-        A job that has its checkpoint is only to be published; that has three attempts of its own.
+        A death of the server counts against a job only if it was running at each of the last
+        three. A job that has its checkpoint is only to be published; that has three of its own.
         """
         queued, failed = [], []
+        for job in self.list(state="queued", limit=-1):
+            if job.server_deaths:  # it was not running at this one
+                self._change(job.id, lambda job: job.model_copy(update={"server_deaths": 0}), None)
         for job in reversed(self.list(state="running", limit=-1)):
-            limit = ATTEMPTS * (2 if has_checkpoint(job) else 1)
-            if job.attempts < limit:
-                queued.append(self.move(job.id, "queued"))
+            self._events.skip_lost(job.id)
+            deaths = job.server_deaths + 1
+            if deaths < ATTEMPTS * (2 if has_checkpoint(job) else 1):
+                queued.append(self.move(job.id, "queued", server_deaths=deaths))
                 continue
             failure = Failure(
                 type="ServerError",
-                message=f"job {job.id!r} brought the server down {job.attempts} times and is not "
+                message=f"job {job.id!r} brought the server down {deaths} times and is not "
                 "tried again. Look at the end of the server's log for each of them; what exhausts "
                 "memory needs a smaller row_tokens or fewer groups.",
             )
-            failed.append(self.move(job.id, "failed", failure=failure))
+            failed.append(self.move(job.id, "failed", failure=failure, server_deaths=deaths))
         return Recovered(tuple(queued), tuple(failed))
 
-    # ---- what happened ----------------------------------------------------------------------
-
-    def events(self, job_id: str, after: int = 0, limit: int = 1000) -> Events:
-        """In order, those with a larger id than `after`."""
-        rows = self._store.query(
-            "SELECT * FROM job_events WHERE job = ? AND id > ? ORDER BY id LIMIT ?",
-            (job_id, after, limit),
-        )
-        return [JobEvent(**{**dict(row), "data": json.loads(row["data"])}) for row in rows]
-
-    async def wait_event(self, job_id: str, after: int, deadline_s: float) -> bool:
-        """Whether there is, or comes within the deadline, an event after that one."""
-        listener = (asyncio.get_running_loop(), asyncio.Event())
-        # Listen first, then look: what comes between the two is heard.
-        with self._listening:
-            self._listeners.setdefault(job_id, set()).add(listener)
-        try:
-            if await asyncio.to_thread(self.events, job_id, after, 1):
-                return True
-            if self.stopping:
-                return False
-            await asyncio.wait_for(listener[1].wait(), deadline_s)
-            return True
-        except TimeoutError:
-            return False
-        finally:
-            with self._listening:
-                self._listeners[job_id].discard(listener)
-                if not self._listeners[job_id]:
-                    del self._listeners[job_id]
-
-    def stop_waiting(self) -> None:
-        """Wake all who wait for an event, and let nobody wait again. From any thread."""
-        self.stopping = True
-        for job_id in list(self._listeners):
-            self._wake(job_id)
+    def prune_events(self, *, max_age_s: float) -> int:
+        """Forget the events of jobs that ended too long ago, all but the last of each."""
+        return self._events.prune(FINAL, time.time() - max_age_s)
 
     def _change(
         self,
         job_id: str,
         change: Callable[[JobInfo], JobInfo],
-        tell: Callable[[JobInfo], tuple[str, dict[str, Any]]],
+        tell: Callable[[JobInfo], tuple[str, dict[str, Any]]] | None,
+        *,
+        remember: bool = False,
     ) -> JobInfo:
         """Replace a job by what `change` makes of it; one that stays the same has no event."""
-        with self._store.transaction(durable=True) as db:
-            before = self.get(job_id)
-            job = change(before)
-            if job == before:
+        with self._changing:
+            try:
+                with self._events.writing(job_id) as (db, write):
+                    before = self.get(job_id)
+                    job = change(before)
+                    if job == before and job_id not in self._pending:
+                        return job
+                    db.execute(
+                        "UPDATE jobs SET state = ?, info = ? WHERE id = ?",
+                        (job.state, job.model_dump_json(), job_id),
+                    )
+                    if job != before and tell is not None:
+                        write(*tell(job))
+                self._pending.pop(job_id, None)
                 return job
-            db.execute(
-                "UPDATE jobs SET state = ?, info = ? WHERE id = ?",
-                (job.state, job.model_dump_json(), job_id),
-            )
-            _insert_event(db, job_id, *tell(job))
-        self._wake(job_id)
-        return job
-
-    def _wake(self, job_id: str) -> None:
-        with self._listening:
-            for loop, event in self._listeners.get(job_id, ()):
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(event.set)
-
-
-def _event_of_move(job: JobInfo) -> tuple[str, dict[str, Any]]:
-    told: dict[JobState, tuple[str, dict[str, Any]]] = {
-        "queued": ("queued", {}),
-        "running": ("started", {"attempt": job.attempts, "base_step": job.base_step}),
-        "done": ("done", {"step": job.step, "metrics": job.metrics, "reason": job.reason}),
-        "failed": ("failed", {"failure": job.failure.model_dump() if job.failure else None}),
-        "cancelled": ("cancelled", {}),
-    }
-    return told[job.state]
-
-
-def _insert_event(db: Connection, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
-    last = db.execute("SELECT max(id) FROM job_events WHERE job = ?", (job_id,)).fetchone()[0]
-    event = JobEvent(id=(last or 0) + 1, job=job_id, type=type, at=time.time(), data=data)
-    db.execute(
-        "INSERT INTO job_events VALUES (?, ?, ?, ?, ?)",
-        (job_id, event.id, type, event.at, json.dumps(data)),
-    )
-    return event
+            except StorageError:
+                if not remember:
+                    raise
+                before = self.get(job_id)
+                job = change(before)
+                if job != before:
+                    self._pending[job_id] = job
+                    if tell is not None:
+                        self._events.remember(job_id, *tell(job))
+                return job

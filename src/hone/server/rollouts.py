@@ -1,7 +1,7 @@
 """What was recorded, by rollout; and runs, whose rollouts are kept until they are closed.
 
 In:   the id of a rollout or of a run
-Out:  GET /v1/rollouts/{id}; POST /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
+Out:  GET /v1/rollouts/{id}; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
 Used: chat.py includes these routes beside the OpenAI API
 
 A rollout that made no call is an empty list and not an error: an agent may end without asking.
@@ -11,7 +11,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from pydantic import Field
 from starlette.responses import Response
 
@@ -68,6 +68,15 @@ def routes(state: "State") -> APIRouter:
             return _said(state, spec.id)
 
         return RunInfo(**await asyncio.to_thread(opened))
+
+    @router.get("/v1/runs")
+    async def runs(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[RunInfo]:
+        """Runs: the open ones first, then those that were closed last."""
+
+        def listed() -> list[dict[str, Any]]:
+            return [_said(state, run_id) for run_id in state.calls.runs(limit=limit)]
+
+        return [RunInfo(**one) for one in await asyncio.to_thread(listed)]
 
     @router.get("/v1/runs/{run_id}")
     async def run(run_id: Annotated[Name, Path()]) -> RunInfo:

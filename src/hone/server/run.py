@@ -145,6 +145,8 @@ def lasting(open_engine: Callable[[str], Engine]) -> Callable[[str], Engine]:
     """
 
     def opened(base_model: str) -> Engine:
+        gc.unfreeze()  # what an engine that is gone left behind may go now
+        gc.collect()
         engine = open_engine(base_model)
         gc.collect()  # else the garbage of now would last, too
         gc.freeze()

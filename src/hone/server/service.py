@@ -9,25 +9,30 @@ is a function of its checkpoint, groups and configuration: the learner, which is
 jobs, loads the pinned checkpoint with its optimizer's state before each. So a job that a crash
 interrupted gives the same adapter, bit for bit, when it is run again. What was saved before the
 crash is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
+
+A job fails only for what it is itself the cause of. On a disk that is full or fails it goes back to
+the queue, uncounted, until there is room; a learner or an engine that dies under it is replaced and
+the job tried again, three times in all.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hone.errors import Cancelled, LearnerDied, NotProved
+from hone.errors import Cancelled, NotProved
 from hone.inference.base import AdapterRef
 from hone.learner.worker import LearnerProcess
 from hone.server import learning
 from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoint, Checkpoints
+from hone.server.endings import Endings, require_room
 from hone.server.failpoints import failpoint
-from hone.server.jobs import FINAL, JobStore, Pin
+from hone.server.jobs import JobStore, Pin
 from hone.server.language import Language
 from hone.server.learners import Learners
 from hone.server.learning import StartLearner
@@ -35,8 +40,9 @@ from hone.server.models import ModelRecord, ModelStore
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
-from hone.server.telemetry import Metrics, log, say
-from hone.types import Failure, JobInfo, ModelKey
+from hone.server.supervision import Part
+from hone.server.telemetry import Metrics, say
+from hone.types import JobInfo, ModelKey
 
 FAILPOINTS = (
     "job/before-learn",
@@ -62,6 +68,7 @@ class _Lane:
     task: "asyncio.Task[None] | None" = None
     job: str | None = None
     """The one that is running."""
+    part: Part = field(default_factory=lambda: Part("training loop"))
 
 
 class TrainingService:
@@ -87,6 +94,7 @@ class TrainingService:
         self._settings = settings
         self._metrics = metrics
         self._learners = Learners(settings, start_learner)
+        self._endings = Endings(jobs, models, checkpoints, calls, metrics, self._learners)
         self._lanes: dict[str, _Lane] = {}
         self._cancelled: set[str] = set()
         self._beginning = threading.Lock()
@@ -96,9 +104,9 @@ class TrainingService:
 
     async def start(self) -> None:
         """Take up what was running when the server last went down, then work."""
-        recovered = await asyncio.to_thread(self._jobs.recover, self._has_checkpoint)
+        recovered = await asyncio.to_thread(self._jobs.recover, self._endings.has_checkpoint)
         for job in recovered.failed:
-            await asyncio.to_thread(self._clear_away, job)
+            await self._endings.clear_away(job)
             say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
         for job in recovered.queued:
             say("job goes on", job=job.id, attempts=job.attempts)
@@ -112,7 +120,6 @@ class TrainingService:
             lane = self._lanes.setdefault(base_model, _Lane())
             if lane.task is None or lane.task.done():
                 lane.task = asyncio.create_task(self._work(base_model, lane))
-                lane.task.add_done_callback(_say_if_died)
             lane.woken.set()
 
     async def prepare(self, record: ModelRecord) -> Checkpoint:
@@ -131,7 +138,7 @@ class TrainingService:
         if job.state == "running":
             self._cancelled.add(job_id)
         elif job.state == "cancelled":
-            await asyncio.to_thread(self._calls.release, job_id)
+            await self._endings.clear_away(job)
         return job
 
     async def close(self) -> None:
@@ -149,79 +156,109 @@ class TrainingService:
     def status(self) -> dict[str, Any]:
         """What it does now."""
         running = [lane.job for lane in self._lanes.values() if lane.job is not None]
+        waiting = any(lane.part.reason for lane in self._lanes.values())
         return {
-            "state": "training" if running else "idle",
+            "state": "training" if running else "waiting" if waiting else "idle",
             "jobs": running,
             "queued": sum(self._jobs.waiting().values()),
         }
 
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """How the training loops and the learners are, for /health."""
+        failing = [lane.part for lane in self._lanes.values() if lane.part.reason is not None]
+        training = max(failing, key=lambda part: part.failures, default=Part("training loop"))
+        return {"training": training.status(), "learner": self._learners.status()}
+
+    async def close_idle(self) -> None:
+        """Close learners that no job has used for long."""
+        await self._learners.close_idle(self._settings.idle_learner_s)
+
     # ---- the loop ---------------------------------------------------------------------------
 
     async def _work(self, base_model: str, lane: _Lane) -> None:
-        """One job after the other, until the server stops."""
-        jobs, checkpoints, serving = self._jobs, self._checkpoints, self._serving
+        """One job after the other, until the server stops. No failure ends it."""
         while not self._closing:
             lane.woken.clear()
-            job = await asyncio.to_thread(jobs.oldest, base_model)
-            if job is None:
-                await lane.woken.wait()
-                continue
-            lane.job = job.id
+            job, wait_s = None, 0.0
             try:
-                # Take: from the newest step, or from what an earlier attempt saved. Loading comes
-                # after it: what exhausts memory then counts as an attempt.
-                record = await asyncio.to_thread(self._models.find, job.model)
-                newest = await self._newest(record)
-                checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
-                pin = Pin(newest.step, newest.sha256) if checkpoint is None else None
-                job = await asyncio.to_thread(jobs.take, job.id, pin)
-                say("job started", job=job.id, model=job.model, base_step=job.base_step)
-                await serving.resolve(str(record.key))
-                base = await serving.base(base_model)
-
-                if checkpoint is None:
-                    # Learn.
-                    learner = await self._learners.ready(base)
-                    failpoint("job/before-learn")
-                    async with self._serving_held(learner) as held:
-                        result = await asyncio.to_thread(self._learn, learner, job, newest)
-                    result["metrics"] |= held
-                    failpoint("job/after-learn")
-                    if not result["steps"] and not job.advance_when_flat:
-                        await self._finish(job, None, result)
-                        continue
-
-                    # Save: a step that nobody serves yet.
-                    save = (self._save, learner, job, base, record.key, result)
-                    checkpoint = await asyncio.to_thread(*save)
-                    failpoint("job/after-save")
-
-                if not checkpoint.proved:
-                    # Publish: beside the step that is served.
-                    before = None if newest.step == 0 else await serving.publish(record, newest)
-                    failpoint("job/before-publish")
-                    after = await serving.publish(record, checkpoint)
-                    failpoint("job/after-publish")
-                    await self._tell_published(job, base, checkpoint)
-
-                    # Prove: the engine answers with what was learned.
-                    await self._prove(job, base, checkpoint, before, after)
-                    failpoint("job/after-prove")
-
-                    # From here on it is the newest step, on disk and in the engine.
-                    checkpoint = await asyncio.to_thread(checkpoints.promote, checkpoint)
-                    serving.promote(record, after, checkpoint.step)
-                    failpoint("job/after-promote")
-
-                # Mark done.
-                await self._finish(job, checkpoint, checkpoint.manifest)
+                job = await asyncio.to_thread(self._next, base_model)
+                if job is not None:
+                    lane.job = job.id
+                    with self._serving.holding(base_model):
+                        await self._train(job)
+                lane.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
-                await self._end_badly(job, error)
+                wait_s = await self._endings.end_badly(lane.part, job, error, closing=self._closing)
             finally:
                 lane.job = None
-                self._cancelled.discard(job.id)
+                if job is not None:
+                    self._cancelled.discard(job.id)
+                    await self._learners.release(base_model)
+            if job is None or wait_s:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(lane.woken.wait(), wait_s or None)
+
+    async def _train(self, job: JobInfo) -> None:
+        """One job from the queue to its end."""
+        jobs, checkpoints, serving = self._jobs, self._checkpoints, self._serving
+
+        # Take: from the newest step, or from what an earlier attempt saved. Loading comes
+        # after it: what exhausts memory then counts as an attempt.
+        record = await asyncio.to_thread(self._models.find, job.model)
+        newest = await self._newest(record)
+        checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
+        if checkpoint is None:
+            await asyncio.to_thread(require_room, newest)
+        pin = Pin(newest.step, newest.sha256) if checkpoint is None else None
+        job = await asyncio.to_thread(jobs.take, job.id, pin)
+        say("job started", job=job.id, model=job.model, base_step=job.base_step)
+        await serving.resolve(str(record.key))
+        base = await serving.base(job.base_model)
+
+        if checkpoint is None:
+            # Learn.
+            learner = await self._learners.ready(base)
+            failpoint("job/before-learn")
+            async with self._serving_held(learner) as held:
+                result = await asyncio.to_thread(self._learn, learner, job, newest)
+            result["metrics"] |= held
+            failpoint("job/after-learn")
+            if not result["steps"] and not job.advance_when_flat:
+                await self._endings.finish(job, None, result)
+                return
+
+            # Save: a step that nobody serves yet.
+            save = (self._save, learner, job, base, record.key, result)
+            checkpoint = await asyncio.to_thread(*save)
+            failpoint("job/after-save")
+
+        if not checkpoint.proved:
+            # Publish: beside the step that is served.
+            before = None if newest.step == 0 else await serving.publish(record, newest)
+            failpoint("job/before-publish")
+            after = await serving.publish(record, checkpoint)
+            failpoint("job/after-publish")
+            await self._tell_published(job, base, checkpoint)
+
+            # Prove: the engine answers with what was learned.
+            await self._prove(job, base, checkpoint, before, after)
+            failpoint("job/after-prove")
+
+            # From here on it is the newest step, on disk and in the engine.
+            checkpoint = await asyncio.to_thread(checkpoints.promote, checkpoint)
+            serving.promote(record, after, checkpoint.step)
+            failpoint("job/after-promote")
+
+        # Mark done.
+        await self._endings.finish(job, checkpoint, checkpoint.manifest)
 
     # ---- its parts, in the order of their use -----------------------------------------------
+
+    def _next(self, base_model: str) -> JobInfo | None:
+        """The next job of a base model, after what the disk could not take before."""
+        self._jobs.write_pending()
+        self._endings.clear_left()
+        return self._jobs.oldest(base_model)
 
     async def _newest(self, record: ModelRecord) -> Checkpoint:
         """The newest step; step 0 is drawn from the model's seed where there is none."""
@@ -248,12 +285,9 @@ class TrainingService:
             yield held
             return
         started = time.monotonic()
-        await self._serving.pause()
-        try:
+        async with self._serving.paused():
             yield held
-        finally:
-            await self._serving.resume()
-            held["serve/held_s"] = time.monotonic() - started
+        held["serve/held_s"] = time.monotonic() - started
 
     def _learn(self, learner: LearnerProcess, job: JobInfo, base: Checkpoint) -> dict[str, Any]:
         result = learning.learn(
@@ -261,7 +295,7 @@ class TrainingService:
             job,
             self._jobs.groups(job.id),
             base,
-            tell=lambda at: self._jobs.emit(job.id, "progress", at),
+            tell=lambda at: self._jobs.progress(job.id, at),
             stop_if_asked=lambda: self._stop_if_asked(job),
         )
         learned = {"metrics": result["metrics"], "reason": result["reason"]}
@@ -309,68 +343,3 @@ class TrainingService:
             raise
         self._metrics.publishes.labels(proof.verdict).inc()
         await asyncio.to_thread(self._jobs.emit, job.id, "proved", asdict(proof))
-
-    async def _finish(
-        self, job: JobInfo, checkpoint: Checkpoint | None, said: Mapping[str, Any]
-    ) -> None:
-        """Done; without a checkpoint where there was nothing to learn and the step stays."""
-        await asyncio.to_thread(self._calls.release, job.id)
-        failpoint("job/before-done")
-        job = await asyncio.to_thread(
-            self._jobs.move,
-            job.id,
-            "done",
-            step=None if checkpoint is None else checkpoint.step,
-            metrics=said["metrics"],
-            reason=said["reason"] or None,
-        )
-        failpoint("job/after-done")
-        if checkpoint is not None:
-            self._metrics.step.labels(job.model).set(checkpoint.step)
-        self._count(job)
-
-    async def _end_badly(self, job: JobInfo, error: Exception) -> None:
-        """Whatever went wrong: the step before stays, and the job says why."""
-        if isinstance(error, LearnerDied):
-            await self._learners.let_go(job.base_model)
-        job = await asyncio.to_thread(self._jobs.get, job.id)
-        if job.state in FINAL:  # cancelled while it was being taken
-            return
-        if self._closing:  # the learner was taken away; what was saved is found at the next start
-            if job.state == "running":
-                back = {"attempts": job.attempts - 1}
-                await asyncio.to_thread(self._jobs.move, job.id, "queued", **back)
-            return
-        await asyncio.to_thread(self._clear_away, job)
-        if isinstance(error, Cancelled):
-            self._count(await asyncio.to_thread(self._jobs.move, job.id, "cancelled"))
-            return
-        # The trace goes to the log and not into the job, which any client may read.
-        log.error("a job failed", exc_info=error, extra={"fields": {"job": job.id}})
-        failure = Failure(type=type(error).__name__, message=str(error))
-        self._count(await asyncio.to_thread(self._jobs.move, job.id, "failed", failure=failure))
-
-    def _count(self, job: JobInfo) -> None:
-        self._metrics.jobs.labels(job.state).inc()
-        self._metrics.queued.set(sum(self._jobs.waiting().values()))
-        took_s = (job.ended_at or 0.0) - (job.started_at or job.created_at)
-        self._metrics.job_s.observe(took_s)
-        say(f"job {job.state}", job=job.id, step=job.step, took_s=took_s)
-
-    # ---- after a crash ----------------------------------------------------------------------
-
-    def _has_checkpoint(self, job: JobInfo) -> bool:
-        key = self._models.find(job.model).key
-        return self._checkpoints.of_job(key, job.id) is not None
-
-    def _clear_away(self, job: JobInfo) -> None:
-        """See to it that what a failed job saved is never served, and let its calls go."""
-        saved = self._checkpoints.of_job(self._models.find(job.model).key, job.id)
-        if saved is not None and not saved.proved:
-            self._checkpoints.reject(saved)
-        self._calls.release(job.id)
-
-
-def _say_if_died(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the server loop ended; the next job starts it again", exc_info=error)

@@ -13,16 +13,17 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from hone.errors import Busy, ModelNotFound, NotFound, Unavailable, UnknownModel
+from hone.errors import Busy, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
 from hone.models.find import canonical, find
 from hone.server.auth import may_load
 from hone.server.checkpoints import Checkpoint, Checkpoints
-from hone.server.language import Language
+from hone.server.engines import Base, Engines, once
+from hone.server.gate import Gate
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.seats import Seats
 from hone.server.settings import Settings
@@ -30,16 +31,7 @@ from hone.server.talks import Talks
 from hone.server.telemetry import say
 from hone.types import ModelKey, RunSpec
 
-T = TypeVar("T")
-
 _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
-
-
-@dataclass(frozen=True, eq=False)
-class Base(Language):
-    """A base model that is loaded."""
-
-    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -86,39 +78,31 @@ class Serving:
         self._models = models
         self._checkpoints = checkpoints
         self._settings = settings
-        self._open_engine = open_engine or (lambda name: open_embedded(name, settings))
-        self._languages: dict[str, asyncio.Task[Language]] = {}
-        self._bases: dict[str, asyncio.Task[Base]] = {}
+        self._gate = Gate(settings, lambda: [base.engine for base in self._engines.loaded()])
+        self._engines = Engines(
+            settings,
+            open_engine or (lambda name: open_embedded(name, settings)),
+            opened=self._gate.engine_opened,
+            lost=self._forget_steps,
+            restore=self._restore_steps,
+        )
+        self.template, self.base = self._engines.template, self._engines.get
+        self.paused, self.ready = self._gate.paused, self._gate.ready
+        self.pause, self.resume = self._gate.pause, self._gate.resume
+        self.holding, self.close_idle = self._engines.using, self._engines.close_idle
         self._first: dict[ModelKey, asyncio.Task[None]] = {}
         self._newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
         self._seats: dict[str, Seats] = {}
+        self._on_base: dict[ModelKey, str] = {}
+        """The base model of every model in `_newest`."""
+        self._to_restore: dict[str, set[ModelKey]] = {}
+        """Models whose step was lost with the engine of their base model."""
         self._said: set[tuple[str, str]] = set()
-        self._open = asyncio.Event()
-        self._open.set()
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.talks = Talks()
         """The conversations going on, so that the next turn continues the last one's ids."""
-
-    # ---- base models ------------------------------------------------------------------------
-
-    async def template(self, base_model: str) -> Language:
-        """How a base model is talked to; its weights are not loaded."""
-        load = lambda: asyncio.to_thread(Language.load, base_model, self._settings.root)  # noqa: E731
-        return await _once(self._languages, base_model, load)
-
-    async def base(self, base_model: str) -> Base:
-        """A base model with its engine. All who ask share one load; a failed one may be retried."""
-        return await _once(self._bases, base_model, lambda: self._load_base(base_model))
-
-    async def _load_base(self, base_model: str) -> Base:
-        language = await self.template(base_model)
-        say("loading", base_model=base_model)
-        engine = await asyncio.to_thread(self._open_engine, base_model)
-        say("loaded", base_model=base_model)
-        fields = {name: getattr(language, name) for name in Language.__dataclass_fields__}
-        return Base(**fields, engine=engine)
 
     # ---- names ------------------------------------------------------------------------------
 
@@ -193,7 +177,7 @@ class Serving:
     async def _current(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
         """The newest step; when it is first asked for, the newest good checkpoint is loaded."""
         if record.key not in self._newest:
-            await _once(self._first, record.key, lambda: self._take_up(record))
+            await once(self._first, record.key, lambda: self._take_up(record))
         return self._newest[record.key]
 
     async def _take_up(self, record: ModelRecord) -> None:
@@ -210,7 +194,7 @@ class Serving:
             return
         if not await asyncio.to_thread(may_load, self._settings, stem):
             raise await asyncio.to_thread(self._unknown, asked)
-        if stem in self._bases:
+        if stem in self._engines:
             return
         try:
             await asyncio.to_thread(find, stem, download=False)
@@ -256,6 +240,23 @@ class Serving:
     def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
         """From now on NAME means this step."""
         self._newest[record.key] = (step, adapter)
+        self._on_base[record.key] = record.spec.base_model
+
+    def _forget_steps(self, base_model: str) -> None:
+        """The engine is gone: what it served is loaded again when it is asked for."""
+        self._seats.pop(base_model, None)
+        lost = {key for key, base in self._on_base.items() if base == base_model}
+        for key in lost:
+            self._newest.pop(key, None)
+            self._first.pop(key, None)
+            del self._on_base[key]
+        self._to_restore[base_model] = self._to_restore.get(base_model, set()) | lost
+
+    async def _restore_steps(self, base_model: str) -> None:
+        """Publish again, in a new engine, the newest step of every model the last one served."""
+        for key in list(self._to_restore.get(base_model, ())):
+            await self._current(await asyncio.to_thread(self._models.get, key))
+            self._to_restore[base_model].discard(key)
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
         """What is loaded of a model is now another name's; the old one may be begun anew."""
@@ -263,6 +264,7 @@ class Serving:
         if key in self._newest:
             step, adapter = self._newest.pop(key)
             self._newest[new] = step, adapter and replace(adapter, model=str(new))
+            self._on_base[new] = self._on_base.pop(key)
         for seats in self._seats.values():
             seats.rename(str(key), str(new))
 
@@ -277,25 +279,26 @@ class Serving:
 
     @contextlib.asynccontextmanager
     async def using(self, policy: Policy) -> AsyncIterator[None]:
-        """Keep a policy's adapter loaded while the block runs."""
+        """Keep a policy's engine open, and its adapter loaded, while the block runs."""
         adapter = policy.adapter
-        if adapter is None:
-            yield
-            return
-        assert policy.record is not None, policy
-        seats = self._seats_of(policy.base)
-        while adapter not in seats:  # unloaded since it was resolved
-            checkpoint = await asyncio.to_thread(
-                self._checkpoints.get, policy.record.key, policy.step
-            )
-            await self.publish(policy.record, checkpoint)
-        with seats.using(adapter):
-            yield
+        with self.holding(policy.base.name):
+            if adapter is None:
+                yield
+                return
+            assert policy.record is not None, policy
+            seats = self._seats_of(policy.base)
+            while adapter not in seats:  # unloaded since it was resolved
+                checkpoint = await asyncio.to_thread(
+                    self._checkpoints.get, policy.record.key, policy.step
+                )
+                await self.publish(policy.record, checkpoint)
+            with seats.using(adapter):
+                yield
 
     def base_models(self) -> dict[str, bool]:
         """Base models in use, and whether each is loaded. Blocking."""
         known = (record.spec.base_model for record in self._models.list())
-        loaded = {base.name for base in self._loaded()}
+        loaded = {base.name for base in self._engines.loaded()}
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(self) -> list[ServedName]:
@@ -317,34 +320,13 @@ class Serving:
                 for suffix, step in at
             ]
         bases = {record.spec.base_model: record.created_at for record in reversed(records)}
-        loaded = [name for name, task in list(self._bases.items()) if task.done()]
+        loaded = [base.name for base in self._engines.loaded()]
         allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
         for base in dict.fromkeys([*bases, *loaded, *map(canonical, allowed)]):
             names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
         return names
 
-    # ---- holding ----------------------------------------------------------------------------
-
-    async def pause(self) -> None:
-        """Let what runs end, hold what comes, and free the engines' key-value memory."""
-        self._open.clear()
-        await asyncio.gather(*(base.engine.sleep() for base in self._loaded()))
-
-    async def resume(self) -> None:
-        await asyncio.gather(*(base.engine.wake() for base in self._loaded()))
-        self._open.set()
-
-    async def ready(self) -> None:
-        """Wait until serving is not paused, but not for ever."""
-        if self._open.is_set():
-            return
-        try:
-            await asyncio.wait_for(self._open.wait(), self._settings.hold_s)
-        except TimeoutError:
-            raise Unavailable(
-                f"serving has been paused for training for {self._settings.hold_s:g} s; try again "
-                "later, or start the server with serving_during_training: continue"
-            ) from None
+    # ---- at once ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
@@ -368,37 +350,16 @@ class Serving:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
 
+    def status(self) -> dict[str, Any]:
+        """Whether the engines work, for /health."""
+        paused = {"paused": True} if self._gate.shut else {}
+        return self._engines.status() | paused
+
     async def close(self) -> None:
         """Close every engine; loads under way are let go."""
-        for task in (*self._languages.values(), *self._bases.values(), *self._first.values()):
+        for task in self._first.values():
             task.cancel()
-        await asyncio.gather(*(base.engine.close() for base in self._loaded()))
-        self._bases.clear()
-
-    def _loaded(self) -> list[Base]:
-        tasks = [t for t in self._bases.values() if t.done() and not t.cancelled()]
-        return [task.result() for task in tasks if task.exception() is None]
-
-
-async def _once(
-    under_way: dict[Any, asyncio.Task[T]], key: Hashable, make: Callable[[], Awaitable[T]]
-) -> T:
-    """What `make` returns, made once for all who ask; forgotten if it failed."""
-
-    def forget(task: asyncio.Task[T]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            under_way.pop(key, None)
-
-    task = under_way.get(key)
-    if task is None:
-        task = under_way[key] = asyncio.create_task(_awaited(make))
-        task.add_done_callback(forget)
-    # Shielded: one client that leaves must not take the load from the others.
-    return await asyncio.shield(task)
-
-
-async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
-    return await make()
+        await self._engines.close()
 
 
 def open_embedded(name: str, settings: Settings) -> Engine:

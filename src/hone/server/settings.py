@@ -55,6 +55,9 @@ class Settings(Strict):
     GPU."""
     hold_s: float = Field(default=1200.0, gt=0)
     """Seconds a request waits while serving is paused before it gets 503."""
+    pause_s: float = Field(default=600.0, gt=0)
+    """Seconds a job waits for running answers to end where serving pauses for it. Then serving goes
+    on, and the job tries again later."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest body of a request; a larger one gets 413 before it is read."""
     large_body_bytes: int = Field(default=64 * 2**10, gt=0)
@@ -88,6 +91,20 @@ class Settings(Strict):
     keep_calls_bytes: int = Field(default=4 * 2**30, gt=0)
     """Size of the recorded calls, and of the groups of ended jobs, beyond which the oldest are
     deleted."""
+    keep_events_s: float = Field(default=30 * 86400.0, gt=0)
+    """Seconds for which the events of an ended job are kept; its last one is always kept."""
+    keep_progress: int = Field(default=1000, gt=0)
+    """Progress events that are kept of each job; the oldest are deleted first."""
+    keep_trajectories_bytes: int = Field(default=4 * 2**30, gt=0)
+    """Size of the trajectories that ART's clients log, of all models together, beyond which the oldest
+    files are deleted."""
+    idle_run_s: float = Field(default=7 * 86400.0, gt=0)
+    """Seconds after which a run that made no call is closed, so that its calls can be deleted. A client
+    that comes back opens it again."""
+    idle_engine_s: float = Field(default=6 * 3600.0, gt=0)
+    """Seconds after which an engine without requests is closed; the next request loads it again."""
+    idle_learner_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a learner without jobs is closed; the next job starts another."""
     learner_threads: int | None = Field(default=None, gt=0)
     """Threads of a learner; by default one for each core that the server
     may run on. A model's learner is a process with weights of its own. It starts when the model is
@@ -99,6 +116,11 @@ class Settings(Strict):
     """Least important lines that are logged."""
     log_format: Literal["text", "json"] = "text"
     """Format of a line of the log."""
+
+    log_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Size at which server.log becomes server.log.1 and a new one begins."""
+    log_files: int = Field(default=4, ge=1)
+    """Old files of the log that are kept."""
 
     @field_validator("inference_port", mode="before")
     @classmethod

@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import time
+from logging.handlers import RotatingFileHandler
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -94,13 +95,26 @@ class _Line(logging.Formatter):
         return " ".join(parts) + (f"\n{trace}" if trace else "")
 
 
+class _LogFile(RotatingFileHandler):
+    """A log of bounded size. Lines that a full disk does not take are lost, without a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def start_logging(settings: Settings) -> None:
     """Write to the server's log file, and to stderr what is at least a warning."""
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     stop_logging()
     log.setLevel(settings.log_level.upper())
     log.propagate = False
-    file = logging.FileHandler(settings.log_file, encoding="utf-8")
+    file = _LogFile(
+        settings.log_file,
+        maxBytes=settings.log_bytes,
+        backupCount=settings.log_files,
+        encoding="utf-8",
+    )
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING if settings.log_level == "info" else settings.log_level.upper())
     for output in (file, screen):

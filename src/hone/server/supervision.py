@@ -1,0 +1,65 @@
+"""Parts of a server that may fail and go on: what /health says of each, and when to try again.
+
+In:   the failures of a part, and word that it works again
+Out:  a Part: its status, and how long to wait before the next attempt
+
+A failure is logged with its traceback, once, where it is reported. The time between attempts
+doubles up to LONGEST_S, so that a part that cannot work costs nothing, and ends with the first
+success.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hone.server.telemetry import log
+
+FIRST_S = 1.0
+LONGEST_S = 60.0
+"""Time between two attempts: the first, and the most it grows to."""
+
+
+def backoff_s(failures: int) -> float:
+    """How long to wait after so many consecutive failures."""
+    return min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 30))
+
+
+@dataclass(slots=True)
+class Part:
+    """One supervised part of the server."""
+
+    name: str
+    failures: int = 0
+    """Consecutive ones."""
+    reason: str | None = None
+    """Why it does not work; None while it does."""
+
+    def fail(self, error: BaseException) -> float:
+        """Note a failure, and log it; returns how long to wait before the next attempt."""
+        self.failures += 1
+        self.reason = f"{type(error).__name__}: {error}"
+        delay_s = backoff_s(self.failures)
+        fields = {"part": self.name, "failures": self.failures, "next_attempt_s": delay_s}
+        log.error("a part of the server failed", exc_info=error, extra={"fields": fields})
+        return delay_s
+
+    def recover(self) -> None:
+        self.failures, self.reason = 0, None
+
+    def status(self) -> dict[str, Any]:
+        if self.reason is None:
+            return {"status": "ok"}
+        return {"status": "failing", "failures": self.failures, "reason": self.reason}
+
+
+async def repeat(part: Part, work: Callable[[], Awaitable[object]], interval_s: float) -> None:
+    """Do some work now and at every interval; a failure is retried, and never ends the loop."""
+    while True:
+        delay_s = interval_s
+        try:
+            await work()
+            part.recover()
+        except Exception as error:  # noqa: BLE001  whatever it is: logged, shown by /health, retried
+            delay_s = min(interval_s, part.fail(error))
+        await asyncio.sleep(delay_s)
