@@ -68,8 +68,8 @@ class TestTightEmbedded(TestEmbedded):
 
     @pytest.fixture
     async def served(self, tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:
-        # 512 bytes a token: room for one request of 64 short samples, or a few small ones.
-        served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=7, kv_budget_bytes=512 * 2200)
+        # 512 bytes a token: room for one request of 4 long samples, or a few small ones.
+        served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=7, kv_budget_bytes=512 * 2700)
         yield served
         await served.engine.close()
 

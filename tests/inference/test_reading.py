@@ -147,8 +147,9 @@ async def test_the_scheduler_keeps_order_and_reservations_while_some_wait(tiny_l
     requests = [request(*FRONT, i) for i in range(3)]
     same = request(*FRONT, 0)  # waits with the first for the same block
     schedule.admit()
-    # Three blocks of 81 tokens and four rows of 32, whether their reading waits or not.
-    assert schedule.reserved_bytes == 512 * (3 * 81 + 4 * 32)
+    # Three blocks of 81 tokens, each with a hidden state of 64 numbers, and four rows of 32 with what
+    # a resize holds twice, one tensor of four; whether their reading waits or not.
+    assert schedule.reserved_bytes == 3 * (512 * 81 + 4 * 64) + 4 * 512 * 32 * 5 // 4
     assert [c.block for c in schedule.chunks(512)] == [requests[0].block]
     requests[0].aborted = True
     schedule.remove_aborted()
@@ -156,7 +157,7 @@ async def test_the_scheduler_keeps_order_and_reservations_while_some_wait(tiny_l
     assert [c.block for c in schedule.chunks(512)] == [same.block]
     same.aborted = True
     schedule.remove_aborted()
-    assert schedule.reserved_bytes == 512 * (2 * 81 + 2 * 32)
+    assert schedule.reserved_bytes == 2 * (512 * 81 + 4 * 64) + 2 * 512 * 32 * 5 // 4
     (chunk,) = schedule.chunks(512)
     assert (chunk.block, chunk.start) == (requests[1].block, 0)
     _fill(chunk)
@@ -170,9 +171,12 @@ async def test_the_scheduler_keeps_order_and_reservations_while_some_wait(tiny_l
 def test_a_probe_that_was_cancelled_is_not_read_on(tiny_llama_dir: Path):
     scoring = Scoring(Decoder.load(tiny_llama_dir))
     left, stays = scoring.add([[*FRONT, 1]], None), scoring.add([[*FRONT, 2], [*FRONT, 3]], None)
+    scoring.start(lambda nbytes: True)
+    # 81 tokens of 512 bytes of keys and values and 256 of hidden state each
+    assert scoring.nbytes == 3 * 81 * (512 + 256)
     # Each probe reads for itself, and its own second sequence waits for the first.
     assert [(c.block.ids[-1], c.start) for c in scoring.chunks(512)] == [(1, 0), (2, 0)]
     left.cancel()
     assert [c.block.ids[-1] for c in scoring.chunks(512)] == [2]
     stays.cancel()
-    assert scoring.chunks(512) == [] and not scoring
+    assert scoring.chunks(512) == [] and not scoring and scoring.nbytes == 0

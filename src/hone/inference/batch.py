@@ -171,7 +171,7 @@ class Batch:
         config, lane, n, window = self._config, decode.lane, len(q), self._config.windows[layer]
         # Heads that share keys are queries of one another's attention: no key is read twice.
         grouped = q.reshape(n, config.kv_heads, -1, config.head_dim)
-        keys, values = lane.k[layer, :n], lane.v[layer, :n]
+        keys, values = lane.k[layer][:n], lane.v[layer][:n]
         keys[decode.place] = k
         values[decode.place] = v
         keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]

@@ -25,23 +25,34 @@ class Block:
         self.filled = 0
         self.last_hidden: Tensor | None = None  # [hidden], once filled: the next token's state
         self.users = 0
+        self.nbytes = self.kv_bytes + config.hidden * like.itemsize
+        """Memory it takes once it is filled."""
 
     @property
     def complete(self) -> bool:
         return self.filled == len(self.ids)
 
     @property
-    def nbytes(self) -> int:
+    def kv_bytes(self) -> int:
         return 2 * self.k.nbytes
 
     @classmethod
-    def joined(cls, front: "Block", ids: Sequence[int], k: Tensor, v: Tensor) -> "Block":
-        """A whole block: one that exists, and the own tokens [layers, kv_heads, T, dim] after it."""
+    def joined(
+        cls, front: "Block", ids: Sequence[int], k: Sequence[Tensor], v: Sequence[Tensor]
+    ) -> "Block":
+        """A whole block: one that exists, and the own tokens after it, [kv_heads, T, dim] a layer."""
         block = cls.__new__(cls)
         block.key, block.ids = front.key, front.ids + tuple(ids)
-        block.k, block.v = torch.cat((front.k, k), 2), torch.cat((front.v, v), 2)
+        layers, kv_heads, prompt, dim = front.k.shape
+        block.k = front.k.new_empty((layers, kv_heads, prompt + len(ids), dim))
+        block.v = torch.empty_like(block.k)
+        for joined, before, own in ((block.k, front.k, k), (block.v, front.v, v)):
+            joined[:, :, :prompt] = before
+            for layer, tokens in enumerate(own):
+                joined[layer, :, prompt:] = tokens
         block.filled = len(block.ids)
         block.last_hidden, block.users = None, 0
+        block.nbytes = block.kv_bytes
         return block
 
     def copy_front(self, source: "Block", count: int) -> None:

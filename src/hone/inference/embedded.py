@@ -71,8 +71,8 @@ class EmbeddedEngine:
     ) -> None:
         """`decode` turns ids into text and is needed only for stop strings.
 
-        Without a budget the keys and values may take a quarter of the memory that is free now; copies
-        that lie side by side, a quarter of the budget more.
+        Without a budget the keys and values may take a quarter of the memory that is free now, all
+        copies of them included.
         """
         self._decoder = decoder
         self._decode = decode
@@ -149,7 +149,7 @@ class EmbeddedEngine:
             loop=asyncio.get_running_loop(),
         )
         schedule = self._schedule
-        request.require_fit(schedule.budget, schedule.token_bytes, schedule.max_running)
+        request.require_fit(schedule.budget, schedule.needed(request), schedule.max_running)
         with self._awake:
             self._check_open()
             self._counts["prompt"] += len(prompt_ids)
@@ -300,7 +300,8 @@ class EmbeddedEngine:
         with self._awake:
             self._unload()
             schedule.remove_aborted()
-            if self._admissible():
+            self._scoring.start(schedule.has_room)
+            if self._admissible() and not self._scoring.waits:
                 schedule.admit()
             lanes, share = schedule.lanes, schedule.share
             probed = self._scoring.chunks(share)
@@ -312,6 +313,7 @@ class EmbeddedEngine:
         with self._awake:
             schedule.rearrange(fresh)
             self._scoring.answer()
+            schedule.set_probes(self._scoring.nbytes)
         # Delivered last: whoever hears that a request ended finds its place free.
         for loop, deltas in drawn.items():
             deliver(loop, deltas)

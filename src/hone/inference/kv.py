@@ -2,15 +2,15 @@
 
 In:   token ids as they are prefilled and sampled
 Out:  Lane (one row a branch), Prefixes (which blocks a new prompt can start from)
-Used: scheduler.py, batch.py, embedded.py
 
 A sample attends to its prompt's block and to its branch's row. The n samples of a prompt, and separate
 requests with the same prompt, read one block. Everything is keyed by the adapter's hash: keys
 and values computed under one adapter are wrong under any other, even one with the same name.
 """
 
+import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -163,72 +163,120 @@ class Lane(Generic[R]):
     """Own keys and values of the running branches of one adapter that are about equally long.
 
     Rows lie side by side without holes, so one attention call serves them all; lengths differ by
-    a factor of two at most, so at most half of what it reads is padding.
+    a factor of two at most, so at most half of what it reads is padding. Every layer has tensors of
+    its own: a lane is resized one tensor at a time, and only that one is held twice meanwhile.
     """
 
     def __init__(self, capacity: int, config: DecoderConfig, like: Tensor, room: Room) -> None:
         """`room` is for stacks of its prompts."""
         self.capacity = capacity
         self.rows: list[R] = []
-        self._config = config
         self.stacks = Stacks(room)
-        self.k = self._zeros(0, like)
-        self.v = self._zeros(0, like)
+        row = (config.kv_heads, capacity, config.head_dim)
+        self.k = [like.new_zeros((0, *row))] * config.layers  # each [seats, *row]
+        self.v = list(self.k)
+        self.row_bytes = 2 * config.layers * math.prod(row) * like.itemsize
 
-    def _zeros(self, rows: int, like: Tensor) -> Tensor:
-        # Not empty: what a row has not written yet is masked, but 0 x NaN would still be NaN.
-        config = self._config
-        shape = (config.layers, rows, config.kv_heads, self.capacity, config.head_dim)
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    @property
+    def seats(self) -> int:
+        """Rows there is memory for."""
+        return len(self.k[0])
 
-    def _grown(self, full: Tensor, rows: int) -> Tensor:
-        larger = self._zeros(rows, full)
-        larger[:, : full.shape[1]] = full
-        return larger
+    @property
+    def nbytes(self) -> int:
+        return self.seats * self.row_bytes
+
+    def resize(self, seats: int) -> None:
+        """Make memory for exactly `seats` rows, no fewer than there are."""
+        assert seats >= len(self.rows), (seats, len(self.rows))
+        for tensors in (self.k, self.v):
+            for layer in range(len(tensors)):
+                tensors[layer] = _resized(tensors[layer], seats)
 
     def add(self, row: R) -> int:
-        """Make room for one more row and say which it is."""
-        slot = len(self.rows)
-        if slot == self.k.shape[1]:
-            self.reserve(max(8, 2 * slot))
+        """Append a row without keys, for which there must be a seat; returns its slot."""
+        assert len(self.rows) < self.seats, self.seats
         self.rows.append(row)
-        return slot
+        return len(self.rows) - 1
 
-    def arrange(self) -> None:
-        """Rows of one prompt side by side again, so that the stack need not gather them.
+    def advance(
+        self,
+        stay: Sequence[tuple[R, int]],
+        moving: Sequence[tuple[R, int]] = (),
+        target: "Lane[R] | None" = None,
+        *,
+        seats: int | None = None,
+        target_seats: int = 0,
+    ) -> None:
+        """Make these the rows, each with the slot whose keys it has; append `moving` to `target`.
 
-        Only while rows are short, which is when branches part: later the copies would cost more.
+        A slot may be named several times. With `seats`, what is left over is given back, layer by
+        layer as `target` grows, so that rows on the move are not held in both lanes at once.
         """
-        longest = max((row.own for row in self.rows), default=0)
-        if longest > ARRANGED_TOKENS:
-            return
-        first: dict[int, int] = {}
-        for slot, row in enumerate(self.rows):
-            first.setdefault(id(row.block), slot)
-        order = sorted(range(len(self.rows)), key=lambda slot: first[id(self.rows[slot].block)])
-        if order == list(range(len(order))):
-            return
-        for held in (self.k, self.v):
-            held[:, : len(order), :, :longest] = held[:, order, :, :longest]
-        self.rows = [self.rows[slot] for slot in order]
+        slots = [slot for _, slot in stay]
+        changed = [i for i, slot in enumerate(slots) if i != slot]
+        if changed or moving or seats is not None:
+            longest = max((row.own for row, _ in stay), default=0)
+            index = _indices(self.k[0].device)
+            to, source = index(changed), index([slots[i] for i in changed])
+            every, leave = index(slots), index([slot for _, slot in moving])
+            for mine, theirs in ((self.k, target and target.k), (self.v, target and target.v)):
+                for layer in range(len(mine)):
+                    if target is not None and theirs is not None:
+                        start, stop = len(target.rows), len(target.rows) + len(moving)
+                        theirs[layer] = _resized(theirs[layer], target_seats)
+                        theirs[layer][start:stop, :, : self.capacity] = mine[layer][leave]
+                    if seats is not None:
+                        mine[layer] = _resized(mine[layer], seats, every)
+                    elif changed:
+                        mine[layer][to, :, :longest] = mine[layer][source, :, :longest]
+        self.rows = [row for row, _ in stay]
+        if target is not None:
+            target.rows += [row for row, _ in moving]
 
-    def reserve(self, rows: int) -> None:
-        """Make room for so many rows at once."""
-        if rows > self.k.shape[1]:
-            self.k, self.v = self._grown(self.k, rows), self._grown(self.v, rows)
 
-    def copy_in(self, row: R, source: "Lane[R]", slot: int) -> None:
-        """One more row that begins as one of this or another lane does."""
-        ours = self.add(row)
-        self.k[:, ours, :, : row.own] = source.k[:, slot, :, : row.own]
-        self.v[:, ours, :, : row.own] = source.v[:, slot, :, : row.own]
+def _indices(device: torch.device) -> Callable[[list[int]], Tensor]:
+    return lambda slots: torch.tensor(slots, dtype=torch.int64, device=device)
 
-    def remove(self, slot: int) -> None:
-        """Drop a row; the last one takes its place."""
-        last = len(self.rows) - 1
-        if slot != last:
-            moved = self.rows[last]
-            self.rows[slot] = moved
-            self.k[:, slot, :, : moved.own] = self.k[:, last, :, : moved.own]
-            self.v[:, slot, :, : moved.own] = self.v[:, last, :, : moved.own]
-        self.rows.pop()
+
+def _resized(tensor: Tensor, seats: int, slots: Tensor | None = None) -> Tensor:
+    """As many rows as there are seats: those of `slots`, or as they are, and zeros behind them.
+
+    Zeros and not whatever the memory holds: what a row has not written yet is masked, but 0 x NaN
+    would still be NaN.
+    """
+    if slots is None and seats == len(tensor):
+        return tensor
+    resized = tensor.new_zeros((seats, *tensor.shape[1:]))
+    if slots is None:
+        count = min(seats, len(tensor))
+        resized[:count] = tensor[:count]
+    else:
+        torch.index_select(tensor, 0, slots, out=resized[: len(slots)])
+    return resized
+
+
+def in_place(rows: Sequence[tuple[R, int]]) -> list[tuple[R, int]]:
+    """Rows with their slots, in an order in which as few as possible leave their slot."""
+    placed: list[tuple[R, int] | None] = [None] * len(rows)
+    others: list[tuple[R, int]] = []
+    for row, slot in rows:
+        if slot < len(rows) and placed[slot] is None:
+            placed[slot] = (row, slot)
+        else:
+            others.append((row, slot))
+    rest = iter(others)
+    return [entry if entry is not None else next(rest) for entry in placed]
+
+
+def side_by_side(rows: Sequence[tuple[R, int]]) -> list[tuple[R, int]]:
+    """Rows with their slots, those of one prompt next to each other, so that none is gathered.
+
+    Only while rows are short, which is when branches part: later the copies would cost more.
+    """
+    if max((row.own for row, _ in rows), default=0) > ARRANGED_TOKENS:
+        return in_place(rows)
+    first: dict[int, int] = {}
+    for place, (row, _) in enumerate(rows):
+        first.setdefault(id(row.block), place)
+    return sorted(rows, key=lambda entry: first[id(entry[0].block)])

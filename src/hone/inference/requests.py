@@ -60,12 +60,21 @@ class Request:
         self._block = block
         self.reserved = reserved
 
-    def row_bytes(self, token_bytes: int) -> int:
-        """Memory to reserve for the samples' own tokens, as if all ran to their limit."""
-        return token_bytes * len(self.samples) * lane_capacity(self.max_tokens)
+    def end(self) -> Block:
+        """Let go of the prompt's block: whoever still reads the answer must not keep its memory."""
+        block, self._block = self.block, None
+        return block
 
-    def require_fit(self, budget: int, token_bytes: int, max_running: int) -> None:
-        wanted = self.row_bytes(token_bytes) + token_bytes * len(self.prompt_ids)
+    def row_tokens(self) -> int:
+        """Tokens to reserve memory for, as if all samples ran to their limit.
+
+        The last token of an answer is sampled and never read.
+        """
+        own = self.max_tokens - 1
+        return len(self.samples) * lane_capacity(own) if own else 0
+
+    def require_fit(self, budget: int, wanted: int, max_running: int) -> None:
+        """Refuse a request that needs `wanted` bytes or more samples than the engine ever has."""
         if wanted > budget:
             raise RequestTooLarge(
                 f"the request needs {wanted / 2**20:.0f} MiB of key-value memory (prompt of "

@@ -2,25 +2,28 @@
 
 In:   requests as they come, samples as they end
 Out:  what the next step reads and advances
-Used: inference/embedded.py, on the engine's thread and under its lock
 
 Memory is reserved before a request starts: its prompt, and every sample's row at its longest. So
 a sample that has started is never thrown out again, and what does not fit waits in order.
+
+The budget covers all keys and values that exist at any moment: blocks, lanes with their empty seats,
+stacks, and the tensor that is copied while a lane is resized. What is not reserved holds stacks and
+cached prompts, which make way for reservations.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hone.inference.batch import Chunk
 from hone.inference.blocks import Block
-from hone.inference.kv import Lane, Prefixes, lane_capacity
+from hone.inference.kv import Lane, Prefixes, in_place, lane_capacity, side_by_side
 from hone.inference.reading import Reading
 from hone.inference.requests import Branch, Request, Sample
 from hone.inference.stacks import Room
 from hone.models.decoder import Decoder
 
 STACKED = 4
-"""Copies of prompts that lie side by side may take the budget's fourth part, besides it."""
+"""Stacks may take 1 / this of the budget, if so much is not reserved."""
 
 
 class Scheduler:
@@ -34,6 +37,7 @@ class Scheduler:
         self.prefixes = Prefixes()
         self._reading = Reading()
         self._row_bytes = 0
+        self._probe_bytes = 0
         self._samples = 0
         self.budget = budget
         self.max_running = max_running
@@ -51,7 +55,32 @@ class Scheduler:
 
     @property
     def reserved_bytes(self) -> int:
-        return self._row_bytes + self.prefixes.used_bytes
+        """Memory of running requests and probes; of rows the larger of what they may take and do."""
+        rows = max(self._row_bytes, self._with_copy(self._lane_bytes))
+        return rows + self.prefixes.used_bytes + self._probe_bytes
+
+    @property
+    def stacked_bytes(self) -> int:
+        return self._room.taken
+
+    @property
+    def _lane_bytes(self) -> int:
+        return sum(lane.nbytes for lane in self._lanes.values())
+
+    def _with_copy(self, nbytes: int) -> int:
+        """Bytes of lanes, and of the one tensor of them that a resize holds twice."""
+        return nbytes + -(-nbytes // (2 * self._config.layers))
+
+    def needed(self, request: Request) -> int:
+        """Bytes that must be free for this request to start alone."""
+        return self._rows_of(request) + self._prompt_of(request)
+
+    def _rows_of(self, request: Request) -> int:
+        return self._with_copy(request.row_tokens() * self.token_bytes)
+
+    def _prompt_of(self, request: Request) -> int:
+        hidden = self._config.hidden * self._like.itemsize
+        return len(request.prompt_ids) * self.token_bytes + hidden
 
     def admit(self) -> None:
         """First come, first served: a large request is not overtaken for ever by small ones."""
@@ -67,25 +96,65 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         """Reserve the request's memory and start it; False where it must wait for memory."""
         block = self.prefixes.whole(request.key, request.prompt_ids)
-        rows = request.row_bytes(self.token_bytes)
+        rows = self._rows_of(request)
         if block is None:
-            prompt = len(request.prompt_ids) * self.token_bytes
+            prompt = self._prompt_of(request)
         else:
             prompt = 0 if block.users else block.nbytes
-        free = self.budget - self.reserved_bytes - rows - prompt
-        if free < 0:
-            return False
+        if self.reserved_bytes + rows + prompt > self.budget:
+            self._trim()
+            if self.reserved_bytes + rows + prompt > self.budget:
+                return False
         if block is not None:
             self.prefixes.acquire(block)
-        self.prefixes.evict(self.prefixes.unused_bytes - free)
+            prompt = 0
+        self._row_bytes += rows
+        self._samples += request.sampling.n
+        self._make_way(prompt)
         if block is None:
             block = self._new_block(request)
             self.prefixes.acquire(block)
         request.start(block, rows)
         self.running.append(request)
-        self._row_bytes += rows
-        self._samples += request.sampling.n
         return True
+
+    def has_room(self, wanted: int) -> bool:
+        """Whether a probe of so many bytes may start; one larger than the budget runs alone."""
+        if self.reserved_bytes + wanted > self.budget:
+            self._trim()
+            if self.reserved_bytes + wanted > self.budget and (self.running or self._probe_bytes):
+                return False
+        self.set_probes(self._probe_bytes + wanted)
+        return True
+
+    def set_probes(self, nbytes: int) -> None:
+        """Reserve so much for probes in all."""
+        if nbytes != self._probe_bytes:
+            self._probe_bytes = nbytes
+            self._make_way()
+
+    def _make_way(self, wanted: int = 0) -> None:
+        """Leave stacks and cached prompts only what is neither reserved nor `wanted`."""
+        free = self.budget - self.reserved_bytes - wanted
+        self._room.resize(max(0, min(self.budget // STACKED, free)))
+        self.prefixes.evict(self.prefixes.unused_bytes + self._room.nbytes - free)
+
+    def _trim(self) -> None:
+        """Give back the empty seats of lanes."""
+        for lane in self._lanes.values():
+            lane.resize(len(lane.rows))
+
+    def _seats(self, lane: Lane[Branch], rows: int, samples: int) -> int:
+        """How many seats a lane gets that must hold so many rows.
+
+        More than it needs, so that it is seldom copied, as long as what is reserved allows it.
+        """
+        if rows <= lane.seats:
+            return lane.seats
+        more = max(8, samples, 2 * lane.seats)
+        copies = 2 * self._config.layers
+        free = self._row_bytes * copies // (copies + 1) - self._lane_bytes
+        return max(rows, min(more, lane.seats + free // lane.row_bytes))
 
     def _new_block(self, request: Request) -> Block:
         block = Block(request.key, request.prompt_ids, self._config, self._like)
@@ -119,31 +188,70 @@ class Scheduler:
 
     def rearrange(self, fresh: Sequence[Branch]) -> None:
         """After a draw: finished samples leave, branches part, outgrown ones move, new ones enter."""
-        for lane in self.lanes:
-            for slot in reversed(range(len(lane.rows))):
-                self._part(lane, slot)
-            lane.arrange()
+        for lane in reversed(self.lanes):  # the larger ones first: they are moved into
+            self._advance(lane)
         entering: dict[str, list[Branch]] = {}
         for branch in fresh:
             entering.setdefault(branch.key, []).extend(branch.parted())
         for key, branches in entering.items():
-            lane = self._lane(key, 1)
-            lane.reserve(len(lane.rows) + sum(len(branch.samples) for branch in branches))
-            for branch in branches:
-                lane.add(branch)
+            if branches:
+                self._enter(self._lane(key, 1), branches)
         self._drop_empty_lanes()
         for request in [r for r in self.running if r.done]:
             self._release(request)
 
+    def _advance(self, lane: Lane[Branch]) -> None:
+        """The rows of one lane after a draw: each stays, leaves, moves, or becomes several."""
+        parts: list[tuple[Branch, int]] = []
+        for slot, branch in enumerate(lane.rows):
+            for sample in branch.samples:
+                if sample.finish == "stop":
+                    self._keep(lane, slot, sample)
+            parts += [(part, slot) for part in branch.parted()]
+        stay = side_by_side([entry for entry in parts if entry[0].own < lane.capacity])
+        moving = [entry for entry in parts if entry[0].own == lane.capacity]
+        if not moving:
+            if len(stay) > lane.seats:
+                self._grow(lane, len(stay), _samples(row for row, _ in stay))
+            lane.advance(stay)
+            return
+        target = self._lane(moving[0][0].key, lane.capacity + 1)
+        rows, samples = len(target.rows) + len(moving), _samples(row for row, _ in moving)
+        seats = self._seats(target, rows, _samples(target.rows) + samples)
+        after = self._lane_bytes + (seats - target.seats) * target.row_bytes
+        tight = self._with_copy(after) > self._row_bytes
+        if tight:
+            for other in self._lanes.values():
+                if other not in (lane, target):
+                    other.resize(len(other.rows))
+        if len(stay) > lane.seats:
+            self._grow(lane, len(stay), len(stay))
+        lane.advance(stay, moving, target, seats=len(stay) if tight else None, target_seats=seats)
+
+    def _enter(self, lane: Lane[Branch], branches: Sequence[Branch]) -> None:
+        rows = len(lane.rows) + len(branches)
+        if rows > lane.seats:
+            self._grow(lane, rows, _samples(lane.rows) + _samples(branches))
+        for branch in branches:
+            lane.add(branch)
+
+    def _grow(self, lane: Lane[Branch], rows: int, samples: int) -> None:
+        seats = self._seats(lane, rows, samples)
+        if (
+            self._with_copy(self._lane_bytes + (seats - lane.seats) * lane.row_bytes)
+            > self._row_bytes
+        ):
+            self._trim()
+        lane.resize(seats)
+
     def remove_aborted(self) -> None:
         for request in [r for r in self.running if r.aborted]:
             for lane in self._lanes.values():
-                for slot in reversed(range(len(lane.rows))):
-                    stay = [s for s in lane.rows[slot].samples if s.request is not request]
-                    if stay:
-                        lane.rows[slot].samples = stay
-                    else:
-                        lane.remove(slot)
+                for branch in lane.rows:
+                    branch.samples = [s for s in branch.samples if s.request is not request]
+                rows = [(row, slot) for slot, row in enumerate(lane.rows) if row.samples]
+                if len(rows) < len(lane.rows):
+                    lane.advance(in_place(rows))
             self._release(request)
         self._drop_empty_lanes()
 
@@ -152,22 +260,7 @@ class Scheduler:
         self._lanes.clear()
         self._reading.clear()
         self.prefixes = Prefixes()
-
-    def _part(self, lane: Lane[Branch], slot: int) -> None:
-        """One row after a draw: it stays, leaves, moves, or becomes several."""
-        branch = lane.rows[slot]
-        for sample in branch.samples:
-            if sample.finish == "stop":
-                self._keep(lane, slot, sample)
-        parts = branch.parted()
-        if parts and branch.own < lane.capacity:
-            lane.rows[slot] = parts.pop(0)
-            for part in parts:
-                lane.copy_in(part, lane, slot)
-            return
-        for part in parts:
-            self._lane(part.key, part.own + 1).copy_in(part, lane, slot)
-        lane.remove(slot)
+        self._row_bytes = self._samples = 0
 
     def _lane(self, key: str, tokens: int) -> Lane[Branch]:
         capacity = lane_capacity(tokens)
@@ -187,10 +280,15 @@ class Scheduler:
         row = lane.rows[slot]
         ids = sample.ids[: row.own]
         size = (len(row.block.ids) + row.own) * self.token_bytes
-        fits = self.reserved_bytes + self.prefixes.unused_bytes + size <= self.budget
+        held = self.reserved_bytes + self.prefixes.unused_bytes + self._room.nbytes
+        fits = held + size <= self.budget
         if fits and (row.block.key, row.block.ids + tuple(ids)) not in self.prefixes:
-            k, v = lane.k[:, slot, :, : row.own], lane.v[:, slot, :, : row.own]
-            block = Block.joined(row.block, ids, k, v)
+            block = Block.joined(
+                row.block,
+                ids,
+                [k[slot, :, : row.own] for k in lane.k],
+                [v[slot, :, : row.own] for v in lane.v],
+            )
             self.prefixes.add(block)
             self.prefixes.index(block)
 
@@ -198,4 +296,9 @@ class Scheduler:
         self.running.remove(request)
         self._row_bytes -= request.reserved
         self._samples -= request.sampling.n
-        self.prefixes.release(request.block)
+        self.prefixes.release(request.end())
+        self._make_way()
+
+
+def _samples(branches: Iterable[Branch]) -> int:
+    return sum(len(branch.samples) for branch in branches)

@@ -9,7 +9,8 @@ probe holds nobody longer than a prompt does. They are read anew every time, nev
 cache of prompts: a probe says what the weights give now, not what they once gave.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 
@@ -36,6 +37,7 @@ class Scored(Block):
         self.hidden = like.new_empty((len(ids), config.hidden))
         self.logprobs: list[float] = []
         self.users = 1
+        self.nbytes = self.kv_bytes + self.hidden.nbytes
 
     def copy_front(self, source: Block, count: int) -> None:
         super().copy_front(source, count)
@@ -51,20 +53,44 @@ class Scoring:
         self._decoder = decoder
         self._reading = Reading()
         self._numbers = count()
+        self._waiting: deque[tuple[list[tuple[int, ...]], Lora | None, Future[Scores]]] = deque()
         self._open: list[tuple[list[Scored], Future[Scores]]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._waiting)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a probe has not been started yet."""
+        return bool(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the probes that were started."""
+        return sum(block.nbytes for blocks, _ in self._open for block in blocks)
 
     def add(self, sequences: Sequence[Sequence[int]], lora: Lora | None) -> Future[Scores]:
-        """Price these under this adapter."""
-        config, like, future = self._decoder.config, self._decoder.embedding, Future[Scores]()
-        key = f"probe {next(self._numbers)}"  # sequences start from others of their own probe only
-        blocks = [Scored(key, ids, config, like) for ids in sequences]
-        for block in blocks:
-            self._reading.add(block, lora)
-        self._open.append((blocks, future))
+        """Price these under this adapter, once there is memory for them."""
+        future = Future[Scores]()
+        self._waiting.append(([tuple(ids) for ids in sequences], lora, future))
         return future
+
+    def start(self, fits: Callable[[int], bool]) -> None:
+        """Start the probes that wait, in order, as long as `fits` says yes to their bytes."""
+        config, like = self._decoder.config, self._decoder.embedding
+        token = (config.kv_bytes_per_token // 4 + config.hidden) * like.itemsize
+        while self._waiting:
+            sequences, lora, future = self._waiting[0]
+            if not future.cancelled():
+                if not fits(token * sum(map(len, sequences))):
+                    return
+                # Sequences start from others of their own probe only.
+                key = f"probe {next(self._numbers)}"
+                blocks = [Scored(key, ids, config, like) for ids in sequences]
+                for block in blocks:
+                    self._reading.add(block, lora)
+                self._open.append((blocks, future))
+            self._waiting.popleft()
 
     def chunks(self, limit: int) -> list[Chunk]:
         """What the next pass reads of them."""
@@ -99,10 +125,11 @@ class Scoring:
 
     def fail(self, error: Exception) -> None:
         """Nothing more will be read."""
-        for _, future in self._open:
+        for future in [future for *_, future in (*self._open, *self._waiting)]:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         self._open = []
+        self._waiting.clear()
         self._reading.clear()
 
 

@@ -20,6 +20,7 @@ from hone.inference.blocks import Block
 
 NEWCOMERS = 4
 """So many prompts that are in no stack are worth a copy; or two where there is no stack."""
+MASK_BYTES = 4
 PIECES = 4
 """One stack takes at most this part of the room, so that what is copied anew stays small."""
 
@@ -52,7 +53,7 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.k.nbytes
+        return 2 * self.k.nbytes + (0 if self.mask is None else self.mask.nbytes)
 
     @property
     def present(self) -> list[Block]:
@@ -70,6 +71,13 @@ class Room:
     def taken(self) -> int:
         return sum(stacks.nbytes for stacks in self.users)
 
+    def resize(self, nbytes: int) -> None:
+        """Give the stacks more memory, or less: what no longer fits is dropped and made anew later."""
+        self.nbytes = nbytes
+        if self.taken > nbytes:
+            for stacks in self.users:
+                stacks.clear()
+
 
 class Stacks:
     """The stacks of one lane."""
@@ -82,6 +90,9 @@ class Stacks:
     @property
     def nbytes(self) -> int:
         return sum(stack.nbytes for stack in self._stacks)
+
+    def clear(self) -> None:
+        self._stacks = []
 
     def over(self, blocks: Sequence[Block]) -> list[Stack]:
         """Stacks of these blocks; one that is in none of them is best read by itself."""
@@ -104,14 +115,16 @@ class Stacks:
         stacked = {id(block) for group in groups for block in group}
         others = self._room.taken - self.nbytes + sum(stack.nbytes for stack in large)
         if size + others <= self._room.nbytes and any(id(block) in stacked for block in new):
-            self._stacks = large + [Stack.of(group) for group in groups]
+            self._stacks = large  # the small ones make way before they are copied anew
+            for group in groups:
+                self._stacks.append(Stack.of(group))
 
 
 def _alike(blocks: Sequence[Block], most: int) -> list[list[Block]]:
     """Groups of two or more that are padded to twice their size at most, and take `most` bytes."""
 
     def fits(group: Sequence[Block]) -> bool:
-        return _padded(group) <= min(most, 2 * sum(block.nbytes for block in group))
+        return _padded(group) <= min(most, 2 * sum(block.kv_bytes for block in group))
 
     if fits(blocks):  # in their own order, so that nothing has to be gathered
         return [list(blocks)] if len(blocks) > 1 else []
@@ -124,8 +137,9 @@ def _alike(blocks: Sequence[Block], most: int) -> list[list[Block]]:
 
 
 def _padded(group: Sequence[Block]) -> int:
-    """Bytes of their stack."""
-    return len(group) * max(block.nbytes for block in group)
+    """Bytes of their stack and its mask."""
+    longest = max(group, key=lambda block: block.kv_bytes)
+    return len(group) * (longest.kv_bytes + MASK_BYTES * len(longest.ids))
 
 
 def hide(hidden: Tensor) -> Tensor:
