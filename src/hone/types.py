@@ -40,6 +40,8 @@ ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
 _FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
+SERVER_ADDRESS = "server.json"
+"""File under a server's root that says where it listens, while it runs."""
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 

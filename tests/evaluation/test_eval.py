@@ -156,7 +156,7 @@ async def test_the_configuration_is_written_and_keys_are_not(
     effective = yaml.safe_load((bench.out / "config_effective.yml").read_text())
     assert effective["eval"]["general"]["max_concurrency"] == 2
     assert (effective["llms"]["m"]["api_key"], effective["llms"]["m"]["temperature"]) == (
-        "***",
+        "<hidden>",
         0.5,
     )
     metadata = bench.written("config_metadata.json")

@@ -174,3 +174,22 @@ async def test_a_judge_that_nobody_serves_is_named(tmp_path: Path):
     bench.config["eval"]["evaluators"] = {"judged": {"_type": "llm_judge", "llm": "policy"}}
     with pytest.raises(ConfigError, match=r"llms\.policy: base_url is not set, and nothing serves"):
         await bench.evaluate(None, skip_workflow=True)
+
+
+async def test_eval_and_run_use_the_server_that_holds_the_root(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with LocalBackend(tmp_path / "hone") as holder:
+        holder.start()
+        bench = Workbench(tmp_path, holder.base_url, name="shared", base_model=str(tiny_model))
+        backend = bench.config["trainer_adapters"]["hone"]["backend"]
+        del backend["ip"], backend["port"]
+        backend["root"] = str(tmp_path / "hone")
+        summary = await bench.evaluate(None)
+        assert not summary.failed, summary.message
+        (result,) = await asyncio.to_thread(run_inputs, RunOptions(bench.file, input=("word",)))
+        assert result.failure is None
+        health = await holder.health()
+    assert health["status"] == "ok"
+    log = (tmp_path / "hone" / "logs" / "server.log").read_text()
+    assert log.count("server started") == 1

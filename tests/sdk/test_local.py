@@ -1,6 +1,7 @@
 """LocalBackend owns its server: starts it once, ends it always, and says what went wrong."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -84,6 +85,30 @@ def test_a_root_in_use_is_refused_in_the_server_s_words(tmp_path: Path):
         assert "ended (1)" in str(caught.value)
         assert first.lost() is None
         assert "training API" in first.output.read_text(), "what the first one said is still there"
+
+
+def test_a_server_on_the_same_root_is_shared_where_that_is_asked_for(tmp_path: Path):
+    with LocalBackend(tmp_path, api_key="k") as first:
+        first.start()
+        second = LocalBackend(tmp_path, share=True, api_key="k")
+        asyncio.run(second.health())
+        assert (second.base_url, second.shared) == (first.base_url, True)
+        second.stop()
+        assert asyncio.run(first.health())["status"] == "ok", "it is not the second one's to stop"
+        third = LocalBackend(tmp_path, share=True, api_key="k")
+        third.start()
+        assert third.lost() is None
+    assert not (tmp_path / "server.json").exists()
+    with pytest.raises(ServerError, match="which another command had started, has ended"):
+        asyncio.run(third.health())
+
+
+def test_where_no_server_answers_one_is_started_though_sharing_is_allowed(tmp_path: Path):
+    stale = {"host": "127.0.0.1", "port": 1, "pid": os.getpid()}
+    (tmp_path / "server.json").write_text(json.dumps(stale))
+    with LocalBackend(tmp_path, share=True) as backend:
+        backend.start()
+        assert not backend.shared and server_pid(backend)
 
 
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

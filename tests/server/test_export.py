@@ -16,9 +16,11 @@ from hone.inference.embedded import EmbeddedEngine
 from hone.learner.optim import AdamW
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Decoder
-from hone.models.find import find
+from hone.models.find import ModelFiles, find
+from hone.models.known import KNOWN
 from hone.models.lora import Lora
-from hone.server.export import export
+from hone.models.wheels import WHEELS
+from hone.server.export import export, public_name
 from hone.server.language import Language
 from hone.types import ModelKey
 
@@ -186,3 +188,35 @@ def test_weights_that_changed_are_not_merged(tmp_path: Path, tokenizer: Any):
         export(root, "agent", tmp_path / "out", merge=True)
     assert not list(tmp_path.glob("*out*"))
     export(root, "agent", tmp_path / "out")  # the adapter is what it was
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "source", "public"),
+    [
+        (
+            "Qwen/Qwen3-0.6B",
+            "/hub/models--Qwen--Qwen3-0.6B/snapshots/abc",
+            "cache",
+            "Qwen/Qwen3-0.6B",
+        ),
+        (
+            "smollm2-135m-instruct",
+            "/home/me/.cache/hone/converted/x",
+            "wheel",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ),
+        (
+            "/hub/models--Qwen--Qwen3-0.6B/snapshots/abc",
+            "/hub/models--Qwen--Qwen3-0.6B/snapshots/abc",
+            "directory",
+            "Qwen/Qwen3-0.6B",
+        ),
+        ("/my/model", "/my/model", "directory", "/my/model"),
+    ],
+)
+def test_the_base_model_has_its_public_name(name: str, path: str, source: Any, public: str):
+    assert public_name(ModelFiles(name=name, path=Path(path), source=source)) == public
+
+
+def test_every_wheel_names_an_original_that_hone_knows():
+    assert all(wheel.original in KNOWN for wheel in WHEELS.values())

@@ -1,8 +1,8 @@
 """A hone server that belongs to this process.
 
 In:   a directory for the server's state
-Out:  a RemoteBackend for a server that was started at first use, and ends with this process
-Used: the user's training loop on one machine
+Out:  a RemoteBackend for a server that was started at first use, and ends with this process; or for
+      the one that another process runs there, if it may be shared
 
 The server is a child process, because it loads torch and the user's program need not. It writes
 one line into a pipe when it answers, so nobody polls; it ends when its stdin closes, which also
@@ -14,6 +14,7 @@ import atexit
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -23,12 +24,14 @@ from typing import Any, Self
 
 from hone.backends.remote import RemoteBackend
 from hone.errors import HoneError, ServerError
+from hone.types import SERVER_ADDRESS
 
 START_S = 120.0
 """Until the server answers; it loads no model for that, but a cold disk can be slow."""
 STOP_S = 30.0
 """Until it has put a running job back into its queue."""
 SAID_LINES = 15
+CONNECT_S = 5.0
 
 
 class LocalBackend(RemoteBackend):
@@ -40,6 +43,7 @@ class LocalBackend(RemoteBackend):
         *,
         api_key: str | None = None,
         log_level: str = "info",
+        share: bool = False,
     ) -> None:
         """Starts nothing yet; the first use does, or entering it as a context manager.
 
@@ -49,10 +53,14 @@ class LocalBackend(RemoteBackend):
             api_key: one that clients must send, if others on this machine are not to be trusted;
                 by default $HONE_API_KEY.
             log_level: debug, info, warning or error.
+            share: use the server that another process runs on this path, if there is one.
         """
         super().__init__("http://127.0.0.1:0", api_key)
         self.root = Path(path).absolute()
         self.log_level = log_level
+        self.share = share
+        self._shared_pid: int | None = None
+        """Process of the server that is shared; None for one of our own."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._owner = 0
@@ -76,6 +84,8 @@ class LocalBackend(RemoteBackend):
 
     async def connect(self) -> None:
         """Start the server unless it runs."""
+        if self._shared_pid is not None:
+            return
         if self._server is None or self._lock.locked():  # which is held until it answers
             # A thread, because it waits on a pipe; its lock lets one of many callers start it.
             await asyncio.to_thread(self.start)
@@ -83,7 +93,17 @@ class LocalBackend(RemoteBackend):
     async def close(self) -> None:
         await asyncio.to_thread(self.stop)
 
+    @property
+    def shared(self) -> bool:
+        """Whether the server in use was started by another process."""
+        return self._shared_pid is not None
+
     def lost(self) -> HoneError | None:
+        if self._shared_pid is not None and not _is_alive(self._shared_pid):
+            return ServerError(
+                f"the server on {self.root} (process {self._shared_pid}), which another command had "
+                f"started, has ended. Run the command again. Its log: {self.log_place}"
+            )
         server = self._server
         if server is None or server.poll() is None:
             return None
@@ -95,7 +115,9 @@ class LocalBackend(RemoteBackend):
     def start(self) -> None:
         """Start the server and wait until it answers."""
         with self._lock:
-            if self._server is not None:
+            if self._server is not None or self._shared_pid is not None:
+                return
+            if self.share and self._use_running():
                 return
             if self._closed:
                 raise ServerError(f"LocalBackend({str(self.root)!r}) is closed; make another one")
@@ -108,6 +130,28 @@ class LocalBackend(RemoteBackend):
             where: dict[str, Any] = json.loads(told)
             self.base_url = f"http://127.0.0.1:{where['port']}"
             atexit.register(self.stop)
+
+    def _use_running(self) -> bool:
+        """Use the server that holds the root; False where there is none that answers."""
+        try:
+            address = json.loads((self.root / SERVER_ADDRESS).read_text(encoding="utf-8"))
+            host, port, pid = str(address["host"]), int(address["port"]), int(address["pid"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        if host in ("0.0.0.0", "::"):  # where it listens, not where one calls
+            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+        except OSError:
+            return False
+        if not _is_alive(pid):
+            return False
+        self._shared_pid = pid
+        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        key = self.root / "api_key"
+        if self.api_key is None and key.is_file():
+            self.api_key = key.read_text(encoding="utf-8").strip() or None
+        return True
 
     def stop(self) -> None:
         """End the server and wait for it; a running job goes back to its queue on disk."""
@@ -177,6 +221,16 @@ class LocalBackend(RemoteBackend):
         except OSError:
             return ""
         return "\n".join(said.decode(errors="replace").splitlines()[-SAID_LINES:])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's process
+        return True
+    return True
 
 
 def _end(server: subprocess.Popen[bytes], within_s: float) -> int:

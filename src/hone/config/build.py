@@ -203,6 +203,7 @@ class Builder:
                 f"set one of them"
             )
         adapter = await self.get_trainer_adapter(finetuning.trainer_adapter)
+        adapter.shares_server = True  # nothing is trained: the server of a run may answer
         await adapter.initialize(finetuning)
         self.served = adapter.served
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.base import EvalDatasetStructure
 from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
+from hone.config.secrets import Secrets
 from hone.errors import ConfigError, StateError
 from hone.evaluation.base import EvalInputItem, EvalOutput, Score
 from hone.evaluation.lock import DirectoryLock, is_locked
@@ -43,7 +44,6 @@ ESCAPED = "backslashreplace"
 FINISHED = "finished.jsonl"
 OUTPUT = "workflow_output.json"
 CONFIGS = ("config_original.yml", "config_effective.yml", "config_metadata.json")
-_SECRET = re.compile(r"(api_?key|secret|password|access_?token)$", re.IGNORECASE)
 
 
 class OutputDir:
@@ -154,10 +154,14 @@ class OutputDir:
 
     def write_config(self, document: Document, options: "EvalOptions") -> list[Path]:
         """The configuration as it was written, as it was used, and what the command line said."""
+        secrets = Secrets(document.loaded.data, options.override)
         said = {
             "config_file": str(options.config_file),
             "config_file_type": "path",
-            "overrides": [{"path": path, "value": value} for path, value in options.override],
+            "overrides": [
+                {"path": path, "value": secrets.hide(value, path)}
+                for path, value in options.override
+            ],
             "dataset": None if options.dataset is None else str(options.dataset),
             "result_json_path": options.result_json_path,
             "skip_workflow": options.skip_workflow,
@@ -259,16 +263,8 @@ def effective(document: Document) -> str:
     """The configuration as YAML after `base:`, variables and overrides; keys are hidden."""
     import yaml
 
-    return yaml.safe_dump(_hidden(document.loaded.data), sort_keys=False, allow_unicode=True)
-
-
-def _hidden(value: Any, name: str = "") -> Any:
-    if isinstance(value, dict):
-        return {key: _hidden(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_hidden(inner) for inner in value]
-    # Files of a run are passed round; `default` is what servers on this machine take from anyone.
-    return "***" if _SECRET.search(name) and value not in (None, "default") else value
+    data = Secrets(document.loaded.data).hide(document.loaded.data)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
 @contextmanager

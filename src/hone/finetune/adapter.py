@@ -115,6 +115,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         self._tell(info)
 
     async def _meet(self) -> None:
+        if isinstance(self.backend, LocalBackend):
+            self.backend.share = self.shares_server
         try:
             await self.backend.health()
         except HoneError as error:
@@ -137,7 +139,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return Served(base_url, key, name, host_of(host), trained, self.recorded)
 
     def _tell(self, info: ModelInfo) -> None:
-        started = self.adapter_config.backend.ip is None
+        started = isinstance(self.backend, LocalBackend) and not self.backend.shared
         logger.info(
             "%s %s: %s over %s at step %d",
             "Started a server at" if started else "Connected to",

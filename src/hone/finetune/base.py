@@ -137,6 +137,9 @@ class TrainerAdapter(ABC):
         does not serve it."""
         self.events: EventLog | None = None
         """Where the progress of a job is told; bound by the trainer."""
+        self.shares_server = False
+        """Whether a server that another process runs on the same root may be used; set before
+        `initialize`."""
         self.serves_steps = False
         """Whether an earlier step answers a rollout that names it (the header X-Hone-Step)."""
 

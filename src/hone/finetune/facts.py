@@ -10,7 +10,6 @@ are, which may have moved since. Datasets and the user's code count by their con
 a secret are never written.
 """
 
-import copy
 import hashlib
 import json
 import re
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hone.config.secrets import Secrets
 from hone.finetune.targets import code_of
 
 if TYPE_CHECKING:
@@ -47,11 +47,9 @@ FREE = (
     "llms.*.base_url",
 )
 """Keys that may differ from one start to the next."""
-_SECRET = re.compile(r"(^|_)((api|access|secret|private)_?key|token|secret|password)$", re.I)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CODE = "code"
 """Under this key: the user's code, file by file."""
-HIDDEN = "<hidden>"
 LONGEST = 40
 """Letters of a value that tells two evaluators apart."""
 USUAL_ROOT = Path(".hone")
@@ -62,7 +60,7 @@ def facts_of(
     document: "Document", told: "FinetuneRunConfig", validating: "Document | None" = None
 ) -> dict[str, Any]:
     """What makes two starts the same run; `validating` is the validation's own document, if any."""
-    written = shown(document.loaded.data)
+    written = Secrets(document.loaded.data).hide(document.loaded.data)
     for key in FREE:
         _remove(written, key.split("."))
     adapter = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
@@ -142,7 +140,7 @@ def evaluators_of(name: str, training: "Document", validation: "Document | None"
     if any(config is None for _, config in pair):
         return {"evaluator": name}  # building it says what is missing
     made = [
-        {"": config.type_name} | shown(config.model_dump(mode="json"))
+        {"": config.type_name} | Secrets().hide(config.model_dump(mode="json"))
         for _, config in pair
         if config is not None
     ]
@@ -162,20 +160,6 @@ def _value(key: str, config: Mapping[str, Any]) -> str:
     value = str(config.get(key))
     told = value if key in ("", "target") else f"{key}: {value}"
     return told if len(told) <= LONGEST else f"{told[: LONGEST - 3]}..."
-
-
-def shown(value: Any) -> Any:
-    """The same without secrets."""
-    if isinstance(value, Mapping):
-        return {
-            str(key): HIDDEN if _SECRET.search(str(key)) and inner else shown(inner)
-            for key, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [shown(inner) for inner in value]
-    return (
-        copy.deepcopy(value) if isinstance(value, bool | int | float | None | str) else str(value)
-    )
 
 
 def _remove(table: Any, path: Sequence[str]) -> None:

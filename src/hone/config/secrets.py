@@ -1,0 +1,74 @@
+"""Keep secrets out of the files that a run or an evaluation writes.
+
+In:   a configuration as it was read, the options of the command line, the environment
+Out:  the same values with every secret replaced by HIDDEN
+
+A secret is the value of a key, an option or an environment variable whose name says so (`api_key`,
+`HF_TOKEN`, `Authorization`). It is hidden wherever it occurs: a key may also stand inside a header or
+an address.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+HIDDEN = "<hidden>"
+_NAME = re.compile(
+    r"(^|[_.-])((api|access|secret|private)[_-]?key|token|secret|password|authorization|credentials?)$",
+    re.IGNORECASE,
+)
+_SHORTEST = 8
+"""A shorter value may occur by chance in another text. Under its own key it is hidden all the same."""
+_PUBLIC = frozenset({"default"})
+"""The key that servers take from anyone on their own machine."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key, an option or a variable of this name holds a secret."""
+    return _NAME.search(name) is not None
+
+
+class Secrets:
+    """The secrets that a command was given."""
+
+    def __init__(self, data: Any = None, overrides: Iterable[tuple[str, str]] = ()) -> None:
+        """`data` is the configuration as it was read; `overrides` are the values of `-o`."""
+        values = [*_values(data), *(value for key, value in overrides if is_secret(key))]
+        values += [value for name, value in os.environ.items() if is_secret(name)]
+        # The longest first: one secret may begin like another.
+        self._values = sorted({v for v in values if len(v) >= _SHORTEST}, key=len, reverse=True)
+
+    def hide(self, value: Any, name: str = "") -> Any:
+        """A value without its secrets; `name` is the key that holds it."""
+        if isinstance(value, Mapping):
+            return {str(key): self.hide(inner, str(key)) for key, inner in value.items()}
+        if is_secret(name) and value:
+            return HIDDEN
+        if isinstance(value, list | tuple):
+            return [self.hide(inner) for inner in value]
+        if not isinstance(value, str):
+            return value if isinstance(value, bool | int | float | None) else str(value)
+        for secret in self._values:
+            value = value.replace(secret, HIDDEN)
+        return value
+
+    def hide_arguments(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments of a command without the secrets among them."""
+        shown: list[str] = []
+        for index, argument in enumerate(arguments):
+            key = arguments[index - 1] if index >= 2 else ""
+            is_value = index >= 2 and arguments[index - 2] in ("-o", "--override")
+            shown.append(self.hide(argument, key if is_value else ""))
+        return shown
+
+
+def _values(data: Any, name: str = "") -> Iterator[str]:
+    if isinstance(data, Mapping):
+        for key, inner in data.items():
+            yield from _values(inner, str(key))
+    elif isinstance(data, list | tuple):
+        for inner in data:
+            yield from _values(inner, name)
+    elif isinstance(data, str) and is_secret(name) and data not in _PUBLIC:
+        yield data
