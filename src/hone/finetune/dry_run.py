@@ -103,6 +103,11 @@ def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> I
         f"validation    {held_out} examples x {reps} after {', '.join(map(str, at))} epochs: "
         f"{held_out * reps * len(at)} rollouts"
     )
+    if len(at) > 2 and not document.finetuning.validation.greedy:
+        yield (
+            f"              and {2 * held_out * reps} at the end, where the best step and the first "
+            "answer anew"
+        )
 
 
 def _start(document: Document, facts: RunFacts, *, fresh: bool) -> tuple[list[str], list[Check]]:

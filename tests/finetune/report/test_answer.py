@@ -7,7 +7,7 @@ from tests.finetune.report.test_plots import validation
 from tests.finetune.report.test_report import finished, log
 from tests.finetune.test_metrics import collected, job, rollout, started
 
-from hone.finetune.report import report
+from hone.finetune.report import plots, report
 from hone.finetune.report.report import measure
 from hone.finetune.report.sections import sections
 
@@ -130,3 +130,55 @@ def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_pat
     assert headline == "Held-out reward rose from 0.00 to 0.13"
     assert "p = 0.008: so the gain is unlikely to be chance. How large it is remains open" in rests
     assert measure(tmp_path).verdict == "better"
+
+
+def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
+    """Fresh answers, a p value that allows for the choice, or nothing to say."""
+    zero, half, one = ({str(i): [float(i < n)] for i in range(8)} for n in (0, 4, 8))
+    told = [validation(0, zero, 0.0), validation(1, half, 0.5), validation(2, one, 1.0)]
+    _, rests = basis(tmp_path, started(), *told[::2], finished())
+    assert "chosen" not in rests
+    _, rests = basis(tmp_path, started(), *told, finished())
+    choice = "Step 2 was chosen as the best of 2 validated steps"
+    allows = (
+        f"{choice} by these same answers. The p value allows for that choice; the interval does not"
+    )
+    assert rests.endswith(f"{allows}.")
+    _, rests = basis(tmp_path, started(validation_greedy=True), *told, finished())
+    assert rests.endswith(f"{allows}. (At temperature 0, answering anew would repeat the answers.)")
+    _, rests = basis(tmp_path, started(), *told)
+    assert rests.endswith(f"{allows}. A run that ends well lets both steps answer anew.")
+    most = {str(i): [float(i < 7)] for i in range(8)}
+    anew = [
+        validation(0, half, 0.5) | {"type": "final_validation"},
+        validation(2, most, 0.875) | {"type": "final_validation"},
+    ]
+    headline, rests = basis(tmp_path, started(), *told, *anew, finished())
+    # Three of eight examples rose: p = 2 / 2**3, where the answers that chose the step say 2 / 2**8.
+    assert headline == "No certain gain: held-out reward went from 0.50 to 0.88"
+    assert ", p = 0.25: so it may be chance." in rests
+    assert rests.endswith(
+        f"{choice}; it and the first step then answered every example anew, for this comparison."
+    )
+    assert measure(tmp_path).as_dict()["selection"] == {"chosen_of": 2, "fresh_answers": True}
+    title, note = plots.headline(measure(tmp_path).history)
+    assert title == "Held-out reward 0.50 \u2192 0.88" and note.endswith(", step 2 answered anew")
+
+
+def test_failures_of_the_model_are_told_and_count_alike_on_both_sides(tmp_path: Path):
+    """All of step 0 answer -0.5 or fail; none of step 1 fails. A failure counts as -0.5."""
+    first = {str(i): [-0.5 if i < 4 else None] for i in range(8)}
+    told = validation(0, {}, -0.5) | {"rewards": first, "on_policy_failure": "drop"}
+    told |= {"policy_failures": {str(i): 1 for i in range(4, 8)}, "failures": 4}
+    after = validation(1, {str(i): [1.0] for i in range(8)}, 1.0)
+    headline, rests = basis(tmp_path, started(), told, after, finished())
+    assert headline == "Held-out reward rose from \u22120.50 to 1.00"
+    assert rests.endswith(
+        "50% of the rollouts failed through the model's own doing before and 0% after; each counts as "
+        "\u22120.50 on both sides."
+    )
+    found = measure(tmp_path).as_dict()
+    assert (found["baseline"]["failure_rate"], found["tuned"]["failure_rate"]) == (0.5, 0.0)
+    assert found["failure_reward"] == -0.5 and found["gain"]["n"] == 8
+    _, note = plots.headline(measure(tmp_path).history)
+    assert note.endswith(", failures 50% \u2192 0%")

@@ -71,6 +71,13 @@ def test_a_gain_pairs_examples_and_each_counts_once():
     assert found.p == pytest.approx(0.5)
 
 
+def test_rewards_between_0_and_1_change_by_at_most_1():
+    found = gain({"a": [0.0], "b": [0.0]}, {"a": [0.25], "b": [1.0]})
+    assert found is not None and (found.low, found.high) == (-1.0, 1.0)
+    wide = gain({"a": [0.0], "b": [0.0]}, {"a": [0.5], "b": [2.0]})
+    assert wide is not None and wide.high is not None and wide.high > 2
+
+
 def test_no_pairs_no_gain():
     assert gain({"a": [1.0]}, {"b": [1.0]}) is None
 

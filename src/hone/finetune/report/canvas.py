@@ -7,6 +7,7 @@ Used: plots.py
 
 import io
 import math
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,11 +47,14 @@ def dress(axis: "Axes") -> None:
 
 
 def title(axis: "Axes", said: str, note: str, *, legend_rows: int = 0) -> None:
-    """Two lines, and below them room for the legend."""
+    """Two lines, the second wrapped if need be, and below them room for the legend."""
     above = 12 + 17 * legend_rows
-    if note:
-        axis.annotate(plain(note), **_above(above), fontsize=10, color=SOFT)
-        above += 18
+    # 10 letters of this size fit into an inch.
+    inches = axis.figure.bbox.width / axis.figure.dpi
+    for line in reversed(wrap(note, int(inches * 10))):
+        axis.annotate(plain(line), **_above(above), fontsize=10, color=SOFT)
+        above += 15
+    above += 3
     axis.annotate(plain(said), **_above(above), fontsize=13, fontweight="bold", color=INK)
 
 

@@ -107,7 +107,7 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
 
     `tried`: the rewards of all policies among which `after` was chosen for its mean, itself
     included. The p value then is that of the largest of their changes. The interval is that of
-    `after` alone and does not allow for the choice.
+    `after` alone and does not allow for the choice. Rewards between 0 and 1 change by at most 1.
     """
     found = _interval(list(changes(before, after).values()))
     if found is None or found.n < 2:
@@ -122,7 +122,11 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
         row = np.array([of_one.get(example, 0.0) for example in columns])
         rows.append(row / max(len(of_one), 1))
     p = float(sign_flip_p(np.array(rows)))
-    return Estimate(found.mean, found.low, found.high, found.n, p)
+    low, high = found.low, found.high
+    known = [r for rewards in (before, after) for all_ in rewards.values() for r in all_]
+    if low is not None and high is not None and min(known) >= 0 and max(known) <= 1:
+        low, high = max(low, -1.0), min(high, 1.0)
+    return Estimate(found.mean, low, high, found.n, p)
 
 
 def sign_flip_p(changes: "ndarray") -> "ndarray":

@@ -92,6 +92,7 @@ def headline(history: History) -> tuple[str, str]:
         first, last = compared.before, compared.after
         title = f"Held-out reward {number(first.mean)} \u2192 {number(last.mean)}"
         late = f", after {counted(first.epoch, 'epoch')} already" if first.epoch else ""
+        late += f", step {last.step} answered anew" if compared.fresh else ""
         tried = [v.rewards for v in compared.tried]
         return title, _how_sure(first.rewards, last.rewards, tried) + late + _failing(first, last)
     epochs = [(e["epoch"], e["avg_reward"]) for e in metrics.reward_history(history)]

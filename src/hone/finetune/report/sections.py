@@ -150,6 +150,10 @@ def _how_to_read(report: "Report") -> Iterator[str]:
         "Band and bars are 95% intervals over examples. A point stands above the epochs its policy "
         "had been trained for."
     )
+    if report.compared is not None and report.compared.fresh:
+        yield (
+            "The curve shows the validations that chose the step; the title shows the fresh answers."
+        )
     if any(p.value is None for p in (*drawn.training, *drawn.held_out)):
         yield "What gave no number is a gap with a cross."
 
