@@ -42,11 +42,12 @@ class Server:
 @contextmanager
 def serving(root: Path, environment: dict[str, str]) -> Iterator[Server]:
     """`hone serve` on free ports, until the end of the block."""
-    root.mkdir(parents=True, exist_ok=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    output = root.with_name(f"{root.name}.output")
     ready, tell = os.pipe()
     command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(root)]
     command += ["--port", "0", "--inference-port", "0"]
-    with (root / "said").open("wb") as out:
+    with output.open("wb") as out:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -59,7 +60,7 @@ def serving(root: Path, environment: dict[str, str]) -> Iterator[Server]:
     try:
         with os.fdopen(ready) as line:
             told = line.readline()
-        assert told, (root / "said").read_text()
+        assert told, output.read_text()
         where = json.loads(told)
         yield Server(where["port"], where["inference_port"], root, Path(where["log"]))
     finally:

@@ -108,7 +108,7 @@ def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path
             trained = record["trajectory"]["metadata"]["calls"]
             assert trained == [call["id"] for call in calls[1:]]
     # The judge is asked outside of rollouts, two preflight rollouts included: the base each time.
-    judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").open()]
+    judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert {tuple(one) for one in judged} == {(f"{SENT}@0", 0)}
     assert len(judged) == 14
 
