@@ -6,7 +6,8 @@ Used: make chaos; test_crash.py runs a part of it in the test-suite
 
 First every failpoint, each time it is reached; then pairs of kills at random times, the second
 while the server is still recovering from the first; then servers whose learner has a process of
-its own. After every kill the next start must end the job as if nothing had happened.
+its own, killed with it or alone. After every kill the job must end as if nothing had happened. Last,
+where a small filesystem can be mounted, a disk that fills up under a job and is freed again.
 """
 
 import argparse
@@ -17,11 +18,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import psutil
 
 from hone.server import checkpoints, jobs, service, store
 
@@ -143,6 +148,73 @@ def whole_process(root: Path, model: Path, failpoint: str = "", after_s: float =
         return child.wait()
 
 
+def killed_learner(root: Path, model: Path, draw: random.Random) -> tuple[str, Ended]:
+    """What came of the job of a server whose learner was killed, alone, at some moment of its work."""
+    command = [sys.executable, str(PROGRAM), str(root), str(model)]
+    server = subprocess.Popen(command, env={**os.environ, **ONE_THREAD})
+    try:
+        learner = _child(server.pid)
+        after_s = draw.uniform(0, 8)
+        time.sleep(after_s)
+        with suppress(psutil.NoSuchProcess):
+            learner.kill()
+        status = server.wait(240)
+    finally:
+        server.kill()
+        server.wait()
+    assert status == 0, f"a server whose learner was killed ended with {status}"
+    return f"its learner alone, {after_s:.1f} s old", json.loads((root / "ended.json").read_text())
+
+
+def _child(pid: int) -> psutil.Process:
+    """The learner of a server, as soon as there is one."""
+    for _ in range(12000):
+        for child in psutil.Process(pid).children():
+            if "hone.learner.worker" in " ".join(child.cmdline()):
+                return child
+        time.sleep(0.01)
+    raise AssertionError("the server started no learner")
+
+
+@contextmanager
+def small_disk(at: Path, size: int) -> Iterator[bool]:
+    """A filesystem of so many bytes, where this user may mount one; else False."""
+    at.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(at)], check=True)
+
+
+def filled_disk(disk: Path, model: Path) -> Ended:
+    """What came of the job of a server whose disk was full while it ran, and was freed then."""
+    root, ballast = disk / "hone", disk / "ballast"
+    root.mkdir()
+    env = {**os.environ, **ONE_THREAD}
+    server = subprocess.Popen([sys.executable, str(PROGRAM), str(root), str(model)], env=env)
+    try:
+        _child(server.pid)  # it has taken the job
+        with suppress(OSError), ballast.open("wb", buffering=0) as out:
+            while out.write(bytes(4096)):
+                pass
+        assert shutil.disk_usage(disk).free < 4096
+        time.sleep(20)  # long enough for it to learn, and to find no room
+        assert server.poll() is None, "it ended on a full disk"
+        ballast.unlink()
+        status = server.wait(240)
+    finally:
+        server.kill()
+        server.wait()
+    assert status == 0, f"a server whose disk was full ended with {status}"
+    return json.loads((root / "ended.json").read_text())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
@@ -150,6 +222,7 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=4, help="of them, with a learner's process"
     )
+    parser.add_argument("--quick", action="store_true", help="leave out most of the failpoints")
     options = parser.parse_args()
     from tests.inference.conftest import build_tokenizer
     from tests.server.conftest import write_model
@@ -161,9 +234,12 @@ def main() -> int:
     kills = bad = 0
 
     def check(name: str, root: Path, killed: int = 1) -> None:
+        report(name, servers.finish(root), killed)
+
+    def report(name: str, ended: Ended, killed: int = 1) -> None:
         nonlocal kills, bad
         kills += killed
-        wrong = same.differences(servers.finish(root))
+        wrong = same.differences(ended)
         bad += bool(wrong)
         sys.stdout.write(f"{kills:4d} {'BAD ' if wrong else 'ok  '} {name}\n")
         sys.stdout.writelines(f"          {line}\n" for line in wrong)
@@ -176,11 +252,19 @@ def main() -> int:
         whole_s = perf_counter() - started
         for name, root in each_failpoint(servers, home):
             check(name, root)
+            if options.quick and kills >= 5:
+                break
         for i in range(options.processes):
             root = home / f"process-{i}"
             after_s = draw.uniform(3, 20)
             status = whole_process(root, model, after_s=after_s)
             check(f"with a learner's process, at {after_s:.1f} s (status {status})", root)
+            report(*killed_learner(home / f"learner-{i}", model, draw))
+        with small_disk(home / "disk", 8 * 2**20) as mounted:
+            if mounted:
+                report("a disk that filled up", filled_disk(home / "disk", model), 0)
+            else:
+                sys.stdout.write("     skip a disk that fills up: this user may not mount one\n")
         for name, root, killed in random_pairs(servers, home, draw, whole_s):
             if killed:
                 check(name, root, killed)

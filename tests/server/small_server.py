@@ -188,7 +188,7 @@ async def one_job(root: Path, base_model: Path, **changes: Any) -> dict[str, Any
     record = server.models.register(spec(base_model))
     job = server.submit(record, token_groups(6), idempotency_key="the job")
     await server.service.start()
-    job = await server.ended(job.id)
+    job = await server.ended(job.id, deadline_s=240)
     newest = server.checkpoints.newest(record.key)
     written = server.checkpoints.list(record.key)
     policy = await server.serving.resolve("agent")

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hone.errors import Unavailable
 from hone.server.telemetry import log
 
 FIRST_S = 1.0
@@ -41,7 +42,10 @@ class Part:
         self.reason = f"{type(error).__name__}: {error}"
         delay_s = backoff_s(self.failures)
         fields = {"part": self.name, "failures": self.failures, "next_attempt_s": delay_s}
-        log.error("a part of the server failed", exc_info=error, extra={"fields": fields})
+        # A full disk says all there is to know; a traceback at every attempt would fill another.
+        trace = None if isinstance(error, Unavailable) else error
+        fields |= {} if trace else {"reason": self.reason}
+        log.error("a part of the server failed", exc_info=trace, extra={"fields": fields})
         return delay_s
 
     def recover(self) -> None:
