@@ -281,8 +281,8 @@ def validate_command(
 ) -> None:
     """Check a YAML file and say all that is wrong with it, or what is in it.
 
-    A file with `finetuning.enabled: true` must have all that `hone finetune` needs. Nothing is built
-    or contacted. Exits 1 if anything is wrong.
+    A file with `finetuning.enabled: true` must have all that `hone finetune` needs. Datasets are read
+    and the functions of `target:` imported; nothing is run or contacted. Exits 1 if anything is wrong.
 
     Examples:
 
@@ -291,8 +291,9 @@ def validate_command(
         hone validate --config_file=train.yml -o finetuning.num_epochs 20
     """
     from hone.finetune.checks import read_run
+    from hone.finetune.resources import check_resources
 
-    document = read_run(config_file, pairs(override))
+    document = read_run(config_file, pairs(override), resources=check_resources)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

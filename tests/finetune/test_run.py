@@ -185,9 +185,9 @@ def test_a_dataset_of_the_command_is_one(command: Command):
     assert command(dataset=Path("train.json")) == 0
 
 
-def test_an_empty_dataset_is_named(command: Command, caplog: pytest.LogCaptureFixture):
-    assert command(dataset=Path("empty.json")) == 1
-    assert "empty.json" in caplog.records[-1].message
+def test_an_empty_dataset_is_named(command: Command):
+    with pytest.raises(ConfigProblems, match=r"^--dataset empty\.json: no row is left to run"):
+        command(dataset=Path("empty.json"))
 
 
 def test_validation_may_have_a_configuration_of_its_own(command: Command):
@@ -247,12 +247,18 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     assert aside in capsys.readouterr().out
     with pytest.raises(ConfigProblems, match="functions has no 'serch', so no call can be trained"):
         command(("finetuning.target_functions.0", "serch"), dry_run=True)
-    assert command(("workflow.target", "agent.py:rum"), dry_run=True) == 1
-    said = next(message for message in caplog.messages if message.startswith("workflow: "))
-    assert said.startswith("workflow: target: 'agent.py:rum': ")
-    assert said.endswith("has no 'rum'. Did you mean 'run'?")
-    assert command(("eval.evaluators.score.target", "agnt.py:score"), dry_run=True) == 1
-    assert "eval.evaluators.score: target: 'agnt.py:score': there is" in caplog.text
+    with pytest.raises(ConfigProblems) as wrong:
+        command(
+            ("workflow.target", "agent.py:rum"),
+            ("eval.evaluators.score.target", "agnt.py:score"),
+            dry_run=True,
+            validation_dataset=Path("empty.json"),
+        )
+    first, second, third = map(str, wrong.value.problems)
+    assert first.startswith("-o workflow.target: 'agent.py:rum': ")
+    assert first.endswith("has no 'rum'. Did you mean 'run'?")
+    assert second.startswith("-o eval.evaluators.score.target: 'agnt.py:score': there is no file")
+    assert third.startswith("--validation_dataset empty.json: no row is left to run")
 
 
 def test_a_run_does_not_go_on_with_other_code_and_the_dry_run_says_so(

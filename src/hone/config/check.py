@@ -8,6 +8,7 @@ Names are checked on the values as loaded, not on the validated document: a miss
 together with a misspelt key, not after it.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -30,6 +31,9 @@ SECTION_OF = {
 """What `finetuning.X` names a key of."""
 WORKFLOW = "<workflow>"
 """What every target list may name beside functions."""
+
+ATTEMPTS = 20
+"""Each may bring errors to light that those before it hid."""
 
 _SHORT = {
     "dict_type": "expected a block of keys",
@@ -55,6 +59,39 @@ def check(loaded: Loaded, root: type[D]) -> tuple[D | None, list[Problem]]:
     fresh = [p for p in problems if not any(p.path[: len(t)] == t for t in told if t)]
     ordered = sorted([*loaded.problems, *fresh], key=lambda p: (p.place.file, p.place.line or 0))
     return document, list(dict.fromkeys(ordered))
+
+
+def salvage(loaded: Loaded, root: type[D]) -> D | None:
+    """The document without what is wrong in it, so that the rest of it can be checked.
+
+    A key that is wrong is left out; a block that cannot do without it is left out as a whole.
+    """
+    data = copy.deepcopy(loaded.data)
+    for _ in range(ATTEMPTS):
+        try:
+            return root.model_validate(data)
+        except ValidationError as error:
+            wrong = {_path(one, data) for one in error.errors(include_url=False)}
+        # List elements from the last to the first: those before it keep their place.
+        for path in sorted(wrong, key=lambda p: [str(part).zfill(9) for part in p], reverse=True):
+            if not path:
+                return None
+            _leave_out(data, path)
+    return None
+
+
+def _leave_out(data: Any, path: Path) -> None:
+    """Remove a key, or the block that misses it."""
+    *above, last = path
+    block: Any = data
+    outer: tuple[Any, str | int] | None = None
+    for part in above:
+        outer, block = (block, part), shape.item(block, part)
+    if last in (block if isinstance(block, dict) else range(len(block or ()))):
+        del block[last]
+    elif outer is not None:
+        held, key = outer
+        del held[key]
 
 
 def _translated(

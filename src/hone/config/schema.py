@@ -311,6 +311,10 @@ class Document(Strict):
         assert self._loaded is not None, "a Document comes from schema.read"
         return self._loaded
 
+    def remember(self, loaded: Loaded) -> None:
+        """Keep what it was made of."""
+        self._loaded = loaded
+
     @property
     def file(self) -> Path:
         """The file it was read from."""
@@ -326,7 +330,7 @@ def examine(
     wrong = override.apply(loaded, overrides, Document)
     document, problems = check(loaded, Document)
     if document is not None:
-        document._loaded = loaded
+        document.remember(loaded)
     return loaded, document, list(dict.fromkeys([*wrong, *problems, *unnamed(loaded)]))
 
 

@@ -9,13 +9,12 @@ been paid for, such as a target that no call can match, or groups in which nothi
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hone.config.check import WORKFLOW, is_run, lacking
+from hone.config.check import WORKFLOW, is_run, lacking, salvage
 from hone.config.policy import (
     TRAINABLE,
     address_of,
@@ -26,7 +25,7 @@ from hone.config.policy import (
 )
 from hone.config.problems import ConfigProblems, Problem, dotted
 from hone.config.problems import Path as Keys
-from hone.config.schema import examine
+from hone.config.schema import Document, examine
 from hone.errors import ConfigError
 from hone.evaluation.datasets import (
     CsvDataset,
@@ -38,9 +37,6 @@ from hone.evaluation.datasets import (
 from hone.finetune.adapter_config import ARTTrainerAdapterConfig
 from hone.finetune.builder import ARTTrajectoryBuilderConfig
 from hone.finetune.words import counted
-
-if TYPE_CHECKING:
-    from hone.config.schema import Document
 
 FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
 HARDLY = 1e-3
@@ -86,33 +82,64 @@ def failures(checks: Sequence[Check]) -> list[Check]:
 
 
 def read_run(
-    file: Path, overrides: Sequence[tuple[str, str]] = (), *, dataset: Path | None = None
-) -> "Document":
+    file: Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    dataset: Path | None = None,
+    resources: Callable[[Document, Path | None], list[Check]] | None = None,
+) -> Document:
     """Read a file; one that enables finetuning must also have all that `hone finetune` needs.
 
     Raises ConfigProblems with everything that is wrong, each with its place. `dataset` is what the
-    command names instead of the file's.
+    command names instead of the file's; `resources` (resources.check_resources) also looks at what
+    the file refers to. One broken block hides nothing of the others.
     """
     loaded, document, wrong = examine(file, overrides)
+    readable = document or salvage(loaded, Document)
+    if readable is not None:
+        readable.remember(loaded)
+    checks, unread = list[Check](), list(wrong)
     if is_run(loaded):
         wrong += lacking(loaded, has_dataset=dataset is not None)
-        checks = [] if document is None else check_document(document)
-        if document is not None and dataset is None:
-            checks.append(_dataset(document))
-        told = {problem.path for problem in wrong}
-        wrong += [
-            Problem(loaded.place(check.path), check.path, check.message)
-            for check in checks
-            if not check.ok and check.path not in told
-        ]
+        if readable is not None:
+            broken = set() if document else {problem.path[0] for problem in unread if problem.path}
+            checks += [one for one in check_document(readable) if not _reads(one) & broken]
+            checks += [] if dataset is not None else [_dataset(readable)]
+    elif not loaded.data:
+        message = "the file is empty; expected keys such as `llms:` and `workflow:`"
+        wrong.append(Problem(loaded.place(()), (), message))
+    if readable is not None and resources is not None:
+        checks += resources(readable, dataset)
+    told = {problem.path for problem in wrong}
+    for check in failures(checks):
+        if not any(_within(check.path, path) or _within(path, check.path) for path in told):
+            told.add(check.path)
+            wrong.append(Problem(loaded.place(check.path), check.path, check.message))
     if document is None or wrong:
         raise ConfigProblems(dict.fromkeys(wrong))
     return document
 
 
-def plan(document: "Document", examples: int) -> Plan:
+_READS = {
+    "reward": {"eval", "finetuning"},
+    "target functions": {"functions", "finetuning"},
+    "target model": {"llms", "trainer_adapters", "finetuning"},
+    "group size": {"trajectory_builders", "trainer_adapters", "finetuning"},
+}
+"""Sections that a check of the whole document compares: one that is broken tells it nothing."""
+
+
+def _reads(check: Check) -> set[str]:
+    return _READS.get(check.name, set())
+
+
+def _within(path: Keys, block: Keys) -> bool:
+    return bool(block) and path[: len(block)] == block
+
+
+def plan(document: Document, examples: int) -> Plan:
     """How many rollouts, jobs and optimizer steps the configuration means for so many examples."""
-    config, adapter = document.finetuning, _adapter(document)
+    config, adapter = document.finetuning, adapter_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
     of_round = min(config.groups_per_step or of_epoch, of_epoch)
     rounds = math.ceil(of_epoch / of_round) if of_round else 0
@@ -157,7 +184,7 @@ def check_movement(planned: Plan, *, falling: bool = False) -> Check:
     )
 
 
-def check_document(document: "Document") -> list[Check]:
+def check_document(document: Document) -> list[Check]:
     """Reward, targets and group sizes; contacts nobody."""
     return [
         _reward(document),
@@ -167,7 +194,7 @@ def check_document(document: "Document") -> list[Check]:
     ]
 
 
-def _reward(document: "Document") -> Check:
+def _reward(document: Document) -> Check:
     name, reward = "reward", document.finetuning.reward_function
     known, path = document.eval.evaluators, ("finetuning", "reward_function")
     if reward is None:
@@ -188,7 +215,7 @@ def _reward(document: "Document") -> Check:
     )
 
 
-def _target_functions(document: "Document") -> Check:
+def _target_functions(document: Document) -> Check:
     wanted = document.finetuning.target_functions
     known = (WORKFLOW, *document.functions)
     for i, target in enumerate(wanted):
@@ -206,9 +233,9 @@ def _target_functions(document: "Document") -> Check:
     return Check("target functions", True, f"{what} can be trained")
 
 
-def _target_model(document: "Document") -> Check:
+def _target_model(document: Document) -> Check:
     name, wanted = "target model", document.finetuning.target_model
-    adapter = _adapter(document)
+    adapter = adapter_of(document)
     if wanted is None:
         if adapter is not None:
             return _policy(document, adapter)
@@ -233,7 +260,7 @@ def _target_model(document: "Document") -> Check:
     return _policy(document, adapter)
 
 
-def _policy(document: "Document", adapter: ARTTrainerAdapterConfig) -> Check:
+def _policy(document: Document, adapter: ARTTrainerAdapterConfig) -> Check:
     """Whether it is clear which entry of `llms` is trained, as far as the file alone tells."""
     name, trained = "target model", adapter.backend.trained()
     try:
@@ -265,7 +292,7 @@ def _policy(document: "Document", adapter: ARTTrainerAdapterConfig) -> Check:
     )
 
 
-def _dataset(document: "Document") -> Check:
+def _dataset(document: Document) -> Check:
     """Whether a dataset that is read from a file names one."""
     name, found = "dataset", document.eval.general.dataset
     if not isinstance(found, FILES) or found.file_path is not None:
@@ -279,13 +306,13 @@ def _dataset(document: "Document") -> Check:
     )
 
 
-def _group_size(document: "Document") -> Check:
+def _group_size(document: Document) -> Check:
     name, generations = "group size", _generations(document)
     if generations is None:
         return Check(name, True, "the trajectory builder is a plugin's own")
     path = ("trajectory_builders", document.finetuning.trajectory_builder or "", "num_generations")
     key = dotted(path)
-    smallest, adapter = document.finetuning.min_group_size, _adapter(document)
+    smallest, adapter = document.finetuning.min_group_size, adapter_of(document)
     if generations == 1:
         if adapter is None or adapter.training.baseline == "batch":
             return Check(name, True, "each rollout is compared with the mean of its batch")
@@ -309,12 +336,13 @@ def _group_size(document: "Document") -> Check:
     return Check(name, True, f"{generations} rollouts of each example are compared")
 
 
-def _generations(document: "Document") -> int | None:
+def _generations(document: Document) -> int | None:
     named = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
     return named.num_generations if isinstance(named, ARTTrajectoryBuilderConfig) else None
 
 
-def _adapter(document: "Document") -> ARTTrainerAdapterConfig | None:
+def adapter_of(document: Document) -> ARTTrainerAdapterConfig | None:
+    """The run's trainer adapter; None where it is a plugin's own."""
     named = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
     return named if isinstance(named, ARTTrainerAdapterConfig) else None
 

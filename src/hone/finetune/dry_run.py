@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.build import build
 from hone.config.schema import Document, FinetuneRunConfig
-from hone.errors import ConfigError, HoneError
+from hone.errors import HoneError
 from hone.evaluation.run import dataset_items
 from hone.events import FILE
 from hone.events import read as read_events
@@ -19,7 +19,6 @@ from hone.finetune.checks import Check, check_document, check_movement, plan
 from hone.finetune.journal import RunFacts, check_free, plan_start
 from hone.finetune.standing import Standing
 from hone.finetune.words import counted
-from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
     from hone.config.registry import TrainerAdapterConfig
@@ -43,7 +42,7 @@ async def dry_run(
         held_out = await _count(validating or document, told.validation_dataset)
     planned = plan(document, examples)
     start, refused = _start(document, facts, fresh=fresh)
-    checks = [*check_document(document), *_targets(document), check_movement(planned), *refused]
+    checks = [*check_document(document), check_movement(planned), *refused]
     lines = [
         *_where(document),
         f"examples      {examples}, of which {planned.examples} an epoch, "
@@ -58,25 +57,6 @@ async def dry_run(
     wrong = [check for check in checks if not check.ok]
     lines += [f"warning       {check.message}" for check in checks if check.ok and check.warning]
     return lines, wrong
-
-
-def _targets(document: Document) -> Iterator[Check]:
-    """Whether the user's own functions are there; what they need is seen when they are built."""
-    reward = document.finetuning.reward_function
-    scores = document.eval.evaluators
-    named = {
-        "workflow": document.workflow,
-        **{f"functions.{name}": config for name, config in document.functions.items()},
-        **{f"eval.evaluators.{r.name}": scores.get(r.name) for r in [reward] if r is not None},
-    }
-    for key, config in named.items():
-        target = getattr(config, "target", None)
-        if config is None or config.type_name != "python" or target is None:
-            continue
-        try:
-            load_target(target, document.file.resolve().parent)
-        except ConfigError as error:
-            yield Check(key, False, str(error))
 
 
 def _where(document: Document) -> Iterator[str]:

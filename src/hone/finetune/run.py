@@ -39,6 +39,7 @@ from hone.finetune.facts import address_of, again, evaluators_of, facts_of
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFacts, write_whole
 from hone.finetune.preflight import preflight
+from hone.finetune.resources import check_file, check_resources
 from hone.finetune.standing import Standing
 from hone.finetune.words import counted
 from hone.workflow.loop import run_loop
@@ -110,7 +111,12 @@ def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
     problems: list[Problem] = []
     document = validating = None
     try:
-        document = read_run(options.config_file, options.override, dataset=options.dataset)
+        document = read_run(
+            options.config_file,
+            options.override,
+            dataset=options.dataset,
+            resources=check_resources,
+        )
     except ConfigProblems as error:
         problems += error.problems
     try:
@@ -118,6 +124,10 @@ def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
             validating = read(options.validation_config_file, options.override)
     except ConfigProblems as error:
         problems += error.problems
+    problems += check_file("--dataset", options.dataset, document)
+    problems += check_file(
+        "--validation_dataset", options.validation_dataset, validating or document
+    )
     if document is not None and not (options.validation_dataset or options.validation_config_file):
         problems += _stops_blindly(document)
     if document is None or problems:

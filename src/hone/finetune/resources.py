@@ -1,0 +1,189 @@
+"""What a configuration refers to beyond itself: datasets, functions, base models.
+
+In:   a Document, or what could be read of a broken one; files that the command names
+Out:  failed Checks, each with the key to change
+
+Files are read and the user's modules are imported, as the run will do it; no function of theirs is
+called and nobody is contacted. What only the server can know of a base model is left to the server.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.config.problems import Path as Keys
+from hone.config.problems import Place, Problem
+from hone.errors import ConfigError
+from hone.evaluation.datasets import WHERE, CustomDataset, JsonDataset, load_items
+from hone.finetune.checks import FILES, Check, adapter_of
+from hone.finetune.targets import Target, targets_of
+from hone.workflow.target import load_target
+
+if TYPE_CHECKING:
+    from hone.config.schema import Document
+    from hone.evaluation.base import EvalInputItem
+
+DATASET = ("eval", "general", "dataset")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PATH = ("/", "./", "../", "~")
+
+
+def check_resources(document: "Document", dataset: Path | None = None) -> list[Check]:
+    """What is missing or does not fit; `dataset` is the file that the command names instead."""
+    found = [*_functions(document), *_base_model(document)]
+    if dataset is None:
+        found += _dataset(document)
+    return found
+
+
+def check_file(option: str, file: Path | None, document: "Document | None") -> list[Problem]:
+    """What is wrong with a file of examples that the command names, read as the document says."""
+    config = None if document is None else document.eval.general.dataset
+    if file is None or isinstance(config, CustomDataset):
+        return []  # its function reads the file
+    if isinstance(config, FILES) or config is None:
+        _, problem = _read(config or JsonDataset(), file, None)
+        if problem is not None:
+            said = problem.removeprefix(f"--dataset {file}: ").removeprefix(f"{file}: ")
+            return [Problem(Place(f"{option} {file}"), (), said)]
+    return []
+
+
+# ---- functions ----------------------------------------------------------------------------------
+
+
+def _functions(document: "Document") -> Iterator[Check]:
+    """Whether each function of the user's is there and can be imported."""
+    directory = document.file.resolve().parent
+    for path, target in _all_targets(document):
+        try:
+            fn = load_target(target, directory)
+        except ConfigError as error:
+            yield Check("function", False, str(error).removeprefix("target: "), path=path)
+            continue
+        if not callable(fn):
+            message = f"{target!r} is {type(fn).__name__}, not a function"
+            yield Check("function", False, message, path=path)
+
+
+def _all_targets(document: "Document") -> list[Target]:
+    """Those of a run, and those of evaluators that it does not train by."""
+    scores = {
+        ("eval", "evaluators", name, "target"): getattr(config, "target", None)
+        for name, config in document.eval.evaluators.items()
+        if config.type_name == "python"
+    }
+    others = [Target(path, target) for path, target in scores.items() if isinstance(target, str)]
+    return list(dict.fromkeys([*targets_of(document), *others]))
+
+
+# ---- datasets -----------------------------------------------------------------------------------
+
+
+def _dataset(document: "Document") -> Iterator[Check]:
+    """Whether the file is there, has rows, and has the columns that are named or needed."""
+    config = document.eval.general.dataset
+    if not isinstance(config, FILES) or config.file_path is None:
+        return
+    items, problem = _read(config, None, document.file.parent)
+    if problem is not None:
+        key = ("structure", "question_key") if "structure.question_key" in problem else None
+        path = (*DATASET, *(key or ("file_path",)))
+        yield Check("dataset", False, problem.removeprefix(f"{WHERE}.file_path: "), path=path)
+        return
+    structure = config.structure
+    if structure.disable:
+        return
+    columns = sorted({str(column) for item in items for column in _columns(item)})
+    written = structure.model_fields_set
+    for key in ("answer_key", "expected_trajectory_key"):
+        column = getattr(structure, key)
+        if key in written and column not in columns:
+            yield _no_column(column, columns, (*DATASET, "structure", key))
+    if "id_key" in config.model_fields_set and config.id_key not in columns:
+        yield _no_column(config.id_key, columns, (*DATASET, "id_key"))
+    if "answer_key" not in written and structure.answer_key not in columns:
+        yield from _expected(document, structure.answer_key, columns)
+
+
+def _expected(document: "Document", column: str, columns: Sequence[str]) -> Iterator[Check]:
+    """A reward function that takes what no row has."""
+    reward = document.finetuning.reward_function
+    config = None if reward is None else document.eval.evaluators.get(reward.name)
+    target = getattr(config, "target", None)
+    if config is None or config.type_name != "python" or not isinstance(target, str):
+        return
+    try:
+        fn = load_target(target, document.file.resolve().parent)
+        takes = inspect.signature(fn).parameters
+    except (ConfigError, TypeError, ValueError):
+        return  # told with the functions
+    if "expected" in takes and takes["expected"].default is inspect.Parameter.empty:
+        path = (*DATASET, "structure", "answer_key")
+        found = _no_column(column, columns, path)
+        yield Check("dataset", False, f"{target} takes `expected`, and {found.message}", path=path)
+
+
+def _no_column(column: str, columns: Sequence[str], path: Keys) -> Check:
+    guess = get_close_matches(column, columns, n=1)
+    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    message = f"no row has a {column!r}.{maybe} There are: {', '.join(columns)}."
+    return Check("dataset", False, message, path=path)
+
+
+def _columns(item: "EvalInputItem") -> Sequence[str]:
+    row: Any = item.full_dataset_entry
+    return list(row) if isinstance(row, dict) else []
+
+
+def _read(
+    config: Any, override: Path | None, near: Path | None
+) -> tuple[list["EvalInputItem"], str | None]:
+    try:
+        return load_items(config, override, near=near), None
+    except ConfigError as error:
+        return [], str(error)
+
+
+# ---- base models --------------------------------------------------------------------------------
+
+
+def _base_model(document: "Document") -> Iterator[Check]:
+    """Whether a server of this run's own can know the name; another machine's paths are its own."""
+    adapter = adapter_of(document)
+    if adapter is None or adapter.backend.ip is not None:
+        return
+    name, wrong = adapter.backend.base_model, None
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        wrong = None if path.is_file() else _not_a_model(path)
+    elif name.startswith(_PATH) or name.endswith(".gguf"):
+        wrong = f"there is no {path.absolute()}"
+    elif not _HUB.fullmatch(name):
+        wrong = _unknown(name)
+    if wrong is not None:
+        key = ("trainer_adapters", document.finetuning.trainer_adapter or "", "backend")
+        yield Check("base model", False, wrong, path=(*key, "base_model"))
+
+
+def _not_a_model(path: Path) -> str | None:
+    if (path / "config.json").is_file() or any(path.glob("*.gguf")):
+        return None
+    return f"{path.absolute()} holds neither config.json nor a .gguf file, so it is no model"
+
+
+def _unknown(name: str) -> str | None:
+    from hone.models.known import KNOWN  # here, because only this needs it
+
+    names = list(KNOWN)
+    if name in names:
+        return None
+    guess = get_close_matches(name, names, n=1)
+    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    return (
+        f"{name!r} is not a model that hone knows, a directory, or a name on the hub "
+        f"(ORGANISATION/MODEL).{maybe} `hone models list` shows what is known."
+    )
