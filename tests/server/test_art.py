@@ -128,8 +128,10 @@ def art(tmp_path: Path, tiny_model: Path) -> Iterator[ArtServer]:
 
 
 @contextmanager
-def served(root: Path, model: Path, start_learner: Callable[..., Any]) -> Iterator[ArtServer]:
-    settings = Settings(root=root / "hone", device="cpu", learner_threads=1)
+def served(
+    root: Path, model: Path, start_learner: Callable[..., Any], **more: Any
+) -> Iterator[ArtServer]:
+    settings = Settings(root=root / "hone", device="cpu", learner_threads=1, **more)
     server = Server(State.open(settings, start_learner=start_learner), None).start()
     art = ArtServer(server, model)
     yield art
@@ -143,6 +145,20 @@ def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 # ---- the loop ---------------------------------------------------------------------------------
+
+
+def test_a_whole_loop_with_bodies_that_a_worker_process_reads(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    Learner.go_on.set()
+    with served(tmp_path, tiny_model, Learner, large_body_bytes=500, body_processes=1) as art:
+        test_a_whole_loop(art)
+        assert len(art.state.workers.pids) == 1
+        logged = art.directory() / "trajectories"
+        for split in ("val", "train"):
+            lines = (logged / split / "0000.jsonl").read_text().splitlines()
+            assert [len(json.loads(line)["trajectories"]) for line in lines] == [2, 2]
+        assert any("val/reward" in entry or "reward" in str(entry) for entry in art.history())
 
 
 def test_a_whole_loop(art: ArtServer) -> None:

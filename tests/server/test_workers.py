@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import ScriptedEngine
+from tests.server.api import JOBS, Open, group, job
 from tests.server.conftest import Server
 
 from hone.errors import Unavailable, Unprocessable
 from hone.inference import chatml
-from hone.server import chat
+from hone.server import chat, submit
 from hone.server.app import State
 from hone.server.settings import Settings
 from hone.server.tasks import max_characters, more_values
@@ -178,6 +179,44 @@ async def test_a_worker_that_dies_costs_its_request_alone(server: Server, tiny_m
     assert "died (exit code -9)" in answer.json()["error"]["message"]
     assert (await _post(server, _body(tiny_model, LONG))).status_code == 200
     assert server.state.workers.pids != [worker]
+
+
+async def test_a_large_job_becomes_the_job_that_a_small_one_would(
+    open_api: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON may be padded with spaces: the same job, larger."""
+    api = await open_api(held=True, large_body_bytes=20000, body_processes=1)
+    await api.register()
+
+    async def large(**fields: Any) -> httpx.Response:
+        return await api.client.post(JOBS, content=json.dumps(job() | fields).ljust(30000))
+
+    small = await api.submit(idempotency_key="k")
+    wrong = {"groups": [group(1.0, 0.0), group(2.0)], "config": {"learning_rat": 1}}
+    outside = job()
+    outside["groups"][0]["trajectories"][1]["calls"][0]["prompt_ids"] = [10**6]
+    refusals = [
+        await api.refused(groups=3),
+        await api.refused(**wrong),
+        await api.refused(groups=outside["groups"]),
+        await api.refused(404, model="nobody"),
+    ]
+    for name in ("digest", "pack_job"):
+        monkeypatch.delattr(submit, name)  # not needed in this process
+    repeated, other = await large(idempotency_key="k"), await large(idempotency_key="l")
+    assert (repeated.status_code, other.status_code) == (202, 202), other.text
+    assert repeated.json()["id"] == small.id
+    stored = [api.state.jobs.groups(name) for name in (small.id, other.json()["id"])]
+    kept, same = ([one.model_dump() for one in groups] for groups in stored)
+    assert kept == same
+    assert other.json()["counts"] == small.counts == {"by_tokens": 2}
+    answers = [
+        await large(groups=3),
+        await large(**wrong),
+        await large(groups=outside["groups"]),
+        await large(model="nobody"),
+    ]
+    assert [answer.json() for answer in answers] == refusals
 
 
 @settings(max_examples=200, deadline=None)

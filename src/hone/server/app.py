@@ -323,6 +323,7 @@ class _Gate:
             return
         token = auth.access.set(access)
         try:
+            scope["hone.body"] = body
             await self.app(scope, body, send)
         finally:
             auth.access.reset(token)

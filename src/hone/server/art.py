@@ -12,60 +12,36 @@ broken body. A client that leaves does not take its job with it.
 
 import asyncio
 import json
-import logging
-import math
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hone.errors import (
     Conflict,
     NotFound,
     NotInThisVersion,
-    TrainingFailed,
-    Unavailable,
     Unprocessable,
 )
-from hone.server import art_log
+from hone.server import art_log, job_tasks
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
+from hone.server.art_stream import Sent, streamed
 from hone.server.auth import inference_key
-from hone.server.jobs import FINAL
+from hone.server.bodies import checked, large_body_route
 from hone.server.models import ModelRecord
+from hone.server.submit import submit, submit_held
 from hone.server.telemetry import say
-from hone.server.training import inference_url, registered, submit
+from hone.server.training import inference_url, registered
+from hone.server.workers import Worker
 from hone.trajectory import JobRequest, means
-from hone.types import FieldError, JobEvent, JobInfo, ModelKey, Name
+from hone.types import FieldError, JobInfo, ModelKey, Name
 
 if TYPE_CHECKING:
     from hone.server.app import State
-
-WAIT_S = 60.0
-"""The stream looks so often whether an event came without waking it; none should."""
-
-NAMES = {
-    "learn/loss": "loss/train",
-    "learn/entropy": "loss/entropy",
-    "learn/kl": "loss/kl_div",
-    "learn/grad_norm": "loss/grad_norm",
-    "learn/learning_rate": "loss/learning_rate",
-    "learn/logical_tokens": "data/step_trainer_tokens",
-    "learn/step_s": "time/step_trainer_s",
-}
-"""Ours on the left, and what ART's clients call the same quantity."""
-
-HISTORY = {
-    "loss": "learn/loss",
-    "entropy": "learn/entropy",
-    "kl_div": "learn/kl",
-    "grad_norm": "learn/grad_norm",
-    "learning_rate": "learn/learning_rate",
-}
-"""What ART's server writes into history.jsonl under `train/`, and ours."""
 
 
 class _Request(BaseModel):
@@ -141,18 +117,7 @@ def routes(state: "State") -> APIRouter:
         host, scheme = request.headers.get("host", ""), request.url.scheme
         return inference_url(state.settings, host, scheme), str(key)
 
-    @router.post("/_train_model", response_class=StreamingResponse)
-    async def train(body: TrainRequest) -> StreamingResponse:
-        """Train on the groups; one JSON line per gradient step, ending when the step is served."""
-        job = await _submit(state, body)
-        lines = _lines(state, job, body.trajectory_groups)
-        first = await anext(lines)
-        return StreamingResponse(_from(first, lines), media_type="application/x-ndjson")
-
-    @router.post("/_log")
-    async def log(body: LogRequest) -> None:
-        """Keep trajectories, and add their means to the model's history."""
-        await asyncio.to_thread(_log, state, body.model.key, body.split, body.trajectory_groups)
+    _group_routes(state, router)
 
     @router.post("/_delete_checkpoints")
     async def delete_checkpoints(
@@ -183,6 +148,48 @@ def routes(state: "State") -> APIRouter:
     for name in ("pull_from_s3", "push_to_s3", "deploy", "fork_checkpoint"):
         router.post(f"/_experimental_{name}", status_code=501)(_absent(name))
     return router
+
+
+def _group_routes(state: "State", router: APIRouter) -> None:
+    """Routes whose bodies hold trajectories, many of them large."""
+
+    async def train(body: TrainRequest) -> StreamingResponse:
+        """Train on the groups; one JSON line per gradient step, ending when the step is served."""
+        return await streamed(state, await _submit(state, body), Sent.of(body.trajectory_groups))
+
+    async def train_large(body: bytes, release: Callable[[], None]) -> Response:
+        async with state.workers.worker() as worker:
+            head = checked(await worker.run(job_tasks.read_art, body, log=False))
+            release()
+            assert isinstance(head.request, TrainRequest), head
+            job = await _submit(state, head.request, worker)
+        return await streamed(state, job, Sent(head.groups, head.trajectories))
+
+    async def log(body: LogRequest) -> None:
+        """Keep trajectories, and add their means to the model's history."""
+        await asyncio.to_thread(_log, state, body.model.key, body.split, body.trajectory_groups)
+
+    async def log_large(body: bytes, release: Callable[[], None]) -> Response:
+        async with state.workers.worker() as worker:
+            head = checked(await worker.run(job_tasks.read_art, body, log=True))
+            release()
+            assert isinstance(head.request, LogRequest), head
+            key = head.request.model.key
+            step = await asyncio.to_thread(_step, state, key)
+            await _log_held(state, worker, key, head.request.split, step)
+        return JSONResponse(None)
+
+    limit = state.settings.large_body_bytes
+    router.add_api_route(
+        "/_train_model",
+        train,
+        methods=["POST"],
+        response_class=StreamingResponse,
+        route_class_override=large_body_route(limit, train_large),
+    )
+    router.add_api_route(
+        "/_log", log, methods=["POST"], route_class_override=large_body_route(limit, log_large)
+    )
 
 
 # ---- models -----------------------------------------------------------------------------------
@@ -236,27 +243,34 @@ def _write_model(state: "State", model: ArtModel) -> None:
 # ---- training ---------------------------------------------------------------------------------
 
 
-async def _submit(state: "State", body: TrainRequest) -> JobInfo:
-    """An accepted job; its trajectories are logged as ART's server does."""
+async def _submit(state: "State", body: TrainRequest, worker: Worker | None = None) -> JobInfo:
+    """An accepted job; its trajectories are logged as ART's server does.
+
+    `worker`: the process that holds the groups, where they are too large for this one.
+    """
     record = await _record(state, body.model)
     asked = job_config(body.config, body.dev_config, record.spec)
-    # ART has no such bound: its clients may send what was sampled a step ago, and the metric tells.
-    config = {"max_staleness": None, **record.spec.defaults, **asked.config}
     if asked.not_applicable:
         say("ART: keys that mean nothing here", model=str(record.key), keys=asked.not_applicable)
+    fields: dict[str, Any] = {
+        "model": str(record.key),
+        # ART has no such bound: its clients may send what was sampled a step ago, and the metric
+        # tells.
+        "config": {"max_staleness": None, **record.spec.defaults, **asked.config},
+        "plot_tensors": asked.plot_tensors,
+        "advance_when_flat": True,
+    }
 
     def request() -> JobRequest:
-        return JobRequest(
-            model=str(record.key),
-            groups=[group.to_hone() for group in body.trajectory_groups],
-            config=config,
-            plot_tensors=asked.plot_tensors,
-            advance_when_flat=True,
-        )
+        return JobRequest(groups=[group.to_hone() for group in body.trajectory_groups], **fields)
 
     step = await asyncio.to_thread(_step, state, record.key)
     try:
-        job = await submit(state, await asyncio.to_thread(request))
+        if worker is None:
+            job = await submit(state, await asyncio.to_thread(request))
+        else:
+            held, sha256 = await worker.run(job_tasks.art_job, **fields)
+            job = await submit_held(state, worker, held, sha256)
     except Unprocessable as wrong:
         renamed = {"groups": "trajectory_groups"}
         raise Unprocessable(
@@ -265,110 +279,14 @@ async def _submit(state: "State", body: TrainRequest) -> JobInfo:
                 for f in wrong.fields
             ]
         ) from None
-    await asyncio.to_thread(_log, state, record.key, "train", body.trajectory_groups, step)
+    if worker is None:
+        await asyncio.to_thread(_log, state, record.key, "train", body.trajectory_groups, step)
+    else:
+        await _log_held(state, worker, record.key, "train", step)
     return job
 
 
-async def _lines(state: "State", job: JobInfo, groups: list[ArtGroup]) -> AsyncIterator[str]:
-    """One line per gradient step, each when the next one begins; the last has all the metrics."""
-    told = 0
-    rate = {"loss/learning_rate": job.config.learning_rate}
-    async for event in _events(state, job.id):
-        if event.type == "progress" and event.data["phase"] == "train":
-            while told < event.data["step"]:
-                told += 1
-                yield _line(event.data["steps"], rate)
-        elif event.type == "done":
-            ended = await asyncio.to_thread(state.jobs.get, job.id)
-            steps = int(ended.metrics.get("learn/optimizer_steps", 0))
-            await asyncio.to_thread(_log_job, state, ended, groups)
-            _say_if_stale(ended)
-            for _ in range(told, steps - 1):
-                yield _line(steps, rate)
-            yield _line(steps, rate | _metrics(ended, groups))
-        elif event.type == "failed":
-            failure = event.data["failure"] or {}
-            raise TrainingFailed(
-                f"job {job.id!r} failed: {failure.get('type')}: {failure.get('message')}\n"
-                f"Its trace is in {state.settings.log_file}"
-            )
-        elif event.type == "cancelled":
-            raise Conflict(f"job {job.id!r} was cancelled; the step before it is still served")
-
-
-def _say_if_stale(job: JobInfo) -> None:
-    """The commonest mistake of ART's users: rollouts that ask for the base model by its name."""
-    if job.metrics.get("learn/staleness", 0) > 0:
-        say(
-            "ART: trained on answers of an older step; let the rollouts ask for the model's name",
-            level=logging.WARNING,
-            job=job.id,
-            name=job.model.partition("/")[2],
-            answered_by_step=job.metrics["learn/oldest_call_step"],
-            trained_from_step=job.base_step,
-        )
-
-
-async def _events(state: "State", job_id: str) -> AsyncIterator[JobEvent]:
-    after = 0
-    while True:
-        batch = await asyncio.to_thread(state.jobs.events, job_id, after)
-        for event in batch:
-            after = event.id
-            yield event
-            if event.type in FINAL:
-                return
-        woken = bool(batch) or await state.jobs.wait_event(job_id, after, WAIT_S)
-        if not woken and state.jobs.stopping:
-            # Broken off, not ended: these clients would take an end for the end of the training.
-            raise Unavailable(
-                f"job {job_id!r}: this server stops. The job goes back to the queue, and goes on "
-                "when the server is started again."
-            )
-
-
-async def _from(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for line in rest:
-        yield line
-
-
-def _line(steps: int, metrics: Mapping[str, float]) -> str:
-    """Old clients pop the first key and die without it; newer ones want the second in all lines."""
-    counts = {"num_gradient_steps": steps, "data/step_num_gradient_steps": float(steps)}
-    return json.dumps(counts | dict(metrics), allow_nan=False) + "\n"
-
-
-def _metrics(job: JobInfo, groups: list[ArtGroup]) -> dict[str, float]:
-    """Under ART's names and under ours; only finite numbers."""
-    counted = {
-        "data/step_num_scenarios": float(len(groups)),
-        "data/step_num_groups_submitted": float(len(groups)),
-        "data/step_num_groups_trainable": job.metrics.get("learn/groups", 0.0),
-        "data/step_num_trajectories": float(sum(len(group.trajectories) for group in groups)),
-    }
-    theirs = {NAMES[name]: value for name, value in job.metrics.items() if name in NAMES}
-    resolved = {f"resolve/{name}": float(count) for name, count in job.counts.items()}
-    every = {**resolved, **job.metrics, **theirs, **counted}
-    return {name: float(value) for name, value in every.items() if math.isfinite(value)}
-
-
 # ---- logs -------------------------------------------------------------------------------------
-
-
-def _log_job(state: "State", job: JobInfo, groups: list[ArtGroup]) -> None:
-    """A line of the model's history, under the names that ART's server gave these numbers."""
-    assert job.step is not None, "jobs of ART's clients always make a step"
-    metrics = {
-        "num_groups_submitted": float(len(groups)),
-        "num_groups_trainable": job.metrics.get("learn/groups", 0.0),
-        "num_gradient_steps": job.metrics.get("learn/optimizer_steps", 0.0),
-    }
-    for theirs, ours in HISTORY.items():
-        if ours in job.metrics:
-            metrics[theirs] = job.metrics[ours]
-    project, _, name = job.model.partition("/")
-    state.checkpoints.log(ModelKey(project, name), job.step, metrics, "train")
 
 
 def _log(
@@ -378,6 +296,13 @@ def _log(
     art_log.write(state.checkpoints.model_dir(key), split, step, groups)
     if metrics := means(groups):
         state.checkpoints.log(key, step, metrics, split)
+
+
+async def _log_held(state: "State", worker: Worker, key: ModelKey, split: str, step: int) -> None:
+    """The same for groups that a worker process holds."""
+    directory = state.checkpoints.model_dir(key)
+    if metrics := await worker.run(job_tasks.log_art, directory, split, step):
+        await asyncio.to_thread(state.checkpoints.log, key, step, metrics, split)
 
 
 def _absent(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Request bodies, bounded before anybody parses them.
 
 In:   the ASGI `receive` of a request, and its headers
-Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too slow, 429 too many
+Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too slow, 429 too many;
+      routes that have large bodies answered without parsing them on the event loop
 
 HTTPException is the one kind that FastAPI lets through while it reads a body. A refused body is not
 read to its end: the response closes the connection.
@@ -9,14 +10,22 @@ read to its end: the response closes the connection.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
+from hone.server.job_tasks import Invalid
 from hone.server.settings import Settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
+AnswerLarge = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
+"""Answers a large body; calls its second argument when the body is in memory no more."""
+T = TypeVar("T")
 
 MIN_BYTES_PER_S = 64 * 2**10
 """A body that is slower than this may take `body_timeout_s` longer than one that is not."""
@@ -107,3 +116,40 @@ class BodyReader:
         limit = self._settings.max_body_bytes
         text = f"the body is larger than {limit} bytes; send less at once"
         return HTTPException(413, text, headers=_CLOSE)
+
+
+def large_body_route(limit: int, answer: AnswerLarge) -> type[APIRoute]:
+    """A route of FastAPI that leaves JSON bodies of more than `limit` bytes to `answer`."""
+
+    class LargeBodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride] - a coroutine is awaitable
+            usual = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                # Not `request` itself: it would keep the body for as long as it is answered.
+                body = await Request(request.scope, request.receive).body()
+                if len(body) > limit and "json" in request.headers.get("content-type", ""):
+                    reader = request.scope.get("hone.body")
+                    return await answer(body, reader.release if reader else lambda: None)
+                return await usual(Request(request.scope, _replay(body, request.receive)))
+
+            return handle
+
+    return LargeBodyRoute
+
+
+def checked(result: T | Invalid) -> T:
+    """What a worker read; raises RequestValidationError where it did not validate."""
+    if isinstance(result, Invalid):
+        raise RequestValidationError(result.errors)
+    return result
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that begins with a body that was read before."""
+    pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replaying() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replaying

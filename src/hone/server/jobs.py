@@ -27,7 +27,7 @@ from hone.server import job_events
 from hone.server.failpoints import failpoint
 from hone.server.job_events import JobEvents, event_of_move
 from hone.server.models import ModelRecord
-from hone.server.rows import marks
+from hone.server.rows import marks, pack_groups
 from hone.server.store import Store
 from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
@@ -185,7 +185,7 @@ class JobStore:
         self,
         *,
         model: ModelRecord,
-        groups: Sequence[TrajectoryGroup],
+        groups: Sequence[TrajectoryGroup] | bytes,
         config: TrainConfig,
         counts: dict[str, int],
         request_sha256: str,
@@ -196,9 +196,7 @@ class JobStore:
         calls: Sequence[str] = (),
     ) -> JobInfo:
         """A new job at the end of the queue, or the one this key and request made before."""
-        # Plain json and not pydantic's: a NaN must come back as one, for the learner to refuse.
-        plain = json.dumps([group.model_dump() for group in groups])
-        packed = zlib.compress(plain.encode(), 1)
+        packed = groups if isinstance(groups, bytes) else pack_groups(groups)
         job = JobInfo(
             id=f"job-{secrets.token_hex(10)}",
             model=str(model.key),

@@ -29,13 +29,15 @@ from typing import Any, get_args
 from hone.errors import Unprocessable
 from hone.models.architecture import DecoderConfig
 from hone.server.calls import CallStore
+from hone.server.checks import check_request
 from hone.server.choices import Choices
-from hone.server.language import FIXED, differing
+from hone.server.language import FIXED, Language, differing
 from hone.server.models import ModelRecord
+from hone.server.rows import pack_groups
 from hone.server.sampled import Path, Refused, brief, outside, wrong_logprob
 from hone.server.serving import Serving
 from hone.server.staleness import too_stale
-from hone.trajectory import History, Trajectory, TrajectoryGroup
+from hone.trajectory import History, JobRequest, Trajectory, TrajectoryGroup
 from hone.types import Call, FieldError, RecordedCall, RolloutId, TrainConfig
 
 MAX_ERRORS = 50
@@ -58,6 +60,34 @@ class Resolved:
     """Ids of the recorded calls among them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a job starts from: the model, its newest step, and how it is to be trained."""
+
+    record: ModelRecord
+    config: TrainConfig
+    step: int
+    adapter_sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedJob:
+    """A resolved job as the queue stores it."""
+
+    packed: bytes
+    groups: int
+    counts: dict[str, int]
+    calls: list[str]
+
+
+def pack_job(request: JobRequest, language: Language, calls: CallStore, start: Start) -> PackedJob:
+    """Check, resolve and pack a job. Raises Unprocessable with every wrong field. Blocking."""
+    check_request(request, start.config)
+    resolved = resolve_groups(request.groups, language, calls, start)
+    packed = pack_groups(resolved.groups)
+    return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
+
+
 async def resolve(
     groups: Sequence[TrajectoryGroup],
     *,
@@ -68,38 +98,41 @@ async def resolve(
 ) -> Resolved:
     """The groups as calls. Raises Unprocessable with every wrong field."""
     language = await serving.template(record.spec.base_model)
+    step, adapter = await asyncio.to_thread(serving.newest, record)
+    start = Start(record, config, step, None if adapter is None else adapter.sha256)
+    return await asyncio.to_thread(resolve_groups, groups, language, calls, start)
 
-    def run() -> Resolved:
-        template = language.spoken(record.spec.chat_template_kwargs)
-        fingerprint = language.fingerprint_of(template)
-        config_file = language.files.path / "config.json"
-        shape = DecoderConfig.parse(language.files.config, where=str(config_file))
-        step, adapter = serving.newest(record)
-        choices = Choices(
-            template,
-            calls,
-            model=str(record.key),
-            base_model=record.spec.base_model,
-            fingerprint=fingerprint,
-            vocab=shape.vocab,
-            step=step,
-        )
-        limit = min(config.max_seq_length, shape.max_positions)
-        resolver = _Resolver(
-            record=record,
-            fingerprint=fingerprint,
-            calls=calls,
-            choices=choices,
-            config=config,
-            vocab=shape.vocab,
-            limit=limit,
-            step=step,
-            adapter_sha256=None if adapter is None else adapter.sha256,
-        )
-        return resolver.run(groups)
 
-    # Blocking from here on: the store, the disk, rendering.
-    return await asyncio.to_thread(run)
+def resolve_groups(
+    groups: Sequence[TrajectoryGroup], language: Language, calls: CallStore, start: Start
+) -> Resolved:
+    """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
+    record, config = start.record, start.config
+    template = language.spoken(record.spec.chat_template_kwargs)
+    fingerprint = language.fingerprint_of(template)
+    config_file = language.files.path / "config.json"
+    shape = DecoderConfig.parse(language.files.config, where=str(config_file))
+    choices = Choices(
+        template,
+        calls,
+        model=str(record.key),
+        base_model=record.spec.base_model,
+        fingerprint=fingerprint,
+        vocab=shape.vocab,
+        step=start.step,
+    )
+    resolver = _Resolver(
+        record=record,
+        fingerprint=fingerprint,
+        calls=calls,
+        choices=choices,
+        config=config,
+        vocab=shape.vocab,
+        limit=min(config.max_seq_length, shape.max_positions),
+        step=start.step,
+        adapter_sha256=start.adapter_sha256,
+    )
+    return resolver.run(groups)
 
 
 class _Resolver:

@@ -50,6 +50,16 @@ class Store:
                 "away to begin anew; checkpoints are kept beside it and are not touched."
             ) from error
 
+    @classmethod
+    def reading(cls, path: Path) -> "Store":
+        """A store of another process, to be queried; its owner writes, and has made the schema."""
+        store = cls.__new__(cls)
+        store.path = path
+        store._writing = threading.RLock()
+        store._resting = []
+        store._closed = False
+        return store
+
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """Everything inside is committed at the end, or nothing if it raises."""

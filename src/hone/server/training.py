@@ -2,7 +2,7 @@
 
 In:   HTTP requests under /v1/training
 Out:  ModelInfo, JobInfo, CheckpointInfo, events, tokens; jobs in the queue
-Used: app.py mounts `routes`; art.py submits its jobs by the same `submit`
+Used: app.py mounts `routes`; art.py submits its jobs by the same submit.py
 
 Everything is checked before a job is accepted: what is refused is refused now, with the path of
 the field, and what is accepted survives whatever happens to the server.
@@ -10,27 +10,22 @@ the field, and what is accepted survives whatever happens to the server.
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from hone.errors import Busy, Conflict, NotFound, Unprocessable
-from hone.server import events
+from hone.errors import Conflict, NotFound, Unprocessable
+from hone.server import events, job_tasks
+from hone.server.bodies import checked, large_body_route
 from hone.server.checkpoints import Checkpoint
-from hone.server.checks import (
-    check_base_model,
-    check_request,
-    checked_spec,
-    digest,
-    train_config,
-)
-from hone.server.jobs import FINAL
+from hone.server.checks import check_base_model, checked_spec
 from hone.server.models import ModelRecord
 from hone.server.rename import rename
-from hone.server.resolve import resolve
 from hone.server.settings import Settings
+from hone.server.submit import submit, submit_held
 from hone.server.telemetry import say
 from hone.server.tokens import TokenPage, page, read_logprobs
 from hone.trajectory import JobRequest
@@ -192,10 +187,21 @@ def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
 
 
 def _job_routes(state: "State", router: APIRouter) -> None:
-    @router.post("/jobs", status_code=202)
     async def post_job(request: JobRequest) -> JobInfo:
         """Queue a training job; it is on disk when this is answered."""
         return await submit(state, request)
+
+    async def post_large_job(body: bytes, release: Callable[[], None]) -> Response:
+        async with state.workers.worker() as worker:
+            job, sha256 = checked(await worker.run(job_tasks.read_job, body))
+            release()
+            info = await submit_held(state, worker, job, sha256)
+        return Response(info.model_dump_json(), 202, media_type="application/json")
+
+    large = large_body_route(state.settings.large_body_bytes, post_large_job)
+    router.add_api_route(
+        "/jobs", post_job, methods=["POST"], status_code=202, route_class_override=large
+    )
 
     @router.get("/jobs")
     async def jobs(
@@ -237,53 +243,6 @@ def _job_routes(state: "State", router: APIRouter) -> None:
     async def cancel(job_id: str) -> JobInfo:
         """Cancel a queued job, or stop a running one within a micro-batch."""
         return await state.service.cancel(job_id)
-
-
-async def submit(state: "State", request: JobRequest) -> JobInfo:
-    """An accepted job, or the one this idempotency key and request made before."""
-    record = await asyncio.to_thread(state.models.find, request.model)
-    sha256 = await asyncio.to_thread(digest, request)
-    repeated = await asyncio.to_thread(
-        state.jobs.repeated, record.key, request.idempotency_key, sha256
-    )
-    if repeated is not None:
-        return repeated
-    config = train_config(record.spec.defaults, request.config, "config")
-    check_request(request, config)
-    waiting = sum((await asyncio.to_thread(state.jobs.waiting)).values())
-    if waiting >= state.settings.max_queued_jobs:
-        raise Busy(
-            f"{waiting} jobs are queued, as many as this server keeps (max_queued_jobs); wait for "
-            "one to end, or cancel one",
-            retry_after_s=10,
-        )
-    resolved = await resolve(
-        request.groups, record=record, serving=state.serving, calls=state.calls, config=config
-    )
-    job = await asyncio.to_thread(
-        state.jobs.add,
-        model=record,
-        groups=resolved.groups,
-        config=config,
-        counts=resolved.counts,
-        request_sha256=sha256,
-        seed=request.seed,
-        plot_tensors=request.plot_tensors,
-        advance_when_flat=request.advance_when_flat,
-        idempotency_key=request.idempotency_key,
-        calls=resolved.calls,
-    )
-    state.service.wake()
-    await asyncio.to_thread(_refer, state, job.id, resolved.calls)
-    say("job accepted", job=job.id, model=job.model, groups=len(resolved.groups), **resolved.counts)
-    return job
-
-
-def _refer(state: "State", job_id: str, calls: list[str]) -> None:
-    """Keep the calls a job was made of until it ends, which may be before this line."""
-    state.calls.refer(job_id, calls)
-    if state.jobs.get(job_id).state in FINAL:
-        state.calls.release(job_id)
 
 
 async def _page(state: "State", job_id: str, offset: int, limit: int) -> TokenPage:

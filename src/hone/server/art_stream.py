@@ -1,0 +1,165 @@
+"""A training job as ART's clients follow it: one JSON line per gradient step.
+
+In:   an accepted job; how much was sent for it
+Out:  a stream of lines under ART's names, which ends when the step is served; the model's history
+"""
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi.responses import StreamingResponse
+
+from hone.errors import Conflict, TrainingFailed, Unavailable
+from hone.server.art_log import ArtGroup
+from hone.server.jobs import FINAL
+from hone.server.telemetry import say
+from hone.types import JobEvent, JobInfo, ModelKey
+
+if TYPE_CHECKING:
+    from hone.server.app import State
+
+WAIT_S = 60.0
+"""The stream looks so often whether an event came without waking it; none should."""
+
+NAMES = {
+    "learn/loss": "loss/train",
+    "learn/entropy": "loss/entropy",
+    "learn/kl": "loss/kl_div",
+    "learn/grad_norm": "loss/grad_norm",
+    "learn/learning_rate": "loss/learning_rate",
+    "learn/logical_tokens": "data/step_trainer_tokens",
+    "learn/step_s": "time/step_trainer_s",
+}
+"""Ours on the left, and what ART's clients call the same quantity."""
+
+HISTORY = {
+    "loss": "learn/loss",
+    "entropy": "learn/entropy",
+    "kl_div": "learn/kl",
+    "grad_norm": "learn/grad_norm",
+    "learning_rate": "learn/learning_rate",
+}
+"""What ART's server writes into history.jsonl under `train/`, and ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How much a client sent to be trained on."""
+
+    groups: int
+    trajectories: int
+
+    @classmethod
+    def of(cls, groups: list[ArtGroup]) -> "Sent":
+        return cls(len(groups), sum(len(group.trajectories) for group in groups))
+
+
+async def streamed(state: "State", job: JobInfo, sent: Sent) -> StreamingResponse:
+    """One JSON line per gradient step; begins when the first is known, ends with the job."""
+    lines = _lines(state, job, sent)
+    first = await anext(lines)
+    return StreamingResponse(_from(first, lines), media_type="application/x-ndjson")
+
+
+async def _lines(state: "State", job: JobInfo, sent: Sent) -> AsyncIterator[str]:
+    """One line per gradient step, each when the next one begins; the last has all the metrics."""
+    told = 0
+    rate = {"loss/learning_rate": job.config.learning_rate}
+    async for event in _events(state, job.id):
+        if event.type == "progress" and event.data["phase"] == "train":
+            while told < event.data["step"]:
+                told += 1
+                yield _line(event.data["steps"], rate)
+        elif event.type == "done":
+            ended = await asyncio.to_thread(state.jobs.get, job.id)
+            steps = int(ended.metrics.get("learn/optimizer_steps", 0))
+            await asyncio.to_thread(_log_job, state, ended, sent)
+            _say_if_stale(ended)
+            for _ in range(told, steps - 1):
+                yield _line(steps, rate)
+            yield _line(steps, rate | _metrics(ended, sent))
+        elif event.type == "failed":
+            failure = event.data["failure"] or {}
+            raise TrainingFailed(
+                f"job {job.id!r} failed: {failure.get('type')}: {failure.get('message')}\n"
+                f"Its trace is in {state.settings.log_file}"
+            )
+        elif event.type == "cancelled":
+            raise Conflict(f"job {job.id!r} was cancelled; the step before it is still served")
+
+
+def _say_if_stale(job: JobInfo) -> None:
+    """The commonest mistake of ART's users: rollouts that ask for the base model by its name."""
+    if job.metrics.get("learn/staleness", 0) > 0:
+        say(
+            "ART: trained on answers of an older step; let the rollouts ask for the model's name",
+            level=logging.WARNING,
+            job=job.id,
+            name=job.model.partition("/")[2],
+            answered_by_step=job.metrics["learn/oldest_call_step"],
+            trained_from_step=job.base_step,
+        )
+
+
+async def _events(state: "State", job_id: str) -> AsyncIterator[JobEvent]:
+    after = 0
+    while True:
+        batch = await asyncio.to_thread(state.jobs.events, job_id, after)
+        for event in batch:
+            after = event.id
+            yield event
+            if event.type in FINAL:
+                return
+        woken = bool(batch) or await state.jobs.wait_event(job_id, after, WAIT_S)
+        if not woken and state.jobs.stopping:
+            # Broken off, not ended: these clients would take an end for the end of the training.
+            raise Unavailable(
+                f"job {job_id!r}: this server stops. The job goes back to the queue, and goes on "
+                "when the server is started again."
+            )
+
+
+async def _from(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for line in rest:
+        yield line
+
+
+def _line(steps: int, metrics: Mapping[str, float]) -> str:
+    """Old clients pop the first key and die without it; newer ones want the second in all lines."""
+    counts = {"num_gradient_steps": steps, "data/step_num_gradient_steps": float(steps)}
+    return json.dumps(counts | dict(metrics), allow_nan=False) + "\n"
+
+
+def _metrics(job: JobInfo, sent: Sent) -> dict[str, float]:
+    """Under ART's names and under ours; only finite numbers."""
+    counted = {
+        "data/step_num_scenarios": float(sent.groups),
+        "data/step_num_groups_submitted": float(sent.groups),
+        "data/step_num_groups_trainable": job.metrics.get("learn/groups", 0.0),
+        "data/step_num_trajectories": float(sent.trajectories),
+    }
+    theirs = {NAMES[name]: value for name, value in job.metrics.items() if name in NAMES}
+    resolved = {f"resolve/{name}": float(count) for name, count in job.counts.items()}
+    every = {**resolved, **job.metrics, **theirs, **counted}
+    return {name: float(value) for name, value in every.items() if math.isfinite(value)}
+
+
+def _log_job(state: "State", job: JobInfo, sent: Sent) -> None:
+    """A line of the model's history, under the names that ART's server gave these numbers."""
+    assert job.step is not None, "jobs of ART's clients always make a step"
+    metrics = {
+        "num_groups_submitted": float(sent.groups),
+        "num_groups_trainable": job.metrics.get("learn/groups", 0.0),
+        "num_gradient_steps": job.metrics.get("learn/optimizer_steps", 0.0),
+    }
+    for theirs, ours in HISTORY.items():
+        if ours in job.metrics:
+            metrics[theirs] = job.metrics[ours]
+    project, _, name = job.model.partition("/")
+    state.checkpoints.log(ModelKey(project, name), job.step, metrics, "train")

@@ -1,0 +1,140 @@
+"""What worker processes do with training jobs too large for the event loop.
+
+In:   the body of a job, hone's or ART's; which model it trains, and from which step
+Out:  PackedJob: what the queue stores, already resolved and compressed
+
+The calls of one Worker share what the first of them parsed. The groups of a job never come back to
+the server's process as objects: only as the bytes that are stored.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from hone.errors import BadRequest
+from hone.server.calls import CallStore
+from hone.server.checks import digest
+from hone.server.language import Language
+from hone.server.resolve import PackedJob, Start, pack_job
+from hone.server.store import Store
+from hone.server.tasks import TemplateRef
+from hone.trajectory import JobRequest, means
+
+if TYPE_CHECKING:
+    from hone.server.art import LogRequest, TrainRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageRef:
+    """A base model's tokenizer and template, by what another process needs to load the same."""
+
+    name: str
+    template: TemplateRef
+    weights_sha256: str
+    max_positions: int
+
+    @classmethod
+    def of(cls, language: Language) -> "LanguageRef":
+        template = TemplateRef.of(language.template, language.files)
+        return cls(language.name, template, language.weights_sha256, language.max_positions)
+
+    def load(self) -> Language:
+        template, files = self.template.load(), self.template.files
+        return Language(self.name, files, template, self.weights_sha256, self.max_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """A body that does not validate, as pydantic says it."""
+
+    errors: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ArtHead:
+    """A request of ART's without its trajectories."""
+
+    request: "TrainRequest | LogRequest"
+    groups: int
+    trajectories: int
+
+
+class _Held:
+    """What the last body was parsed into."""
+
+    job: JobRequest | None = None
+    art: "TrainRequest | LogRequest | None" = None
+
+
+def read_job(body: bytes) -> tuple[JobRequest, str] | Invalid:
+    """The job without its groups, and its hash."""
+    job = _validated(JobRequest, body)
+    if isinstance(job, Invalid):
+        return job
+    return _hold(job)
+
+
+def read_art(body: bytes, *, log: bool) -> ArtHead | Invalid:
+    from hone.server.art import LogRequest, TrainRequest
+
+    request = _validated(LogRequest if log else TrainRequest, body)
+    if isinstance(request, Invalid):
+        return request
+    _Held.art = request
+    groups = request.trajectory_groups
+    head = request.model_copy(update={"trajectory_groups": []})
+    return ArtHead(head, len(groups), sum(len(group.trajectories) for group in groups))
+
+
+def art_job(**fields: Any) -> tuple[JobRequest, str]:
+    """The job that ART's groups make, without them, and its hash."""
+    assert _Held.art is not None, "read_art comes first"
+    groups = [group.to_hone() for group in _Held.art.trajectory_groups]
+    return _hold(JobRequest(groups=groups, **fields))
+
+
+def log_art(model_dir: Path, split: str, step: int) -> dict[str, float]:
+    """Write ART's groups to their file; the means of their metrics."""
+    from hone.server import art_log
+
+    assert _Held.art is not None, "read_art comes first"
+    art_log.write(model_dir, split, step, _Held.art.trajectory_groups)
+    return means(_Held.art.trajectory_groups)
+
+
+def resolve_job(language: LanguageRef, state_file: Path, start: Start) -> PackedJob:
+    """The job that was read, as the queue stores it. Raises Unprocessable."""
+    assert _Held.job is not None, "read_job or art_job comes first"
+    return pack_job(_Held.job, language.load(), _calls(state_file), start)
+
+
+def _hold(job: JobRequest) -> tuple[JobRequest, str]:
+    _Held.job = job
+    return job.model_copy(update={"groups": []}), digest(job)
+
+
+def _validated(kind: Any, body: bytes) -> Any:
+    """As FastAPI does it, and with its words."""
+    try:
+        return kind.model_validate(json.loads(body))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        return Invalid([{**e, "loc": ("body", *e["loc"])} for e in found[:100]])
+    except UnicodeDecodeError as error:
+        text = f"the body is not UTF-8: {error.reason} at byte {error.start}"
+        return Invalid([{"type": "json_invalid", "loc": ("body", error.start), "msg": text}])
+    except json.JSONDecodeError as error:
+        text = f"JSON decode error: {error.msg}"
+        return Invalid([{"type": "json_invalid", "loc": ("body", error.pos), "msg": text}])
+    except (RecursionError, ValueError):
+        text = "the body is nested too deeply, or has a number too long, to be read"
+        raise BadRequest(text, code="invalid_json") from None
+
+
+@lru_cache(maxsize=1)
+def _calls(state_file: Path) -> CallStore:
+    return CallStore(Store.reading(state_file))

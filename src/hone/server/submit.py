@@ -1,0 +1,93 @@
+"""A training job that was sent, checked and put into the queue.
+
+In:   a JobRequest, with its groups or with them in a worker process
+Out:  the JobInfo of an accepted job, on disk; or the error that says why it is refused
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from hone.errors import Busy
+from hone.server import job_tasks
+from hone.server.checks import digest, train_config
+from hone.server.job_tasks import LanguageRef
+from hone.server.jobs import FINAL
+from hone.server.language import Language
+from hone.server.resolve import PackedJob, Start, pack_job
+from hone.server.telemetry import say
+from hone.server.workers import Worker
+from hone.trajectory import JobRequest
+from hone.types import JobInfo
+
+if TYPE_CHECKING:
+    from hone.server.app import State
+
+
+async def submit(state: "State", request: JobRequest) -> JobInfo:
+    """An accepted job, or the one this idempotency key and request made before."""
+
+    async def pack(language: Language, start: Start) -> PackedJob:
+        return await asyncio.to_thread(pack_job, request, language, state.calls, start)
+
+    return await _accept(state, request, await asyncio.to_thread(digest, request), pack)
+
+
+async def submit_held(state: "State", worker: Worker, request: JobRequest, sha256: str) -> JobInfo:
+    """The same for a job whose groups are in a worker process; `request` has none."""
+
+    async def pack(language: Language, start: Start) -> PackedJob:
+        ref = LanguageRef.of(language)
+        return await worker.run(job_tasks.resolve_job, ref, state.store.path, start)
+
+    return await _accept(state, request, sha256, pack)
+
+
+async def _accept(
+    state: "State",
+    request: JobRequest,
+    sha256: str,
+    pack: Callable[[Language, Start], Awaitable[PackedJob]],
+) -> JobInfo:
+    record = await asyncio.to_thread(state.models.find, request.model)
+    repeated = await asyncio.to_thread(
+        state.jobs.repeated, record.key, request.idempotency_key, sha256
+    )
+    if repeated is not None:
+        return repeated
+    config = train_config(record.spec.defaults, request.config, "config")
+    waiting = sum((await asyncio.to_thread(state.jobs.waiting)).values())
+    if waiting >= state.settings.max_queued_jobs:
+        raise Busy(
+            f"{waiting} jobs are queued, as many as this server keeps (max_queued_jobs); wait for "
+            "one to end, or cancel one",
+            retry_after_s=10,
+        )
+    language = await state.serving.template(record.spec.base_model)
+    step, adapter = await asyncio.to_thread(state.serving.newest, record)
+    start = Start(record, config, step, None if adapter is None else adapter.sha256)
+    packed = await pack(language, start)
+    job = await asyncio.to_thread(
+        state.jobs.add,
+        model=record,
+        groups=packed.packed,
+        config=config,
+        counts=packed.counts,
+        request_sha256=sha256,
+        seed=request.seed,
+        plot_tensors=request.plot_tensors,
+        advance_when_flat=request.advance_when_flat,
+        idempotency_key=request.idempotency_key,
+        calls=packed.calls,
+    )
+    state.service.wake()
+    await asyncio.to_thread(_refer, state, job.id, packed.calls)
+    say("job accepted", job=job.id, model=job.model, groups=packed.groups, **packed.counts)
+    return job
+
+
+def _refer(state: "State", job_id: str, calls: list[str]) -> None:
+    """Keep the calls a job was made of until it ends, which may be before this line."""
+    state.calls.refer(job_id, calls)
+    if state.jobs.get(job_id).state in FINAL:
+        state.calls.release(job_id)
