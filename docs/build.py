@@ -36,7 +36,7 @@ ORIGIN = {
     "epsilon_high": "as in ART: equal to `epsilon` for the clipped losses, 4 for `cispo`",
     "unit": "ours: a rollout gets one reward, so it is one sequence however many calls it made",
     "dr_grpo_tokens": "ours: Dr. GRPO asks for a constant and leaves its size to the user",
-    "scale_rewards": "the GRPO paper and ART",
+    "scale_rewards": "the GRPO paper and ART; for `dr_grpo` the Dr. GRPO paper, and what TRL advises",
     "credit": "the GRPO paper (outcome supervision) and ART",
     "baseline": "the GRPO paper and ART",
     "beta": "ART up to 0.5.16, where it is the k3 term in the loss",
@@ -47,7 +47,7 @@ ORIGIN = {
     "weight_decay": "ours: an adapter is small and short-lived; ART decays by 0.1",
     "max_seq_length": "ours: the context of the smallest model supported; ART's is 32768",
     "max_staleness": "ours: GRPO is on-policy; ART trains on whatever it is given",
-    "row_tokens": "ours: on a CPU many small rows beat one long row; 1024 itself is a guess",
+    "row_tokens": "ours: a prompt that does not fit is computed once for every answer; a constant cannot know",
 }
 """Where each default of TrainConfig comes from, and where it differs from ART's."""
 

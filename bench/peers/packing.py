@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from hone.learner.learner import Learner
 from hone.learner.logprobs import Queries, label_logprobs
+from hone.learner.trie import ROW
 from hone.models.decoder import Attend
 from hone.trajectory import TrajectoryGroup
 from hone.types import Call, TrainConfig
@@ -29,7 +30,7 @@ def packed_step(learner: Learner, groups: Sequence[TrajectoryGroup], config: Tra
     advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
     calls = [(t.calls[0], float(a)) for t, a in zip(trajectories, advantages, strict=True)]
     learner.optimizer.zero_grad()
-    for row in _rows(calls, config.row_tokens):
+    for row in _rows(calls, config.row_tokens or ROW):
         _loss(learner, row, config, sequences=len(calls)).backward()
     leaves = [leaf for _, leaf in learner.optimizer.parameters]
     clip_grad_norm_(leaves, config.max_grad_norm)

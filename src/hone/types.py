@@ -103,8 +103,9 @@ class TrainConfig(Strict):
     """What counts as one sequence where a loss averages per sequence."""
     dr_grpo_tokens: int = Field(default=1024, gt=0)
     """dr_grpo divides by sequences x this constant instead of by lengths."""
-    scale_rewards: bool = True
-    """Divide advantages by the group's standard deviation."""
+    scale_rewards: bool | None = None
+    """Divide advantages by the group's standard deviation. Null: yes, except for dr_grpo, which by its
+    definition does not; true and false are used as given, whatever the loss."""
     credit: Literal["outcome", "per_call", "return_to_go"] = "outcome"
     """Which reward a call is compared by: the trajectory's, its own, or the sum from it on."""
     baseline: Literal["group", "batch"] = "group"
@@ -118,15 +119,21 @@ class TrainConfig(Strict):
     max_staleness: int | None = Field(default=0, ge=0)
     """How many steps behind the one it starts from a job's answers may be; None: any."""
     groups_per_optimizer_step: int = Field(default=8, gt=0)
-    """One optimizer step is taken per so many groups."""
+    """Most groups of one optimizer step. Groups are dealt evenly: 17 are 6, 6 and 5, not 8, 8 and 1."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decay of the adapter's weights."""
     max_seq_length: int = Field(default=8192, gt=1)
     """Rollouts with a longer call are dropped whole and counted, never cut."""
-    row_tokens: int = Field(default=1024, gt=0)
-    """Tokens computed together; the longest path always fits."""
+    row_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens computed together; the longest path always fits. Null: as many as fit into the
+    learner's share of the machine's total memory, recorded with the job when it starts."""
+
+    @property
+    def divides_by_spread(self) -> bool:
+        """Whether advantages are divided by the group's standard deviation."""
+        return self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
 
     @property
     def clip_high(self) -> float:
@@ -237,6 +244,8 @@ class JobInfo(Strict):
     base_step: int | None = None
     """The step it goes on from, pinned when it starts."""
     base_sha256: str | None = None
+    dtype: str | None = None
+    """Number type that engine and learner compute in, pinned when it starts."""
     step: int | None = None
     """The step it published."""
     config: "TrainConfig"

@@ -94,6 +94,7 @@ def compare(
     """Error of the loss, relative; of the gradient, relative to its norm."""
     lora.trainable_()
     new = unshared_logprobs(decoder, lora, samples)
+    assert config.row_tokens is not None
     batch = pack(samples, row_tokens=config.row_tokens)
     labels = batch.labels
     noise = torch.from_numpy(np.random.default_rng(1).normal(0, 0.2, len(labels)))

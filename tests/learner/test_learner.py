@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hone.errors import Cancelled, ConfigError, NonFinite
 from hone.learner.forward import row_logprobs, twin
-from hone.learner.learner import Learner, Progress
+from hone.learner.learner import Learner, Progress, deal
 from hone.learner.samples import make_samples
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
@@ -173,6 +173,21 @@ def test_groups_are_dealt_in_order_and_flat_ones_do_not_count(learner: Learner, 
         ("train", 0, 2, 0, 1),
         ("train", 1, 2, 0, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "most", "sizes"),
+    [(17, 8, [6, 6, 5]), (16, 8, [8, 8]), (9, 8, [5, 4]), (3, 8, [3]), (5, 1, [1] * 5), (0, 8, [])],
+)
+def test_groups_are_dealt_evenly(make_group: MakeGroup, groups: int, most: int, sizes: list[int]):
+    config = TrainConfig(groups_per_optimizer_step=most)
+    made = make_samples(
+        [make_group([1, 2 + g], [[3], [4]], [0.0, 1.0]) for g in range(groups)],
+        config, vocab=512, max_positions=512,
+    )  # fmt: skip
+    dealt = [sorted({sample.group for sample in step}) for step in deal(made, config)]
+    assert [len(step) for step in dealt] == sizes
+    assert [g for step in dealt for g in step] == list(range(groups))
 
 
 def test_every_group_flat_takes_no_step_and_says_why(learner: Learner, make_group: MakeGroup):

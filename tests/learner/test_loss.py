@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hone.learner.loss import RowLabels, importance, k3, penalised, row_loss, weights
-from hone.learner.trie import Labels
-from hone.types import TrainConfig
+from hone.learner.samples import make_samples
+from hone.learner.trie import Labels, pack
+from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.types import Call, TrainConfig
 
 
 def table(rollout: list[int], call: list[int] | None = None) -> Labels:
@@ -209,3 +211,41 @@ def test_equals_trl(loss: str, beta: float):
     actual.backward()
     assert theirs.grad is not None and ours.grad is not None
     torch.testing.assert_close(ours.grad, theirs.grad[mask], rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.trl
+@pytest.mark.filterwarnings("ignore")  # of TRL's imports
+def test_dr_grpo_equals_trl_from_rewards_to_loss():
+    pytest.importorskip("trl", exc_type=ImportError)
+    rewards, lengths = torch.tensor([3.0, 0.0, 0.0], dtype=torch.float64), [2, 1, 3]
+    mask = torch.arange(3)[None, :] < torch.tensor(lengths)[:, None]
+    zeros = torch.zeros(3, 3, dtype=torch.float64)
+    # As TRL computes advantages where scale_rewards is "none", which it advises for this loss.
+    inputs = {
+        "prompt_ids": torch.zeros(3, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(3, 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(3, 3, dtype=torch.int64),
+        "completion_mask": mask.long(),
+        "advantages": rewards - rewards.mean(),
+        "old_per_token_logps": zeros,
+        "importance_sampling_ratio": torch.ones(3, 3, dtype=torch.float64),
+        "num_items_in_batch": mask.sum().double(),
+    }
+    expected = trl_loss(
+        zeros, inputs, "dr_grpo", beta=0.0, epsilon_low=0.2, epsilon_high=0.2,
+        max_completion_length=50,
+    )  # fmt: skip
+    config = TrainConfig(loss="dr_grpo", dr_grpo_tokens=50, importance_cap=None)
+    group = TrajectoryGroup(
+        trajectories=[
+            Trajectory(calls=[Call(prompt_ids=[1], completion_ids=[2] * n)], reward=float(reward))
+            for n, reward in zip(lengths, rewards, strict=True)
+        ]
+    )
+    made = make_samples([group], config, vocab=10, max_positions=10)
+    labels = pack(made.samples, row_tokens=100).labels
+    flat = torch.zeros(6, dtype=torch.float64)
+    actual, _ = row_loss(flat, row(flat, labels.advantage, weights(labels, config)), config)
+    # -(2 x 2 - 1 x 1 - 1 x 3) / (3 x 50) = 0, and with the first alone -4 / 150
+    assert actual.item() == pytest.approx(expected.item(), abs=1e-15) == pytest.approx(0, abs=1e-12)
+    assert (labels.advantage * weights(labels, config))[:2].sum().item() == pytest.approx(4 / 150)

@@ -125,3 +125,22 @@ def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], completion: l
 def test_credit_per_call_needs_shaped_rewards():
     with pytest.raises(SampleRefused, match="shaped_rewards is missing"):
         samples(group(one(1.0), one(0.0)), credit="per_call")
+
+
+def test_dr_grpo_does_not_divide_by_the_spread_unless_it_is_told_to():
+    # mean 1, deviations 2, -1, -1; their root mean square is sqrt(2)
+    three = group(one(3.0), one(0.0), one(0.0))
+
+    def advantages(loss: str) -> list[float]:
+        made = samples(three, scale_rewards=None, loss=loss)
+        return [s.calls[0].advantage for s in made.samples]
+
+    assert advantages("dr_grpo") == [2.0, -1.0, -1.0]
+    divided = pytest.approx([2 / math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)], rel=1e-5)
+    for loss in ("grpo", "dapo", "cispo"):
+        assert advantages(loss) == divided
+    # What is written is used as it stands, whatever the loss.
+    written = samples(three, loss="dr_grpo", scale_rewards=True).samples
+    assert [s.calls[0].advantage for s in written] == divided
+    written = samples(three, loss="grpo", scale_rewards=False).samples
+    assert [s.calls[0].advantage for s in written] == [2.0, -1.0, -1.0]

@@ -221,3 +221,36 @@ def test_nothing_to_share_costs_nothing():
 def test_one_token_prompts(row_tokens: int):
     samples = alone(call([5], [6]), call([7], [8]))
     assert sorted(contexts(pack(samples, row_tokens=row_tokens)).values()) == [([5], 6), ([7], 8)]
+
+
+def many(groups: int, prompt: int, completion: int, *, shared: int = 0) -> list[Sample]:
+    """Groups of eight completions, each on a prompt of its own after `shared` common tokens."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 50_000, shared).tolist()
+    samples = []
+    for g in range(groups):
+        own = system + rng.integers(0, 50_000, prompt - shared).tolist()
+        for t in range(8):
+            tokens = rng.integers(0, 50_000, completion).tolist()
+            samples.append(Sample(g, t, (call(own, tokens),)))
+    return samples
+
+
+def test_a_long_prompt_is_computed_once_where_the_budget_allows():
+    samples = many(1, 2048, 256)
+    # The prompt once and 255 of every completion, whose last token predicts nothing.
+    assert [len(row) for row in pack(samples, row_tokens=5000).rows] == [2048 + 8 * 255]
+    # 2048 + 4 x 255 = 3068 tokens fit into 3100: twice the prompt instead of eight times.
+    assert [len(row) for row in pack(samples, row_tokens=3100).rows] == [3068, 3068]
+
+
+def test_rows_grow_with_what_they_share_and_not_with_the_budget():
+    # 256 + 8 x 31 = 504 tokens a group, nothing shared between them: two to a row of 1,024.
+    alike = many(8, 256, 32)
+    assert [len(row) for row in pack(alike, row_tokens=100_000).rows] == [1008] * 4
+    # A system prompt of 16 tokens is not worth a row of 4,000: it is repeated.
+    rows = pack(many(8, 256, 32, shared=16), row_tokens=100_000).rows
+    assert [len(row) for row in rows] == [16 + 2 * (504 - 16)] * 4
+    # One of 500 is: eight times that is more than the 2,548 tokens that all groups have.
+    (row,) = pack(many(8, 504, 32, shared=500), row_tokens=100_000).rows
+    assert len(row) == 500 + 8 * (4 + 8 * 31)

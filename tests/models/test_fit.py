@@ -7,7 +7,16 @@ import pytest
 
 from hone.errors import ModelTooLarge
 from hone.models.find import ModelFiles, find
-from hone.models.fit import available_memory, cgroup_available, estimate, parameters, require_fit
+from hone.models.fit import (
+    available_memory,
+    cgroup_available,
+    cgroup_limit,
+    estimate,
+    parameters,
+    require_fit,
+    row_tokens,
+    total_memory,
+)
 from hone.models.known import KNOWN
 
 CONFIG = {
@@ -139,3 +148,26 @@ def test_version_1_groups_and_none_at_all(tmp_path):
 
 def test_this_machine_has_some_memory():
     assert available_memory() > 2**20
+
+
+def test_rows_are_sized_from_the_total_memory_by_hand():
+    # Weights 4 x 1992 and adapter 16 x 768 as above; 4 x 2 x 144 bytes a token; logits of 1,024.
+    fixed, each = 4 * 1992 + 16 * 768 + 2 * 4 * 100 * 1024, 4 * 2 * 144
+    wanted = {"dtype_bytes": 4, "rank": 3}
+    for tokens in (1024, 1025, 5000):
+        share = fixed + each * tokens
+        assert row_tokens(CONFIG, **wanted, device="cpu", total=3 * share) == tokens
+        assert row_tokens(CONFIG, **wanted, device="cuda:1", total=2 * share) == tokens
+        assert row_tokens(CONFIG, **wanted, device="cpu", total=3 * share - 3) == max(
+            1024, tokens - 1
+        )
+    assert row_tokens(CONFIG, **wanted, device="cpu", total=1) == 1024  # no row is shorter
+
+
+def test_the_total_is_that_of_the_tightest_control_group(tmp_path):
+    (tmp_path / "membership").write_text("0::/outer/inner\n")
+    _group(tmp_path / "outer", "1000", used=400, inactive=100)
+    _group(tmp_path / "outer" / "inner", "2000", used=900, inactive=0)
+    assert cgroup_limit(tmp_path, tmp_path / "membership") == 1000
+    assert cgroup_limit(tmp_path, tmp_path / "absent") is None
+    assert total_memory() >= available_memory() > 0

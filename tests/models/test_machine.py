@@ -1,27 +1,21 @@
-"""What the machine computes fastest."""
+"""Which device and number type the machine computes in."""
 
+import pytest
 import torch
 
 from hone.models import machine
 
 
-def test_bfloat16_must_be_clearly_faster(monkeypatch):
-    for wide, narrow, chosen in (
-        (1.0, 1.0, torch.float32),
-        (1.0, 0.8, torch.float32),  # 1.25 times: not worth the precision
-        (1.0, 0.7, torch.bfloat16),
-        (1.0, 100.0, torch.float32),
-    ):
-        seconds = {torch.float32: wide, torch.bfloat16: narrow}
-        monkeypatch.setattr(machine, "_product_s", seconds.__getitem__)
-        machine.fastest_dtype.cache_clear()
-        assert machine.fastest_dtype("cpu") is chosen
-    machine.fastest_dtype.cache_clear()
+def test_a_cpu_computes_in_float32_and_is_not_tried():
+    assert machine.choose("cpu") == ("cpu", torch.float32)
+    if not torch.cuda.is_available():
+        assert machine.choose() == ("cpu", torch.float32)
 
 
-def test_the_trial_itself_runs_and_warns_about_nothing():
-    machine.fastest_dtype.cache_clear()
-    assert machine.fastest_dtype("cpu") in (torch.float32, torch.bfloat16)
+@pytest.mark.gpu
+def test_a_cuda_device_with_units_for_it_computes_in_bfloat16():
+    assert machine.choose() == ("cuda", torch.bfloat16)
+    assert machine.choose("cuda:0") == ("cuda:0", torch.bfloat16)
 
 
 def test_blas_is_preferred_on_arm_without_sve_only(monkeypatch):

@@ -46,7 +46,7 @@ class LearnerHere(LearnerProcess):
         from hone.models.lora import Lora
 
         torch.set_num_threads(spec.threads)
-        decoder = Decoder.load(spec.model_dir)
+        decoder = Decoder.load(spec.model_dir, dtype=getattr(torch, spec.dtype))
         self.learner = Learner(decoder, Lora.init(decoder.config), base_model=spec.base_model)
         self.closed = False
         self.info = WorkerInfo(
@@ -54,6 +54,7 @@ class LearnerHere(LearnerProcess):
             torch=torch.__version__,
             threads=spec.threads,
             device="cpu",
+            dtype=spec.dtype,
             deterministic=False,
             sha256=self.learner.lora.sha256,
         )

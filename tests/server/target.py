@@ -47,7 +47,7 @@ class QuickLearner(LearnerProcess):
         self.vocab, self.positions = said["vocab_size"], said["max_position_embeddings"]
         self.sha256 = ""
         self.info = WorkerInfo(
-            pid=0, torch="", threads=1, device="cpu", deterministic=True, sha256=""
+            pid=0, torch="", threads=1, device="cpu", dtype="float32", deterministic=True, sha256=""
         )
 
     def ready(self, **_: Any) -> WorkerInfo:

@@ -12,13 +12,14 @@ import pytest
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
 from hone.server import job_events
-from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin, Recovered
+from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Recovered
+from hone.server.learning import Pin
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.store import Store
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, TrainConfig
 
-PIN = Pin(3, "ab" * 32)
+PIN = Pin(3, "ab" * 32, dtype="float32", row_tokens=4096)
 NO_FAILURE = Failure(type="X", message="y")
 
 
@@ -358,3 +359,16 @@ def test_events_are_bounded(agent, store):
     assert queue.prune_events(max_age_s=600) == 0
     assert queue.prune_events(max_age_s=-1) == 6
     assert types(queue, job) == ["done"]
+
+
+def test_the_first_attempt_pins_what_decides_the_bits(queue, agent):
+    job = add(queue, agent, config=TrainConfig(importance_cap=None))
+    taken = queue.take(job.id, PIN)
+    assert taken.config == TrainConfig(importance_cap=None, row_tokens=4096)
+    assert (taken.base_step, taken.dtype) == (3, "float32")
+    queue.recover(lambda job: False)
+    # By then the machine has been given more memory.
+    again = queue.take(job.id, Pin(3, "ab" * 32, dtype="float32", row_tokens=9999))
+    assert again.config.row_tokens == 4096
+    own = add(queue, agent, config=TrainConfig(row_tokens=77), request_sha256="b" * 64)
+    assert queue.take(own.id, PIN).config.row_tokens == 77

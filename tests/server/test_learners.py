@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 
 from hone.errors import TrainingError
+from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.models import machine
 from hone.server import learning
 from hone.server.settings import Settings
 
@@ -200,3 +203,28 @@ def test_threads_are_counted_from_the_cores_the_server_may_use():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+async def test_engine_learner_and_job_use_the_number_type_that_the_machine_has(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+):
+    specs: list[LearnerSpec] = []
+
+    def start(spec: LearnerSpec, **more: Any) -> LearnerHere:
+        specs.append(spec)
+        return LearnerHere(spec, **more)
+
+    monkeypatch.setattr(machine, "choose", lambda device: ("cpu", dtype))
+    async with SmallServer.started(tmp_path / "hone", start_learner=start) as server:
+        await server.trained(tiny_model, 0)
+        engine = (await server.serving.base(str(tiny_model))).engine
+        assert isinstance(engine, EmbeddedEngine) and engine.dtype == dtype
+        (job,) = server.jobs.list()
+        manifest = server.checkpoints.get(server.models.find("agent").key, 1).manifest
+    (spec,) = specs
+    assert f"torch.{spec.dtype}" == f"torch.{job.dtype}" == str(dtype)
+    assert manifest["learner"]["dtype"] == job.dtype
+    # What the job left to the server is in its configuration, its step's and its metrics.
+    assert job.config.row_tokens == manifest["config"]["row_tokens"]
+    assert job.metrics["learn/row_tokens"] == job.config.row_tokens

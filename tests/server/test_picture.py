@@ -13,7 +13,7 @@ from hone.server.picture import LOGPROBS, draw, lay_out
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, TrainConfig
 
-CONFIG = TrainConfig(scale_rewards=False)
+CONFIG = TrainConfig(scale_rewards=False, row_tokens=1024)
 PLACES: dict[str, Any] = {"vocab": 100, "max_positions": 100}
 
 
@@ -80,7 +80,7 @@ def test_a_prompt_of_one_rollout_is_told_from_a_shared_one():
 
 def test_steps_are_named_and_take_their_own_logprobs():
     groups = [*small(), group([30, 31], [[32], [33, 34]], [0.0, 1.0], -0.1)]
-    config = TrainConfig(scale_rewards=False, groups_per_optimizer_step=1)
+    config = TrainConfig(scale_rewards=False, groups_per_optimizer_step=1, row_tokens=1024)
     made = make_samples(groups, config, **PLACES)
     rows, total, _ = lay_out(made, config, -np.arange(1.0, 10.0))
     assert [row.name for row in rows] == ["step 1, row 1", "step 2, row 1"] and total == 2

@@ -41,7 +41,7 @@ from hone.models.decoder import Decoder
 from hone.models.find import find, load_tokenizer
 from hone.models.fit import available_memory, require_fit
 from hone.models.lora import Lora
-from hone.models.machine import fastest_device, fastest_dtype
+from hone.models.machine import choose
 
 PREFILL_TOKENS = 512
 """Prompt tokens read per step while samples run: fills the cores and does not stall the samples."""
@@ -107,13 +107,13 @@ class EmbeddedEngine:
     ) -> "EmbeddedEngine":
         """Find a model by name, refuse it if it cannot fit, load it, and start.
 
-        Runs on CUDA if there is one, and in the type the machine computes fastest.
+        By default on the device and in the number type that `models.machine.choose` names.
         """
         files = find(name)
 
         def load() -> Decoder:
-            where = device or fastest_device()
-            kind = dtype or fastest_dtype(where)
+            where, chosen = choose(device)
+            kind = dtype or chosen
             require_fit(files, dtype_bytes=kind.itemsize, device=where)
             decoder = Decoder.load(files.path, device=where, dtype=kind)
             return decoder.pack() if roomy(decoder) else decoder
@@ -124,6 +124,11 @@ class EmbeddedEngine:
             decode=lambda ids: str(tokenizer.decode(ids)),
             kv_budget_bytes=kv_budget_bytes,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number type it computes in."""
+        return self._decoder.dtype
 
     # ---- what callers see -------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -26,6 +27,7 @@ from hone.learner.optim import AdamW
 from hone.learner.probe import Movement, ProbeCalls
 from hone.learner.samples import Sample, Samples, make_samples
 from hone.learner.trie import Batch, pack
+from hone.models import fit
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
@@ -87,12 +89,13 @@ class Learner:
     ) -> StepResult:
         """Learn from the groups; `should_stop` is asked before every row."""
         shape = self.decoder.config
+        row_tokens = config.row_tokens or self.most_row_tokens()
         clock = Clock()
         with clock.phase("pack"):
             samples = make_samples(
                 groups, config, vocab=shape.vocab, max_positions=shape.max_positions
             )
-            batches = [pack(s, row_tokens=config.row_tokens) for s in deal(samples, config)]
+            batches = [pack(s, row_tokens=row_tokens) for s in deal(samples, config)]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
         probe = ProbeCalls.choose(samples.samples if probe_tokens else (), self.decoder.dtype)
         with self._whole_or_not_at_all():
@@ -102,6 +105,7 @@ class Learner:
             with clock.phase("probe"):
                 after = probe.logprobs(self.decoder, self.lora)
         metrics = job.totals.metrics(config) | _counts(samples, batches) | clock.metrics()
+        metrics["learn/row_tokens"] = float(row_tokens)
         busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)
         metrics["learn/tokens_per_s"] = metrics["learn/logical_tokens"] / busy
         return StepResult(
@@ -112,6 +116,16 @@ class Learner:
             movement=probe.movement(before, after, limit=probe_tokens),
             sha256=self.lora.sha256,
             logprobs=tuple(torch.cat(job.priced).tolist()) if job.priced else None,
+        )
+
+    def most_row_tokens(self) -> int:
+        """What `row_tokens: null` means for this learner."""
+        decoder = self.decoder
+        return fit.row_tokens(
+            decoder.config.raw,
+            dtype_bytes=decoder.dtype.itemsize,
+            rank=self.lora.rank,
+            device=str(decoder.device),
         )
 
     def save(self, directory: Path) -> None:
@@ -248,12 +262,14 @@ class _Job:
 
 
 def deal(samples: Samples, config: TrainConfig) -> list[list[Sample]]:
-    """Samples of each optimizer step: so many groups in order, counting only those with samples."""
+    """Samples of each optimizer step: groups in order and evenly, counting only those with samples."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples.samples:
         groups.setdefault(sample.group, []).append(sample)
-    each, size = list(groups.values()), config.groups_per_optimizer_step
-    return [[s for g in each[i : i + size] for s in g] for i in range(0, len(each), size)]
+    each = list(groups.values())
+    steps = -(-len(each) // config.groups_per_optimizer_step)
+    parts = np.array_split(np.arange(len(each)), steps) if steps else []
+    return [[sample for g in part for sample in each[g]] for part in parts]
 
 
 def _finite(value: float, what: str, where: str) -> float:
@@ -266,6 +282,8 @@ def _finite(value: float, what: str, where: str) -> float:
 
 
 def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
+    logical = sum(batch.logical_tokens for batch in batches)
+    computed = sum(batch.computed_tokens for batch in batches)
     counts = {
         "learn/optimizer_steps": len(batches),
         "learn/micro_batches": sum(len(batch.rows) for batch in batches),
@@ -273,8 +291,9 @@ def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
         "learn/flat_groups": samples.flat_groups,
         "learn/rollouts": len(samples.samples),
         "learn/long_rollouts": samples.long_rollouts,
-        "learn/logical_tokens": sum(batch.logical_tokens for batch in batches),
-        "learn/computed_tokens": sum(batch.computed_tokens for batch in batches),
+        "learn/logical_tokens": logical,
+        "learn/computed_tokens": computed,
+        "learn/shared_tokens": logical - computed,
     }
     answered_by = [call.step for sample in samples.samples for call in sample.calls]
     if answered_by:  # staleness is the job's base step minus the oldest

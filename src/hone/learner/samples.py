@@ -111,8 +111,8 @@ def _compare(
         [call_values(t.reward, t.shaped_rewards, config.credit) for _, t in rest] for rest in kept
     ]
     if config.baseline == "group":
-        return [advantages(rows, scale=config.scale_rewards) for rows in values]
-    together = advantages([row for rows in values for row in rows], scale=config.scale_rewards)
+        return [advantages(rows, scale=config.divides_by_spread) for rows in values]
+    together = advantages([row for rows in values for row in rows], scale=config.divides_by_spread)
     if together is None:
         return [None] * len(kept)
     rest = iter(together)

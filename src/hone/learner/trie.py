@@ -24,6 +24,13 @@ from hone.learner.samples import LabelledCall, Sample
 
 Ints = NDArray[np.int64]
 
+ROW = 1024
+"""Tokens up to which a row takes what it shares nothing with: longer ones are no faster on a CPU, and
+need more memory."""
+WORTH = 8
+"""A subtree is kept whole, as far as the budget goes, up to so many times the prefix that another row
+would have to repeat: cutting a larger one costs less than an eighth."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
@@ -190,23 +197,26 @@ def _bins(trie: _Trie, budget: int) -> list[Ints]:
     """Segments of each row, ascending, ancestors included.
 
     A subtree that fits stays whole. One that does not is cut below its first segment: children
-    that are too large come first, in rows of their own; the others are then put, first fit, into
-    any row made below that segment, since all of those repeat the same prefix.
+    that are cut themselves come first, in rows of their own; the others are then put, first fit,
+    into any row made below that segment, since all of those repeat the same prefix.
     """
-    lengths = trie.stops - trie.starts
+    lengths = (trie.stops - trie.starts).tolist()
     depth = trie.depth[trie.starts].tolist()
     parents = trie.parents.tolist()
-    sizes, ends = lengths.tolist(), list(range(1, len(lengths) + 1))
+    sizes, ends = list(lengths), list(range(1, len(lengths) + 1))
     children: list[list[int]] = [[] for _ in parents]
     cut: dict[int, list[_Bin]] = {}
     roots: list[int] = []
 
+    def fitting(prefix: int) -> int:
+        """Tokens of a row that shares such a prefix with the next one."""
+        return min(budget, max(ROW, WORTH * prefix))
+
     def fill(tip: int, used: int, below: list[int]) -> list[_Bin]:
+        whole = [s for s in below if s not in cut]
         bins = [b for s in below for b in cut.pop(s, ())]
-        for s in below:
-            if depth[s] + sizes[s] > budget:
-                continue
-            target = next((b for b in bins if b.used + sizes[s] <= budget), None)
+        for s in whole:
+            target = next((b for b in bins if b.used + sizes[s] <= fitting(used)), None)
             if target is None:
                 target = _Bin(tip, used, [])
                 bins.append(target)
@@ -216,8 +226,9 @@ def _bins(trie: _Trie, budget: int) -> list[Ints]:
 
     for s in reversed(range(len(parents))):  # children stand behind their parents
         children[s].reverse()
-        if depth[s] + sizes[s] > budget:
-            cut[s] = fill(s, depth[s] + int(lengths[s]), children[s])
+        prefix = depth[s] + lengths[s]
+        if children[s] and depth[s] + sizes[s] > fitting(prefix):
+            cut[s] = fill(s, prefix, children[s])
         if (p := parents[s]) >= 0:
             sizes[p] += sizes[s]
             ends[p] = max(ends[p], ends[s])

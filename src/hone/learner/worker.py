@@ -71,6 +71,7 @@ class WorkerInfo(Strict):
     torch: str
     threads: int
     device: str
+    dtype: str
     deterministic: bool
     sha256: str
 
@@ -409,6 +410,7 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         device=spec.device,
+        dtype=spec.dtype,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         sha256=learner.lora.sha256,
     )

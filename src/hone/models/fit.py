@@ -27,6 +27,14 @@ ADAPTER_BYTES = 16
 """Per LoRA weight: float32 value, gradient and the two moments of AdamW."""
 
 
+LEARNER_SHARE = {"cpu": 1 / 3, "cuda": 1 / 2}
+"""Of a device's total memory, for the learner's weights, adapter and one row. The engine has the rest,
+and on a CPU the agent, its tools and the page cache too."""
+
+LEAST_ROW_TOKENS = 1024
+"""Rows are no shorter than this on any machine unless `row_tokens` says so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Bytes, by what they are for."""
@@ -85,6 +93,44 @@ def estimate(
     )
 
 
+def row_tokens(
+    config_json: Mapping[str, Any],
+    *,
+    dtype_bytes: int,
+    rank: int,
+    device: str,
+    total: int | None = None,
+) -> int:
+    """Tokens of the longest training row that fits into the learner's share of `device`.
+
+    From the total memory and never from what is free: the same job is to give the same bits.
+    """
+    there = total_memory(device) if total is None else total
+
+    def needed(tokens: int) -> int:
+        return estimate(
+            config_json, dtype_bytes=dtype_bytes, kv_tokens=0, train_row_tokens=tokens, rank=rank
+        ).total
+
+    least = needed(LEAST_ROW_TOKENS)
+    # From here on a row of twice as many tokens needs more activations and nothing else.
+    each = (needed(2 * LEAST_ROW_TOKENS) - least) // LEAST_ROW_TOKENS
+    spare = int(there * LEARNER_SHARE[device.partition(":")[0]]) - least
+    return LEAST_ROW_TOKENS + max(0, spare // each)
+
+
+def total_memory(device: str = "cpu") -> int:
+    """Bytes of `device`; on a CPU no more than the control group allows."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    import psutil
+
+    there, allowed = psutil.virtual_memory().total, cgroup_limit()
+    return there if allowed is None else min(there, allowed)
+
+
 def available_memory(device: str = "cpu") -> int:
     """Bytes free on `device` now; on a CPU no more than the control group still allows."""
     if device.startswith("cuda"):
@@ -98,19 +144,30 @@ def available_memory(device: str = "cpu") -> int:
     return free if allowed is None else min(free, allowed)
 
 
-def cgroup_available(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cgroup_available(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Bytes left under the tightest limit above this process; None where there is no limit.
 
     Version 2 and the `memory` controller of version 1. Inactive file pages count as free,
     because the kernel gives them up before it kills.
     """
+    return min((left for _, left in _cgroup_rooms(root, membership)), default=None)
+
+
+def cgroup_limit(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
+    """The tightest limit above this process in bytes; None where there is no limit."""
+    return min((most for most, _ in _cgroup_rooms(root, membership)), default=None)
+
+
+def _cgroup_rooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[tuple[int, int]]:
+    """Limit, and what is left of it, of every control group above this process that has one."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    left: list[int] = []
+        return []
+    rooms: list[tuple[int, int]] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -130,11 +187,11 @@ def cgroup_available(
         for folder in [relative, *relative.parents]:
             room = _room(base / folder, *names)
             if room is not None:
-                left.append(room)
-    return min(left, default=None)
+                rooms.append(room)
+    return rooms
 
 
-def _room(folder: Path, limit: str, usage: str, inactive: str) -> int | None:
+def _room(folder: Path, limit: str, usage: str, inactive: str) -> tuple[int, int] | None:
     try:
         most = int((folder / limit).read_text())
         used = int((folder / usage).read_text())
@@ -142,7 +199,7 @@ def _room(folder: Path, limit: str, usage: str, inactive: str) -> int | None:
     except (OSError, ValueError):  # no such group, or its limit is the word "max"
         return None
     reclaimable = int(stat[stat.index(inactive) + 1]) if inactive in stat else 0
-    return max(0, most - used + reclaimable)
+    return most, max(0, most - used + reclaimable)
 
 
 def require_fit(

@@ -1,22 +1,17 @@
-"""Which device and number type this machine computes fastest, found by trying.
+"""Which device and number type this machine computes in.
 
-In:   the machine
+In:   the machine, a device if one is asked for
 Out:  a device name, a torch dtype, a switch of torch's set once
-Used: wherever a Decoder is loaded: the engine, the learner's worker, benchmarks
 
-Guessing from a list of processors is wrong on the next one: a CPU without bf16 units runs bf16
-a hundred times slower than fp32, one with them several times faster, and both say they support it.
+One function decides for the engine and for the learner: where they differ, every importance weight
+corrects for rounding instead of for staleness. A CPU computes in float32 always: without units for
+bfloat16 it runs that a hundred times slower, and says that it supports it all the same.
 """
 
-import functools
 import platform
 import warnings
-from time import perf_counter
 
 import torch
-
-WORTH = 1.3
-"""bf16 must be so many times faster to be chosen: it costs precision."""
 
 
 def prefer_blas() -> None:
@@ -42,27 +37,15 @@ def _plain_arm() -> bool:
     return arm and not torch.backends.cpu.get_cpu_capability().startswith("SVE")
 
 
-def fastest_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def choose(device: str | None = None) -> tuple[str, torch.dtype]:
+    """Where to compute and in which number type, for engine and learner alike.
 
-
-@functools.cache
-def fastest_dtype(device: str) -> torch.dtype:
-    """float32, unless a matrix product in bfloat16 is clearly faster."""
-    if torch.device(device).type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    wide, narrow = _product_s(torch.float32), _product_s(torch.bfloat16)
-    return torch.bfloat16 if wide > WORTH * narrow else torch.float32
-
-
-def _product_s(dtype: torch.dtype) -> float:
-    """Best of three small products; torch's warning that a type lacks units is the answer itself."""
-    x, w = torch.ones(32, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
-    times = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(4):
-            started = perf_counter()
-            torch.nn.functional.linear(x, w)
-            times.append(perf_counter() - started)
-    return min(times[1:])
+    By default on CUDA if there is any. bfloat16 on CUDA devices that have units for it, float32
+    elsewhere. A rule and not a trial: two processes of one machine must come to the same answer,
+    and a job to the same bits, however busy the machine is.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    coarse = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
+    return device, torch.bfloat16 if coarse else torch.float32

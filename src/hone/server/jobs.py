@@ -2,7 +2,6 @@
 
 In:   resolved trajectory groups and a TrainConfig, from training.py and art.py
 Out:  JobInfos, JobEvents; listeners are woken, nobody polls
-Used: service.py takes jobs and moves them; training.py and events.py show them
 
 Every change and the event that tells of it are one transaction, synced before anybody hears of
 it: a listener never sees what a crash could take back. The exception is a disk that takes no
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sqlite3 import Connection
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
 from hone.server import job_events
@@ -31,6 +30,9 @@ from hone.server.rows import marks, pack_groups
 from hone.server.store import Store
 from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
+
+if TYPE_CHECKING:
+    from hone.server.learning import Pin
 
 SCHEMA = (
     """
@@ -64,14 +66,6 @@ ATTEMPTS = 3
 KEEP_PROGRESS = 1000
 """Progress events kept of a job, where the settings do not say otherwise."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """The checkpoint a job goes on from."""
-
-    step: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +248,15 @@ class JobStore:
         )
         return JobInfo.model_validate_json(rows[0]["info"]) if rows else None
 
-    def take(self, job_id: str, pin: Pin | None) -> JobInfo:
+    def take(self, job_id: str, pin: "Pin | None") -> JobInfo:
         """A queued job, now running from `pin`; None leaves the pin of an earlier attempt."""
-        attempts = self.get(job_id).attempts + 1
-        base: dict[str, Any] = (
-            {} if pin is None else {"base_step": pin.step, "base_sha256": pin.sha256}
-        )
+        job, pinned = self.get(job_id), dict[str, Any]()
+        if pin is not None:
+            rows = job.config.row_tokens or pin.row_tokens
+            pinned = {"base_step": pin.step, "base_sha256": pin.sha256, "dtype": pin.dtype}
+            pinned["config"] = {**job.config.model_dump(), "row_tokens": rows}
         failpoint("job/before-take")
-        job = self.move(job_id, "running", attempts=attempts, waiting_for=None, **base)
+        job = self.move(job_id, "running", attempts=job.attempts + 1, waiting_for=None, **pinned)
         failpoint("job/after-take")
         return job
 

@@ -12,8 +12,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import hone
 from hone.errors import StateError
@@ -36,6 +37,17 @@ that is free: the engine, which may load at the same time, takes two to three ti
 Tell = Callable[[dict[str, Any]], object]
 StartLearner = Callable[..., LearnerProcess]
 """LearnerProcess.launch, or what a test puts in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The checkpoint a job goes on from, and what decides its bits on this machine."""
+
+    step: int
+    sha256: str
+    dtype: str
+    row_tokens: int
+    """For jobs that name none; a job that was pinned before has its own."""
 
 
 def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) -> Checkpoint:
@@ -81,15 +93,34 @@ def launch(
     gives_way: bool,
 ) -> LearnerProcess:
     """A learner over a base model, which has begun to load it."""
-    device, dtype = _machine(settings.device)
+    from hone.models.machine import choose  # here, as in save_first
+
+    device, dtype = choose(settings.device)
     spec = LearnerSpec(
         model_dir=language.files.path,
         base_model=language.name,
         threads=settings.learner_threads or usable_cores(),
         device=device,
-        dtype=dtype,
+        dtype=_name(dtype),
     )
     return start_learner(spec, gives_way=gives_way, env=PATIENT)
+
+
+def pin(newest: Checkpoint, spec: ModelSpec, language: Language, settings: Settings) -> Pin:
+    """What a job that starts now goes on from, and what decides its bits on this machine."""
+    from hone.models.fit import row_tokens  # here, as in save_first
+    from hone.models.machine import choose
+
+    device, dtype = choose(settings.device)
+    most = row_tokens(
+        language.files.config, dtype_bytes=dtype.itemsize, rank=spec.rank, device=device
+    )
+    return Pin(newest.step, newest.sha256, dtype=_name(dtype), row_tokens=most)
+
+
+def _name(dtype: Any) -> Any:
+    """A torch dtype as LearnerSpec and a job write it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def has_room_ahead(language: Language, settings: Settings) -> bool:
@@ -98,11 +129,13 @@ def has_room_ahead(language: Language, settings: Settings) -> bool:
     Not on a GPU, which the two share, nor where memory is short.
     """
     from hone.models.fit import available_memory, estimate
-    from hone.models.machine import fastest_device
+    from hone.models.machine import choose
 
-    if (settings.device or fastest_device()) != "cpu":
+    device, dtype = choose(settings.device)
+    if device != "cpu":
         return False
-    weights = estimate(language.files.config, dtype_bytes=4, kv_tokens=0).weights
+    config = language.files.config
+    weights = estimate(config, dtype_bytes=dtype.itemsize, kv_tokens=0).weights
     return weights < available_memory() // AHEAD_SHARE
 
 
@@ -222,15 +255,3 @@ class Progress:
         if self._held is not None:
             self._tell(self._held)
             self._held = None
-
-
-def _machine(device: str | None) -> tuple[str, Literal["float32", "bfloat16"]]:
-    """Where the learner runs. On a CPU always in float32: its bits may not depend on a trial."""
-    import torch  # here, as in save_first
-
-    from hone.models.machine import fastest_device, fastest_dtype
-
-    device = device or fastest_device()
-    if device.startswith("cuda") and fastest_dtype(device) == torch.bfloat16:
-        return device, "bfloat16"
-    return device, "float32"

@@ -89,6 +89,7 @@ def lay_out(
     rows: list[Row] = []
     total = labels = logical = computed = 0
     steps = deal(samples, config)
+    assert config.row_tokens is not None, "pinned when the job was taken"
     for s, dealt in enumerate(steps):
         batch = pack(dealt, row_tokens=config.row_tokens)
         mine = None if learner is None else learner[labels : labels + len(batch.labels)]

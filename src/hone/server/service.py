@@ -32,10 +32,10 @@ from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.endings import Endings, require_room
 from hone.server.failpoints import failpoint
-from hone.server.jobs import JobStore, Pin
+from hone.server.jobs import JobStore
 from hone.server.language import Language
 from hone.server.learners import Learners
-from hone.server.learning import StartLearner
+from hone.server.learning import Pin, StartLearner
 from hone.server.models import ModelRecord, ModelStore
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
@@ -209,7 +209,7 @@ class TrainingService:
         checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
         if checkpoint is None:
             await asyncio.to_thread(require_room, newest)
-        pin = Pin(newest.step, newest.sha256) if checkpoint is None else None
+        pin = None if checkpoint else await self._pin(record, newest)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
         await serving.resolve(str(record.key))
@@ -266,6 +266,10 @@ class TrainingService:
         newest = await asyncio.to_thread(self._newest_or_first, record, language)
         language.check_made_for(newest)
         return newest
+
+    async def _pin(self, record: ModelRecord, newest: Checkpoint) -> Pin:
+        language = await self._serving.template(record.spec.base_model)
+        return await asyncio.to_thread(learning.pin, newest, record.spec, language, self._settings)
 
     def _newest_or_first(self, record: ModelRecord, language: Language) -> Checkpoint:
         with self._beginning:

@@ -365,5 +365,7 @@ class Serving:
 def open_embedded(name: str, settings: Settings) -> Engine:
     # Here, because torch takes seconds to load and `hone serve` is up without it.
     from hone.inference.embedded import EmbeddedEngine
+    from hone.models.machine import choose
 
-    return EmbeddedEngine.open(name, device=settings.device)
+    device, dtype = choose(settings.device)
+    return EmbeddedEngine.open(name, device=device, dtype=dtype)

@@ -85,6 +85,30 @@ def test_time_counts_from_the_command_and_the_start_is_a_part_of_it(tmp_path: Pa
     assert 'title="validation"' not in html
 
 
+def test_tokens_that_were_shared_are_told(tmp_path: Path):
+    log(
+        tmp_path,
+        started(10.0),
+        started_epoch(10.0),
+        collected(0, 0.5, at=20.0),
+        submitted(20.0),
+        job(0, logical_tokens=1000.0, computed_tokens=300.0)
+        | {"at": 30.0, "config": {"row_tokens": 4096}},
+        finished() | {"at": 40.0},
+    )
+    assert measure(tmp_path).as_dict()["trained_tokens"] == {
+        "logical": 1000,
+        "computed": 300,
+        "shared": 700,
+    }
+    said = told(tmp_path, "Where the time went")
+    assert said is not None
+    assert "1,000 tokens to learn from, of which 300 were computed and 700 shared." in said
+    (tmp_path / "none").mkdir()
+    log(tmp_path / "none", started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
+    assert measure(tmp_path / "none").as_dict()["trained_tokens"] == {}
+
+
 def test_a_log_that_does_not_know_the_command_has_no_start(tmp_path: Path):
     log(tmp_path, started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
     assert told(tmp_path, "Where the time went") == (

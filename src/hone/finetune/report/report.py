@@ -154,6 +154,7 @@ class Report:
             "rollouts": history.rollouts,
             "calls": history.calls,
             "tokens": history.tokens,
+            "trained_tokens": self.trained_tokens(),
             "failures": dict(history.failures),
             "dropped": dict(history.dropped),
             "rewards": metrics.reward_history(history),
@@ -170,6 +171,17 @@ class Report:
     def _failure_reward(self) -> float | None:
         found = [v.failure_reward for v in self.history.validations]
         return next((reward for reward in reversed(found) if reward is not None), None)
+
+    def trained_tokens(self) -> dict[str, int]:
+        """Tokens that the jobs learned from, those really computed, those shared; {} without a job."""
+        jobs = [r.learned for r in self.history.rounds if "learn/computed_tokens" in r.learned]
+        if not jobs:
+            return {}
+        logical, computed = (
+            int(sum(job[f"learn/{kind}_tokens"] for job in jobs))
+            for kind in ("logical", "computed")
+        )
+        return {"logical": logical, "computed": computed, "shared": logical - computed}
 
     def _counts(self) -> dict[str, Any]:
         assert self.gain is not None

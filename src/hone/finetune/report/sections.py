@@ -275,6 +275,11 @@ def _speed(report: "Report") -> str:
             f"; {counted(history.rollouts, 'rollout')}, {counted(history.calls, 'model call')} and "
             f"{counted(history.tokens, 'sampled token')}, {history.tokens / sampling:,.0f} a second"
         )
+    if trained := report.trained_tokens():
+        text += (
+            f"; {counted(trained['logical'], 'token')} to learn from, of which {trained['computed']:,} "
+            f"were computed and {trained['shared']:,} shared"
+        )
     start = history.phases["start_s"] >= SHORTEST_S
     why = " Start is from the command to the first rollout: server, model, checks." if start else ""
     return f"{text}.{why}"
@@ -355,6 +360,7 @@ def _facts(report: "Report") -> Iterator[Block]:
         "learning rate": _learning_rate(report),
         "loss": used.get("loss"),
         "beta": used.get("beta"),
+        "row_tokens": used.get("row_tokens"),
     }
     rows = tuple(
         (k, f"{v:g}" if isinstance(v, float) else str(v)) for k, v in facts.items() if v is not None
