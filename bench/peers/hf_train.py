@@ -1,6 +1,7 @@
-"""A GRPO step on transformers and PEFT as one would write it: a right-padded batch, full logits.
+"""A GRPO step on transformers and PEFT as one would write it: right-padded batches, full logits.
 
-In:   groups, as sequences with advantages
+In:   groups, as sequences with advantages; `logits_to_keep`: logits of the completions alone;
+      `micro_batch`: so many sequences at a time, gradients added up
 Out:  seconds for forward, backward, clip and AdamW; resident bytes
 Used: bench/train.py, bench/memory.py, as a process
 """
@@ -28,9 +29,12 @@ def start(settings: dict[str, Any]) -> Any:
         weight.detach().sum()
     loaded = resident_bytes()
 
-    def loss(ids: Tensor, mask: Tensor, labelled: Tensor, advantage: Tensor, old: Tensor) -> Tensor:
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    def loss(
+        ids: Tensor, mask: Tensor, labelled: Tensor, advantage: Tensor, old: Tensor, keep: int
+    ) -> Tensor:
+        kept = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep)
+        logits, labelled, old = kept.logits[:, :-1], labelled[:, 1 - keep :], old[:, 1 - keep :]
+        new = logits.log_softmax(-1).gather(-1, ids[:, 1 - keep :, None])[..., 0]
         ratio = torch.exp(new - new.detach())
         gain = advantage[:, None]
         term = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
@@ -53,7 +57,13 @@ def start(settings: dict[str, Any]) -> Any:
             old[i, prompt - 1 : size - 1] = torch.tensor(row["logprobs"])
         advantage = torch.tensor([row["advantage"] for row in rows])
         optimizer.zero_grad(set_to_none=True)
-        loss(ids, mask, labelled, advantage, old).backward()
+        first = min(row["prompt"] for row in rows)
+        keep = longest - first + 1 if settings.get("logits_to_keep") else longest
+        size = settings.get("micro_batch") or len(rows)
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            part = loss(ids[some], mask[some], labelled[some], advantage[some], old[some], keep)
+            (part * len(ids[some]) / len(rows)).backward()
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)
         optimizer.step()
         seconds = perf_counter() - started
