@@ -1,5 +1,6 @@
 """Killed at ten random points, the same command goes on: nothing is run or trained twice."""
 
+import itertools
 import json
 import random
 import signal
@@ -126,6 +127,12 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(
         for i in range(EXAMPLES)
         for generation in range(GENERATIONS)
     } | {("val", epoch, f"e{EXAMPLES + i}", 0) for epoch in (0, 4, 8) for i in range(HELD_OUT)}
+    held_out = json.loads((finetune.output / "validation_history.json").read_text())
+    assert [entry["epoch"] for entry in held_out] == [0, 4, 8]
+    best = max(held_out, key=lambda entry: entry["avg_reward"])
+    if best["epoch"]:  # a step was chosen: it and the first answered anew
+        finals = itertools.product((0, best["epoch"]), range(HELD_OUT))
+        expected |= {("final", epoch, f"e{EXAMPLES + i}", 0) for epoch, i in finals}
     assert set(rollouts(finetune)) == expected
     jobs = server.jobs("trainer_project/killed")
     assert [job["state"] for job in jobs] == ["done"] * EPOCHS
@@ -138,9 +145,6 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(
         records = finetune.lines(f"trajectories/epoch_{line['epoch']:03d}.jsonl")
         mean = sum(record["reward"] for record in records) / len(records)
         assert line["avg_reward"] == pytest.approx(mean)
-    held_out = json.loads((finetune.output / "validation_history.json").read_text())
-    assert [entry["epoch"] for entry in held_out] == [0, 4, 8]
-    best = max(held_out, key=lambda entry: entry["avg_reward"])
     model = server.get("/v1/training/models/trainer_project/killed")
     assert (model["step"], model["best_step"]) == (EPOCHS, best["step"])
     report = json.loads((finetune.output / "report.json").read_text())
