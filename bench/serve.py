@@ -4,9 +4,10 @@ In:   Setting
 Out:  Results in milliseconds, tokens/s and seconds
 Used: bench/__main__.py, which runs `start` in a process of its own
 
-Three measurements, over real HTTP on loopback, client and server in one process. Overhead: the
+Four measurements, over real HTTP on loopback, client and server in one process. Overhead: the
 time of a chat call of 16 tokens whose engine answers at once, one at a time and 16 at a time.
-Serving: tokens/s of 8 conversations while nothing else runs, and while a job trains. Training:
+Large bodies: the slowest
+/health beside an 8 MB prompt, 64 MiB of ids and 30 chats. Serving: tokens/s of 8 conversations while nothing else runs, and while a job trains. Training:
 seconds of that job alone, and beside those conversations.
 """
 
@@ -39,6 +40,9 @@ def run(setting: Setting) -> Iterator[Result]:
             overhead = ours.measure(
                 "overhead", calls=20 if setting.quick else CALLS, deadline_s=DEADLINE_S
             )
+            overhead |= ours.measure(
+                "large", megabytes=1 if setting.quick else 8, deadline_s=DEADLINE_S
+            )
             together = ours.measure(
                 "together",
                 groups=[g.model_dump() for g in groups(setting.encode, shape, seed=number)],
@@ -55,6 +59,14 @@ def run(setting: Setting) -> Iterator[Result]:
 
     for key in ("p50", "p99", "p50_of_16", "p99_of_16"):
         yield result(f"serve/overhead_{key}", all_of(key), "ms")
+    yield result(
+        "serve/health_beside_large_bodies",
+        all_of("health_beside_ms"),
+        "ms",
+        peer="hone serve, idle",
+        peer_runs=all_of("health_idle_ms"),
+        smaller_is_better=True,
+    )
     yield result(
         "serve/while_training",
         all_of("busy_tokens_per_s"),
@@ -81,6 +93,8 @@ def start(settings: dict[str, Any]) -> Any:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "overhead":
             return server.ask(server.overhead(request["calls"]))
+        if request["do"] == "large":
+            return server.large(request["megabytes"])
         return server.ask(server.together(request["groups"], request["jobs"]))
 
     return answer
@@ -121,6 +135,46 @@ class _Server:
         # Until the process ends.
         await self._running.enter_async_context(state.running())
         return state, await self._running.enter_async_context(serving(create_apps(state)[0]))
+
+    def large(self, megabytes: int) -> dict[str, float]:
+        """The slowest /health while a long prompt, 30 chats and a body of ids come; and when idle."""
+        import json
+        from concurrent.futures import ThreadPoolExecutor
+        from http.client import HTTPConnection
+        from urllib.parse import urlsplit
+
+        host = urlsplit(self._instant[1]).netloc
+
+        def body(**fields: Any) -> bytes:
+            return json.dumps({"model": self._model, **fields}).encode()
+
+        def chat(text: str) -> bytes:
+            return body(messages=[{"role": "user", "content": text}])
+
+        def post(path: str, content: bytes) -> int:
+            connection = HTTPConnection(host, timeout=DEADLINE_S)
+            connection.request("POST", path, content, {"Content-Type": "application/json"})
+            return connection.getresponse().status
+
+        def health() -> float:
+            connection, began = HTTPConnection(host, timeout=DEADLINE_S), time.perf_counter()
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200
+            return (time.perf_counter() - began) * 1e3
+
+        idle = [health() for _ in range(20)]
+        beside: list[float] = []
+        chats = "/v1/chat/completions"
+        # Written beforehand: the clients share this process. An id takes 4 bytes.
+        bodies = [(chats, chat("the weather " * (megabytes * 2**20 // 12)))]
+        bodies += [("/v1/completions", body(prompt=[17] * (megabytes * 2**21 - 2**10)))]
+        bodies += [(chats, chat("hi"))] * 30
+        with ThreadPoolExecutor(33) as clients:
+            sent = [clients.submit(post, path, content) for path, content in bodies]
+            while not all(one.done() for one in sent):
+                beside.append(health())
+        assert [one.result() for one in sent] == [400, 400, *[200] * 30]
+        return {"health_idle_ms": max(idle), "health_beside_ms": max(beside)}
 
     async def overhead(self, calls: int) -> dict[str, float]:
         import httpx2

@@ -50,6 +50,13 @@ class QuickLearner(LearnerProcess):
             pid=0, torch="", threads=1, device="cpu", dtype="float32", deterministic=True, sha256=""
         )
 
+    @property
+    def alive(self) -> bool:
+        return True
+
+    def when_ended(self, call: Any) -> None:
+        """It never ends."""
+
     def ready(self, **_: Any) -> WorkerInfo:
         assert self.info is not None, "it loads where it is made"
         return self.info
