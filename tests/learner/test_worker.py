@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hone.errors import Cancelled, LearnerDied, SampleRefused
+from hone.errors import Cancelled, LearnerDied, SampleRefused, StorageError
 from hone.learner.learner import Learner
 from hone.learner.worker import NICENESS, LearnerProcess, LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
@@ -113,13 +113,21 @@ def test_a_killed_learner_is_reported_with_its_signal(doomed: Started, job):
         worker.save(Path("nowhere"))
 
 
-def test_an_unknown_error_ends_the_process_with_its_traceback(doomed: Started, tmp_path: Path):
+def test_an_unknown_error_ends_the_process_with_its_traceback(doomed: Started, job):
     worker, _ = doomed
+    many: Any = "many"
+    with pytest.raises(LearnerDied, match=r"(?s)exit code 1.*Traceback.*TypeError"):
+        worker.train(job, CONFIG, probe_tokens=many)
+
+
+def test_a_disk_that_fails_is_reported_and_the_process_lives(shared: Started, job, tmp_path: Path):
+    worker, _ = shared
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        LearnerDied, match=r"(?s)exit code 1.*Traceback.*(FileExists|NotADirectory)"
-    ):
+    with pytest.raises(StorageError, match=r"file/below: the file cannot be read or written"):
         worker.save(tmp_path / "file" / "below")
+    with pytest.raises(StorageError, match=r"file/below.*: the file cannot be read or written"):
+        worker.load(tmp_path / "file" / "below")
+    assert worker.alive and worker.train(job, CONFIG)["steps"] == 3
 
 
 def test_a_silent_learner_is_killed_at_its_deadline(doomed: Started, job):

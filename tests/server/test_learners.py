@@ -180,6 +180,26 @@ async def test_a_learner_that_is_killed_while_idle_is_replaced_before_the_next_j
     assert not is_alive(launches.learners[2].pid)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+async def test_a_learner_is_free_as_soon_as_its_step_is_saved(
+    tiny_model: Path, tmp_path: Path, flat: bool
+):
+    launches = Launches(LearnerHere)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
+        record = server.models.register(spec(tiny_model))
+        job = server.submit(record, token_groups(flat=flat))
+        server.service.wake()
+        # Flat groups make no step, so nothing is published.
+        await server.reached(job.id, "done" if flat else "published")
+        await server.service._learners.close_idle(0.0)
+        (first,) = launches.learners
+        assert not first.alive
+        ended = await server.ended(job.id)
+        assert (ended.state, ended.step) == ("done", None if flat else 1)
+        await server.trained(tiny_model, 10)
+        assert len(launches.learners) == 2
+
+
 async def test_a_server_that_stops_does_not_wait_for_a_learner_that_loads(
     tiny_model: Path, tmp_path: Path
 ):

@@ -353,9 +353,7 @@ def main() -> None:
                 send("done", job, result=info.model_dump())
             else:
                 assert learner is not None, "the parent starts before it asks"
-                with storage(Path(request.get("directory", "."))):
-                    result = _answer(learner, request, inbox, send)
-                send("done", job, result=result)
+                send("done", job, result=_answer(learner, request, inbox, send))
         except HoneError as error:
             send("failed", job, type=type(error).__name__, message=str(error))
 
@@ -364,11 +362,13 @@ def _answer(
     learner: Any, request: dict[str, Any], inbox: _Inbox, send: Callable[..., None]
 ) -> dict[str, Any]:
     job = request["id"]
-    if request["do"] == "save":
-        learner.save(Path(request["directory"]))
-        return {"sha256": learner.lora.sha256}
-    if request["do"] == "load":
-        learner.load(Path(request["directory"]), optimizer=request["optimizer"])
+    if request["do"] in ("save", "load"):
+        directory = Path(request["directory"])
+        with storage(directory):
+            if request["do"] == "save":
+                learner.save(directory)
+            else:
+                learner.load(directory, optimizer=request["optimizer"])
         return {"sha256": learner.lora.sha256}
     assert request["do"] == "train", f"unknown request {request['do']!r}"
     result = learner.train(

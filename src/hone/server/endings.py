@@ -28,7 +28,6 @@ from hone.server.calls import CallStore
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.failpoints import failpoint
 from hone.server.jobs import FINAL, JobStore
-from hone.server.learners import Learners
 from hone.server.models import ModelStore
 from hone.server.supervision import Part, backoff_s
 from hone.server.telemetry import Metrics, log, say
@@ -50,14 +49,12 @@ class Endings:
         checkpoints: Checkpoints,
         calls: CallStore,
         metrics: Metrics,
-        learners: Learners,
     ) -> None:
         self._jobs = jobs
         self._models = models
         self._checkpoints = checkpoints
         self._calls = calls
         self._metrics = metrics
-        self._learners = learners
         self._left: dict[str, JobInfo] = {}
         """Jobs that ended while the disk did not let go of what they held."""
 
@@ -95,7 +92,6 @@ class Endings:
             return part.fail(another)
 
     async def _end_job(self, part: Part, job: JobInfo, error: Exception, *, closing: bool) -> float:
-        await self._learners.release(job.base_model, error)
         job = await asyncio.to_thread(self._jobs.get, job.id)
         if job.state in FINAL:  # cancelled while it was being taken
             return 0.0

@@ -11,7 +11,8 @@ had no job for long is closed.
 
 import asyncio
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,10 +65,24 @@ class Learners:
             place.ahead = asyncio.create_task(self._launch_ahead(place, language))
             place.ahead.add_done_callback(_say_if_failed)
 
-    async def ready(self, language: Language) -> LearnerProcess:
-        """The learner, loaded; launched now if there is none. It is the job's until `release`."""
+    @asynccontextmanager
+    async def borrow(self, language: Language) -> AsyncIterator[LearnerProcess]:
+        """A job's learner, loaded, for the length of the block; launched now if there is none.
+
+        One that dies under the job is dropped, and the next job gets another.
+        """
         place = self._place(language)
         place.busy = True
+        try:
+            yield await self._ready(place, language)
+        except LearnerDied as error:
+            place.died = str(error).partition("\n")[0]
+            await self._drop(place)
+            raise
+        finally:
+            place.busy, place.used_at = False, time.monotonic()
+
+    async def _ready(self, place: _Place, language: Language) -> LearnerProcess:
         if place.learner is not None and not place.learner.alive:
             await self._drop(place)
         try:
@@ -88,16 +103,6 @@ class Learners:
             place.learner = None  # it closed itself
             raise
         return learner
-
-    async def release(self, base_model: str, error: Exception | None = None) -> None:
-        """The job is over; a learner that died under it is gone, and the next job gets another."""
-        place = self._places.get(base_model)
-        if place is None:
-            return
-        place.busy, place.used_at = False, time.monotonic()
-        if isinstance(error, LearnerDied):
-            place.died = str(error).partition("\n")[0]
-            await self._drop(place)
 
     async def close_idle(self, idle_s: float) -> None:
         """Close those that no job has used for so long; the next job launches another."""

@@ -94,7 +94,7 @@ class TrainingService:
         self._settings = settings
         self._metrics = metrics
         self._learners = Learners(settings, start_learner)
-        self._endings = Endings(jobs, models, checkpoints, calls, metrics, self._learners)
+        self._endings = Endings(jobs, models, checkpoints, calls, metrics)
         self._lanes: dict[str, _Lane] = {}
         self._cancelled: set[str] = set()
         self._beginning = threading.Lock()
@@ -193,7 +193,6 @@ class TrainingService:
                 lane.job = None
                 if job is not None:
                     self._cancelled.discard(job.id)
-                    await self._learners.release(base_model)
             if job is None or wait_s:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(lane.woken.wait(), wait_s or None)
@@ -216,21 +215,11 @@ class TrainingService:
         base = await serving.base(job.base_model)
 
         if checkpoint is None:
-            # Learn.
-            learner = await self._learners.ready(base)
-            failpoint("job/before-learn")
-            async with self._serving_held(learner) as held:
-                result = await asyncio.to_thread(self._learn, learner, job, newest)
-            result["metrics"] |= held
-            failpoint("job/after-learn")
-            if not result["steps"] and not job.advance_when_flat:
+            # Learn, and save.
+            checkpoint, result = await self._learn_and_save(job, newest, base, record.key)
+            if checkpoint is None:
                 await self._endings.finish(job, None, result)
                 return
-
-            # Save: a step that nobody serves yet.
-            save = (self._save, learner, job, base, record.key, result)
-            checkpoint = await asyncio.to_thread(*save)
-            failpoint("job/after-save")
 
         if not checkpoint.proved:
             # Publish: beside the step that is served.
@@ -275,6 +264,25 @@ class TrainingService:
         with self._beginning:
             newest = self._checkpoints.newest(record.key)
             return newest or learning.save_first(self._checkpoints, record.spec, language)
+
+    async def _learn_and_save(
+        self, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey
+    ) -> tuple[Checkpoint | None, dict[str, Any]]:
+        """The next step, which nobody serves yet, and the learner's result; None: nothing moved.
+
+        The learner is free again before anybody hears that the job has ended.
+        """
+        async with self._learners.borrow(base) as learner:
+            failpoint("job/before-learn")
+            async with self._serving_held(learner) as held:
+                result = await asyncio.to_thread(self._learn, learner, job, newest)
+            result["metrics"] |= held
+            failpoint("job/after-learn")
+            if not result["steps"] and not job.advance_when_flat:
+                return None, result
+            checkpoint = await asyncio.to_thread(self._save, learner, job, base, key, result)
+            failpoint("job/after-save")
+            return checkpoint, result
 
     @asynccontextmanager
     async def _serving_held(self, learner: LearnerProcess) -> AsyncIterator[dict[str, float]]:
