@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tests.finetune.rehearsal import Rehearsal
 from tests.finetune.trainers import Bench, evaluation
+from tests.finetune.worlds import collected
 
 from hone.config.schema import ValidationConfig
 from hone.errors import PolicyFailure
 from hone.evaluation.run import Evaluation
-from hone.events import read
+from hone.events import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.held_out import comparison
 from hone.finetune.history import History
+from hone.finetune.journal import Journal, RunFacts
+from hone.finetune.validation import validate
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 
@@ -61,6 +66,41 @@ async def test_greedy_validation_repeats_each_example(bench: Bench):
     await bench.run(1)
     assert seen == ["x"] * 6  # before and after
     assert bench.events("validation")[0]["rewards"] == {"x": [1.0, 1.0, 1.0]}
+
+
+@pytest.mark.parametrize("step", [0, 1])
+async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
+    rehearsal: Rehearsal, tmp_path: Path, step: int
+):
+    """A final validation compares two steps; the program's requests name neither."""
+    changes: dict[str, Any] = {
+        "workflow": {"target": "agent.py:process", "args": {"base_model": str(rehearsal.model)}},
+        "finetuning": {"validation": {"greedy": True}},
+    }
+    async with rehearsal.live(**changes) as run:
+        del run.evaluation.items[1:]
+        with (
+            Journal.open(tmp_path / "run", RunFacts(0, {})) as journal,
+            EventLog(tmp_path / "run" / "events.jsonl") as events,
+        ):
+            groups = await collected(run.adapter, journal.run_id)
+            trained = await run.adapter.wait_until_complete(await run.adapter.submit(groups))
+            assert (trained.metadata or {})["step"] == 1
+            outcome = await validate(
+                run.evaluation,
+                epoch=step,
+                step=step,
+                config=run.builder.document.finetuning,
+                journal=journal,
+                events=events,
+                history=History(),
+                final=True,
+            )
+            [record] = journal.finished("final", step).values()
+        calls = await run.adapter.backend.calls(record.rollout)
+        await run.adapter.model.close()
+    assert (outcome["error"], record.policy_steps) == (None, [step])
+    assert [(one.call.step, one.call.temperature) for one in calls] == [(step, 0.0)] * 2
 
 
 async def test_an_evaluator_that_fails_is_not_asked_by_running_the_agent_again(bench: Bench):

@@ -20,6 +20,7 @@ from hone.server.talks import request_seed
 from hone.types import ModelSpec, RecordedCall, RunSpec
 
 SAID = "the weather in the city"
+TEMPERATURE, STEP = "X-Hone-Temperature", "X-Hone-Step"
 
 
 @pytest.fixture(scope="module")
@@ -359,6 +360,62 @@ def test_a_step_that_is_none_is_refused(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "X-Hone-Step")
     assert why in error["message"]
+
+
+def test_the_address_names_temperature_and_step_like_the_headers(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    body = {"model": str(tiny_model), "messages": [user("one")], "temperature": 0.7}
+    same = {"X-Hone-Rollout": "r", "X-Hone-Temperature": "0"}
+    for segment, headers in (
+        ("r,temperature=0", {}),
+        ("r,step=0,temperature=0.25", {}),
+        ("r%2Ctemperature%3D1e-1", {}),  # as a client that encodes reserved characters sends it
+        ("r,temperature=0", same),
+        ("r,step=0", same),
+        ("r,step=0", {}),
+    ):
+        url = f"{server.inference_url}/rollout/{segment}/v1/chat/completions"
+        answer = http.post(url, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+    calls = server.state.calls.rollout("r")
+    assert [one.call.temperature for one in calls] == [0.0, 0.25, 0.1, 0.0, 0.0, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("segment", "headers", "param", "why"),
+    [
+        ("r,temperature=warm", {}, TEMPERATURE, "temperature in the address is 'warm'; use 0"),
+        ("r,temperature=", {}, TEMPERATURE, "temperature in the address is ''"),
+        ("r,step=newest", {}, STEP, "step in the address is 'newest'; use the number of a step"),
+        ("r,steps=0", {}, None, "has 'steps=0' after its id; use temperature=NUMBER"),
+        ("r,step=0,step=1", {}, None, "has 'step=1' after its id"),
+        ("r,", {}, None, "has '' after its id"),
+        (",step=0", {}, "X-Hone-Rollout", "rollout '': use letters"),
+        ("r,step=0", {STEP: "1"}, STEP, "the address says step '0' and X-Hone-Step '1'; send one"),
+        ("r,temperature=0", {TEMPERATURE: "1"}, TEMPERATURE, "the address says temperature '0'"),
+    ],
+)
+def test_an_address_that_names_no_temperature_and_no_step_is_refused(
+    make_server: MakeServer,
+    tiny_model: Path,
+    http: httpx.Client,
+    segment: str,
+    headers: dict[str, str],
+    param: str | None,
+    why: str,
+) -> None:
+    server = make_server()
+    answer = http.post(
+        f"{server.inference_url}/rollout/{segment}/v1/chat/completions",
+        json={"model": str(tiny_model), "messages": [user("one")]},
+        headers=headers,
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert why in error["message"]
+    assert server.state.calls.rollout("r") == []
 
 
 def test_a_temperature_for_rollouts_needs_a_rollout(

@@ -9,6 +9,7 @@ import pytest
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
+from hone.capture.scope import recorded
 from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained
 from hone.config.problems import ConfigProblems
@@ -161,6 +162,9 @@ async def test_inside_a_rollout_the_training_server_has_a_url_for_it(tmp_path: P
     assert (llm.model, llm.rollout_url) == ("mine", llm.base_url)
     with hone.rollout("run:1"):
         assert llm.rollout_url == "http://127.0.0.1:7/rollout/run:1/v1"
+    pinned, _ = recorded("run:1", temperature=0.0, step=3)
+    with pinned:
+        assert llm.rollout_url == "http://127.0.0.1:7/rollout/run:1,temperature=0,step=3/v1"
     elsewhere = "_type: openai, model: base, base_url: 'http://127.0.0.1:9/v1'"
     foreign = await made(tmp_path, elsewhere, served)
     with hone.rollout("run:1"):

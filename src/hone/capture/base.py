@@ -193,6 +193,19 @@ class Scope:
             named[STEP_HEADER] = str(self.step)
         return named
 
+    def url(self, base_url: str) -> str:
+        """The rollout's own base URL at the server whose base URL this is.
+
+        It says what the headers say, except for the function: they do not reach the requests of
+        another process.
+        """
+        segment = self.rollout
+        if self.temperature is not None:
+            segment += f",temperature={self.temperature:g}"
+        if self.step is not None:
+            segment += f",step={self.step}"
+        return f"{base_url.rstrip('/').removesuffix('/v1')}/rollout/{segment}/v1"
+
 
 class Tap(Protocol):
     """Marks and sees the calls of one library in the scope they are made in."""

@@ -7,7 +7,9 @@ Used: app.py mounts it on the control port and, alone, on the inference port
 A request belongs to a rollout by the header X-Hone-Rollout or by the address /rollout/ID/v1. There
 the header X-Hone-Temperature goes before the request's own temperature, so that whoever runs the
 rollout can run it greedily (0) whatever its agent's code says. The header X-Hone-Step names the step
-that answers for the run's model, so that an earlier policy can be run with the same agent.
+that answers for the run's model, so that an earlier policy can be run with the same agent. The
+address may say both, as /rollout/ID,temperature=0,step=3/v1: a client in another process has the
+URL and not the headers. Where address and headers name the same thing, they must agree.
 
 The path of one request: parse -> admit -> resolve the name -> make the prompt -> sample -> record ->
 answer. Its client leaving at any point of it ends it there.
@@ -15,6 +17,7 @@ answer. Its client leaving at any point of it ends it there.
 
 import asyncio
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -50,6 +53,24 @@ _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{0,40})?(e-?[0-9]{1,3})?")
 _MAX_FUNCTION = 512
 MAX_TEMPERATURE = 100
 """As in the body of a request."""
+_SETTINGS = {
+    "temperature": ("X-Hone-Temperature", "temperature in the request"),
+    "step": ("X-Hone-Step", "ask for NAME@STEP"),
+}
+"""Settings of a rollout by their name in its address: the header, and what does it elsewhere."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting as the request has it."""
+
+    text: str
+    place: str
+    """Where it was found, for messages."""
+    header: str
+
+    def refused(self, remedy: str) -> BadRequest:
+        return BadRequest(f"{self.place} is {self.text[:40]!r}; {remedy}", param=self.header)
 
 
 def routes(state: "State") -> APIRouter:
@@ -191,13 +212,14 @@ class OpenAI:
 def _where(request: Request) -> Where:
     """The rollout and function a request names, checked."""
     header, address = request.headers.get("x-hone-rollout"), request.path_params.get("rollout_id")
-    if header and address and header != address:
+    named, parameters = (None, {}) if address is None else _read_address(address)
+    if header and named and header != named:
         raise BadRequest(
-            f"the address names rollout {address!r} and X-Hone-Rollout {header!r}; send one",
+            f"the address names rollout {named!r} and X-Hone-Rollout {header!r}; send one",
             param="X-Hone-Rollout",
         )
-    rollout = header or address or ""
-    if rollout and not _ROLLOUT.fullmatch(rollout):
+    rollout = header or named or ""
+    if (rollout or named is not None) and not _ROLLOUT.fullmatch(rollout):
         raise BadRequest(
             f"rollout {rollout[:200]!r}: use letters, digits and '._~:-', at most 200, and begin "
             "with a letter or a digit",
@@ -209,45 +231,62 @@ def _where(request: Request) -> Where:
             f"X-Hone-Function has {len(function)} characters; at most {_MAX_FUNCTION}",
             param="X-Hone-Function",
         )
-    return Where(rollout, function, _temperature(request, rollout), _step(request, rollout))
+    settings = {name: _setting(request, name, parameters.get(name), rollout) for name in _SETTINGS}
+    return Where(rollout, function, _temperature(settings["temperature"]), _step(settings["step"]))
 
 
-def _step(request: Request, rollout: str) -> int | None:
-    """The step that X-Hone-Step names."""
-    text, param = request.headers.get("x-hone-step"), "X-Hone-Step"
-    if text is None:
-        return None
+def _read_address(segment: str) -> tuple[str, dict[str, str]]:
+    """`ID,temperature=0,step=3` as the id and its parameters, whose values are not checked."""
+    id, *rest = segment.split(",")
+    parameters: dict[str, str] = {}
+    for text in rest:
+        name, _, value = text.partition("=")
+        if name not in _SETTINGS or name in parameters:
+            raise BadRequest(
+                f"the address of the rollout has {text[:40]!r} after its id; use "
+                "temperature=NUMBER and step=NUMBER, each once at most"
+            )
+        parameters[name] = value
+    return id, parameters
+
+
+def _setting(request: Request, name: str, in_address: str | None, rollout: str) -> _Setting | None:
+    """What the request says of the temperature or the step of its rollout."""
+    header, instead = _SETTINGS[name]
+    in_header = request.headers.get(header)
+    if in_header is None:
+        return (
+            None if in_address is None else _Setting(in_address, f"{name} in the address", header)
+        )
     if not rollout:
         raise BadRequest(
-            f"{param} is for rollouts, and this request names none; send X-Hone-Rollout with it, "
-            "or ask for NAME@STEP",
-            param=param,
+            f"{header} is for rollouts, and this request names none; send X-Hone-Rollout with it, "
+            f"or {instead}",
+            param=header,
         )
-    if not _STEP.fullmatch(text):
+    if in_address is not None and in_address != in_header:
         raise BadRequest(
-            f"{param} is {text[:40]!r}; use the number of a step, such as 0", param=param
+            f"the address says {name} {in_address[:40]!r} and {header} {in_header[:40]!r}; send one",
+            param=header,
         )
-    return int(text)
+    return _Setting(in_header, header, header)
 
 
-def _temperature(request: Request, rollout: str) -> float | None:
-    """What X-Hone-Temperature says, inside the same bounds as a request's own."""
-    text = request.headers.get("x-hone-temperature")
-    if text is None:
+def _step(setting: _Setting | None) -> int | None:
+    if setting is None:
         return None
-    param = "X-Hone-Temperature"
-    if not rollout:
-        raise BadRequest(
-            f"{param} is for rollouts, and this request names none; send X-Hone-Rollout with it, "
-            "or temperature in the request",
-            param=param,
-        )
-    value = float(text) if _NUMBER.fullmatch(text) else None
+    if not _STEP.fullmatch(setting.text):
+        raise setting.refused("use the number of a step, such as 0")
+    return int(setting.text)
+
+
+def _temperature(setting: _Setting | None) -> float | None:
+    """Inside the same bounds as a request's own."""
+    if setting is None:
+        return None
+    value = float(setting.text) if _NUMBER.fullmatch(setting.text) else None
     if value is None or value > MAX_TEMPERATURE:
-        raise BadRequest(
-            f"{param} is {text[:40]!r}; use 0 for greedy, else a number up to 100",
-            param=param,
-        )
+        raise setting.refused("use 0 for greedy, else a number up to 100")
     return effective_temperature(value)
 
 

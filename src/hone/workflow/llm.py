@@ -79,14 +79,15 @@ class LLM:
         """The base URL under which the server records calls as this rollout's, whoever sends them.
 
         For an agent in a process of its own, or a client that is not httpx: give it this as
-        OPENAI_BASE_URL. Outside a rollout, and where the server is not hone's, it is `base_url`.
+        OPENAI_BASE_URL. It carries the temperature and the step of a validation. Outside a rollout,
+        and where the server is not hone's, it is `base_url`.
         """
         scope = current()
         if not self._records_rollouts or scope is None or not scope.rollout:
             return self.base_url
         if scope.recorder is not None:
             scope.recorder.is_shared = True
-        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/rollout/{scope.rollout}/v1"
+        return scope.url(self.base_url)
 
     @property
     def client(self) -> "AsyncOpenAI":
