@@ -11,7 +11,7 @@ what and what to do. Any other exception is a bug of ours and keeps its tracebac
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +26,9 @@ from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.server.options import read_settings, settings_options
 from hone.terminal import LogLevel, log_from, log_no_more, print_table
+
+if TYPE_CHECKING:
+    from hone.config.problems import Problem
 
 EXITS = {
     0: "What was asked for is done; `hone finetune`: every epoch trained, or had nothing to train on.",
@@ -70,9 +73,9 @@ class _Commands(TyperGroup):
         raise typer.Exit(1)
 
 
-def _headed(error: HoneError, problems: Sequence[object]) -> str:
-    """A list of problems under their number; any other message as it is."""
-    if not problems:
+def _headed(error: HoneError, problems: Sequence["Problem"]) -> str:
+    """A list of problems under their number; any other message, or one of a whole file, as it is."""
+    if not problems or (len(problems) == 1 and not problems[0].path):
         return str(error)
     number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return f"the configuration has {number}:\n{error}"

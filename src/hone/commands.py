@@ -54,8 +54,6 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="FILE",
-        exists=True,
-        dir_okay=False,
         help="Instead of eval.general.dataset; its type by its extension.",
     ),
 ]
@@ -81,8 +79,6 @@ def finetune_command(
         typer.Option(
             "--validation_dataset",
             metavar="FILE",
-            exists=True,
-            dir_okay=False,
             help="Held-out examples, run before, during and after the training.",
         ),
     ] = None,

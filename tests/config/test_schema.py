@@ -59,11 +59,11 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write, monkeypatch: pyte
         "a.yml:9: eval.general.output_dir: ${NOT_SET} is not set in the environment; set it, or "
         "write ${NOT_SET:-DEFAULT}",
         "a.yml:11: trainers.t: got 'hello'; expected a block with `_type`",
+        "a.yml:12: finetuning: enabled is true, but trajectory_builder, trainer_adapter are not "
+        "set; name a key of `trajectory_builders`, `trainer_adapters`",
         "a.yml:14: finetuning.trainer: trainers has no 'tt'. Did you mean 't'? It has: t.",
         "a.yml:15: finetuning.num_epochs: got 'many'; expected a valid integer",
         "a.yml:17: finetuning.seed: written twice, on lines 16 and 17; keep one of them",
-        "a.yml:12: finetuning: enabled is true, but trajectory_builder, trainer_adapter are not "
-        "set; name a key of `trajectory_builders`, `trainer_adapters`",
     ]
 
 

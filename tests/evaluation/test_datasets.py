@@ -200,7 +200,7 @@ def test_a_relative_file_is_looked_for_here_and_then_beside_the_yaml(
     with pytest.raises(ConfigError) as caught:
         load_items(config, near=beside)
     assert f"there is no {here}/data/rows.json or {beside}/data/rows.json" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"there is no \S+/here/data/rows.json; mend the path"):
+    with pytest.raises(ConfigError, match=r"there is no \S+/here/data/rows.json; fix the path"):
         load_items(config, near=here)
     wrote(beside / "data" / "rows.json", [{"id": "beside", "question": "q"}])
     assert ids(load_items(config, near=beside)) == ["beside"]

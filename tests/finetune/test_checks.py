@@ -100,16 +100,16 @@ def test_what_only_the_whole_document_tells(write: Write):
     )
     said = refused(file)
     assert [line.split(":")[1:3] for line in said] == [
+        ["5", " eval.general.dataset.file_path"],
+        ["7", " trajectory_builders.b.num_generations"],
         ["10", " finetuning.reward_function.name"],
         ["11", " finetuning.target_functions.0"],
         ["11", " finetuning.target_model"],
-        ["7", " trajectory_builders.b.num_generations"],
-        ["5", " eval.general.dataset.file_path"],
     ]
-    assert "eval.evaluators has no 'scor'. Did you mean 'score'? It has: score." in said[0]
-    assert "which is neither a key of `llms` nor the name of a model" in said[2]
-    assert "training.baseline: batch in trainer_adapters.a" in said[3]
-    assert said[4].endswith(
+    assert "eval.evaluators has no 'scor'. Did you mean 'score'? It has: score." in said[2]
+    assert "which is neither a key of `llms` nor the name of a model" in said[4]
+    assert "training.baseline: batch in trainer_adapters.a" in said[1]
+    assert said[0].endswith(
         "is missing, and a dataset of type 'json' is read from a file; name it, or start the run "
         "with --dataset FILE"
     )

@@ -162,3 +162,24 @@ def test_files_that_the_command_names(tmp_path: Path):
     (problem,) = check_file("--dataset", tmp_path / "none.jsonl", None)
     assert str(problem) == f"--dataset {tmp_path / 'none.jsonl'}: no such file"
     assert check_file("--dataset", None, None) == []
+
+
+def test_files_that_the_command_names_have_the_reward_s_columns(refused: Refused):
+    assert refused() == []
+    document = read_run(Path("a.yml"))
+    Path("held_out.jsonl").write_text('{"question": "?", "anwser": "!"}')
+    (problem,) = check_file("--validation_dataset", Path("held_out.jsonl"), document, "reward")
+    assert str(problem).startswith(
+        "--validation_dataset held_out.jsonl: reward.py:score takes `expected`, and no row has a "
+        "'answer'. Did you mean 'anwser'?"
+    )
+
+
+def test_problems_stand_in_the_order_of_the_lines(refused: Refused):
+    said = refused(
+        ("agent.py:run", "agent.py:rum"),
+        ("smollm2-135m-instruct", "smollm2-135m-instrct"),
+        ("train.jsonl", "trian.jsonl"),
+        ("  trainer: t\n", "  trainer: t\n  num_epoch: 3\n"),
+    )
+    assert [line.split(": ")[0] for line in said] == ["a.yml:7", "a.yml:13", "a.yml:21", "a.yml:26"]

@@ -168,11 +168,13 @@ def test_everything_a_run_lacks_is_said_at_once(command: Command):
         command(validation_config_file=Path("val.yml"))
     said = [(p.place.file, dotted(p.path)) for p in caught.value.problems]
     assert said == [
-        (str(command.file), "finetuning.num_epoch"),
         (str(command.file), "workflow"),
+        (str(command.file), "finetuning.num_epoch"),
         (str(command.file), "finetuning.reward_function"),
         (str(command.file), "finetuning.target_functions.0"),
         ("val.yml", "eval.general.max_concurency"),
+        ("val.yml", "workflow"),
+        ("val.yml", "eval.general.dataset"),
     ]
     assert not command.out.exists() and Parts.closed == []
 
@@ -259,6 +261,79 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     assert first.endswith("has no 'rum'. Did you mean 'run'?")
     assert second.startswith("-o eval.evaluators.score.target: 'agnt.py:score': there is no file")
     assert third.startswith("--validation_dataset empty.json: no row is left to run")
+
+
+def test_one_broken_file_hides_nothing_of_the_others(command: Command):
+    broken = command.directory / "broken.yml"
+    broken.write_text("llms:\n  policy: {_type: trainable\nworkflow: x\n")
+    with pytest.raises(ConfigProblems) as wrong:
+        command(
+            ("workflow.target", "agent.py:rum"),
+            dry_run=True,
+            dataset=Path("nowhere.json"),
+            validation_config_file=broken,
+            validation_dataset=Path("empty.json"),
+        )
+    first, second, third, fourth = map(str, wrong.value.problems)
+    assert first.startswith("-o workflow.target: 'agent.py:rum': ")
+    assert second.startswith(f"{broken}:3: not YAML: ")
+    assert third == "--dataset nowhere.json: no such file"
+    assert fourth.startswith("--validation_dataset empty.json: no row is left to run")
+    sound, command.file = command.file, broken
+    sound.write_text(sound.read_text().replace("agent.py:score", "agent.py:scroe"))
+    with pytest.raises(ConfigProblems) as wrong:
+        command(dry_run=True, validation_config_file=sound)
+    first, second = map(str, wrong.value.problems)
+    assert first.startswith(f"{broken}:3: not YAML: ")
+    assert second.endswith("has no 'scroe'. Did you mean 'score'?")
+    command.file = command.directory / "nowhere.yml"
+    with pytest.raises(ConfigProblems, match=r"nowhere.yml: there is no such file\n.*'scroe'"):
+        command(dry_run=True, validation_config_file=sound)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_the_validations_file_refers_to_is_checked(command: Command, dry_run: bool):
+    other = command.directory / "validation.yml"
+    document = yaml.safe_load(command.file.read_text())
+    document["workflow"]["target"] = "agent.py:rum"
+    document["eval"]["general"]["dataset"]["file_path"] = "vla.json"
+    document["eval"]["evaluators"] = {"length": {"_type": "exact_match"}}
+    document["finetuning"] = {"enabled": False}
+    other.write_text(yaml.safe_dump(document, sort_keys=False))
+    lines = other.read_text().splitlines()
+
+    def line(text: str) -> int:
+        return 1 + next(i for i, one in enumerate(lines) if text in one)
+
+    with pytest.raises(ConfigProblems) as wrong:
+        command(dry_run=dry_run, validation_config_file=other)
+    said = [str(problem) for problem in wrong.value.problems]
+    assert len(said) == 3
+    for place, words in {
+        f"{other}:{line('agent.py:rum')}: workflow.target: ": "has no 'rum'. Did you mean 'run'?",
+        f"{other}:{line('vla.json')}: eval.general.dataset.file_path: ": "there is no ",
+        f"{other}:{line('evaluators:')}: eval.evaluators: ": "has no 'score', the reward",
+    }.items():
+        assert any(one.startswith(place) and words in one for one in said), (place, said)
+    assert not command.out.exists()
+    other.write_text("llms: {}\n")
+    with pytest.raises(ConfigProblems) as wrong:
+        command(dry_run=dry_run, validation_config_file=other)
+    missing = {problem.path: problem.message for problem in wrong.value.problems}
+    assert set(missing) == {("workflow",), ("eval", "evaluators"), ("eval", "general", "dataset")}
+
+
+def test_a_file_of_examples_is_read_as_a_broken_configuration_says(command: Command):
+    document = yaml.safe_load(command.file.read_text())
+    document["eval"]["general"]["dataset"]["structure"] = {"question_key": "q"}
+    document["finetuning"]["num_epoch"] = 3
+    command.file.write_text(yaml.safe_dump(document))
+    (command.directory / "train.json").write_text('[{"q": "a"}]')
+    (command.directory / "val.json").write_text('[{"q": "x"}]')
+    with pytest.raises(ConfigProblems) as wrong:
+        command(dry_run=True, validation_dataset=Path("val.json"))
+    (problem,) = wrong.value.problems  # and nothing of a column 'question'
+    assert problem.path == ("finetuning", "num_epoch")
 
 
 def test_a_run_does_not_go_on_with_other_code_and_the_dry_run_says_so(

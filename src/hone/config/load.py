@@ -19,9 +19,8 @@ from typing import Any
 
 import yaml
 
+from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.problems import Path as Keys
-from hone.config.problems import Place, Problem
-from hone.errors import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", ".template")
 """What `file://` may name."""
@@ -75,7 +74,7 @@ class Loaded:
 
 
 def load(file: Path) -> Loaded:
-    """Read a file and those under it; raises ConfigError if one of them is not YAML."""
+    """Read a file and those under it; raises ConfigProblems if one of them is not YAML."""
     return _load(Path(file), ())
 
 
@@ -96,18 +95,19 @@ def _load(file: Path, above: tuple[Path, ...]) -> Loaded:
     chain = (*above, file.resolve())
     if file.resolve() in above:
         names = " -> ".join(f.name for f in chain)
-        raise ConfigError(f"{file}: base: the files name each other in a circle: {names}")
+        raise _refused(file, f"the files name each other in a circle: {names}", path=("base",))
     reader = _Reader(file)
     loaded = reader.read()
     base = loaded.data.pop("base", None)
     if base is None:
         return loaded
-    place = loaded.place(("base",))
+    line, path = loaded.place(("base",)).line, ("base",)
     if not isinstance(base, str):
-        raise ConfigError(f"{place}: base: got {base!r}; expected the name of a YAML file")
+        raise _refused(file, f"got {base!r}; expected the name of a YAML file", line, path)
     under = file.parent / base
     if not under.is_file():
-        raise ConfigError(f"{place}: base: no file {str(under)!r}; it is looked for beside {file}")
+        message = f"no file {str(under)!r}; it is looked for beside {file}"
+        raise _refused(file, message, line, path)
     return _merge(_load(under, chain), loaded)
 
 
@@ -144,23 +144,22 @@ class _Reader:
         try:
             text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise ConfigError(f"{self.file}: there is no such file") from None
+            raise _refused(self.file, "there is no such file") from None
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.file}: cannot be read as text: {error}") from None
+            raise _refused(self.file, f"cannot be read as text: {error}") from None
         self.loader = _Yaml(_VARIABLE.sub(self._stand_in, text))
         try:
             node = self.loader.get_single_node()
             data = {} if node is None else self._value(node, (), ())
         except yaml.YAMLError as error:
-            raise ConfigError(self._syntax(error)) from None
+            raise self._syntax(error) from None
         finally:
             self.loader.dispose()
         if data is None:
             data = {}
         if not isinstance(data, dict):
-            raise ConfigError(
-                f"{self.file}:1: the document is {_kind(data)}; expected keys such as `llms:`"
-            )
+            message = f"the document is {_kind(data)}; expected keys such as `llms:`"
+            raise _refused(self.file, message, 1)
         self.out.data.update(data)
         return self.out
 
@@ -168,18 +167,18 @@ class _Reader:
         self.variables.append(match)
         return f"\ue000{len(self.variables) - 1}\ue001"
 
-    def _syntax(self, error: yaml.YAMLError) -> str:
+    def _syntax(self, error: yaml.YAMLError) -> ConfigProblems:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        line = f":{mark.line + 1}" if mark is not None else ""
+        line = None if mark is None else mark.line + 1
         hint = "; indent with spaces" if "'\\t'" in what else ""
-        return f"{self.file}{line}: not YAML: {what}{hint}"
+        return _refused(self.file, f"not YAML: {what}{hint}", line)
 
     def _value(self, node: yaml.Node, path: Keys, above: tuple[yaml.Node, ...]) -> Any:
         line = node.start_mark.line + 1
         self.out.places.setdefault(path, Place(str(self.file), line))
         if any(node is n for n in above):
-            raise ConfigError(f"{self.file}:{line}: this block holds an alias to itself")
+            raise _refused(self.file, "this block holds an alias to itself", line)
         above = (*above, node)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, above)
@@ -209,10 +208,8 @@ class _Reader:
 
     def _key(self, node: yaml.Node, path: Keys) -> Any:
         if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(
-                f"{self.file}:{node.start_mark.line + 1}: a key is a block; expected a name "
-                f"(a value that starts with '{{' or '[' wants quotes)"
-            )
+            message = "a key is a block; expected a name (a value that starts with '{' or '[' wants quotes)"
+            raise _refused(self.file, message, node.start_mark.line + 1)
         if _STAND_IN.search(node.value):
             return self._substituted(node.value, path, node.start_mark.line + 1)
         return self.loader.construct_object(node)
@@ -268,6 +265,11 @@ class _Reader:
 
     def _problem(self, path: Keys, line: int, message: str) -> None:
         self.out.problems.append(Problem(Place(str(self.file), line), path, message))
+
+
+def _refused(file: Path, message: str, line: int | None = None, path: Keys = ()) -> ConfigProblems:
+    """The one problem of a file that cannot be loaded."""
+    return ConfigProblems([Problem(Place(str(file), line), path, message)])
 
 
 def _constructed(loader: _Yaml, node: yaml.ScalarNode) -> Any:

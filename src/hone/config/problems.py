@@ -45,10 +45,14 @@ class Problem:
 
 
 class ConfigProblems(ConfigError):
-    """All that is wrong with a configuration, one problem a line."""
+    """All that is wrong with a configuration, one problem a line, in the order of each file."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = list(problems)
+        distinct = list(dict.fromkeys(problems))
+        files = list(dict.fromkeys(problem.place.file for problem in distinct))
+        self.problems = sorted(
+            distinct, key=lambda one: (files.index(one.place.file), one.place.line or 0)
+        )
         super().__init__("\n".join(map(str, self.problems)))
 
 

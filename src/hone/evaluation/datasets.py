@@ -196,7 +196,7 @@ def _found(path: Path | None, near: Path | None) -> Path | None:
         if place.exists():
             return place
     looked = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
-    raise ConfigError(f"{WHERE}.file_path: there is no {looked}; mend the path, or use --dataset")
+    raise ConfigError(f"{WHERE}.file_path: there is no {looked}; fix the path, or use --dataset")
 
 
 # ---- rows to items ----------------------------------------------------------------------------

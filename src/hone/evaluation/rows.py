@@ -244,7 +244,7 @@ def _not_text(path: Path, error: UnicodeDecodeError) -> ConfigError:
 
 def _unreadable(where: str, error: Exception) -> ConfigError:
     """JSON that Python does not read: nested too deep, or a number of thousands of digits."""
-    return ConfigError(f"{where}: cannot be read: {str(error).partition(';')[0]}; mend the value")
+    return ConfigError(f"{where}: cannot be read: {str(error).partition(';')[0]}; fix the value")
 
 
 def _missing(path: Path, package: str) -> ConfigError:

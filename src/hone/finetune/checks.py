@@ -9,12 +9,13 @@ been paid for, such as a target that no call can match, or groups in which nothi
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from hone.config.check import WORKFLOW, is_run, lacking, salvage
+from hone.config.load import Loaded
 from hone.config.policy import (
     TRAINABLE,
     address_of,
@@ -90,11 +91,31 @@ def read_run(
 ) -> Document:
     """Read a file; one that enables finetuning must also have all that `hone finetune` needs.
 
-    Raises ConfigProblems with everything that is wrong, each with its place. `dataset` is what the
-    command names instead of the file's; `resources` (resources.check_resources) also looks at what
-    the file refers to. One broken block hides nothing of the others.
+    Raises ConfigProblems with everything that is wrong, each with its place.
     """
-    loaded, document, wrong = examine(file, overrides)
+    document, problems = examine_run(file, overrides, dataset=dataset, resources=resources)
+    if document is None or problems:
+        raise ConfigProblems(problems)
+    return document
+
+
+def examine_run(
+    file: Path,
+    overrides: Sequence[tuple[str, str]] = (),
+    *,
+    dataset: Path | None = None,
+    resources: Callable[[Document, Path | None], list[Check]] | None = None,
+) -> tuple[Document | None, list[Problem]]:
+    """As much of the file as can be read, and everything wrong with it.
+
+    `dataset` is what the command names instead of the file's; `resources`
+    (resources.check_resources) also looks at what the file refers to. One broken block hides nothing
+    of the others.
+    """
+    try:
+        loaded, document, wrong = examine(file, overrides)
+    except ConfigProblems as error:  # not YAML, or not there
+        return None, error.problems
     readable = document or salvage(loaded, Document)
     if readable is not None:
         readable.remember(loaded)
@@ -110,14 +131,18 @@ def read_run(
         wrong.append(Problem(loaded.place(()), (), message))
     if readable is not None and resources is not None:
         checks += resources(readable, dataset)
-    told = {problem.path for problem in wrong}
+    return readable, [*wrong, *unreported(checks, loaded, wrong)]
+
+
+def unreported(
+    checks: Sequence[Check], loaded: Loaded, problems: Sequence[Problem]
+) -> Iterator[Problem]:
+    """Failed checks as problems, unless the same block has one already."""
+    paths = {problem.path for problem in problems}
     for check in failures(checks):
-        if not any(_within(check.path, path) or _within(path, check.path) for path in told):
-            told.add(check.path)
-            wrong.append(Problem(loaded.place(check.path), check.path, check.message))
-    if document is None or wrong:
-        raise ConfigProblems(dict.fromkeys(wrong))
-    return document
+        if not any(_within(check.path, path) or _within(path, check.path) for path in paths):
+            paths.add(check.path)
+            yield Problem(loaded.place(check.path), check.path, check.message)
 
 
 _READS = {

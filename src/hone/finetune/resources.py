@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from hone.config.problems import Path as Keys
 from hone.config.problems import Place, Problem
 from hone.errors import ConfigError
-from hone.evaluation.datasets import WHERE, CustomDataset, JsonDataset, load_items
+from hone.evaluation.datasets import WHERE, JsonDataset, load_items
 from hone.finetune.checks import FILES, Check, adapter_of
 from hone.finetune.targets import Target, targets_of
 from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
+    from hone.config.base import DatasetBaseConfig
     from hone.config.schema import Document
     from hone.evaluation.base import EvalInputItem
 
@@ -35,21 +36,54 @@ def check_resources(document: "Document", dataset: Path | None = None) -> list[C
     """What is missing or does not fit; `dataset` is the file that the command names instead."""
     found = [*_functions(document), *_base_model(document)]
     if dataset is None:
-        found += _dataset(document)
+        found += _dataset(document, reward_of(document))
     return found
 
 
-def check_file(option: str, file: Path | None, document: "Document | None") -> list[Problem]:
+def check_validation(document: "Document", dataset: Path | None, reward: str | None) -> list[Check]:
+    """What a validation's own document lacks; `reward` is the evaluator that the run trains by."""
+    found, scores = list(_functions(document)), document.eval.evaluators
+    if document.workflow is None:
+        message = "is missing, so there is nothing to validate; add the workflow of the run's file"
+        found.append(Check("workflow", False, message, path=("workflow",)))
+    if reward is not None and reward not in scores:
+        message = (
+            f"has no {reward!r}, the reward of the run (finetuning.reward_function). It has: "
+            f"{', '.join(scores) or 'nothing'}."
+        )
+        found.append(Check("reward", False, message, path=("eval", "evaluators")))
+    if dataset is None and document.eval.general.dataset is None:
+        message = "is missing; add it, or name the examples with --validation_dataset FILE"
+        found.append(Check("dataset", False, message, path=DATASET))
+    return [*found, *(_dataset(document, reward) if dataset is None else ())]
+
+
+def check_file(
+    option: str, file: Path | None, document: "Document | None", reward: str | None = None
+) -> list[Problem]:
     """What is wrong with a file of examples that the command names, read as the document says."""
     config = None if document is None else document.eval.general.dataset
-    if file is None or isinstance(config, CustomDataset):
-        return []  # its function reads the file
-    if isinstance(config, FILES) or config is None:
-        _, problem = _read(config or JsonDataset(), file, None)
-        if problem is not None:
-            said = problem.removeprefix(f"--dataset {file}: ").removeprefix(f"{file}: ")
-            return [Problem(Place(f"{option} {file}"), (), said)]
-    return []
+    if file is None:
+        return []
+    place = Place(f"{option} {file}")
+    if not file.exists():
+        return [Problem(place, (), "no such file")]
+    if config is not None and not isinstance(config, FILES):
+        return []  # a function, or a plugin's loader, reads the file
+    items, problem = _read(config or JsonDataset(), file, None)
+    if problem is not None:
+        return [Problem(place, (), problem.removeprefix(f"{file}: "))]
+    if document is None or config is None:
+        return []
+    return [
+        Problem(place, (), check.message) for check in _misfits(document, config, items, reward)
+    ]
+
+
+def reward_of(document: "Document | None") -> str | None:
+    """The evaluator that a run trains by."""
+    reward = None if document is None else document.finetuning.reward_function
+    return None if reward is None else reward.name
 
 
 # ---- functions ----------------------------------------------------------------------------------
@@ -83,7 +117,7 @@ def _all_targets(document: "Document") -> list[Target]:
 # ---- datasets -----------------------------------------------------------------------------------
 
 
-def _dataset(document: "Document") -> Iterator[Check]:
+def _dataset(document: "Document", reward: str | None) -> Iterator[Check]:
     """Whether the file is there, has rows, and has the columns that are named or needed."""
     config = document.eval.general.dataset
     if not isinstance(config, FILES) or config.file_path is None:
@@ -94,6 +128,16 @@ def _dataset(document: "Document") -> Iterator[Check]:
         path = (*DATASET, *(key or ("file_path",)))
         yield Check("dataset", False, problem.removeprefix(f"{WHERE}.file_path: "), path=path)
         return
+    yield from _misfits(document, config, items, reward)
+
+
+def _misfits(
+    document: "Document",
+    config: "DatasetBaseConfig",
+    items: Sequence["EvalInputItem"],
+    reward: str | None,
+) -> Iterator[Check]:
+    """Columns that the configuration names, or the reward needs, and no row has."""
     structure = config.structure
     if structure.disable:
         return
@@ -106,13 +150,14 @@ def _dataset(document: "Document") -> Iterator[Check]:
     if "id_key" in config.model_fields_set and config.id_key not in columns:
         yield _no_column(config.id_key, columns, (*DATASET, "id_key"))
     if "answer_key" not in written and structure.answer_key not in columns:
-        yield from _expected(document, structure.answer_key, columns)
+        yield from _expected(document, structure.answer_key, columns, reward)
 
 
-def _expected(document: "Document", column: str, columns: Sequence[str]) -> Iterator[Check]:
+def _expected(
+    document: "Document", column: str, columns: Sequence[str], reward: str | None
+) -> Iterator[Check]:
     """A reward function that takes what no row has."""
-    reward = document.finetuning.reward_function
-    config = None if reward is None else document.eval.evaluators.get(reward.name)
+    config = document.eval.evaluators.get(reward or "")
     target = getattr(config, "target", None)
     if config is None or config.type_name != "python" or not isinstance(target, str):
         return

@@ -23,23 +23,22 @@ from pathlib import Path
 
 from hone.config.build import Builder, build
 from hone.config.policy import describe
-from hone.config.problems import ConfigProblems, Problem
-from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig, read
+from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig
 from hone.config.secrets import Secrets
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.events import FILE, EventLog
 from hone.events import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
-from hone.finetune.checks import failures, read_run
+from hone.finetune.checks import failures
 from hone.finetune.comparison import Comparison
 from hone.finetune.display import Display
+from hone.finetune.documents import read_documents
 from hone.finetune.dry_run import dry_run
 from hone.finetune.facts import address_of, again, evaluators_of, facts_of
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFacts, write_whole
 from hone.finetune.preflight import preflight
-from hone.finetune.resources import check_file, check_resources
 from hone.finetune.standing import Standing
 from hone.finetune.words import counted
 from hone.workflow.loop import run_loop
@@ -82,7 +81,7 @@ class FinetuneOptions:
 def finetune(options: FinetuneOptions) -> int:
     """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
     began = time.time()
-    document, validating = _documents(options)
+    document, validating = read_documents(options.config_file, options.told)
     config = document.finetuning.model_copy(update={"run_configuration": options.told})
     facts = RunFacts(config.seed, facts_of(document, options.told, validating))
     fresh = options.fresh or config.resume == "never"
@@ -104,52 +103,6 @@ def finetune(options: FinetuneOptions) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             return run.interrupted()
         return run.interrupted() if interrupts.heard else status
-
-
-def _documents(options: FinetuneOptions) -> tuple[Document, Document | None]:
-    """The run's, and the validation's where it has one; raises with all that is wrong with both."""
-    problems: list[Problem] = []
-    document = validating = None
-    try:
-        document = read_run(
-            options.config_file,
-            options.override,
-            dataset=options.dataset,
-            resources=check_resources,
-        )
-    except ConfigProblems as error:
-        problems += error.problems
-    try:
-        if options.validation_config_file is not None:
-            validating = read(options.validation_config_file, options.override)
-    except ConfigProblems as error:
-        problems += error.problems
-    problems += check_file("--dataset", options.dataset, document)
-    problems += check_file(
-        "--validation_dataset", options.validation_dataset, validating or document
-    )
-    if document is not None and not (options.validation_dataset or options.validation_config_file):
-        problems += _stops_blindly(document)
-    if document is None or problems:
-        raise ConfigProblems(dict.fromkeys(problems))
-    if not document.finetuning.enabled:
-        raise ConfigError(
-            f"{document.file}: Finetuning is not enabled in the provided configuration. Set "
-            "finetuning.enabled: true."
-        )
-    return document, validating
-
-
-def _stops_blindly(document: Document) -> list[Problem]:
-    """Early stopping without a validation set, which would never stop anything."""
-    path = ("finetuning", "early_stopping")
-    if document.finetuning.early_stopping is None:
-        return []
-    message = (
-        "watches val/reward, and this run has no validation set; name one with "
-        "--validation_dataset FILE, or remove the key"
-    )
-    return [Problem(document.loaded.place(path), path, message)]
 
 
 def _say_what_would_run(
