@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean chaos fuzz test-art test-docs
+.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs
 
 help:  ## Say what there is to make
 	@echo "make demo     train a real small model on this machine and show its reward rise"
@@ -30,6 +30,7 @@ help:  ## Say what there is to make
 	@echo "make bench    benchmarks beside the peers: a table, and bench/results.json"
 	@echo "make chaos    kill a training server at 100 points and compare what it left"
 	@echo "make fuzz     10,000 odd requests at a server, none of which may bring it down"
+	@echo "make seeds    the demo on ten seeds, one after the other: 40 minutes"
 	@echo "make test-art the real clients of OpenPipe ART and NeMo Agent Toolkit against hone serve"
 	@echo "make test-docs every code block of README and docs, the slow ones too"
 	@echo "make docs     write docs/reference anew from the code"
@@ -64,6 +65,9 @@ chaos: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.server.fuzz $(ARGS)
+
+seeds: $(INSTALLED)
+	$(BIN)/python -m bench.seeds $(ARGS)
 
 test-docs: $(INSTALLED)
 	HONE_DOCS=all $(BIN)/python -m pytest tests/docs $(ARGS)

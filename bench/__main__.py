@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench import cache, harness, loop, memory, publish, rollout, serve, train
 from bench.process import ROOT, ContenderFailed
-from bench.report import Result, markdown_table, merged, read, terminal_table, write
+from bench.report import RESULTS, Result, markdown_table, read, record, terminal_table
 from bench.setting import Setting, prepared
 
 BENCHMARKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
@@ -32,7 +32,6 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "loop": loop.run,
     "cache": cache.run,
 }
-RESULTS = ROOT / "bench" / "results.json"
 QUICK_RESULTS = ROOT / "bench" / "results-quick.json"
 
 
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
                 failed.append(name)
                 continue
             results += fresh
-            write(out, merged(read(out), fresh))
+            record(fresh, out)
             unmeasured = [r.name for r in fresh if r.peer and r.peer_value is None]
             failed += [n for n in unmeasured if not _left_out(n, without)]
     title = (

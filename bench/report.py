@@ -2,15 +2,20 @@
 
 In:   values measured side by side, a goal or none
 Out:  Result; results.json, a table for the terminal, a table for a README
-Used: every benchmark, bench/__main__.py
+
+results.json is the one record of everything too slow for `make test`: benchmarks, `make chaos`,
+`make fuzz`, `make test-docs`, `make seeds`. Each result names the commit it was measured at, and
+tests/test_readme.py fails when the README states a measurement that is not in it.
 
 `ratio` always says how many times better hone is, so that above 1 is ahead whether the quantity
 is a speed or a size. A peer that could not be measured has no value and no ratio, never a zero.
 """
 
+import functools
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -19,6 +24,8 @@ from statistics import median
 from typing import Any, Literal
 
 from rich.table import Table
+
+RESULTS = Path(__file__).with_name("results.json")
 
 Goal = tuple[Literal["ratio", "value"], Literal[">=", "<="], float]
 """What is compared, how, and with what: ("ratio", ">=", 3.0)."""
@@ -42,6 +49,8 @@ class Result:
     met: bool | None
     """None where there is no goal, or where what it compares could not be measured."""
     machine: str
+    commit: str = ""
+    """Of the code that was measured; ends in '+' where files had changed since. Empty: not known."""
 
 
 def result(
@@ -71,7 +80,25 @@ def result(
         goal=None if goal is None else _goal_text(goal, unit),
         met=None if goal is None else _met(goal, value, ratio),
         machine=machine() + (f"; {note}" if note else ""),
+        commit=commit(),
     )
+
+
+@functools.cache
+def commit() -> str:
+    """The commit checked out, with a '+' behind it where the source differs from it; "" without git."""
+    try:
+        head = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "--", "src", "bench", "tests", "examples")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    lines = [line for line in changed.splitlines() if not line.endswith(RESULTS.name)]
+    return head + ("+" if lines else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(RESULTS.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip()
 
 
 def _met(goal: Goal, value: float, ratio: float | None) -> bool | None:
@@ -138,6 +165,11 @@ def write(path: Path, results: Sequence[Result]) -> None:
     partial.replace(path)
 
 
+def record(results: Sequence[Result], path: Path = RESULTS) -> None:
+    """Put results into the file in place of those of the same benchmarks."""
+    write(path, merged(read(path), results))
+
+
 HEADINGS = ("what", "hone", "beside", "peer", "ratio", "goal", "met")
 
 
@@ -167,5 +199,7 @@ def markdown_table(results: Sequence[Result]) -> str:
     """For a README; every machine that measured something stands below, once."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(cells(r)) + " |" for r in results]
-    machines = dict.fromkeys(r.machine for r in results)
-    return "\n".join([*lines, "", *(f"Measured on: {m}." for m in machines)])
+    where = dict.fromkeys(
+        f"{r.machine}, at commit {r.commit}" if r.commit else r.machine for r in results
+    )
+    return "\n".join([*lines, "", *(f"Measured on: {w}." for w in where)])

@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic and workloads, on numbers made by hand; nothing is timed here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -19,7 +20,9 @@ from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.types import TrainConfig
 
-FIELDS = {"name", "value", "unit", "peer", "peer_value", "ratio", "goal", "met", "machine"}
+FIELDS = {
+    "name", "value", "unit", "peer", "peer_value", "ratio", "goal", "met", "machine", "commit",
+}  # fmt: skip
 
 
 def letters(text: str) -> list[int]:
@@ -75,11 +78,11 @@ def test_a_new_run_replaces_its_own_benchmark_only():
 
 
 def test_the_table_says_what_is_not_known():
-    r = result("a/x", [1.5], "ms", peer="p", goal=("ratio", ">=", 2.0))
+    r = replace(result("a/x", [1.5], "ms", peer="p", goal=("ratio", ">=", 2.0)), commit="abc")
     assert cells(r) == ("a/x", "1.5 ms", "p", "-", "-", ">= 2x", "-")
     table = markdown_table([r, r]).splitlines()
     assert table[2] == table[3] == "| a/x | 1.5 ms | p | - | - | >= 2x | - |"
-    assert table[5:] == [f"Measured on: {r.machine}."]
+    assert table[5:] == [f"Measured on: {r.machine}, at commit abc."]
 
 
 def test_shapes_count_as_the_issue_does():

@@ -6,7 +6,11 @@ import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
+from bench.report import RESULTS, read
+
 ROOT = Path(__file__).parent.parent
+DOWNLOADS = {"0.3 GB", "0.09 GB", "2.7 GB"}
+"""Sizes of what an index serves; no run of ours makes them."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -60,9 +64,53 @@ def test_the_seven_files_to_read_first_are_there():
     assert [path for _, path in numbered if not (ROOT / "src/hone" / path).is_file()] == []
 
 
+def test_every_measurement_in_it_was_recorded():
+    recorded = [r for r in read(RESULTS) if r.commit]
+    values = [v for r in recorded for v in (r.value, r.peer_value, r.ratio) if v is not None]
+    missing = [
+        text
+        for text, number in _measurements(README)
+        if text not in DOWNLOADS and not any(_says(number, value) for value in values)
+    ]
+    assert not missing, f"README.md states {missing}, which bench/results.json does not have"
+
+
+def test_measurements_are_told_from_other_numbers():
+    text = (
+        "Python 3.11, ART 0.5.4, port 8000, 14 evaluators, `0.7`, seeds 0 to 9, [5 s](x.md)\n"
+        "```\n3.2 s\n```\n"
+        "from 0.250 to 1.000 in 4.5 minutes, 3.8x as fast, 1,204 tokens/s, 12% more, 0.3 GB"
+    )
+    found = [number for _, number in _measurements(text)]
+    assert found == ["5", "0.250", "1.000", "4.5", "3.8", "1,204", "12", "0.3"]
+    assert _says("0.250", 0.2499) and not _says("0.250", 0.2494)
+    assert _says("1,204", 1204.3) and _says("12", 0.12) and not _says("12", 13)
+
+
 def test_the_tree_is_read_by_its_indentation():
     text = "<!-- tree -->\n```\nsrc/p/   why\n  a.py   first\n  b/\n    c.py\nX   last\n```\n<!-- /tree -->"
     assert _listed(text) == {"src/p", "src/p/a.py", "src/p/b", "src/p/b/c.py", "X"}
+
+
+def _measurements(text: str) -> list[tuple[str, str]]:
+    """Numbers of the prose that have decimals or a unit, with it; versions have neither here."""
+    prose = text.split("<!-- tree -->")[0]
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", prose, flags=re.S)
+    prose = re.sub(r"Python \d+\.\d+|\d+\.\d+\.\d+", " ", prose)
+    units = r"x|times|ms|s|seconds|minutes|hours|[MG]i?B|%|tokens/s"
+    number = rf"(?<![\w.-])(\d+(?:,\d{{3}})*(?:\.\d+)?)(?:\s?({units})(?!\w))?(?![\w.]*\d)"
+    return [
+        (match[0], match[1])
+        for match in re.finditer(number, prose)
+        if "." in match[1] or match[2] is not None
+    ]
+
+
+def _says(number: str, value: float) -> bool:
+    """Whether the text is this value rounded to the digits it shows, as it is or as a percentage."""
+    digits = len(number.partition(".")[2])
+    stated = float(number.replace(",", ""))
+    return any(round(v, digits) == stated for v in (value, 100 * value))
 
 
 def _listed(text: str) -> set[str]:

@@ -27,6 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import psutil
+from bench.report import record, result
 
 from hone.server import checkpoints, jobs, service, store
 
@@ -37,6 +38,9 @@ IMPORTS = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT_OF_TESTS)]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": IMPORTS}
 KILLED = (-9, -14)
 """By a failpoint, by the alarm."""
+
+FEWEST = 100
+"""Runs with fewer kills are trials and are not recorded."""
 
 Ended = dict[str, Any]
 
@@ -273,6 +277,8 @@ def main() -> int:
     finally:
         servers.close()
     sys.stdout.write(f"{kills} kills, {bad} bad\n")
+    if kills >= FEWEST:
+        record([result("chaos/kills", [kills], "kills"), result("chaos/bad", [bad], "runs")])
     if bad:
         sys.stdout.write(f"what they left: {home}\n")
     else:

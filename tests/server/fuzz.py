@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from bench.report import record, result
+
 if __name__ == "__main__":
     cases = os.environ.setdefault("HONE_FUZZ_CASES", "10000")
     deadline_s = float(os.environ.get("HONE_FUZZ_DEADLINE_S", "3600"))
@@ -19,5 +21,8 @@ if __name__ == "__main__":
         code = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=deadline_s).returncode
     except subprocess.TimeoutExpired:
         code = f"fuzz: not done after {deadline_s:g} s (HONE_FUZZ_DEADLINE_S)"
-    print(f"fuzz: {cases} cases in {time.monotonic() - began:.0f} s")  # noqa: T201  # a program
+    seconds = time.monotonic() - began
+    print(f"fuzz: {cases} cases in {seconds:.0f} s")  # noqa: T201  # a program
+    if code == 0 and int(cases) >= 10_000:
+        record([result("fuzz/cases", [int(cases)], "cases"), result("fuzz/time", [seconds], "s")])
     sys.exit(code)
