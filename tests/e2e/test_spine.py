@@ -46,11 +46,11 @@ def test_the_reward_goes_up(server: Server, environment: dict[str, str], tmp_pat
         records = finetune.lines(f"trajectories/epoch_{epoch:03d}.jsonl")
         assert {tuple(record["policy_steps"]) for record in records} == {(step,)}, epoch
     report = json.loads((finetune.output / "report.json").read_text())
-    # Steps 4 and 8 were validated, one of them was chosen, and it and step 0 answered anew.
+    # Two trained steps were validated, one of them was chosen, and it and step 0 answered anew.
     assert report["selection"] == {"chosen_of": 2, "fresh_answers": True}
     for measured, (epoch, step) in {
         "baseline": (0, 0),
-        "tuned": (report["tuned"]["epoch"],) * 2,
+        "tuned": (report["tuned"]["epoch"], report["tuned"]["step"]),
     }.items():
         records = finetune.lines(f"trajectories/final_{epoch:03d}.jsonl")
         assert {tuple(record["policy_steps"]) for record in records} == {(step,)}

@@ -125,7 +125,7 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
         "trainer_adapters": {
             "a": {
                 "_type": "openpipe_art_trainer_adapter",
-                "backend": {"name": "agent", "base_model": "none", "root": str(root)},
+                "backend": {"name": "agent", "base_model": "nobody/none", "root": str(root)},
             }
         },
     }

@@ -182,8 +182,9 @@ async def test_an_engine_that_breaks_is_opened_anew_with_the_newest_step(
         opened[0].broken = True
         failed = await chat(server)
         assert failed.status_code == 503 and failed.headers["retry-after"] == "1"
-        said = failed.json()["error"]
-        assert said["type"] == "EngineFailed" and "illegal memory access" in said["message"]
+        said = failed.json()
+        assert said["exception"] == "EngineFailed" and said["error"]["type"] == "server_error"
+        assert "illegal memory access" in said["error"]["message"]
         assert "in _step" in caplog.text and "an illegal memory access" in caplog.text
         answer = await chat(server)
         assert answer.status_code == 200, answer.text

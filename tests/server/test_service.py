@@ -81,7 +81,8 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     said = checkpoint.manifest
     assert said["job"] == job.id and said["seed"] == 5 and said["metrics"] == job.metrics
     assert (said["base_step"], said["base_sha256"]) == (0, first.sha256)
-    assert said["config"] == CONFIG.model_dump() and said["learner"]["threads"] == 1
+    config = CONFIG.model_dump() | {"row_tokens": job.metrics["learn/row_tokens"]}
+    assert said["config"] == config and said["learner"]["threads"] == 1
     policy = await server.serving.resolve("agent")
     assert policy.step == 1 and policy.adapter is not None
     assert policy.adapter.sha256 == checkpoint.sha256

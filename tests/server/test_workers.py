@@ -35,7 +35,9 @@ LONG = "the weather " * 60
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
+) -> Iterator[Server]:
     """One for all tests: its worker takes seconds to start."""
     engine = ScriptedEngine(["ok"], tokenizer=tokenizer)
     options = Settings(
@@ -43,6 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator
         device="cpu",
         large_body_bytes=LARGE,
         body_processes=1,
+        allow_base_models=(str(tiny_model),),
     )
     server = Server(State.open(options, open_engine=lambda name: engine), engine)
     yield server.start()

@@ -1,4 +1,4 @@
-"""A run that ended because of its agent goes on when the agent was mended."""
+"""A run that ended because of its agent goes on when what the agent needs is there."""
 
 import json
 from pathlib import Path
@@ -29,11 +29,15 @@ finetuning:
   output_dir: out
 """
 AGENT = """
+from pathlib import Path
+
 from hone.errors import PolicyFailure
 
 async def run(question, llm):
     answer = await llm.chat([{"role": "user", "content": question}])
-    raise PolicyFailure("cannot be parsed", reason="unparseable")
+    if not Path("fixed").exists():
+        raise PolicyFailure("cannot be parsed", reason="unparseable")
+    return answer.choices[0].message.content or ""
 
 def length(item):
     return float(len(item.output_obj))
@@ -58,9 +62,7 @@ def test_rollouts_that_failed_are_run_anew(
         in (finetune.said[-1])
     )
 
-    mended = 'return answer.choices[0].message.content or ""'
-    raised = 'raise PolicyFailure("cannot be parsed", reason="unparseable")'
-    (tmp_path / "agent.py").write_text(AGENT.replace(raised, mended))
+    (tmp_path / "fixed").touch()
     assert finetune.run() == 0, finetune.said[-1]
     assert len(finetune.lines("trajectories/epoch_000.jsonl")) == 12
     [job] = server.jobs("mended/agent")
