@@ -114,6 +114,39 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
             httpx.get(server.control_url + "/health")
 
 
+LARGE = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/training/jobs",
+    "/_train_model",
+    "/_log",
+}
+"""Routes that hand large bodies to another process."""
+
+
+def test_only_routes_that_parse_elsewhere_accept_large_bodies(make_server: MakeServer) -> None:
+    server = make_server(max_small_body_bytes=1000, large_body_bytes=1500)
+    paths = httpx.get(server.control_url + "/openapi.json").json()["paths"]
+    posts = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert posts > LARGE and {"/register", "/v1/training/models", "/v1/runs"} < posts
+    for path in sorted(posts - LARGE):
+        with connected(server) as connection:
+            connection.sendall(post(1001, path.replace("{", "").replace("}", "")))
+            refused = answer(connection)  # though none of the body was sent
+        assert refused.startswith(b"HTTP/1.1 413 "), path
+        assert b"larger than 1000 bytes (max_small_body_bytes)" in refused, path
+    chunked = post(0, "/v1/runs").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with connected(server) as connection:
+        connection.sendall(chunked + b"%x\r\n%s\r\n" % (1001, b" " * 1001))
+        assert answer(connection).startswith(b"HTTP/1.1 413 ")
+    for path in sorted(LARGE):
+        for size in (1001, 1501):
+            body = b"{" + b" " * (size - 2) + b"}"
+            headers = {"Content-Type": "application/json"}
+            refused = httpx.post(server.control_url + path, content=body, headers=headers)
+            assert refused.status_code in (400, 422), (path, size)  # it was parsed
+
+
 def test_the_log_says_why_a_request_was_refused(
     make_server: MakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,8 @@ Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too 
       routes that have large bodies answered without parsing them on the event loop
 
 HTTPException is the one kind that FastAPI lets through while it reads a body. A refused body is not
-read to its end: the response closes the connection.
+read to its end: the response closes the connection. A body is parsed on the event loop, and thus
+bounded by `max_small_body_bytes`, unless its route says that it parses large ones elsewhere.
 """
 
 import asyncio
@@ -72,15 +73,17 @@ class BodyReader:
         self._read = 0
         self._complete = False
         self._started: float | None = None
+        self._is_large_accepted = False
         length = headers.get("content-length", "")
-        announced = int(length) if length.isdigit() and len(length) < 20 else 0
-        if announced > settings.max_body_bytes or len(length) >= 20:
-            raise self._too_large()
-        self._hold(announced)
+        self._announced = int(length) if length.isdigit() and len(length) < 20 else 0
+        if self._announced > settings.max_body_bytes or len(length) >= 20:
+            raise _too_large(settings.max_body_bytes, "max_body_bytes")
+        self._hold(self._announced)
 
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
+        self._check(self._announced)
         loop = asyncio.get_running_loop()
         if self._started is None:
             self._started = loop.time()
@@ -97,10 +100,13 @@ class BodyReader:
             ) from None
         self._read += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
-        if self._read > self._settings.max_body_bytes:
-            raise self._too_large()
+        self._check(self._read)
         self._hold(self._read)
         return message
+
+    def accept_large(self) -> None:
+        """The route parses large bodies in another process."""
+        self._is_large_accepted = True
 
     def release(self) -> None:
         """The body is not in memory any more."""
@@ -112,10 +118,18 @@ class BodyReader:
             self._budget.take(size - self._held)
             self._held = size
 
-    def _too_large(self) -> HTTPException:
-        limit = self._settings.max_body_bytes
-        text = f"the body is larger than {limit} bytes; send less at once"
-        return HTTPException(413, text, headers=_CLOSE)
+    def _check(self, size: int) -> None:
+        settings = self._settings
+        if size > settings.max_body_bytes:
+            raise _too_large(settings.max_body_bytes, "max_body_bytes")
+        if size > settings.max_small_body_bytes and not self._is_large_accepted:
+            raise _too_large(settings.max_small_body_bytes, "max_small_body_bytes")
+
+
+def accept_large_body(request: Request) -> None:
+    """Call it before the body is read, in a route that parses large bodies in another process."""
+    if reader := request.scope.get("hone.body"):
+        reader.accept_large()
 
 
 def large_body_route(limit: int, answer: AnswerLarge) -> type[APIRoute]:
@@ -126,6 +140,7 @@ def large_body_route(limit: int, answer: AnswerLarge) -> type[APIRoute]:
             usual = super().get_route_handler()
 
             async def handle(request: Request) -> Response:
+                accept_large_body(request)
                 # Not `request` itself: it would keep the body for as long as it is answered.
                 body = await Request(request.scope, request.receive).body()
                 if len(body) > limit and "json" in request.headers.get("content-type", ""):
@@ -153,3 +168,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return pending.pop() if pending else await receive()
 
     return replaying
+
+
+def _too_large(limit: int, setting: str) -> HTTPException:
+    text = f"the body is larger than {limit} bytes ({setting}); send less at once"
+    return HTTPException(413, text, headers=_CLOSE)

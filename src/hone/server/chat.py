@@ -30,6 +30,7 @@ from hone.errors import BadRequest, HoneError, UnknownModel
 from hone.inference.bridge import Asked
 from hone.server import rollouts, tasks
 from hone.server.answers import streamed, whole
+from hone.server.bodies import accept_large_body
 from hone.server.exchange import Where
 from hone.server.failures import error_body, openai_error
 from hone.server.openai import (
@@ -131,6 +132,7 @@ class OpenAI:
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
         where = _where(request)
+        accept_large_body(request)
         asked, read = await self._read(await request.body(), kind)
 
         async def answer(scope: AsgiScope, receive: Receive, send: Send) -> None:

@@ -60,6 +60,9 @@ class Settings(Strict):
     on, and the job tries again later."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest body of a request; a larger one gets 413 before it is read."""
+    max_small_body_bytes: int = Field(default=2**20, gt=0)
+    """Largest body of a request that holds no conversation, trajectory or prompt, such as one that
+    registers a model; a larger one gets 413."""
     large_body_bytes: int = Field(default=64 * 2**10, gt=0)
     """Size above which a body is parsed, validated and tokenized by a process beside the server's."""
     body_processes: int = Field(default=2, gt=0)
