@@ -84,8 +84,21 @@ def test_a_page_from_elsewhere_is_refused_with_a_key_too():
     assert not passes(page, api_key="k")
     assert not passes(page, api_key="k", allowed_origins=("http://chat.example",))
     assert passes(page, api_key="k", allowed_origins=("https://chat.example",))
-    assert passes({**page, "origin": "http://10.0.0.7:7623"}, api_key="k")
+    own = {**KEY, "host": "10.0.0.7:7623", "origin": "http://10.0.0.7:3000"}
+    assert passes(own, api_key="k")
     assert not passes({**page, "origin": "null"}, api_key="k")
+
+
+def test_a_page_from_an_address_or_an_allowed_host_is_still_from_elsewhere():
+    """The browser of a trusted peer would send what that page wants, and no key is asked of it."""
+    trusted = {"api_key": "k", "trust_network": (ip_network("10.0.0.0/8"),)}
+    for origin in ("http://192.0.2.1", "http://10.0.0.8:7623", "http://[2001:db8::1]"):
+        page = {"host": "10.0.0.7:7623", "origin": origin}
+        assert not passes(page, client="10.0.0.9", **trusted), origin
+    names = {**trusted, "allowed_hosts": ("*",)}
+    page = {"host": "hone.example", "origin": "https://evil.example"}
+    assert not passes(page, client="10.0.0.9", **names)
+    assert passes({**page, "origin": "https://hone.example"}, client="10.0.0.9", **names)
 
 
 @pytest.mark.parametrize(

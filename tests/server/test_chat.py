@@ -236,7 +236,7 @@ def test_without_max_tokens_an_answer_may_fill_the_context_unless_there_is_a_cap
 
 @pytest.mark.parametrize(
     "request_",
-    [{"temperature": 1e-5}, {"temperature": 0.0009, "top_p": 0.9}, {"top_p": 0}],
+    [{"temperature": 1e-5}, {"temperature": 0.0009, "top_p": 0.9}, {"top_p": 0}, {"top_p": 1e-12}],
 )
 def test_almost_zero_is_greedy_and_recorded_as_context(talk: Any, request_: dict[str, Any]) -> None:
     server = talk("ok", **request_).server

@@ -5,7 +5,8 @@ import logging
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -100,14 +101,14 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
         while not server.state.bodies.held:  # until the first is known to the server
             httpx.get(server.control_url + "/health")
         second.sendall(post(2000, "/v1/completions"))
-        refused = answer(second)
+        refused = second.recv(65536)
         assert refused.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in refused.lower()
         chunks = b"%x\r\n%s\r\n" % (1500, b" " * 1500)
         chunked = post(0, "/v1/completions").replace(
             b"Content-Length: 0", b"Transfer-Encoding: chunked"
         )
         third.sendall(chunked + chunks)
-        assert answer(third).startswith(b"HTTP/1.1 429 ")
+        assert third.recv(65536).startswith(b"HTTP/1.1 429 ")
         first.sendall(body[-1:])
         assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
         while server.state.bodies.held:  # until the request is over for the server, too
@@ -132,19 +133,38 @@ def test_only_routes_that_parse_elsewhere_accept_large_bodies(make_server: MakeS
     for path in sorted(posts - LARGE):
         with connected(server) as connection:
             connection.sendall(post(1001, path.replace("{", "").replace("}", "")))
-            refused = answer(connection)  # though none of the body was sent
+            refused = connection.recv(65536)  # though none of the body was sent
         assert refused.startswith(b"HTTP/1.1 413 "), path
         assert b"larger than 1000 bytes (max_small_body_bytes)" in refused, path
     chunked = post(0, "/v1/runs").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     with connected(server) as connection:
         connection.sendall(chunked + b"%x\r\n%s\r\n" % (1001, b" " * 1001))
-        assert answer(connection).startswith(b"HTTP/1.1 413 ")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
     for path in sorted(LARGE):
         for size in (1001, 1501):
             body = b"{" + b" " * (size - 2) + b"}"
             headers = {"Content-Type": "application/json"}
             refused = httpx.post(server.control_url + path, content=body, headers=headers)
             assert refused.status_code in (400, 422), (path, size)  # it was parsed
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_all_of_a_refused_body_reads_the_refusal(
+    make_server: MakeServer, chunked: bool
+) -> None:
+    """As http.client and requests do; the body is more than the buffers of both sockets hold."""
+    server = make_server(max_body_bytes=1000)
+    at = urlsplit(server.control_url)
+    piece = b" " * 2**20
+    connection = HTTPConnection(str(at.hostname), at.port, timeout=30)
+    with closing(connection):
+        size = {} if chunked else {"Content-Length": str(24 * len(piece))}
+        body = (piece for _ in range(24))
+        connection.request("POST", "/v1/completions", body, size, encode_chunked=chunked)
+        refused = connection.getresponse()
+        assert refused.status == 413 and b"1000 bytes" in refused.read()
+        connection.request("GET", "/health")  # the same connection goes on
+        assert connection.getresponse().status == 200
 
 
 def test_the_log_says_why_a_request_was_refused(

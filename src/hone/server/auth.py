@@ -126,7 +126,10 @@ def _check_origin(settings: Settings, headers: Mapping[str, str]) -> None:
     origin = headers.get("origin")
     if origin is None or not {origin, "*"}.isdisjoint(settings.allowed_origins):
         return
-    if not _is_ours(settings, _hostname(origin.partition("://")[2])):
+    # A page of this very server, or of the user's own machine; a host that is allowed as a name of
+    # this server, or an address, may be anybody's site.
+    page = _hostname(origin.partition("://")[2])
+    if page not in _LOCAL and page != _hostname(headers.get("host", "")):
         raise Unauthorized(
             f"a web page from {origin[:200]!r} may not call this server. Start the server with "
             "--allowed-origins and that origin if it should."

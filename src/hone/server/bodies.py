@@ -4,9 +4,11 @@ In:   the ASGI `receive` of a request, and its headers
 Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too slow, 429 too many;
       routes that have large bodies answered without parsing them on the event loop
 
-HTTPException is the one kind that FastAPI lets through while it reads a body. A refused body is not
-read to its end: the response closes the connection. A body is parsed on the event loop, and thus
-bounded by `max_small_body_bytes`, unless its route says that it parses large ones elsewhere.
+HTTPException is the one kind that FastAPI lets through while it reads a body. What a client still
+sends of a refused body is thrown away as it comes: most clients send all of it before they read the
+response, and would get a connection reset instead. listen.py closes the connection of a slow one.
+A body is parsed on the event loop, and thus bounded by `max_small_body_bytes`, unless its route says
+that it parses large ones elsewhere.
 """
 
 import asyncio
@@ -30,7 +32,6 @@ T = TypeVar("T")
 
 MIN_BYTES_PER_S = 64 * 2**10
 """A body that is slower than this may take `body_timeout_s` longer than one that is not."""
-_CLOSE = {"Connection": "close"}
 
 
 class BodyBudget:
@@ -47,7 +48,7 @@ class BodyBudget:
                 429,
                 f"large requests of {self.held} bytes are being read, and at most {self.limit} "
                 "(max_bodies_bytes) at a time; try again in a second",
-                headers={**_CLOSE, "Retry-After": "1"},
+                headers={"Retry-After": "1"},
             )
         self.held += size
 
@@ -96,7 +97,7 @@ class BodyReader:
                 408,
                 f"{self._read} bytes of the body came in {allowed_s:.0f} s; send it faster, or "
                 "raise body_timeout_s of the server",
-                headers=_CLOSE,
+                headers={"Connection": "close"},
             ) from None
         self._read += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
@@ -172,4 +173,4 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 def _too_large(limit: int, setting: str) -> HTTPException:
     text = f"the body is larger than {limit} bytes ({setting}); send less at once"
-    return HTTPException(413, text, headers=_CLOSE)
+    return HTTPException(413, text)

@@ -59,6 +59,8 @@ _INSTEAD = {
 
 GREEDY_BELOW = 1e-3
 """A temperature below this is greedy: scores divided by it would overflow."""
+SMALLEST_TOP_P = 1e-9
+"""A `top_p` below this is greedy: no more than the likeliest token can be left."""
 
 _MAX_DEPTH = 100
 """Of a body: what is nested deeper would overrun the stack of whoever writes it again."""
@@ -101,9 +103,14 @@ class _Request(BaseModel):
     @property
     def sampling_temperature(self) -> float:
         """What the request is sampled at; 0 is greedy."""
-        if self.top_p == 0:
+        if self.top_p is not None and self.top_p < SMALLEST_TOP_P:
             return 0.0
         return 1.0 if self.temperature is None else effective_temperature(self.temperature)
+
+    @property
+    def sampling_top_p(self) -> float:
+        """What the request is sampled with; 1 is no mask, which greedy does not need."""
+        return 1.0 if self.top_p is None or self.top_p < SMALLEST_TOP_P else self.top_p
 
     @field_validator("stop")
     @classmethod

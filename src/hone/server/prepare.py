@@ -220,7 +220,7 @@ class Preparation:
             n=asked.n or 1,
             max_tokens=room,
             temperature=self._temperature(asked),
-            top_p=asked.top_p or 1.0,  # 0 is greedy, and greedy needs no mask
+            top_p=asked.sampling_top_p,
             top_k=max(asked.top_k or 0, 0),
             min_p=asked.min_p or 0.0,
             seed=seed,

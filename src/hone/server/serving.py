@@ -302,7 +302,7 @@ class Serving:
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(self) -> list[ServedName]:
-        """Every name that can be asked for. Blocking: reads the disk."""
+        """Every name that the request may ask for. Blocking: reads the disk."""
         records = self._models.list()
         uses = Counter(record.key.name for record in records)
         names: list[ServedName] = []
@@ -321,6 +321,7 @@ class Serving:
             ]
         bases = {record.spec.base_model: record.created_at for record in reversed(records)}
         loaded = [base.name for base in self._engines.loaded()]
+        loaded = [name for name in loaded if may_load(self._settings, name)]
         allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
         for base in dict.fromkeys([*bases, *loaded, *map(canonical, allowed)]):
             names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
