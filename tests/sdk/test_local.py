@@ -83,6 +83,8 @@ def test_a_root_in_use_is_refused_in_the_server_s_words(tmp_path: Path):
             second.start()
         assert str(tmp_path / "logs") in str(caught.value)
         assert "ended (1)" in str(caught.value)
+        port = first.base_url.rpartition(":")[2]
+        assert f"`ip: 127.0.0.1` and `port: {port}` under `backend`" in str(caught.value)
         assert first.lost() is None
         assert "training API" in first.output.read_text(), "what the first one said is still there"
 

@@ -60,7 +60,9 @@ def test_a_trusted_network_reaches_the_control_plane_only():
 
 
 def test_the_refusal_names_the_flag_and_the_tunnel():
-    with pytest.raises(Unauthorized, match=r"--trust-network CIDR.*ssh -L 7623:127.0.0.1:7623"):
+    with pytest.raises(
+        Unauthorized, match=r"HONE_API_KEY.*--trust-network CIDR.*ssh -L 7623:127.0.0.1:7623"
+    ):
         check(Settings(api_key="k"), "/register", {"host": "10.0.0.7"}, "10.0.0.1", control=True)
 
 
@@ -91,11 +93,11 @@ def test_a_page_from_elsewhere_is_refused_with_a_key_too():
 
 def test_a_page_from_an_address_or_an_allowed_host_is_still_from_elsewhere():
     """The browser of a trusted peer would send what that page wants, and no key is asked of it."""
-    trusted = {"api_key": "k", "trust_network": (ip_network("10.0.0.0/8"),)}
+    trusted: dict[str, Any] = {"api_key": "k", "trust_network": (ip_network("10.0.0.0/8"),)}
     for origin in ("http://192.0.2.1", "http://10.0.0.8:7623", "http://[2001:db8::1]"):
         page = {"host": "10.0.0.7:7623", "origin": origin}
         assert not passes(page, client="10.0.0.9", **trusted), origin
-    names = {**trusted, "allowed_hosts": ("*",)}
+    names: dict[str, Any] = {**trusted, "allowed_hosts": ("*",)}
     page = {"host": "hone.example", "origin": "https://evil.example"}
     assert not passes(page, client="10.0.0.9", **names)
     assert passes({**page, "origin": "https://hone.example"}, client="10.0.0.9", **names)

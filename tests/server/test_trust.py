@@ -191,11 +191,11 @@ def test_an_inference_client_never_names_a_path(
     assert loads == []
     assert chat_status(keyed.control_url, str(tiny_model), "k") == 200
     # Loaded by the operator it is not theirs either, and they are not told that it is there.
-    asked = {"headers": {"Authorization": f"Bearer {inference}"}}
+    sent = {"Authorization": f"Bearer {inference}"}
     for url in (keyed.inference_url, keyed.control_url):
         assert chat_status(url, str(tiny_model), inference) == 404
-        assert httpx.get(f"{url}/v1/models", **asked).json()["data"] == []
-        assert str(tiny_model) not in httpx.get(f"{url}/v1/models/other", **asked).text
+        assert httpx.get(f"{url}/v1/models", headers=sent).json()["data"] == []
+        assert str(tiny_model) not in httpx.get(f"{url}/v1/models/other", headers=sent).text
     own = httpx.get(f"{keyed.control_url}/v1/models", headers={"Authorization": "Bearer k"})
     assert [entry["id"] for entry in own.json()["data"]] == [str(tiny_model)]
 

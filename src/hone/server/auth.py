@@ -203,7 +203,8 @@ def _refusal(settings: Settings, *, control: bool) -> str:
     if not control:
         return f"{message} (OPENAI_API_KEY for OpenAI clients)."
     return (
-        f"{message}. ART's clients send none to the control plane: start the server with "
+        f"{message} ($HONE_API_KEY for hone's commands and its SDK, or `api_key` under `backend` in a "
+        "YAML). ART's clients send none to the control plane: start the server with "
         "--trust-network CIDR for their network, or bring its port to them with "
         f"`ssh -L {settings.port}:127.0.0.1:{settings.port} HOST`."
     )

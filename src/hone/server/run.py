@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -54,9 +55,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
         with storage(settings.root):
             lock.acquire(timeout=TAKE_OVER_S if owned and _is_orphan(owner) else 0)
     except Timeout:
-        raise ServerError(
-            f"--root {settings.root}: another server uses it. Stop that one, or name another root."
-        ) from None
+        raise ServerError(_in_use(settings.root, owned=owned)) from None
     with storage(settings.root):
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
         settings, fresh_key = settle_key(settings)
@@ -79,6 +78,20 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
         (settings.root / SERVER_ADDRESS).unlink(missing_ok=True)
         stop_logging()
         lock.release()
+
+
+def _in_use(root: Path, *, owned: bool) -> str:
+    """What to say where another server has the root; `owned` is one that a client starts for itself."""
+    at = told = ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        address = json.loads((root / SERVER_ADDRESS).read_text(encoding="utf-8"))
+        host, port, pid = str(address["host"]), int(address["port"]), int(address["pid"])
+        at = f" ({host}:{port}, process {pid})"
+        told = f" To use that one, connect to it: `ip: {host}` and `port: {port}` under `backend` in a YAML."
+    return (
+        f"--root {root}: another server uses it{at}. Stop that one, or name another root."
+        f"{told if owned else ''}"
+    )
 
 
 def _is_orphan(owner: Path) -> bool:
