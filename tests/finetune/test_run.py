@@ -241,7 +241,9 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     command()
     capsys.readouterr()
     assert command(("finetuning.num_epochs", "3"), dry_run=True) == 0
-    assert f"goes on with {command.run_id}, of which 2 epochs are done" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"goes on with {command.run_id}, of which 2 epochs are done" in said
+    assert "left          1 epoch: at most 2 rollouts, 1 job\n" in said
     assert command(dry_run=True) == 0
     assert f"run           {command.run_id} is finished, nothing to do" in capsys.readouterr().out
     assert command(fresh=True, dry_run=True) == 0
@@ -261,6 +263,24 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     assert first.endswith("has no 'rum'. Did you mean 'run'?")
     assert second.startswith("-o eval.evaluators.score.target: 'agnt.py:score': there is no file")
     assert third.startswith("--validation_dataset empty.json: no row is left to run")
+
+
+def test_a_dry_run_says_what_is_left_to_validate(
+    command: Command, capsys: pytest.CaptureFixture[str]
+):
+    held_out = {"validation_dataset": Path("val.json"), "validation_interval": 1}
+    assert command(("finetuning.num_epochs", "1"), **held_out) == 0
+    capsys.readouterr()
+    assert command(("finetuning.num_epochs", "3"), **held_out, dry_run=True) == 0
+    said = capsys.readouterr().out
+    # After 0 epochs and after 1 the reward is known.
+    assert "of which 1 epoch is done" in said
+    assert (
+        "left          2 epochs: at most 4 rollouts, 2 jobs; validation after 2, 3 epochs: "
+        "4 rollouts\n"
+    ) in said
+    assert command(("finetuning.num_epochs", "3"), **held_out) == 0
+    assert [event["epoch"] for event in command.events("validation")] == [0, 1, 2, 3]
 
 
 def test_one_broken_file_hides_nothing_of_the_others(command: Command):

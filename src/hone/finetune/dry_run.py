@@ -15,7 +15,7 @@ from hone.errors import HoneError
 from hone.evaluation.run import dataset_items
 from hone.events import FILE
 from hone.events import read as read_events
-from hone.finetune.checks import Check, check_document, check_movement, plan
+from hone.finetune.checks import Check, Plan, check_document, check_movement, plan
 from hone.finetune.journal import RunFacts, check_free, plan_start
 from hone.finetune.standing import Standing
 from hone.finetune.words import counted
@@ -41,7 +41,7 @@ async def dry_run(
     if validating is not None or told.validation_dataset is not None:
         held_out = await _count(validating or document, told.validation_dataset)
     planned = plan(document, examples)
-    start, refused = _start(document, facts, fresh=fresh)
+    start, standing, refused = _start(document, facts, fresh=fresh)
     checks = [*check_document(document), check_movement(planned), *refused]
     lines = [
         *_where(document),
@@ -52,6 +52,7 @@ async def dry_run(
         f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
         *_validation(document, told, held_out),
         *start,
+        *(() if standing is None else _left(planned, standing, told, held_out)),
         f"output        {document.finetuning.output_dir}",
     ]
     wrong = [check for check in checks if not check.ok]
@@ -80,8 +81,8 @@ def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> I
     epochs, reps = document.finetuning.num_epochs, document.finetuning.validation.reps
     at = sorted({*range(0, epochs, told.validation_interval), epochs})
     yield (
-        f"validation    {held_out} examples x {reps} after {', '.join(map(str, at))} epochs: "
-        f"{held_out * reps * len(at)} rollouts"
+        f"validation    {counted(held_out, 'example')} x {reps} after {', '.join(map(str, at))} "
+        f"epochs: {held_out * reps * len(at)} rollouts"
     )
     if len(at) > 2 and not document.finetuning.validation.greedy:
         yield (
@@ -90,24 +91,44 @@ def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> I
         )
 
 
-def _start(document: Document, facts: RunFacts, *, fresh: bool) -> tuple[list[str], list[Check]]:
-    """Which run it is and what is left of it; or why the run refuses to start."""
+def _start(
+    document: Document, facts: RunFacts, *, fresh: bool
+) -> tuple[list[str], Standing | None, list[Check]]:
+    """Which run it is and, if it goes on, where it stands; or why the run refuses to start."""
     config = document.finetuning
     try:
         check_free(config.output_dir)
         start = plan_start(config.output_dir, facts, fresh=fresh)
     except HoneError as error:
-        return ["run           refuses to start; see below"], [Check("run", False, str(error))]
+        refused = Check("run", False, str(error))
+        return ["run           refuses to start; see below"], None, [refused]
     preflight = f"preflight     {PREFLIGHT} rollouts of one example, and one token from each model"
     if start.resumed is None:
         aside = f"; the one before is moved to {start.aside}" if start.aside else ""
-        return [preflight, f"run           a new one{aside}"], []
+        return [preflight, f"run           a new one{aside}"], None, []
     run_id, standing = start.resumed.run_id, Standing(config, read_events(config.output_dir / FILE))
     if standing.is_finished(config.num_epochs):
-        return [f"run           {run_id} is finished, nothing to do"], []
+        return [f"run           {run_id} is finished, nothing to do"], None, []
     done = sum(map(standing.is_done, range(config.num_epochs)))
-    goes_on = f"run           goes on with {run_id}, of which {done} epochs are done"
-    return [*([] if standing.history.rounds else [preflight]), goes_on], []
+    epochs = counted(done, "epoch") + (" is" if done == 1 else " are")
+    goes_on = f"run           goes on with {run_id}, of which {epochs} done"
+    return [*([] if standing.history.rounds else [preflight]), goes_on], standing, []
+
+
+def _left(planned: Plan, standing: Standing, told: FinetuneRunConfig, held_out: int) -> list[str]:
+    """What a run that goes on still does; at most, because rollouts of an open round are kept."""
+    epochs = [epoch for epoch in range(planned.epochs) if not standing.is_done(epoch)]
+    rollouts = planned.examples * planned.generations * len(epochs)
+    line = (
+        f"left          {counted(len(epochs), 'epoch')}: at most {counted(rollouts, 'rollout')}, "
+        f"{counted(planned.rounds * len(epochs), 'job')}"
+    )
+    at = [epoch for epoch in epochs if epoch % told.validation_interval == 0]
+    at = [epoch for epoch in (*at, planned.epochs) if not standing.is_validated(epoch)]
+    if held_out and at:
+        answers = held_out * standing.config.validation.reps * len(at)
+        line += f"; validation after {', '.join(map(str, at))} epochs: {answers} rollouts"
+    return [line]
 
 
 async def _count(document: Document, dataset: Path | None) -> int:

@@ -83,6 +83,11 @@ class Validation:
         )
 
     @property
+    def unscored(self) -> int:
+        """Examples without any reward: all of their rollouts failed through the environment."""
+        return max(self.num_examples - len(self.rewards), 0)
+
+    @property
     def failure_rate(self) -> float | None:
         """Share of the rollouts that count; None without any."""
         counted = sum(map(len, self.rewards.values()))

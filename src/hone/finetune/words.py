@@ -45,12 +45,15 @@ def p_value(found: Estimate) -> str:
 
 
 def failed(validation: "Validation") -> str:
-    """How many rollouts failed through the model's own doing, in words; empty for none."""
+    """Failures of the model and examples without a reward, in words; empty for none."""
+    unscored = ""
+    if validation.unscored:
+        unscored = f", {validation.unscored} of {validation.num_examples} examples not scored"
     if not validation.policy_failures or validation.failure_rate is None:
-        return ""
+        return unscored
     n, rate = validation.policy_failures, validation.failure_rate
     worth = number(validation.failure_reward)
-    return f", {counted(n, 'policy failure')} ({rate:.0%}), each counted as {worth}"
+    return f", {counted(n, 'policy failure')} ({rate:.0%}), each counted as {worth}{unscored}"
 
 
 def signed(value: float) -> str:

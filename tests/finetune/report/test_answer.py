@@ -89,6 +89,16 @@ def test_examples_that_only_one_validation_scored_are_told(tmp_path: Path):
     assert ", paired over the 7 of 8 examples that both scored, p = 0.016: " in rests
 
 
+def test_examples_that_no_validation_scored_are_told(tmp_path: Path):
+    # 12 examples are held out, and the agent's own code failed on 6 of them, before and after.
+    first, last = (
+        validation(i, {str(n): [float(i)] for n in range(6)}, float(i)) | {"num_examples": 12}
+        for i in range(2)
+    )
+    _, rests = basis(tmp_path, started(), first, last)
+    assert ", paired over the 6 of 12 examples that both scored, p = 0.031: " in rests
+
+
 def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
     told = []
     for epoch in range(2):

@@ -79,6 +79,8 @@ def _paired(report: "Report", gain: Estimate) -> str:
         return " between different examples"
     assert report.baseline is not None and report.tuned is not None
     most = max(report.baseline.value.n, report.tuned.value.n)
+    if report.compared is not None:
+        most = max(most, report.compared.before.num_examples, report.compared.after.num_examples)
     if gain.n < most:  # its mean is then not the difference of the two means
         return f", paired over the {gain.n} of {most} examples that both scored"
     return f", paired over {counted(gain.n, 'example')}"
