@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from hone.errors import Cancelled, LearnerDied, SampleRefused, StorageError
+from hone.learner.child import NICENESS
 from hone.learner.learner import Learner
-from hone.learner.worker import NICENESS, LearnerProcess, LearnerSpec, WorkerInfo
+from hone.learner.packed import pack_groups
+from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
@@ -60,7 +62,7 @@ def test_the_process_gives_the_bits_of_this_one(
     assert info.sha256 == here.lora.sha256
     worker.save(tmp_path / "start")
     seen: list[dict[str, Any]] = []
-    result = worker.train(job, CONFIG, on_progress=seen.append)
+    result = worker.train(pack_groups(job), CONFIG, on_progress=seen.append)
     assert result["sha256"] == here.train(job, CONFIG).sha256 != info.sha256
     assert result["steps"] == 3 and result["movement"]["tokens"]
     assert [p["phase"] for p in seen] == ["old"] * 3 + ["train"] * 3
@@ -70,16 +72,18 @@ def test_the_process_gives_the_bits_of_this_one(
         assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes(), file.name
     # back to the start, and the same job again
     assert worker.load(tmp_path / "start") == info.sha256
-    assert worker.train(job, CONFIG)["sha256"] == result["sha256"]
+    assert worker.train(pack_groups(job), CONFIG)["sha256"] == result["sha256"]
 
 
 def test_errors_keep_their_kind_and_the_process_lives(shared: Started, job, make_group):
     worker, _ = shared
     with pytest.raises(SampleRefused, match="token id 9999 is outside the vocabulary of 512"):
-        worker.train([make_group([1], [[9999], [3]], [1.0, 0.0])], CONFIG)
+        worker.train(pack_groups([make_group([1], [[9999], [3]], [1.0, 0.0])]), CONFIG)
     with pytest.raises(SampleRefused, match="logprob of completion token 0 is nan"):
-        worker.train([make_group([1], [[2], [3]], [1.0, 0.0], logprob=float("nan"))], CONFIG)
-    assert worker.train(job, CONFIG)["steps"] == 3
+        worker.train(
+            pack_groups([make_group([1], [[2], [3]], [1.0, 0.0], logprob=float("nan"))]), CONFIG
+        )
+    assert worker.train(pack_groups(job), CONFIG)["steps"] == 3
 
 
 def test_cancelling_ends_the_job_and_not_the_process(shared: Started, job, tmp_path: Path):
@@ -92,13 +96,15 @@ def test_cancelling_ends_the_job_and_not_the_process(shared: Started, job, tmp_p
             threading.Thread(target=worker.cancel).start()
 
     with pytest.raises(Cancelled, match="asked to stop"):
-        worker.train(many, CONFIG, on_progress=cancel_once)
+        worker.train(pack_groups(many), CONFIG, on_progress=cancel_once)
     worker.save(tmp_path / "after")
     for file in (tmp_path / "before").iterdir():
         assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes(), file.name
-    assert worker.train(job, CONFIG)["steps"] == 3  # an old cancellation does not reach a new job
+    assert (
+        worker.train(pack_groups(job), CONFIG)["steps"] == 3
+    )  # an old cancellation does not reach a new job
     worker.cancel()  # nothing runs: nothing happens
-    assert worker.train(job, CONFIG)["steps"] == 3
+    assert worker.train(pack_groups(job), CONFIG)["steps"] == 3
 
 
 def test_a_killed_learner_is_reported_with_its_signal(doomed: Started, job):
@@ -108,7 +114,7 @@ def test_a_killed_learner_is_reported_with_its_signal(doomed: Started, job):
         os.kill(info.pid, signal.SIGKILL)
 
     with pytest.raises(LearnerDied, match=r"during 'train': it ended \(signal SIGKILL.*row_tokens"):
-        worker.train(job, CONFIG, on_progress=kill)
+        worker.train(pack_groups(job), CONFIG, on_progress=kill)
     with pytest.raises(LearnerDied, match="SIGKILL"):  # and so is every later request
         worker.save(Path("nowhere"))
 
@@ -117,7 +123,7 @@ def test_an_unknown_error_ends_the_process_with_its_traceback(doomed: Started, j
     worker, _ = doomed
     many: Any = "many"
     with pytest.raises(LearnerDied, match=r"(?s)exit code 1.*Traceback.*TypeError"):
-        worker.train(job, CONFIG, probe_tokens=many)
+        worker.train(pack_groups(job), CONFIG, probe_tokens=many)
 
 
 def test_a_disk_that_fails_is_reported_and_the_process_lives(shared: Started, job, tmp_path: Path):
@@ -127,14 +133,14 @@ def test_a_disk_that_fails_is_reported_and_the_process_lives(shared: Started, jo
         worker.save(tmp_path / "file" / "below")
     with pytest.raises(StorageError, match=r"file/below.*: the file cannot be read or written"):
         worker.load(tmp_path / "file" / "below")
-    assert worker.alive and worker.train(job, CONFIG)["steps"] == 3
+    assert worker.alive and worker.train(pack_groups(job), CONFIG)["steps"] == 3
 
 
 def test_a_silent_learner_is_killed_at_its_deadline(doomed: Started, job):
     worker, info = doomed
     os.kill(info.pid, signal.SIGSTOP)
     with pytest.raises(LearnerDied, match=r"said nothing for 0\.5 s and was killed"):
-        worker.train(job, CONFIG, silence_s=0.5)
+        worker.train(pack_groups(job), CONFIG, silence_s=0.5)
 
 
 def test_a_learner_that_does_not_end_is_ended(tiny_llama_dir: Path):
@@ -188,7 +194,10 @@ def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
         # The thread that learns has its process' id.
         nice = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (polite.pid, plain.pid)]
         assert nice == [os.getpriority(os.PRIO_PROCESS, 0)] * 2
-        assert polite.train(job, CONFIG)["sha256"] == plain.train(job, CONFIG)["sha256"]
+        assert (
+            polite.train(pack_groups(job), CONFIG)["sha256"]
+            == plain.train(pack_groups(job), CONFIG)["sha256"]
+        )
     finally:
         polite.close()
         plain.close()
@@ -208,7 +217,7 @@ def test_what_libraries_print_does_not_reach_the_messages(
     )
     worker = LearnerProcess.start(spec(tiny_llama_dir))
     try:
-        assert worker.train(job, CONFIG)["steps"] == 3
+        assert worker.train(pack_groups(job), CONFIG)["steps"] == 3
     finally:
         worker.close()
 
@@ -220,5 +229,7 @@ def test_a_caller_that_leaves_cancels_its_job(shared: Started, job):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        worker.train(job * 300, CONFIG, on_progress=leave)
-    assert worker.train(job, CONFIG)["steps"] == 3  # and its late messages are not taken for ours
+        worker.train(pack_groups(job * 300), CONFIG, on_progress=leave)
+    assert (
+        worker.train(pack_groups(job), CONFIG)["steps"] == 3
+    )  # and its late messages are not taken for ours

@@ -174,7 +174,7 @@ def _child(pid: int) -> psutil.Process:
     """The learner of a server, as soon as there is one."""
     for _ in range(12000):
         for child in psutil.Process(pid).children():
-            if "hone.learner.worker" in " ".join(child.cmdline()):
+            if "hone.learner.child" in " ".join(child.cmdline()):
                 return child
         time.sleep(0.01)
     raise AssertionError("the server started no learner")

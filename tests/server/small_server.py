@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from hone.inference.base import Engine
+from hone.learner.packed import unpack_groups
+from hone.learner.staleness import check_fresh
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.server import failpoints
 from hone.server.app import State
@@ -69,11 +71,23 @@ class LearnerHere(LearnerProcess):
         assert self.info is not None, "it loads where it is made"
         return self.info
 
-    def train(self, groups: Any, config: Any, *, on_progress: Any = None, **more: Any) -> Any:
+    def train(
+        self,
+        groups: bytes,
+        config: Any,
+        *,
+        job_id: str = "",
+        base_step: int | None = None,
+        on_progress: Any = None,
+        **more: Any,
+    ) -> Any:
+        unpacked = unpack_groups(groups)
+        if base_step is not None:
+            check_fresh(job_id, unpacked, base_step, config)
         told = (lambda at: on_progress(asdict(at))) if on_progress else None
         more = {key: more[key] for key in ("probe_tokens", "label_logprobs") if key in more}
         result = self.learner.train(
-            groups, config, on_progress=told, should_stop=lambda: self.closed, **more
+            unpacked, config, on_progress=told, should_stop=lambda: self.closed, **more
         )
         return json.loads(json.dumps(asdict(result)))
 

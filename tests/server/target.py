@@ -23,6 +23,7 @@ import httpx
 from hypothesis import strategies as st
 from tests.fakes import ScriptedEngine
 
+from hone.learner.packed import unpack_groups
 from hone.learner.samples import make_samples
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.server.app import State, create_apps
@@ -65,8 +66,10 @@ class QuickLearner(LearnerProcess):
         self.sha256 = json.loads((directory / "manifest.json").read_text())["sha256"]
         return self.sha256
 
-    def train(self, groups: Any, config: Any, **_: Any) -> dict[str, Any]:
-        made = make_samples(groups, config, vocab=self.vocab, max_positions=self.positions)
+    def train(self, groups: bytes, config: Any, **_: Any) -> dict[str, Any]:
+        made = make_samples(
+            unpack_groups(groups), config, vocab=self.vocab, max_positions=self.positions
+        )
         return {
             "steps": 0,
             "reason": "nothing is learned here",

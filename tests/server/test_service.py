@@ -1,6 +1,8 @@
 """The server loop: what a job leaves behind, however it ends."""
 
 import asyncio
+import secrets
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,11 +22,12 @@ from tests.server.small_server import (
 
 from hone.inference.base import Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
-from hone.learner.worker import LearnerSpec
+from hone.learner.packed import pack_groups
+from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.server.learning import Progress
-from hone.types import ModelKey, TrainConfig
+from hone.types import JobInfo, ModelKey, TrainConfig
 
 KEY = ModelKey("default", "agent")
 Open = Callable[..., Awaitable[SmallServer]]
@@ -75,7 +78,8 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     assert first.sha256 == lora.sha256 == job.base_sha256
     here.load(first.path)
     checkpoint = server.checkpoints.get(KEY, 1)
-    assert here.train(token_groups(), CONFIG)["sha256"] == checkpoint.sha256 != first.sha256
+    assert here.train(pack_groups(token_groups()), CONFIG)["sha256"] == checkpoint.sha256
+    assert checkpoint.sha256 != first.sha256
     assert by_type["saved"] == {"step": 1, "sha256": checkpoint.sha256}
 
     said = checkpoint.manifest
@@ -93,6 +97,47 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     assert step == 1
 
 
+async def test_only_the_learners_process_reads_the_groups_of_a_job(
+    open_server: Open, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server that unpacks a large job in a thread stops answering meanwhile."""
+    groups = token_groups()
+    groups[0].metadata["notes"] = secrets.token_hex(2**20)  # far more than a pipe holds
+    here = await open_server("here")
+    there = await open_server("there", start_learner=LearnerProcess.launch)
+    strict = CONFIG.model_copy(update={"max_staleness": 0})
+
+    async def train_twice(server: SmallServer) -> list[JobInfo]:
+        record = server.models.register(spec(tiny_model))
+        jobs = [server.submit(record, groups, config=strict) for _ in range(2)]
+        return [await server.ended(job.id, deadline_s=120) for job in jobs]
+
+    first, overtaken = await train_twice(here)
+
+    unpacked: list[int] = []
+    decompress = zlib.decompress
+
+    def noted(data: bytes, *args: Any, **more: Any) -> bytes:
+        unpacked.append(len(data))
+        return decompress(data, *args, **more)
+
+    monkeypatch.setattr(zlib, "decompress", noted)
+    again, also_overtaken = await train_twice(there)
+    assert unpacked == []
+    assert len(there.jobs.groups(again.id)) == 3 and len(unpacked) == 1  # this test would see it
+
+    # The same bits as from the groups themselves, and the same refusal.
+    assert (first.state, first.step) == (again.state, again.step) == ("done", 1)
+    steps = [server.checkpoints.get(KEY, 1) for server in (here, there)]
+    assert digest(steps[0].path) == digest(steps[1].path)
+    assert steps[0].manifest["movement"] == steps[1].manifest["movement"]
+    assert overtaken.failure is not None and also_overtaken.failure is not None
+    assert overtaken.failure.type == also_overtaken.failure.type == "SampleRefused"
+    said = overtaken.failure.message.replace(overtaken.id, also_overtaken.id)
+    assert said == also_overtaken.failure.message
+    assert "groups.0.trajectories.0.calls.0 was answered by step 0" in said
+
+
 async def test_what_a_job_gives_depends_on_its_checkpoint_and_nothing_else(
     open_server: Open, tiny_model: Path
 ):
@@ -107,7 +152,7 @@ async def test_what_a_job_gives_depends_on_its_checkpoint_and_nothing_else(
     # One learner that was never put back: the optimizer's state has come through as well.
     by_hand.load(apart.checkpoints.get(KEY, 0).path)
     for start, wanted in zip((0, 10), together, strict=True):
-        by_hand.train(token_groups(first=start), CONFIG)
+        by_hand.train(pack_groups(token_groups(first=start)), CONFIG)
         by_hand.save(apart.checkpoints.root / "by-hand")
         assert digest(apart.checkpoints.root / "by-hand") == wanted
     mixed = await open_server("c")

@@ -14,7 +14,6 @@ import json
 import secrets
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,12 @@ from sqlite3 import Connection
 from typing import TYPE_CHECKING, Any, get_args
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
+from hone.learner.packed import pack_groups, unpack_groups
 from hone.server import job_events
 from hone.server.failpoints import failpoint
 from hone.server.job_events import JobEvents, event_of_move
 from hone.server.models import ModelRecord
-from hone.server.rows import marks, pack_groups
+from hone.server.rows import marks
 from hone.server.store import Store
 from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
@@ -109,7 +109,11 @@ class JobStore:
         return JobInfo.model_validate_json(rows[0]["info"])
 
     def groups(self, job_id: str) -> Groups:
-        """What it trains on: every trajectory carries its calls."""
+        """What it trains on: every trajectory carries its calls. Slow where the job is large."""
+        return unpack_groups(self.packed_groups(job_id))
+
+    def packed_groups(self, job_id: str) -> bytes:
+        """The same as they are stored, for another process to unpack."""
         job = self.get(job_id)
         row = self._store.query("SELECT groups FROM jobs WHERE id = ?", (job_id,))[0]
         if not row["groups"]:
@@ -119,7 +123,7 @@ class JobStore:
                 code="pruned",
                 status=410,
             )
-        return [TrajectoryGroup(**group) for group in json.loads(zlib.decompress(row["groups"]))]
+        return row["groups"]
 
     def calls(self, job_id: str) -> Sequence[str]:
         """Ids of the recorded calls it was resolved from."""

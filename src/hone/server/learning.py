@@ -1,6 +1,6 @@
 """What a job does with its learner: launch it, put it at a step, train, save the next step.
 
-In:   a job, its groups, the checkpoint it goes on from
+In:   a job, its packed groups, the checkpoint it goes on from
 Out:  the learner's StepResult, as a mapping; the checkpoint of the next step
 Used: service.py, in threads: everything here blocks
 
@@ -22,7 +22,6 @@ from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.language import Language
 from hone.server.settings import Settings
-from hone.server.staleness import check_fresh
 from hone.trajectory import TrajectoryGroup
 from hone.types import JobInfo, ModelKey, ModelSpec
 
@@ -142,15 +141,17 @@ def has_room_ahead(language: Language, settings: Settings) -> bool:
 def learn(
     learner: LearnerProcess,
     job: JobInfo,
-    groups: Sequence[TrajectoryGroup],
+    groups: bytes,
     base: Checkpoint,
     *,
     tell: Tell,
     stop_if_asked: Callable[[], None],
 ) -> dict[str, Any]:
-    """Train the job from its base; `stop_if_asked` raises before any micro-batch to end it."""
+    """Train the job from its base; `stop_if_asked` raises before any micro-batch to end it.
+
+    The groups are packed, and stay so in this process.
+    """
     stop_if_asked()
-    check_fresh(job.id, groups, base.step, job.config)
     found = learner.load(base.path)
     if found != base.sha256:
         raise StateError(
@@ -164,7 +165,12 @@ def learn(
         progress.tell(at)
 
     result = learner.train(
-        groups, job.config, on_progress=on_progress, label_logprobs=job.plot_tensors
+        groups,
+        job.config,
+        job_id=job.id,
+        base_step=base.step,
+        on_progress=on_progress,
+        label_logprobs=job.plot_tensors,
     )
     progress.close()
     stop_if_asked()
@@ -179,19 +185,22 @@ def save(
     checkpoints: Checkpoints,
     learner: LearnerProcess,
     job: JobInfo,
-    groups: Sequence[TrajectoryGroup],
+    groups: Callable[[], Sequence[TrajectoryGroup]],
     result: dict[str, Any],
     language: Language,
     key: ModelKey,
 ) -> Checkpoint:
-    """The step the learner stands at, with all that is needed to prove it and to go on from it."""
+    """The step the learner stands at, with all that is needed to prove it and to go on from it.
+
+    `groups` is called for jobs that are drawn, and for no other.
+    """
     assert job.base_step is not None and learner.info is not None, (job, learner.info)
 
     def fill(directory: Path) -> str:
         sha256 = learner.save(directory)
         assert sha256 == result["sha256"], (sha256, result["sha256"])
         if job.plot_tensors:
-            _draw(job, groups, result, language, directory)
+            _draw(job, groups(), result, language, directory)
         return sha256
 
     return checkpoints.write(

@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hone.trajectory import TrajectoryGroup
 from hone.types import Call, RecordedCall
 
 COLUMNS = (
@@ -175,10 +174,3 @@ def marks(values: Iterable[Any]) -> str:
 def parts(values: Sequence[Any], size: int = 500) -> list[Sequence[Any]]:
     """Pieces short enough for one statement's parameters."""
     return [values[i : i + size] for i in range(0, len(values), size)]
-
-
-def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
-    """Groups as they are stored."""
-    # Plain json and not pydantic's: a NaN must come back as one, for the learner to refuse.
-    plain = json.dumps([group.model_dump() for group in groups])
-    return zlib.compress(plain.encode(), 1)

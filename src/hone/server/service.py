@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from hone.errors import Cancelled, NotProved
@@ -305,7 +306,7 @@ class TrainingService:
         result = learning.learn(
             learner,
             job,
-            self._jobs.groups(job.id),
+            self._jobs.packed_groups(job.id),
             base,
             tell=lambda at: self._jobs.progress(job.id, at),
             stop_if_asked=lambda: self._stop_if_asked(job),
@@ -321,7 +322,7 @@ class TrainingService:
     def _save(
         self, learner: LearnerProcess, job: JobInfo, base: Base, key: ModelKey, result: Any
     ) -> Checkpoint:
-        groups = self._jobs.groups(job.id)
+        groups = partial(self._jobs.groups, job.id)
         checkpoint = learning.save(self._checkpoints, learner, job, groups, result, base, key)
         saved = {"step": checkpoint.step, "sha256": checkpoint.sha256}
         self._jobs.emit(job.id, "saved", saved)
