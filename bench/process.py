@@ -129,12 +129,11 @@ class Contender:
         except queue.Empty:
             raise self._failed(request["do"], f"gave no answer for {deadline_s:g} s") from None
         if answer is None:
+            self._readers[1].join(10)  # its last words may still be in the pipe
             raise self._failed(request["do"], "ended")
         return answer
 
     def _failed(self, what: str, how: str) -> ContenderFailed:
-        if self._process.poll() is not None:
-            self._readers[1].join(10)  # its last words may still be in the pipe
         said = "\n".join(self._last_words) or "(it wrote nothing to stderr)"
         return ContenderFailed(f"{self.name}, during {what!r}: it {how}. Its last words:\n{said}")
 
