@@ -91,8 +91,8 @@ class LearnerHere(LearnerProcess):
         )
         return json.loads(json.dumps(asdict(result)))
 
-    def save(self, directory: Path, **_: Any) -> str:
-        self.learner.save(directory)
+    def save(self, directory: Path, *, picture: bool = False, **_: Any) -> str:
+        self.learner.save(directory, picture=picture)
         return self.learner.lora.sha256
 
     def load(self, directory: Path, *, optimizer: bool = True, **_: Any) -> str:

@@ -124,7 +124,7 @@ def test_nothing_accepted_is_lost(target: Target):
     again = State.open(Settings(root=target.root, device="cpu"))
     try:
         assert {job.id: job for job in again.jobs.list(limit=-1)} == jobs
-        assert all(again.jobs.groups(job) for job in list(jobs)[:50])
+        assert all(again.jobs.packed_groups(job) for job in list(jobs)[:50])
     finally:
         again.store.close()
     target.start()

@@ -22,7 +22,7 @@ from tests.server.small_server import (
 
 from hone.inference.base import Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
-from hone.learner.packed import pack_groups
+from hone.learner.packed import pack_groups, unpack_groups
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
@@ -109,7 +109,8 @@ async def test_only_the_learners_process_reads_the_groups_of_a_job(
 
     async def train_twice(server: SmallServer) -> list[JobInfo]:
         record = server.models.register(spec(tiny_model))
-        jobs = [server.submit(record, groups, config=strict) for _ in range(2)]
+        asked = {"config": strict, "plot_tensors": True}
+        jobs = [server.submit(record, groups, **asked) for _ in range(2)]
         return [await server.ended(job.id, deadline_s=120) for job in jobs]
 
     first, overtaken = await train_twice(here)
@@ -124,7 +125,8 @@ async def test_only_the_learners_process_reads_the_groups_of_a_job(
     monkeypatch.setattr(zlib, "decompress", noted)
     again, also_overtaken = await train_twice(there)
     assert unpacked == []
-    assert len(there.jobs.groups(again.id)) == 3 and len(unpacked) == 1  # this test would see it
+    assert len(unpack_groups(there.jobs.packed_groups(again.id))) == 3
+    assert len(unpacked) == 1  # this test would see it
 
     # The same bits as from the groups themselves, and the same refusal.
     assert (first.state, first.step) == (again.state, again.step) == ("done", 1)
@@ -327,7 +329,7 @@ async def test_serving_goes_on_while_a_job_runs_unless_it_is_to_pause(
 
 
 async def test_the_picture_of_a_job_lies_beside_its_checkpoint(open_server: Open, tiny_model: Path):
-    server = await open_server()
+    server = await open_server(start_learner=LearnerProcess.launch)
     record = server.models.register(spec(tiny_model))
     job = await server.ended(server.submit(record, token_groups(), plot_tensors=True).id)
     assert job.state == "done", job.failure

@@ -22,6 +22,7 @@ from tests.server.conftest import Server
 
 from hone.errors import Unavailable, Unprocessable
 from hone.inference import chatml
+from hone.learner.packed import unpack_groups
 from hone.server import chat, submit
 from hone.server.app import State
 from hone.server.settings import Settings
@@ -209,7 +210,8 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
     repeated, other = await large(idempotency_key="k"), await large(idempotency_key="l")
     assert (repeated.status_code, other.status_code) == (202, 202), other.text
     assert repeated.json()["id"] == small.id
-    stored = [api.state.jobs.groups(name) for name in (small.id, other.json()["id"])]
+    ids = (small.id, other.json()["id"])
+    stored = [unpack_groups(api.state.jobs.packed_groups(name)) for name in ids]
     kept, same = ([one.model_dump() for one in groups] for groups in stored)
     assert kept == same
     assert other.json()["counts"] == small.counts == {"by_tokens": 2}

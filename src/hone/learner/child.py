@@ -18,7 +18,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -106,7 +106,7 @@ def _answer(
         directory = Path(request["directory"])
         with storage(directory):
             if request["do"] == "save":
-                learner.save(directory)
+                learner.save(directory, picture=request["picture"])
             else:
                 learner.load(directory, optimizer=request["optimizer"])
         return {"sha256": learner.lora.sha256}
@@ -122,7 +122,8 @@ def _answer(
         probe_tokens=request["probe_tokens"],
         label_logprobs=request["label_logprobs"],
     )
-    return asdict(result)
+    # Of every label: for the picture, which is drawn here.
+    return asdict(replace(result, logprobs=None))
 
 
 def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:

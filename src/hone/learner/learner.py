@@ -76,6 +76,7 @@ class Learner:
         self.base_model = base_model
         self.lora = lora.trainable_()
         self.optimizer = AdamW(self.lora.parameters())
+        self._drawable: tuple[Samples, TrainConfig, tuple[float, ...] | None] | None = None
 
     def train(
         self,
@@ -108,6 +109,10 @@ class Learner:
         metrics["learn/row_tokens"] = float(row_tokens)
         busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)
         metrics["learn/tokens_per_s"] = metrics["learn/logical_tokens"] / busy
+        logprobs = tuple(torch.cat(job.priced).tolist()) if job.priced else None
+        if label_logprobs:
+            pinned = config.model_copy(update={"row_tokens": row_tokens})
+            self._drawable = (samples, pinned, logprobs)
         return StepResult(
             steps=len(batches),
             reason="" if batches else _why_nothing(samples, len(groups)),
@@ -115,7 +120,7 @@ class Learner:
             dropped=dict(samples.dropped),
             movement=probe.movement(before, after, limit=probe_tokens),
             sha256=self.lora.sha256,
-            logprobs=tuple(torch.cat(job.priced).tolist()) if job.priced else None,
+            logprobs=logprobs,
         )
 
     def most_row_tokens(self) -> int:
@@ -128,10 +133,20 @@ class Learner:
             device=str(decoder.device),
         )
 
-    def save(self, directory: Path) -> None:
-        """Adapter in PEFT's format and optimizer state; equal learners write equal bytes."""
+    def save(self, directory: Path, *, picture: bool = False) -> None:
+        """Adapter in PEFT's format and optimizer state; equal learners write equal bytes.
+
+        `picture` adds one of the last job, which was trained with `label_logprobs`.
+        """
         self.lora.save(directory, base_model=self.base_model)
         self.optimizer.save(directory)
+        if picture:
+            from hone.learner.picture import PICTURE, draw  # which calls `deal` of this module
+
+            assert self._drawable is not None, "train with label_logprobs first"
+            samples, config, logprobs = self._drawable
+            draw(samples, config, directory / PICTURE, learner_logprobs=logprobs)
+            self._drawable = None
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Go on from a checkpoint."""

@@ -168,9 +168,13 @@ class LearnerProcess:
         }
         return self._ask("train", body, silence_s, on_progress, groups)
 
-    def save(self, directory: Path, *, deadline_s: float = 120.0) -> str:
-        """Write a checkpoint's files; the hash of the adapter they hold."""
-        return self._ask("save", {"directory": str(directory)}, deadline_s)["sha256"]
+    def save(self, directory: Path, *, picture: bool = False, deadline_s: float = 120.0) -> str:
+        """Write a checkpoint's files and return the hash of the adapter they hold.
+
+        `picture` adds one of what the last job trained on, if it was trained with `label_logprobs`.
+        """
+        body = {"directory": str(directory), "picture": picture}
+        return self._ask("save", body, deadline_s)["sha256"]
 
     def load(self, directory: Path, *, optimizer: bool = True, deadline_s: float = 120.0) -> str:
         """Go on from a checkpoint; the hash of the adapter it held."""

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hone.errors import BadRequest
+from hone.learner.packed import unpack_groups
 from hone.server.calls import CallStore
 from hone.server.checks import digest
 from hone.server.language import Language
 from hone.server.resolve import PackedJob, Start, pack_job
 from hone.server.store import Store
 from hone.server.tasks import TemplateRef
+from hone.server.tokens import page, read_logprobs
 from hone.trajectory import JobRequest, means
+from hone.types import JobInfo
 
 if TYPE_CHECKING:
     from hone.server.art import LogRequest, TrainRequest
@@ -110,6 +113,31 @@ def resolve_job(language: LanguageRef, state_file: Path, start: Start) -> Packed
     """The job that was read, as the queue stores it. Raises Unprocessable."""
     assert _Held.job is not None, "read_job or art_job comes first"
     return pack_job(_Held.job, language.load(), _calls(state_file), start)
+
+
+def token_page(
+    language: LanguageRef,
+    job: JobInfo,
+    packed: bytes,
+    picture_dir: Path | None,
+    offset: int,
+    limit: int,
+) -> str:
+    """A TokenPage as JSON."""
+    from hone.learner.picture import LOGPROBS
+
+    base = language.load()
+    return page(
+        job.id,
+        unpack_groups(packed),
+        job.config,
+        vocab=base.files.config["vocab_size"],
+        max_positions=base.max_positions,
+        text=lambda token: base.piece(token).decode(errors="replace"),
+        learner_logprobs=picture_dir and read_logprobs(picture_dir / LOGPROBS),
+        offset=offset,
+        limit=limit,
+    ).model_dump_json()
 
 
 def _hold(job: JobRequest) -> tuple[JobRequest, str]:

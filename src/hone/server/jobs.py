@@ -21,7 +21,7 @@ from sqlite3 import Connection
 from typing import TYPE_CHECKING, Any, get_args
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
-from hone.learner.packed import pack_groups, unpack_groups
+from hone.learner.packed import pack_groups
 from hone.server import job_events
 from hone.server.failpoints import failpoint
 from hone.server.job_events import JobEvents, event_of_move
@@ -78,7 +78,6 @@ class Recovered:
 
 # Named here because `list` is a method below.
 Jobs = list[JobInfo]
-Groups = list[TrajectoryGroup]
 
 
 class JobStore:
@@ -108,12 +107,8 @@ class JobStore:
             raise NotFound(f"no job is called {job_id!r}; GET /v1/training/jobs lists them")
         return JobInfo.model_validate_json(rows[0]["info"])
 
-    def groups(self, job_id: str) -> Groups:
-        """What it trains on: every trajectory carries its calls. Slow where the job is large."""
-        return unpack_groups(self.packed_groups(job_id))
-
     def packed_groups(self, job_id: str) -> bytes:
-        """The same as they are stored, for another process to unpack."""
+        """What it trains on, as it is stored, for another process to unpack."""
         job = self.get(job_id)
         row = self._store.query("SELECT groups FROM jobs WHERE id = ?", (job_id,))[0]
         if not row["groups"]:

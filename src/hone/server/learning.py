@@ -11,7 +11,7 @@ so that what a job gives does not depend on the jobs before it.
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.language import Language
 from hone.server.settings import Settings
-from hone.trajectory import TrajectoryGroup
 from hone.types import JobInfo, ModelKey, ModelSpec
 
 PROGRESS_S = 0.1
@@ -185,22 +184,16 @@ def save(
     checkpoints: Checkpoints,
     learner: LearnerProcess,
     job: JobInfo,
-    groups: Callable[[], Sequence[TrajectoryGroup]],
     result: dict[str, Any],
     language: Language,
     key: ModelKey,
 ) -> Checkpoint:
-    """The step the learner stands at, with all that is needed to prove it and to go on from it.
-
-    `groups` is called for jobs that are drawn, and for no other.
-    """
+    """The step the learner stands at, with all that is needed to prove it and to go on from it."""
     assert job.base_step is not None and learner.info is not None, (job, learner.info)
 
     def fill(directory: Path) -> str:
-        sha256 = learner.save(directory)
+        sha256 = learner.save(directory, picture=job.plot_tensors)
         assert sha256 == result["sha256"], (sha256, result["sha256"])
-        if job.plot_tensors:
-            _draw(job, groups(), result, language, directory)
         return sha256
 
     return checkpoints.write(
@@ -221,25 +214,6 @@ def save(
         movement=result["movement"],
         learner=learner.info.model_dump(),
         hone=hone.__version__,
-    )
-
-
-def _draw(
-    job: JobInfo,
-    groups: Sequence[TrajectoryGroup],
-    result: dict[str, Any],
-    language: Language,
-    directory: Path,
-) -> None:
-    from hone.server.picture import PICTURE, draw  # numpy, for the jobs that want it
-
-    draw(
-        groups,
-        job.config,
-        directory / PICTURE,
-        vocab=language.files.config["vocab_size"],
-        max_positions=language.max_positions,
-        learner_logprobs=result["logprobs"],
     )
 
 

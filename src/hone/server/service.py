@@ -22,7 +22,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from hone.errors import Cancelled, NotProved
@@ -322,8 +321,7 @@ class TrainingService:
     def _save(
         self, learner: LearnerProcess, job: JobInfo, base: Base, key: ModelKey, result: Any
     ) -> Checkpoint:
-        groups = partial(self._jobs.groups, job.id)
-        checkpoint = learning.save(self._checkpoints, learner, job, groups, result, base, key)
+        checkpoint = learning.save(self._checkpoints, learner, job, result, base, key)
         saved = {"step": checkpoint.step, "sha256": checkpoint.sha256}
         self._jobs.emit(job.id, "saved", saved)
         return checkpoint

@@ -2,7 +2,6 @@
 
 In:   a job's resolved groups, its TrainConfig, the learner's logprobs where they were kept
 Out:  TokenPages: every token of every call with its text, kind, logprobs and advantage
-Used: training.py for GET /v1/training/jobs/{id}/samples
 
 Advantages are computed by the function the learner uses, from what is stored with the job, so a
 page shows what was trained and not what was meant to be.
@@ -110,7 +109,7 @@ def page(
 
 
 def read_logprobs(path: Path) -> list[float] | None:
-    """The learner's logprobs as picture.py kept them; None if it did not."""
+    """The learner's logprobs as learner/picture.py keeps them; None if it did not."""
     import numpy as np  # the server is up without it
 
     return np.load(path, allow_pickle=False).tolist() if path.is_file() else None

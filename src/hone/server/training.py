@@ -11,6 +11,7 @@ the field, and what is accepted survives whatever happens to the server.
 import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -22,12 +23,13 @@ from hone.server import events, job_tasks
 from hone.server.bodies import checked, large_body_route
 from hone.server.checkpoints import Checkpoint
 from hone.server.checks import check_base_model, checked_spec
+from hone.server.job_tasks import LanguageRef
 from hone.server.models import ModelRecord
 from hone.server.rename import rename
 from hone.server.settings import Settings
 from hone.server.submit import submit, submit_held
 from hone.server.telemetry import say
-from hone.server.tokens import TokenPage, page, read_logprobs
+from hone.server.tokens import TokenPage
 from hone.trajectory import JobRequest
 from hone.types import (
     CheckpointInfo,
@@ -230,14 +232,20 @@ def _job_routes(state: "State", router: APIRouter) -> None:
         stream = events.stream(state.jobs, job_id, start)
         return StreamingResponse(stream, media_type="text/event-stream", headers=events.HEADERS)
 
-    @router.get("/jobs/{job_id}/samples")
+    @router.get("/jobs/{job_id}/samples", response_model=TokenPage)
     async def samples(
         job_id: str,
         offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
-    ) -> TokenPage:
+    ) -> Response:
         """What a job is trained on, token by token."""
-        return await _page(state, job_id, offset, limit)
+        job = await asyncio.to_thread(state.jobs.get, job_id)
+        packed = await asyncio.to_thread(state.jobs.packed_groups, job_id)
+        language = LanguageRef.of(await state.serving.template(job.base_model))
+        picture_dir = await asyncio.to_thread(_picture_dir, state, job)
+        task = job_tasks.token_page
+        text = await state.workers.run(task, language, job, packed, picture_dir, offset, limit)
+        return Response(text, media_type="application/json")
 
     @router.post("/jobs/{job_id}/cancel")
     async def cancel(job_id: str) -> JobInfo:
@@ -245,37 +253,15 @@ def _job_routes(state: "State", router: APIRouter) -> None:
         return await state.service.cancel(job_id)
 
 
-async def _page(state: "State", job_id: str, offset: int, limit: int) -> TokenPage:
-    job = await asyncio.to_thread(state.jobs.get, job_id)
-    language = await state.serving.template(job.base_model)
-
-    def read() -> TokenPage:
-        return page(
-            job_id,
-            state.jobs.groups(job_id),
-            job.config,
-            vocab=language.files.config["vocab_size"],
-            max_positions=language.max_positions,
-            text=lambda token: language.piece(token).decode(errors="replace"),
-            learner_logprobs=_kept_logprobs(state, job),
-            offset=offset,
-            limit=limit,
-        )
-
-    return await asyncio.to_thread(read)
-
-
-def _kept_logprobs(state: "State", job: JobInfo) -> list[float] | None:
-    from hone.server.picture import LOGPROBS  # numpy, which the server is up without
-
+def _picture_dir(state: "State", job: JobInfo) -> FilePath | None:
+    """The checkpoint with the job's picture and logprobs, if it has one that still exists."""
     if not job.plot_tensors or job.step is None:
         return None
     project, _, name = job.model.partition("/")
     try:
-        checkpoint = state.checkpoints.get(ModelKey(project, name), job.step)
+        return state.checkpoints.get(ModelKey(project, name), job.step).path
     except NotFound:  # deleted since
         return None
-    return read_logprobs(checkpoint.path / LOGPROBS)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------

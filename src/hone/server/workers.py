@@ -171,9 +171,18 @@ class Worker:
                 self._process = spawn.Process(
                     target=_serve, args=(theirs,), daemon=True, name="hone-worker"
                 )
-                self._process.start()
+                # On a thread that gives way: the child inherits the niceness, and its imports take
+                # no time from the event loop either.
+                starter = threading.Thread(target=_start, args=(self._process,))
+                starter.start()
+                starter.join()
                 theirs.close()
             return self._pipe
+
+
+def _start(process: BaseProcess) -> None:
+    give_way(NICENESS)
+    process.start()
 
 
 def _rebuilt(kind: type[HoneError], message: str, fields: dict[str, Any]) -> HoneError:
@@ -194,7 +203,6 @@ def _serve(pipe: Connection) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the server ends us
-    give_way(NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.learner.samples import make_samples
-from hone.server import picture
-from hone.server.picture import LOGPROBS, draw, lay_out
+from hone.learner import picture
+from hone.learner.picture import LOGPROBS, draw, lay_out
+from hone.learner.samples import Samples, make_samples
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, TrainConfig
 
@@ -42,8 +42,12 @@ def small(logprob: float | None = -0.1) -> list[TrajectoryGroup]:
     return [group([10, 11], [[12, 13, 16], [14, 17], [15]], [1.0, 0.0, 0.0], logprob)]
 
 
+def sampled(groups: list[TrajectoryGroup], config: TrainConfig = CONFIG) -> Samples:
+    return make_samples(groups, config, **PLACES)
+
+
 def test_rows_are_what_the_learner_packs():
-    made = make_samples(small(), CONFIG, **PLACES)
+    made = sampled(small())
     learner = np.array([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
     (row,), total, title = lay_out(made, CONFIG, learner)
     assert total == 1
@@ -71,7 +75,7 @@ def test_a_prompt_of_one_rollout_is_told_from_a_shared_one():
     turn = Call(prompt_ids=[10, 11, 12, 13, 20, 21], completion_ids=[22], logprobs=[-1.0])
     groups = small()
     groups[0].trajectories[0].calls.append(turn)
-    made = make_samples(groups, CONFIG, **PLACES)
+    made = sampled(groups)
     (row,), _, _ = lay_out(made, CONFIG, None)
     # 10 11, 12 13, then 16 is no label's parent; 20 21 are one rollout's; 14.
     assert row.kinds.tolist() == [0, 0, 2, 2, 1, 1, 2]
@@ -81,7 +85,7 @@ def test_a_prompt_of_one_rollout_is_told_from_a_shared_one():
 def test_steps_are_named_and_take_their_own_logprobs():
     groups = [*small(), group([30, 31], [[32], [33, 34]], [0.0, 1.0], -0.1)]
     config = TrainConfig(scale_rewards=False, groups_per_optimizer_step=1, row_tokens=1024)
-    made = make_samples(groups, config, **PLACES)
+    made = sampled(groups, config)
     rows, total, _ = lay_out(made, config, -np.arange(1.0, 10.0))
     assert [row.name for row in rows] == ["step 1, row 1", "step 2, row 1"] and total == 2
     # Labels 7, 8 and 9 are 32, 33 and 34; place 1 predicts 32 and 33, place 2 predicts 34.
@@ -98,7 +102,7 @@ def test_the_same_job_gives_the_same_picture(tmp_path: Path):
     first, second = tmp_path / "a" / "rows.png", tmp_path / "b" / "rows.png"
     for path in (first, second):
         path.parent.mkdir()
-        assert draw(small(), CONFIG, path, **PLACES, learner_logprobs=[-1.0] * 6)
+        assert draw(sampled(small()), CONFIG, path, learner_logprobs=[-1.0] * 6)
     assert first.read_bytes() == second.read_bytes()
     assert png_size(first)[0] == 1690
     kept = np.load(first.parent / LOGPROBS, allow_pickle=False)
@@ -107,19 +111,19 @@ def test_the_same_job_gives_the_same_picture(tmp_path: Path):
 
 def test_without_the_learners_logprobs_its_panels_are_left_out(tmp_path: Path):
     with_them, without = tmp_path / "with.png", tmp_path / "without.png"
-    assert draw(small(), CONFIG, without, **PLACES)
+    assert draw(sampled(small()), CONFIG, without)
     assert not (tmp_path / LOGPROBS).exists()
-    assert draw(small(), CONFIG, with_them, **PLACES, learner_logprobs=[-1.0] * 6)
+    assert draw(sampled(small()), CONFIG, with_them, learner_logprobs=[-1.0] * 6)
     assert png_size(without)[1] < png_size(with_them)[1]
 
 
 def test_unknown_logprobs_do_not_stop_it(tmp_path: Path):
-    assert draw(small(None), CONFIG, tmp_path / "rows.png", **PLACES, learner_logprobs=[-1.0] * 6)
+    assert draw(sampled(small(None)), CONFIG, tmp_path / "rows.png", learner_logprobs=[-1.0] * 6)
 
 
 def test_a_job_without_labels_has_no_picture(tmp_path: Path):
     flat = [group([10, 11], [[12], [13]], [1.0, 1.0], -0.1)]
-    assert not draw(flat, CONFIG, tmp_path / "rows.png", **PLACES)
+    assert not draw(sampled(flat), CONFIG, tmp_path / "rows.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,8 +133,8 @@ def test_many_rows_stand_in_two_columns_and_the_title_counts_the_rest(
     monkeypatch.setattr(picture, "MAX_ROWS", 6)
     groups = [group([g, g + 20], [[1], [2, 3]], [0.0, 1.0], -0.1) for g in range(10)]
     config = TrainConfig(row_tokens=3, groups_per_optimizer_step=10)
-    rows, total, title = lay_out(make_samples(groups, config, **PLACES), config, None)
+    rows, total, title = lay_out(sampled(groups, config), config, None)
     assert (len(rows), total) == (6, 10)
     assert "in 10 rows" in title
-    assert draw(groups, config, tmp_path / "rows.png", **PLACES)
+    assert draw(sampled(groups, config), config, tmp_path / "rows.png")
     assert png_size(tmp_path / "rows.png")[0] == 3120

@@ -1,11 +1,11 @@
 """Draw what a job was trained on: its packed rows, as one PNG.
 
-In:   the job's resolved groups, its TrainConfig and, if they were kept, the learner's logprobs
+In:   the job's samples, its TrainConfig and, if they were kept, the learner's logprobs
 Out:  the PNG, and beside it the learner's logprobs as a plain array (LOGPROBS)
-Used: service.py, for jobs that ask for `plot_tensors`
 
-The rows are laid out anew by the same functions the learner uses, which depend on nothing else, so
-the picture shows what was computed. A label stands where its token is predicted: at its parent.
+Runs in the learner's process, so that the server need not unpack the job. The rows are laid out
+again by the functions the learner uses, which depend on nothing else, so the picture shows what was
+computed. A label stands where its token is predicted: at its parent.
 Several labels may stand at one place (the answers to a shared prompt); their mean is shown.
 """
 
@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.learner.samples import Samples, make_samples
-from hone.trajectory import TrajectoryGroup
+from hone.learner.samples import Samples
 from hone.types import TrainConfig
 
 PICTURE = "packed_rows.png"
@@ -55,16 +54,13 @@ class Row:
 
 
 def draw(
-    groups: Sequence[TrajectoryGroup],
+    samples: Samples,
     config: TrainConfig,
     path: Path,
     *,
-    vocab: int,
-    max_positions: int,
     learner_logprobs: Sequence[float] | None = None,
 ) -> bool:
     """Write the picture to `path`; False, and no picture, where the job has no labels."""
-    samples = make_samples(groups, config, vocab=vocab, max_positions=max_positions)
     if not samples.samples:
         return False
     learner = None if learner_logprobs is None else np.asarray(learner_logprobs, dtype=np.float64)
