@@ -67,14 +67,13 @@ def step(
     schedule.rearrange(fresh)
 
 
-def instructions(call: Callable[[], None]) -> int:
-    """How many bytecode instructions `call` runs, in whatever Python function it calls."""
+def lines_run(call: Callable[[], None]) -> int:
+    """How many lines `call` runs, in whatever Python function it calls; a loop counts each turn."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
+        count += event == "line"
         return trace
 
     before = sys.gettrace()
@@ -101,10 +100,10 @@ async def test_an_admission_costs_the_same_however_many_prompts_are_cached(tiny_
                 step(schedule, lambda *_, token=token: token)
 
     answer(0, 100)
-    few = instructions(lambda: answer(100, 50))
+    few = lines_run(lambda: answer(100, 50))
     answer(150, 3000)
     assert len(schedule.prefixes) == 2 * 3150  # every prompt, and every prompt with its answer
-    many = instructions(lambda: answer(3150, 50))
+    many = lines_run(lambda: answer(3150, 50))
     assert many < 1.1 * few
     cached = sum(block.nbytes for block in schedule.prefixes.blocks)
     assert (schedule.prefixes.unused_bytes, schedule.reserved_bytes) == (cached, 0)
@@ -114,7 +113,7 @@ async def test_eviction_costs_the_same_however_many_prompts_are_cached(tiny_llam
     decoder = Decoder.load(tiny_llama_dir)
 
     def cost(cached: int) -> int:
-        """Instructions of 50 admissions, each of which evicts a prompt of its own size."""
+        """Lines run by 50 admissions, each of which evicts a prompt of its own size."""
         budget = (TOKEN_BYTES * 18 + 4 * 64) * (cached + 1) * STACKED // (STACKED - 1)
         schedule = Scheduler(decoder, budget=budget, max_running=1, prefill_tokens=512)
 
@@ -125,7 +124,7 @@ async def test_eviction_costs_the_same_however_many_prompts_are_cached(tiny_llam
 
         answer(0, 2 * cached)
         assert abs(len(schedule.prefixes) - cached) < 10
-        return instructions(lambda: answer(2 * cached, 50))
+        return lines_run(lambda: answer(2 * cached, 50))
 
     assert cost(2000) < 1.1 * cost(50)
 

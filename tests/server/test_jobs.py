@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
+from hone.learner.packed import unpack_groups
 from hone.server import job_events
 from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Recovered
 from hone.server.learning import Pin
@@ -58,7 +59,9 @@ def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, 
     found = JobStore(store)
     assert found.get(job.id) == job
     assert job.state == "queued" and job.config == config and job.model == "default/agent"
-    assert [g.model_dump() for g in found.groups(job.id)] == [g.model_dump() for g in groups()]
+    assert [g.model_dump() for g in unpack_groups(found.packed_groups(job.id))] == [
+        g.model_dump() for g in groups()
+    ]
     assert list(found.calls(job.id)) == ["call-1"]
     assert [(e.id, e.type) for e in found.events(job.id)] == [(1, "queued")]
     store.close()
@@ -70,7 +73,7 @@ def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
     job = queue.add(
         model=agent, groups=[group], config=TrainConfig(), counts={}, request_sha256="a"
     )
-    (found,) = queue.groups(job.id)
+    (found,) = unpack_groups(queue.packed_groups(job.id))
     assert math.isnan(found.trajectories[0].calls[0].logprobs[0])  # for the learner to refuse
 
 
@@ -202,7 +205,7 @@ def test_events_ascend_and_can_be_read_from_any_place(queue, agent):
 
 
 def test_unknown_jobs_are_named(queue):
-    for ask in (queue.get, queue.groups, queue.calls, queue.request_cancel):
+    for ask in (queue.get, queue.packed_groups, queue.calls, queue.request_cancel):
         with pytest.raises(NotFound, match="no job is called 'job-nobody'"):
             ask("job-nobody")
 
@@ -264,13 +267,15 @@ def test_groups_of_ended_jobs_are_pruned_by_age_and_size(queue, agent):
     # The oldest of those that ended goes first; what is not over counts for nothing.
     assert queue.prune(max_age_s=600, max_bytes=3 * size - 1) == 1
     with pytest.raises(BadRequest, match="ended done and what it was trained on has been pruned"):
-        queue.groups(ended[0].id)
+        unpack_groups(queue.packed_groups(ended[0].id))
     assert queue.calls(ended[0].id) == []
-    assert len(queue.groups(ended[1].id)) == 1
+    assert len(unpack_groups(queue.packed_groups(ended[1].id))) == 1
     assert queue.prune(max_age_s=0, max_bytes=2**40) == 2
     assert queue.prune(max_age_s=0, max_bytes=0) == 0
     for job in kept:
-        assert [g.model_dump() for g in queue.groups(job.id)] == [g.model_dump() for g in groups()]
+        assert [g.model_dump() for g in unpack_groups(queue.packed_groups(job.id))] == [
+            g.model_dump() for g in groups()
+        ]
     assert [queue.get(job.id) for job in ended] == ended
 
 
