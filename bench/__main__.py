@@ -3,7 +3,6 @@
 In:   which benchmarks, how many repeats
 Out:  a table on stdout, progress on stderr, bench/results.json; exit code 1 if something could not
       be measured
-Used: make bench
 
 Results of benchmarks that were not run again stay in the file; each says on which machine it was
 measured.

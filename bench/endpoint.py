@@ -3,8 +3,6 @@
 In:   POSTs, of which it reads no more than the length
 Out:  always the same chat completion, as large as a real one of 16 tokens with log-probabilities;
       `crowd`: seconds a call of many at once
-Used: bench/harness.py and bench/peers/nat_eval.py; standard library only, since the latter runs in
-      the peer's environment
 
 `python -m bench.endpoint` prints its port and serves until its stdin closes.
 """

@@ -2,7 +2,6 @@
 
 In:   Setting
 Out:  Results in milliseconds
-Used: bench/__main__.py, which runs `start` in a process of its own
 
 A call with the OpenAI client alone, and the same call as the whole of a rollout: through
 `Evaluation.run`, which opens the scope, marks and records the call, builds the item and scores it.

@@ -2,7 +2,6 @@
 
 In:   Setting
 Out:  a Result in milliseconds
-Used: bench/__main__.py
 
 `hone finetune` as a user runs it, against a server of its own process, for some epochs. The wait is
 from the moment the server calls the job done (its new step is served by then) to the moment the

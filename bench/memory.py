@@ -2,7 +2,6 @@
 
 In:   Setting
 Out:  Results for the whole process and for what the step adds to the loaded model
-Used: bench/__main__.py
 
 Every run is a fresh process: an allocator does not give back what an earlier step took. Counted
 are resident pages (bench/rss.py), interpreter, libraries and weights included.

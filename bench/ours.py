@@ -2,7 +2,6 @@
 
 In:   what to load ("engine" or "learner"), then requests
 Out:  seconds, tokens, bytes
-Used: bench/rollout.py, bench/train.py, bench/memory.py, as a process
 
 The packing that the trie is compared with runs in the learner's own process, over the same decoder
 and adapter, in turn: the difference asked about is smaller than that between two processes.

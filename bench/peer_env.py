@@ -2,7 +2,6 @@
 
 In:   nothing but a network and some disk
 Out:  a Python that can import the peer
-Used: bench/rollout.py for vLLM, bench/harness.py for NeMo Agent Toolkit
 
 One counts as made only when the peer was seen to import, so an interrupted installation is
 repeated.

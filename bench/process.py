@@ -2,8 +2,6 @@
 
 In:   a module with a `main` that calls `serve`, and its settings
 Out:  Contender, which asks it for one measurement after another, each with a deadline
-Used: every benchmark; the child's half runs in the peers' environments too, so: no imports beyond
-      the standard library here
 
 Whoever is not being measured is stopped (SIGSTOP to its process group). Engines poll and thread
 pools spin, and two contenders that share two cores would each be measured under the other's load.

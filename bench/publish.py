@@ -2,7 +2,6 @@
 
 In:   Setting
 Out:  Results in milliseconds
-Used: bench/__main__.py, which runs `measure_all` in a process of its own
 
 Two measurements. Under load: the longest gap between two tokens of a running sample while an
 adapter is published, less its median gap at other times. When idle: optimizer step, checkpoint,

@@ -2,7 +2,6 @@
 
 In:   Setting
 Out:  one Result per peer
-Used: bench/__main__.py
 
 Everybody answers the same prompts in the same round; a round asks each in turn, so that what else
 the machine does in that minute falls on all of them. hone answers with its adapter even beside the

@@ -2,7 +2,6 @@
 
 In:   /proc of Linux
 Out:  bytes
-Used: the contenders whose memory is measured
 
 Counted are all resident pages: the heap, and those of mapped files, so weights count for everybody
 whether they were copied or mapped.

@@ -2,7 +2,6 @@
 
 In:   Setting
 Out:  Results in milliseconds, tokens/s and seconds
-Used: bench/__main__.py, which runs `start` in a process of its own
 
 Four measurements, over real HTTP on loopback, client and server in one process. Overhead: the
 time of a chat call of 16 tokens whose engine answers at once, one at a time and 16 at a time.

@@ -2,7 +2,6 @@
 
 In:   the command line's choices
 Out:  Setting
-Used: bench/__main__.py makes it; every benchmark reads it
 """
 
 import sys

@@ -2,7 +2,6 @@
 
 In:   a tokenizer's encode, shapes, a seed
 Out:  lists of token ids and TrajectoryGroups, the same for everybody who is measured
-Used: every benchmark
 
 Every prompt begins differently and every repeat has prompts of its own, so that what a prefix cache
 saves is the prompt shared by the n samples of one request, as in training, and nothing else.

@@ -1,14 +1,16 @@
-"""Write docs/reference from the code: configuration keys, commands, HTTP routes.
+"""Write docs/reference and the source tree of docs/architecture.md from the code.
 
 In:   the schema of the YAML, TrainConfig and the server's Settings with their attribute docstrings;
       the command line's own help; the routes of the server's two apps
-Out:  docs/reference/config.md, cli.md and http.md
-Used: `make docs` writes them; `make check` runs it with --check and fails where they are stale
+      the first line of every module
+Out:  docs/reference/config.md, cli.md and http.md; the tree in docs/architecture.md. `make docs`
+      writes them; `make check` runs it with --check and fails where they are stale
 
 Every key must say where its default comes from (ORIGIN below): a new key without an origin, or an
 origin without a key, stops the build. So the one table of defaults can never be incomplete.
 """
 
+import ast
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +26,15 @@ from hone.server.settings import Settings
 from hone.types import Strict, TrainConfig
 
 STANDARD = {"help", "install_completion", "show_completion"}
-REFERENCE = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+REFERENCE = DOCS / "reference"
+SOURCE = DOCS.parent / "src" / "hone"
+FOLDERS = (
+    *("config", "workflow", "capture", "evaluation", "finetune", "report", "backends"),
+    *("wire", "server", "store", "chat", "inference", "learner", "models"),
+)
+"""In the order in which data visits them."""
+TREE = ("<!-- source tree -->\n", "<!-- /source tree -->")
 MANY = 12
 """Parameters of a command beyond which its usage does not repeat them."""
 GENERATED = "<!-- written by docs/build.py; change the code, then run `make docs` -->"
@@ -120,6 +130,37 @@ def http_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+def architecture() -> str:
+    """docs/architecture.md with the tree of the source as it is."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(TREE[0])
+    _, _, after = rest.partition(TREE[1])
+    return f"{before}{TREE[0]}```\n{source_tree()}```\n{TREE[1]}{after}"
+
+
+def source_tree() -> str:
+    """Every module with the first line of its docstring; the modules of the root first."""
+    folders = {path.parent for path in SOURCE.rglob("*.py")} - {SOURCE}
+    order = [SOURCE, *(SOURCE / name for name in FOLDERS if SOURCE / name in folders)]
+    if unknown := folders - set(order):
+        sys.exit(f"docs/build.py: FOLDERS lacks {sorted(map(str, unknown))}; say where they stand")
+    lines: list[str] = []
+    for folder in order:
+        depth = "" if folder is SOURCE else "  "
+        name = "src/hone/" if folder is SOURCE else f"{folder.name}/"
+        lines.append(f"{depth}{name:<25}{_first_line(folder / '__init__.py')}")
+        modules = sorted(folder.glob("*.py"), key=lambda path: (path.name != "base.py", path.name))
+        for path in modules:
+            if path.name != "__init__.py":
+                lines.append(f"{depth}  {path.name:<23}{_first_line(path)}")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _first_line(path: Path) -> str:
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return said.partition("\n")[0]
+
+
 def _routes(app: Any) -> list[tuple[str, str, str]]:
     """Path, method and first line of what it says of itself, sorted."""
     return sorted(
@@ -175,22 +216,22 @@ def _doc(model: type[Strict]) -> str:
 def main(check: bool) -> None:
     """Write the pages, or say which are stale."""
     pages = {
-        "config.md": config_reference(),
-        "cli.md": cli_reference(),
-        "http.md": http_reference(),
+        REFERENCE / "config.md": config_reference(),
+        REFERENCE / "cli.md": cli_reference(),
+        REFERENCE / "http.md": http_reference(),
+        DOCS / "architecture.md": architecture(),
     }
     REFERENCE.mkdir(exist_ok=True)
-    stale = []
-    for name, text in pages.items():
-        path = REFERENCE / name
+    stale: list[str] = []
+    for path, text in pages.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
-        stale.append(f"docs/reference/{name}")
+        stale.append(path.relative_to(DOCS.parent).as_posix())
         if not check:
             path.write_text(text, encoding="utf-8")
     if check and stale:
         sys.exit(f"docs/build.py: stale: {', '.join(stale)}; run `make docs` and commit them")
-    print(f"docs/reference: {'up to date' if not stale else 'wrote ' + ', '.join(stale)}")
+    print(f"docs: {'up to date' if not stale else 'wrote ' + ', '.join(stale)}")
 
 
 if __name__ == "__main__":

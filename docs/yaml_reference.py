@@ -2,7 +2,6 @@
 
 In:   config/schema.py's Document; the components that hone itself registers
 Out:  the text of docs/reference/config.md, up to the table of training defaults
-Used: docs/build.py
 
 Whatever the schema accepts stands here, and nothing else: the tables are made of the fields, the
 sentences are the strings under them.

@@ -3,7 +3,6 @@
 In:   what to answer, as text or as ids
 Out:  ScriptedEngine: an Engine that remembers what it was asked and under which adapter;
       ScriptedBuilder and MemoryAdapter: the harness's parts without a model and without a server
-Used: every test of the server that does not need weights
 """
 
 import asyncio

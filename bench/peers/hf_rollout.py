@@ -2,7 +2,6 @@
 
 In:   prompts as token ids, all of one length
 Out:  how long it took, and how many tokens came out
-Used: bench/rollout.py, as a process
 """
 
 from time import perf_counter

@@ -3,7 +3,6 @@
 In:   groups, as sequences with advantages; `logits_to_keep`: logits of the completions alone;
       `micro_batch`: so many sequences at a time, gradients added up
 Out:  seconds for forward, backward, clip and AdamW; resident bytes
-Used: bench/train.py, bench/memory.py, as a process
 """
 
 from time import perf_counter

@@ -2,7 +2,6 @@
 
 In:   how many calls
 Out:  milliseconds that it adds to a call, 16 at a time
-Used: bench/harness.py, in an environment that has nvidia-nat-eval and not hone
 
 It rebuilds workflow, dataset and evaluators for every evaluation. That is not counted here: two
 evaluations of different size are timed, and the difference is divided by the difference in items.

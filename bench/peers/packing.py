@@ -2,7 +2,6 @@
 
 In:   hone's learner (its decoder, adapter, head and optimizer) and groups
 Out:  one optimizer step
-Used: bench/ours.py, in turn with the learner's own step, to price the trie where nothing is shared
 
 What packing implementations do: fill rows up to the same token budget with whole sequences in the
 order they come, one causal attention call per sequence, positions from 0 in each.

@@ -2,7 +2,6 @@
 
 In:   groups, as sequences with advantages
 Out:  seconds
-Used: bench/train.py, as a process
 
 A real GRPOTrainer is constructed over the same model and adapter; only its sampling is left out.
 In its favour: no gradient checkpointing, which it has on by default, and no bf16, which crawls on

@@ -2,7 +2,6 @@
 
 In:   prompts as token ids
 Out:  how long it took, and how many tokens came out
-Used: bench/rollout.py, as a process under that environment's Python; hone is not imported here
 
 Chosen in its favour: prefix caching in blocks small enough for the prompts, no text is made of the
 tokens, no process between caller and engine, its own compiler where it has one, all cores.

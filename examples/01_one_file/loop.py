@@ -2,7 +2,6 @@
 
 In:   a model's name or directory, and the task in task.py
 Out:  a table on the screen; reward.png and result.json in --out
-Used: to read the whole algorithm; by the tests, as the oracle of hone's learner
 
     for every step:  sample a group of answers to each of a few requests
                      reward each answer; its advantage is how much better than its group it was

@@ -2,7 +2,6 @@
 
 In:   the rows of the table and the held-out scores, per tool, before and after
 Out:  two files
-Used: loop.py
 """
 
 import json

@@ -2,7 +2,6 @@
 
 In:   phrases.json: per tool, phrases with a gap and arguments that go into it
 Out:  Items to train on and held-out ones, their prompts, the reward of an answer
-Used: loop.py, and examples/02_tool_calls
 
 Training requests are commands and statements; held-out ones are questions, about other arguments,
 and one of their tools is described in the prompt but never trained (UNSEEN). A test holds all of

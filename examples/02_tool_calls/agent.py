@@ -2,7 +2,6 @@
 
 In:   a request; the model that is trained, as `llm`
 Out:  its answer, as it came
-Used: config.yml, as the workflow
 
 Nothing here knows of training: this is the OpenAI client as anybody uses it, and `llm` only says
 which model, at which address, with which parameters.

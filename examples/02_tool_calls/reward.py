@@ -2,7 +2,6 @@
 
 In:   the agent's answer, and the call that the dataset expects
 Out:  a number between 0 and 1
-Used: config.yml: `graded` to train by; heldout.yml: `exact` to report
 
 Training needs the finer one: what all answers of a group get alike teaches nothing, and at the
 start hardly any is exact.

@@ -2,7 +2,6 @@
 
 In:   phrases.json: per tool, phrases with a gap and the arguments that go into it
 Out:  data/train.jsonl and data/heldout.jsonl, one request a line with the call that answers it
-Used: once, by hand; a test holds the files to it
 """
 
 import json

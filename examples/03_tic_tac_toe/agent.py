@@ -2,7 +2,6 @@
 
 In:   "X 17": the model's mark, and the seed of the opponent
 Out:  Win!, Lose!, Draw!, or Forfeit! where TRIES answers in a row named no free cell
-Used: config.yml, as the workflow
 
 Every answer is valued when it is given, with hone.step; `credit: per_call` trains each by its own.
 """

@@ -2,7 +2,6 @@
 
 In:   a board: nine characters, X, O, or the digit of a free cell ("1234X6789")
 Out:  who has won, what is free, what a player can expect
-Used: agent.py, to play and to value each move
 
 A value is kept under the board and the player it is for. Kept under the board and whose turn it
 is, it would be right for X-games or for O-games of one process, whichever asked first. Every game

@@ -2,7 +2,6 @@
 
 In:   the result of a game, and the values of its answers
 Out:  a number between 0 and 1 (or a little less than 0, where every answer was illegal)
-Used: config.yml: `shaped` to train by; heldout.yml: `won` to report
 
 Against an opponent that moves at random, most bad moves go unpunished. The values of the moves,
 which are those of perfect play, say more about a game than its result does.

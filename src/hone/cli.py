@@ -2,7 +2,6 @@
 
 In:   arguments
 Out:  results on stdout, progress and errors on stderr; one of the EXITS
-Used: the `hone` script
 
 A HoneError is printed as its message and never as a traceback: the message already says where,
 what and what to do. Any other exception is a bug of ours and keeps its traceback.

@@ -2,7 +2,6 @@
 
 In:   their options
 Out:  each calls one function of the part it belongs to and prints what that returns
-Used: cli.py, which puts them beside the server's commands
 
 Options keep the spelling of the seed documents (`--config_file`), and take a hyphen as well.
 Libraries load when a command runs, so that `hone --help` stays quick.

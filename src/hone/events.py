@@ -2,7 +2,6 @@
 
 In:   what the trainer, the builder and the adapter did
 Out:  `events.jsonl` in the run's output_dir; the same events to whoever listens
-Used: finetune/* writes it; metrics.py, plots.py, report.py and display.py read it, and nothing else
 
 Every curve and every number of a report comes from here, so a run that was killed and went on has
 one history. A line cut off by a kill is dropped when the file is opened again; a bad line anywhere

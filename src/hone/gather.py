@@ -2,7 +2,6 @@
 
 In:   awaitables of trajectories, or groups made of them
 Out:  trajectories and groups; a rollout that failed is an entry of its group's `exceptions`
-Used: the user's training loop; `await group` ends here too
 
 A failure is data, never a reward: it is counted, kept with its traceback, and when there are more
 than `max_exceptions` the first one too many is raised and everything still running is cancelled

@@ -2,7 +2,6 @@
 
 In:   a name and where it is served; for a trainable one its base model and a backend
 Out:  an OpenAI client for it; jobs that make its next step
-Used: the user's rollouts and training loop
 
 Nothing is contacted before `register`. A model only knows names and addresses; what happened to
 it is kept by its backend, so two programs that name the same model mean the same one.

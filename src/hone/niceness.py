@@ -2,7 +2,6 @@
 
 In:   how nice this thread shall be from now on
 Out:  nothing; where the system knows no such thing, or forbids it, nothing happens
-Used: inference/apart.py, beside the engine's steps; learner/child.py, while it loads ahead of a job
 
 Only the superuser can take a niceness back, so a thread that gives way ends with what it was for.
 """

@@ -2,7 +2,6 @@
 
 In:   how much of how much is done, and a note (a mean reward, a phase)
 Out:  text on stderr, never on stdout, which belongs to the user's program
-Used: gather.py for rollouts, backends/remote.py for a job; cli.py and display.py write through it
 
 A log file gets one line every ten seconds and one at the end, not a bar drawn a thousand times.
 All that hone says goes through one console, so that a line stands above a bar and never in it.

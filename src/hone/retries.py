@@ -2,7 +2,6 @@
 
 In:   a function, plain or async
 Out:  one that gives up after `max_attempts` calls, with the last failure
-Used: the user's code
 
 The file is not called retry.py: importing it would put the module in place of `hone.retry`.
 """

@@ -2,7 +2,6 @@
 
 In:   `-o KEY VALUE`, `--log-level`; log records; tables
 Out:  pairs; `LEVEL - message` lines through the one console; a table as wide as the terminal
-Used: cli.py and commands.py
 
 Only hone's own records follow `--log-level`; other libraries speak from WARNING on, because at
 INFO the HTTP client would write a line for every model call of every rollout.

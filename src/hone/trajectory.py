@@ -3,8 +3,6 @@
 In:   what the user's code sampled, as recorded calls, a rollout's id, or OpenAI messages and
       choices; and the reward it gave
 Out:  what a training job is made of
-Used: by the SDK and the harness to build jobs, by the server to resolve them into calls, by
-      learner/samples.py to read those
 
 A trajectory says what was sampled in one of three ways. `calls` carry the tokens themselves;
 `rollout` refers to the calls the server recorded; `messages_and_choices` holds OpenAI messages,

@@ -2,7 +2,6 @@
 
 In:   what the engine sampled; what the user asked for
 Out:  checked, frozen values
-Used: both halves of hone; with trajectory.py the only place where they meet
 
 A Call carries the ids the engine was fed and returned. They are never encoded again from text:
 15 of 64 completions of a small model come back as other ids, and their logprobs would then

@@ -2,7 +2,6 @@
 
 In:   argv: the server's address, the base model
 Out:  one JSON object on stdout's last line: what the client saw
-Used: run.py, in an environment that has openpipe-art and not hone
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # art is installed in the environment this runs in, not in hone's, and is not the folder tests/art.

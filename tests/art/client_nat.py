@@ -2,7 +2,6 @@
 
 In:   argv: the server's port, the base model
 Out:  one JSON object on stdout's last line: what the client saw
-Used: run.py, in an environment that has nvidia-nat-openpipe-art and not hone
 """
 # pyright: reportMissingImports=false
 # nat is installed in the environment this runs in, not in hone's.

@@ -2,7 +2,6 @@
 
 In:   a `backend` fixture, and a `tiny_model` its server can load
 Out:  failures that name the promise broken
-Used: tests/sdk/test_backends.py for RemoteBackend and LocalBackend; any backend to come
 """
 
 import asyncio

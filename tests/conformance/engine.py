@@ -2,7 +2,6 @@
 
 In:   a `Served` engine over a tiny model, with two adapters published
 Out:  failures that name the promise broken
-Used: tests/inference/test_embedded.py; any engine to come
 
 The reference is a plain forward pass of transformers (with PEFT for adapters), computed here and
 not by hone: an engine that agrees only with itself would pass anything.

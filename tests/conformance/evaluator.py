@@ -2,7 +2,6 @@
 
 In:   an `evaluator` fixture, and `cases`: items with the value they must get, None for a failure
 Out:  failures that name the promise broken
-Used: tests/evaluation/test_conformance.py for the built-in ones; any evaluator to come
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 In:   a Markdown file; marks in HTML comments right above a block
 Out:  Blocks; Stage.run(block), in a directory of the page's own, top to bottom
-Used: test_pages.py
 
 A block says by its language what is done with it: `python` and `bash` are run, `yaml`, `json`,
 `jsonl` and `toml` are parsed. A block without a language, or in `text`, is a picture and not code. Marks:

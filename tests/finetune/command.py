@@ -2,7 +2,6 @@
 
 In:   overrides and options of the command
 Out:  its exit status, its events, and what its parts were asked to do
-Used: the tests of run.py, by the fixture `command`
 """
 
 import json

@@ -2,7 +2,6 @@
 
 In:   the seed's basic configuration, with changes
 Out:  its document; its live parts; the checks of them
-Used: test_checks.py, test_preflight.py and test_twice.py
 """
 
 import json

@@ -2,8 +2,6 @@
 
 In:   a Story: how long, how well, and what goes wrong
 Out:  the events in order; `tell` also writes them, and the rollouts of validations, into a directory
-Used: the tests of history, metrics, plots, report and display; `python -m tests.finetune.runs DIR`
-      draws every story, to be looked at
 """
 
 import json
@@ -371,9 +369,8 @@ def _record(event: Event) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from hone.finetune import metrics
-    from hone.finetune.history import History
-    from hone.finetune.report import plots, report
+    from hone.report import metrics, plots, report
+    from hone.report.history import History
 
     for name in sys.argv[2:] or STORIES:
         place = Path(sys.argv[1]) / name

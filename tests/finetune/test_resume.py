@@ -122,7 +122,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, last: int | None) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.finetune.files.write", lambda events, output_dir, picture: None)
+    monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
 
 
 @pytest.mark.parametrize("keys", SETTINGS.values(), ids=SETTINGS.keys())
@@ -137,7 +137,7 @@ def test_killed_after_any_write_it_comes_to_the_same_end(
 
     for last in range(1, writes[0] + 1):
         monkeypatch.undo()
-        monkeypatch.setattr("hone.finetune.files.write", lambda events, output_dir, picture: None)
+        monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
         world = World(tmp_path / f"killed-{last}", keys)
         counting(monkeypatch, last)
         with pytest.raises(Killed):

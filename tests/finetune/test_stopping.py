@@ -1,8 +1,8 @@
 """Early stopping."""
 
 from hone.config.schema import EarlyStoppingConfig
-from hone.finetune.history import Validation
 from hone.finetune.stopping import reason_to_stop
+from hone.report.history import Validation
 
 
 def measured(*means: float | None) -> list[Validation]:

@@ -15,10 +15,10 @@ from hone.errors import PolicyFailure
 from hone.evaluation.run import Evaluation
 from hone.events import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
-from hone.finetune.held_out import comparison
-from hone.finetune.history import History
 from hone.finetune.journal import Journal, RunFacts
 from hone.finetune.validation import validate
+from hone.report.history import History
+from hone.report.validations import comparison
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 

@@ -2,7 +2,6 @@
 
 In:   examples, rewards, keys of the `finetuning:` section
 Out:  how its epochs ended, its events, what its parts were asked to do
-Used: test_trainer.py and test_validation.py, by the fixture `bench`
 """
 
 from collections.abc import Callable

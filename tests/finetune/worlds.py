@@ -2,7 +2,6 @@
 
 In:   a running LocalBackend, changes to the configuration
 Out:  adapters, builders, and rollouts that the server recorded; a proxy that loses things on the way
-Used: the tests of adapter.py, builder.py and preflight.py
 """
 
 import json

@@ -2,7 +2,6 @@
 
 In:   a directory
 Out:  the same directory with the package and its metadata, ready for sys.path or PYTHONPATH
-Used: tests that need `my_workflow` and the other components of a third party
 """
 
 import subprocess

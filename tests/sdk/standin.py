@@ -2,7 +2,6 @@
 
 In:   events of jobs, as the test emits them; a link that can be cut
 Out:  what a RemoteBackend sees of a server in trouble: lost answers, broken streams, refusals
-Used: test_remote.py, for what a sound server never does; everything else runs on the real one
 """
 
 import asyncio

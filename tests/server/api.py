@@ -2,7 +2,6 @@
 
 In:   a root, a tiny model, a scripted engine
 Out:  Api: asks, registers, submits, follows jobs to their end; jobs as clients send them
-Used: test_training.py, test_outcome.py
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 In:   a tiny model; how many kills; a seed
 Out:  a line per kill; exit 1 if any run ended with other bits, or trained anything twice
-Used: make chaos; test_crash.py runs a part of it in the test-suite
 
 First every failpoint, each time it is reached; then pairs of kills at random times, the second
 while the server is still recovering from the first; then servers whose learner has a process of

@@ -2,9 +2,6 @@
 
 In:   a root directory and a tiny base model
 Out:  a State as app.py opens it; as a program, what came of one job
-Used: test_service.py in its own process; test_crash.py and chaos.py as a program:
-      `small_server.py ROOT MODEL` runs one job with a learner in its own process;
-      `small_server.py` reads runs as JSON lines and forks for each, so that torch is loaded once
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 In:   HONE_FUZZ_CASES (2,000 in `make test`), a tiny model
 Out:  Target: a whole server in this process that says 5xx to nothing, hangs on nothing, loses nothing
-Used: test_fuzz.py
 """
 
 import asyncio

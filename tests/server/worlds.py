@@ -3,7 +3,6 @@
 In:   a State that is not running
 Out:  World: adds recorded calls, resolves trajectories; choices in the forms clients know; a model
       as ART's clients describe it
-Used: the fixture `world`; test_training.py, test_art.py, test_art_config.py
 """
 
 import secrets

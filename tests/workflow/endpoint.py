@@ -2,7 +2,6 @@
 
 In:   replies, in the order in which they are to be given; without any it says "ok"
 Out:  chat completions, completions and responses, whole or streamed as they are asked for
-Used: the tests of capture/ and workflow/
 """
 
 import asyncio

@@ -2,8 +2,6 @@
 
 In:   models, and groups of trajectories to train them on
 Out:  where to reach the model; the step a job published
-Used: model.py calls it; remote.py and local.py are it; tests/conformance/backend.py holds any
-      other one to the same behaviour
 """
 
 from collections.abc import Iterable, Mapping

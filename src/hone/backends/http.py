@@ -2,7 +2,6 @@
 
 In:   method, path and body; the server's address and key
 Out:  JSON, or the exception that the server's refusal stands for; every event of a job once
-Used: remote.py says which requests there are
 
 Every request may be sent twice, so one whose answer was lost is simply sent again: a job carries
 an idempotency key, and the server gives back the job it made. A wait follows the job's events and

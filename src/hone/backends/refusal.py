@@ -2,7 +2,6 @@
 
 In:   a response that is not a success
 Out:  the HoneError the server raised, by its name if this side knows it, else by its status
-Used: remote.py, so that a client reads the server's own words and can catch what it names
 """
 
 from collections.abc import Mapping

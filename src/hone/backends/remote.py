@@ -2,7 +2,6 @@
 
 In:   models and groups; the server's address and key
 Out:  the step that was published; every refusal of the server as the exception it stands for
-Used: the user's training loop; local.py for the server it starts; finetune/adapter.py
 
 A job is known by its id as soon as `submit` returns, and then belongs to the server: who waits for
 it may be cancelled, or be another process, and the job goes on. `train` is the one that takes its

@@ -2,8 +2,6 @@
 
 In:   nothing; protocols and values only
 Out:  Scope, SeenCall, Step, Recorder, Tap
-Used: capture/scope.py opens scopes; every tap marks the calls of one library with the open one
-      and writes what it saw into that scope's recorder; evaluators and builders read SeenCalls
 
 A SeenCall is what the harness saw on the wire: text, for evaluators, files and reports. The tokens
 that are trained are the server's, which recorded them where they were sampled.

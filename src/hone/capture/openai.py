@@ -2,7 +2,6 @@
 
 In:   a request, and its answer: whole, streamed, refused or broken off
 Out:  a SeenCall
-Used: capture/wire.py, for every call in a scope that has a recorder
 
 While the agent waits, bytes are kept and nothing is read: reading is done once, when somebody asks
 for the call. A stream is teed: the client gets every byte as it arrives, and what it does not

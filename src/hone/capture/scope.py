@@ -3,7 +3,6 @@
 In:   `async with hone.rollout() as r:` or `with`, around the agent; `hone.step(...)` inside it
 Out:  calls that carry the id; `r.trajectory(reward=...)` refers to what the server recorded; in
       the harness's rollouts, calls and steps in the scope's recorder
-Used: the user's rollouts; the harness around each run of a workflow
 
 The open scope lives in a ContextVar: rollouts that run at once in one event loop each see their
 own, and code outside sees none. Libraries are patched only while at least one scope is open in

@@ -3,7 +3,6 @@
 In:   the scope that is open where a request is sent
 Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, .../completions and
       .../responses; those calls in the scope's recorder, if it has one
-Used: capture/scope.py, while at least one scope is open
 
 The one seam all clients of the two libraries pass, whatever their transport, is `send`: it is
 replaced on the four client classes and put back. openai 2 speaks httpx, openai 3 speaks httpx2,

@@ -2,7 +2,6 @@
 
 In:   the keys under one `_type` of the YAML
 Out:  a ComponentConfig of that component
-Used: every component, built in or a plugin's; schema.py for the document around them
 
 Unknown keys are refused here, once for all components: a misspelt key that is ignored trains a
 run with a default nobody chose, and nothing ever says so.

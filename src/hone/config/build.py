@@ -2,7 +2,6 @@
 
 In:   a checked Document; the factories that the registry holds
 Out:  a Builder: functions, models, evaluators and the three parts of a training run, by name
-Used: workflow/run.py, evaluation/run.py and finetune/run.py; factories, for what they need
 
 What was made last is closed first, and everything is closed, even after a failure: the code after
 a factory's `yield` always runs, so a factory needs no `try`. A server that a run started would

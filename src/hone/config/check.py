@@ -2,7 +2,6 @@
 
 In:   what load.py read, and the document's class
 Out:  the validated document and a list of Problems, one of which is empty; what a run lacks
-Used: schema.examine; finetune/checks.py for a file that is to be trained with
 
 Names are checked on the values as loaded, not on the validated document: a misspelt reward is told
 together with a misspelt key, not after it.

@@ -2,7 +2,6 @@
 
 In:   a file; the environment; the files that `base:` and `file://` name
 Out:  Loaded: nested dicts and lists, and file:line of every key
-Used: schema.py, which checks what was loaded
 
 YAML as the seed documents write it: `1e-6` is a number, `${VAR}` and `${VAR:-default}` come from
 the environment, `base: other.yml` is the file underneath this one, and a string `file://prompt.md`

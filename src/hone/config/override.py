@@ -2,7 +2,6 @@
 
 In:   dotted paths and text; the document's class
 Out:  the loaded values, changed; problems where a path leads nowhere
-Used: schema.read, before the document is checked
 
 The schema decides what text means, not the text: `-o llms.m.model_name 7` is the name "7", and
 `-o finetuning.num_epochs 7` the number. Element 1 of a list is `a.b.1`; a key with a dot in it

@@ -2,7 +2,6 @@
 
 In:   the entry points of group `hone.components`
 Out:  a filled registry
-Used: schema.read and `hone info components`, before a `_type` is looked up
 
 A plugin that cannot be imported does not stop a run that does not need it. The reason is kept: the
 error about an unknown `_type` repeats it, because that is when somebody looks for it.

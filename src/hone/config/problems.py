@@ -2,7 +2,6 @@
 
 In:   pydantic's errors on a document, and where each of its keys stands
 Out:  Problems: file:line, the dotted key, what was got and expected, the nearest known name
-Used: load.py and schema.py; `hone validate` prints them
 
 A problem is told at the place the author can change. So a key that came from `base:` names the
 base's line, and one that came from `-o` names the option.

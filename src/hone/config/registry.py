@@ -2,7 +2,6 @@
 
 In:   `@register_function(config_type=MyConfig)` over an async generator that yields the instance
 Out:  what schema.py checks a block against, and what build.py makes of it
-Used: every component once, when it is imported; schema.py, build.py and `hone info components`
 
 A `_type` is registered once. Of two with one name, the order of imports would choose the reward
 that a run is trained on.

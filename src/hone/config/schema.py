@@ -2,7 +2,6 @@
 
 In:   a file and `-o` overrides
 Out:  a Document whose blocks are the configuration objects of their components
-Used: every command that takes `--config_file`; docs/build.py for the reference
 
 The whole file is checked before anything is started, against the types that are registered: a
 mistake on the last line must not cost the epoch that came before it.

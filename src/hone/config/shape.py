@@ -2,7 +2,6 @@
 
 In:   the document's class, a path, and the values found there
 Out:  the type at that path; every value that names another component
-Used: check.py for what a problem should say, override.py for the type of an `-o` value
 
 Types are read from the values too, because a block is of the class that its `_type` names. So
 `-o trainer_adapters.art.backend.port 7624` knows that it is a number, for a plugin's adapter too.

@@ -2,7 +2,6 @@
 
 In:   an EvalInputItem: a row of the dataset, and what the workflow made of it
 Out:  a Score: a finite number, or the reason why there is none
-Used: evaluators implement Evaluator or BaseEvaluator; evaluation/run.py calls `score`
 
 A failure is never a number. An evaluator that raises, says `error`, or gives None, NaN or
 something that is no number has not scored the item: 0 would be trained on as if the policy had

@@ -2,7 +2,6 @@
 
 In:   the model calls of a rollout as the harness saw them on the wire
 Out:  whether the right tools were called; seconds, tokens and calls as plain numbers
-Used: evaluation/evaluators.py imports it for its registrations
 """
 
 import json

@@ -2,7 +2,6 @@
 
 In:   a DatasetBaseConfig (json, jsonl, csv, parquet, xls, custom, or a plugin's), or a path
 Out:  EvalInputItems in the order of the rows, each id once
-Used: evaluation/run.py, once per run; config/plugins.py imports it for its registrations
 
 Ids are what groups, journals and curricula are keyed by. Rows without one get their number in the
 file, so that filters do not renumber the others; two rows with one id are an error, since the

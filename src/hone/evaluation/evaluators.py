@@ -2,7 +2,6 @@
 
 In:   what the workflow returned, and what the row expects
 Out:  a number between 0 and 1, and the reason
-Used: config/plugins.py imports it for its registrations; `_type` names them in `eval.evaluators`
 """
 
 import json

@@ -3,7 +3,6 @@
 In:   results, one by one as they finish, then all of them; the configuration
 Out:  workflow_output.json, EVALUATOR_output.json, config_original.yml, config_effective.yml,
       config_metadata.json; finished.jsonl until all of that is written
-Used: evaluation/run.py for `hone eval`; nothing else writes there
 
 Each finished item is on disk before the next is counted, so a crash loses nothing that was paid
 for. `.hone_files` lists what hone wrote, and cleaning removes nothing else: the directory is the

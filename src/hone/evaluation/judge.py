@@ -2,7 +2,6 @@
 
 In:   an item, a rubric, and an entry of `llms` (any OpenAI endpoint)
 Out:  the judge's score, from 0 to 1, and its reasoning
-Used: config/plugins.py imports it for its registrations
 
 A judge that does not answer, or whose answer holds no score within bounds, is asked again and then
 has failed; a zero in its place would teach the policy to be hard to judge. What a judge said once

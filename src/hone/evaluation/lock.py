@@ -2,7 +2,6 @@
 
 In:   the directory; the command and the key of its name, for messages
 Out:  a DirectoryLock, held until it is released or the process ends, however it ends
-Used: evaluation/files.py for `hone eval`
 
 The operating system holds the lock, not the file: what a killed process leaves behind blocks
 nobody. The file stays when the lock is released, because between its removal and the next lock two

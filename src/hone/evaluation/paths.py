@@ -2,7 +2,6 @@
 
 In:   a path (RFC 9535; the library's additions are allowed) and a value of JSON
 Out:  what the path finds, in order
-Used: evaluation/run.py on what a workflow returned; evaluators.py on what a row expects
 """
 
 from typing import Any

@@ -2,7 +2,6 @@
 
 In:   `target: package.module:function` or `file.py:function`; the item
 Out:  what the function returned, as a score
-Used: evaluation/evaluators.py imports it for its registration
 
 The function takes the parts of an item by their names, or the item as its only parameter. Whether
 it can be called so is found out when it is built, not in the first epoch.

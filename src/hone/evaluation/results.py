@@ -2,7 +2,6 @@
 
 In:   a rollout's result; items with their scores
 Out:  ItemResult, EvaluationRunOutput, EvalSummary; the output that `result_json_path` picks
-Used: evaluation/run.py makes them; files.py writes them; finetune/ trains on them
 """
 
 import dataclasses

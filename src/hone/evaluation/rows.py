@@ -2,7 +2,6 @@
 
 In:   a path
 Out:  its rows in order, columns by name, values that JSON can hold; an empty cell is None
-Used: evaluation/datasets.py, once per dataset
 
 A row that cannot be read is an error with file and line, never skipped: a dataset that is one row
 short trains and validates on something nobody looked at. pyarrow, openpyxl and xlrd are imported

@@ -2,7 +2,6 @@
 
 In:   an item that the workflow has answered
 Out:  the verdict: a number and the reason for it
-Used: evaluators.py and calls.py derive their types from Rule; third parties may too
 
 What is wrong with the model's answer is a verdict (0, and why). What is wrong with the row or the
 configuration is raised: nobody learns anything from an item that could not be scored.

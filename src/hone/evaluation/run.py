@@ -2,7 +2,6 @@
 
 In:   a Builder (or the parts), items, an id for each rollout
 Out:  ItemResults in the order of the items; for `hone eval` files and an EvalSummary
-Used: finetune/run.py builds one Evaluation and uses it in every epoch; cli.py for `hone eval`
 
 Everything is built once. The budget counts rollouts, not evaluations of them: an item that is
 being scored holds no slot, so a slow judge does not leave the engine idle. A rollout that failed

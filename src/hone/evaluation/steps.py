@@ -2,7 +2,6 @@
 
 In:   SeenCalls and Steps; or such a list, written by hone or by NeMo Agent Toolkit
 Out:  dicts in that toolkit's form (parent_id, function_ancestry, payload); or calls and steps again
-Used: evaluation/files.py writes, evaluation/datasets.py reads (`--skip_workflow`)
 
 Log-probabilities and token ids are left out: they are many times the text, and training takes
 them from the server's records, never from this file.

@@ -2,7 +2,6 @@
 
 In:   a TrajectoryCollection; which server, which model, how to train
 Out:  a job on the server, its status, and the address where the model in training answers
-Used: trainer.py submits and waits; builder.py asks for recorded calls; run.py takes `served`
 
 The only place where the harness's trajectories become the SDK's. A trajectory whose calls the
 server recorded is sent as a reference: its rollout and the ids of the calls that are trained. Only

@@ -2,7 +2,6 @@
 
 In:   a block of `trainer_adapters` with `_type: openpipe_art_trainer_adapter`
 Out:  ARTTrainerAdapterConfig; the keys of each job
-Used: adapter.py; preflight.py, for the learning rate that a run is planned with
 
 `training` has every key of a job: what is not written there is not sent either, so that the
 server's defaults stay the server's. Only learning_rate and beta have defaults of this block's own.

@@ -2,7 +2,6 @@
 
 In:   nothing; abstract classes, and the values they pass on (values.py)
 Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
-Used: builder.py, adapter.py and trainer.py are the built-in three; a plugin derives its own
 
 The names are those of NeMo Agent Toolkit's finetuning harness, so that what was written for it
 needs new imports and little else. `Trainer` is the loop over epochs; what owns gradients is the

@@ -2,7 +2,6 @@
 
 In:   the `finetuning:` section; a journal and events, or the directory to open them in
 Out:  what the loop works with: its standing, its curriculum, its files
-Used: trainer.py, which is the loop and nothing else
 """
 
 import asyncio
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from hone.errors import ConfigError, HoneError
 from hone.events import FILE, EventLog, read
-from hone.finetune import metrics
 from hone.finetune.base import (
     Trainer,
     TrainerAdapter,
@@ -22,12 +20,13 @@ from hone.finetune.base import (
     TrajectoryBuilder,
 )
 from hone.finetune.comparison import Comparison
-from hone.finetune.files import Files
-from hone.finetune.held_out import Validation
 from hone.finetune.journal import Journal, RunFacts, Submission
 from hone.finetune.phases import Phases
 from hone.finetune.standing import Standing, Visit
-from hone.finetune.words import failed
+from hone.report import metrics
+from hone.report.text import failed
+from hone.report.validations import Validation
+from hone.report.writer import Files
 
 if TYPE_CHECKING:
     from hone.config.registry import TrainerConfig

@@ -2,7 +2,6 @@
 
 In:   an Evaluation (workflow, items, evaluators), how many generations, what is a target
 Out:  a TrajectoryCollection, one group per example; what was left out, counted by reason
-Used: trainer.py, once a round
 
     start_run   one task per generation, all rollouts of all of them under the Evaluation's budget
     finalize    wait, count what failed, group by example

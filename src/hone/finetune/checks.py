@@ -2,7 +2,6 @@
 
 In:   a file, or the Document of one; how many examples its dataset has
 Out:  Checks, each with what to change if it failed; a Plan; a Document that a run can begin with
-Used: `hone validate` and `hone finetune` read their file here; preflight.py before epoch 1; dry_run.py
 
 A Document may be valid and no run: what is checked here is what would only show once a run has
 been paid for, such as a target that no call can match, or groups in which nothing can be compared.
@@ -37,7 +36,7 @@ from hone.evaluation.datasets import (
 )
 from hone.finetune.adapter_config import ARTTrainerAdapterConfig
 from hone.finetune.builder import ARTTrajectoryBuilderConfig
-from hone.finetune.words import counted
+from hone.report.text import counted
 
 FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
 HARDLY = 1e-3

@@ -2,7 +2,6 @@
 
 In:   a TrajectoryCollection: episodes with rewards, and which recorded calls they are
 Out:  TrajectoryGroups; what could not be converted, counted by reason
-Used: adapter.py, once a job
 
 A trajectory whose calls a hone server recorded becomes a reference to them, and its text is left
 at home. The text of any other is sent with its log-probabilities, to be rendered again; so its

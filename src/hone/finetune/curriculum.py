@@ -2,7 +2,6 @@
 
 In:   the epoch's groups, the curriculum's configuration, a seed
 Out:  the groups that are trained; before that, which examples need to be run at all
-Used: trainer.py, once a round; its state goes into every submission, so that a resumed run has it
 
 How easy an example is, is the mean reward of its group, and examples are known by their ids, never
 by their place in a list: a group that is missing this epoch would move all places behind it. The

@@ -2,7 +2,6 @@
 
 In:   the run's document and the validation's, what the command said beside them
 Out:  lines for a reader; what the configuration alone shows to be wrong
-Used: run.py
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from hone.events import read as read_events
 from hone.finetune.checks import Check, Plan, check_document, check_movement, plan
 from hone.finetune.journal import RunFacts, check_free, plan_start
 from hone.finetune.standing import Standing
-from hone.finetune.words import counted
+from hone.report.text import counted
 
 if TYPE_CHECKING:
     from hone.config.registry import TrainerAdapterConfig

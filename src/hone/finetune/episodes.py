@@ -2,7 +2,6 @@
 
 In:   the calls a hone server recorded (or those the harness saw, of a foreign one), what is a target
 Out:  an episode of messages, the ids of the calls that are trained, a value for each of them
-Used: builder.py, once a rollout
 
 A call is found by its id and never by its text: two answers may say the same, and only one of them
 may be a target. Calls that continue a conversation extend it; what does not continue one exactly

@@ -2,7 +2,6 @@
 
 In:   RolloutRecords, each with the trajectory made of it
 Out:  one group per example, in the order of the examples; what is left out, by reason; Collected
-Used: builder.py, when all rollouts of a round have ended
 
 Groups are always of one example: comparing answers to different questions would reward whoever got
 the easier one.

@@ -2,7 +2,6 @@
 
 In:   SIGINT, while a run goes on
 Out:  the run's task is cancelled, once; or the process ends with 130
-Used: run.py around the whole run, commands.py when it is over
 
 Python's own way raises KeyboardInterrupt wherever the event loop happens to be, and asyncio then
 complains about every task that was torn apart. Here nothing is raised into the loop: a run is cancelled

@@ -2,8 +2,6 @@
 
 In:   RolloutRecords as they end; each submission before it is sent
 Out:  files under output_dir; the same after a kill, less a torn last line
-Used: run.py opens it; builder.py and validation.py ask it before they run a rollout; trainer.py
-      sends what it noted
 
     run.json                        which run this is, from which configuration, how often started
     trajectories/epoch_NNN.jsonl    one line a training rollout; validation_NNN.jsonl for the others

@@ -2,7 +2,6 @@
 
 In:   examples, a seed, how many make an epoch and how many a round
 Out:  rounds of examples, the same for the same arguments whenever they are asked for
-Used: trainer.py, once an epoch
 
 An example comes again only when all have been seen. The order depends on the seed and on nothing
 that happened, so a run that was killed goes on with the same examples.

@@ -2,7 +2,6 @@
 
 In:   `with phases.timed("rollout_s"):` around each stage
 Out:  seconds by phase since the last reading; what no stage claims is `other_s`
-Used: trainer.py
 """
 
 import time

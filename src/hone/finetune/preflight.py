@@ -2,7 +2,6 @@
 
 In:   the document, the live parts of a run, and its server
 Out:  Checks, each with what to change if it failed
-Used: run.py, before epoch 1
 
 The last checks run one example twice (twice.py). Where an earlier check failed, those that build on
 it are left out.

@@ -2,7 +2,6 @@
 
 In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
 Out:  a RolloutRecord, what it is worth, whether to run it again; its id; the fields of its event
-Used: builder.py for training, validation.py for held-out examples
 
 A rollout that failed, or that its evaluator failed to score, has no reward: it has a failure, of
 one of two kinds. What the evaluator could not do is never blamed on the model.

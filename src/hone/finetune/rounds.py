@@ -2,7 +2,6 @@
 
 In:   what trainer.py says of the round; the journal
 Out:  Round: its examples, the rollouts that are known already
-Used: builder.py, once a round
 
 A rollout that gave something to train on is never run again. What failed by the model's own doing,
 or gave nothing, is the round's result like any other and is kept too, unless the whole round came

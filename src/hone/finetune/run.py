@@ -3,7 +3,6 @@
 In:   FinetuneOptions, as the command line fills them
 Out:  an exit status: 0 only if every epoch was trained or had nothing to train on, 130 after
       Ctrl-C; under output_dir everything that happened
-Used: cli.py
 
     read the configuration -> journal and events -> builder, adapter, trainer -> the server is
     reached -> training and validation sets -> preflight -> THE CLIENT LOOP (trainer.py) -> report
@@ -32,7 +31,6 @@ from hone.events import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import failures
 from hone.finetune.comparison import Comparison
-from hone.finetune.display import Display
 from hone.finetune.documents import read_documents
 from hone.finetune.dry_run import dry_run
 from hone.finetune.facts import address_of, again, evaluators_of, facts_of
@@ -40,7 +38,8 @@ from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFacts, write_whole
 from hone.finetune.preflight import preflight
 from hone.finetune.standing import Standing
-from hone.finetune.words import counted
+from hone.report.display import Display
+from hone.report.text import counted
 from hone.workflow.loop import run_loop
 
 log = logging.getLogger("hone")
@@ -351,7 +350,7 @@ class Run:
         """Whatever came of it; a run that never started has nothing to tell."""
         if not self.standing.history.sessions:
             return
-        from hone.finetune.report import report  # here, because it draws
+        from hone.report import report  # here, because it draws
 
         report.write(self.config.output_dir, brief=brief)
         log.info("Report: %s", self.config.output_dir / "report.html")

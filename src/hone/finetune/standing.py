@@ -2,7 +2,6 @@
 
 In:   the run's events, those before a kill and those of this process; the `finetuning:` section
 Out:  which epochs and rounds need not be run, what came of them, the examples of the next ones
-Used: trainer.py asks it before everything it does
 
 There is no other memory of what happened. A resumed run therefore cannot take another turn than
 one that was never interrupted, and nothing has to be kept in step with the events.
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hone.events import Event
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.curriculum import Curriculum
-from hone.finetune.history import History, Round
 from hone.finetune.order import epoch_of, rounds_of
 from hone.finetune.stopping import reason_to_stop
+from hone.report.history import History, Round
 
 if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig

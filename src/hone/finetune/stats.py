@@ -3,7 +3,6 @@
 In:   the collection, the part of it that is trained, the round's rollouts
 Out:  metrics under the names of training_metrics.jsonl, in their order; a refusal where too much
       failed
-Used: trainer.py, once a round
 """
 
 from collections import Counter

@@ -2,7 +2,6 @@
 
 In:   the validations so far, finetuning.early_stopping
 Out:  a reason to stop, or none
-Used: standing.py, which trainer.py asks before each epoch and run.py at the end
 
 A pure function of what was measured, so that a resumed run comes to the same conclusion.
 """
@@ -10,7 +9,7 @@ A pure function of what was measured, so that a resumed run comes to the same co
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hone.finetune.held_out import Validation
+from hone.report.validations import Validation
 
 if TYPE_CHECKING:
     from hone.config.schema import EarlyStoppingConfig

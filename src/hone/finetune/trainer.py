@@ -2,7 +2,6 @@
 
 In:   a TrajectoryBuilder, a TrainerAdapter, the `finetuning:` section, the run's journal and events
 Out:  one TrainingJobStatus an epoch; everything else stands in events.jsonl
-Used: run.py, once a run; the other loop, server/service.py, turns once a job
 
     run                       every epoch that is not done yet
       _validate                 held-out reward: before the first epoch, at each interval, at the end
@@ -30,7 +29,6 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.bound import BoundTrainer
-from hone.finetune.held_out import to_confirm
 from hone.finetune.journal import Submission
 from hone.finetune.stats import (
     check_failures,
@@ -39,6 +37,7 @@ from hone.finetune.stats import (
     policy_warning,
 )
 from hone.finetune.validation import validate
+from hone.report.validations import to_confirm
 
 if TYPE_CHECKING:
     from hone.config.build import Builder

@@ -3,7 +3,6 @@
 In:   the live parts of a run, its document
 Out:  Checks: do the agent's calls reach the model, name their rollout, come back with tokens, and
       differ; does the evaluator score them; what they took
-Used: preflight.py
 
 The two rollouts are in no journal and are not used for training.
 """

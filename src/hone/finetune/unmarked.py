@@ -2,7 +2,6 @@
 
 In:   what the server counted of each model, before and after
 Out:  how many there were, and what to say of them
-Used: builder.py, around each round; preflight.py, around its two rollouts
 
 An agent may make some of its calls in a way that hone cannot see: they are missing from the
 trajectory, and by the base model's name they get the untrained model. Only the server knows of

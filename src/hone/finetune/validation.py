@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation
     from hone.events import EventLog
-    from hone.finetune.history import History
     from hone.finetune.journal import Journal
+    from hone.report.history import History
 
 
 async def validate(

@@ -2,7 +2,6 @@
 
 In:   nothing; values only
 Out:  Trajectory and TrajectoryCollection, TrainingJobRef and TrainingJobStatus, RolloutRecord
-Used: everywhere in the harness, as names of base.py
 
 Fields and words are those of NeMo Agent Toolkit. Everything here survives a round through JSON,
 because a submission is written down before it is sent, and a rollout when it ends.

@@ -2,7 +2,6 @@
 
 In:   a function
 Out:  its result, as a Future
-Used: inference/embedded.py
 
 A new thread each time, which ends with its work. OpenMP keeps a pool for every thread that computed
 once, and where pools outnumber the cores it stops waiting actively: the engine's own steps would be

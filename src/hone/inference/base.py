@@ -2,7 +2,6 @@
 
 In:   prompt ids, Sampling, the adapter to answer with
 Out:  Deltas as they are sampled; one Finish per sample
-Used: the server's chat routes; tests/conformance/engine.py runs any engine through one suite
 
 An adapter is named by the hash of its weights, never by a step number or a path: two adapters
 that were called alike at different times must not share a cache, nor be taken for each other.

@@ -2,7 +2,6 @@
 
 In:   chunks of prompts to read, lanes of branches to advance by one token
 Out:  ids, positions, adapter spans, and `attend` for the decoder
-Used: inference/embedded.py, anew for every step
 
 Prompts are read and branches advanced in the same matrix products: on a CPU a product over 300
 rows costs little more than one over 64. A branch's attention is the prompt's part, computed once

@@ -2,7 +2,6 @@
 
 In:   token ids, and keys and values as they are computed
 Out:  Block
-Used: kv.py, stacks.py, batch.py and what schedules them
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,6 @@
 
 In:   the calls a rollout has made so far; the messages of its next request
 Out:  Bridged: the prompt's ids, whether they continue a recorded call, and if not, why
-Used: the server's chat routes, once per request, in rollouts and in ordinary serving
 
 Encoding an answer again changes its ids in a quarter of the cases; its log-probabilities would
 then belong to tokens nobody sampled, and the turns of a conversation would not merge in the trie.

@@ -2,7 +2,6 @@
 
 In:   checked Messages and tools; for an extension, the ids that were fed and sampled before
 Out:  token ids
-Used: template.py, for models whose own template says the same (SmolLM2, Qwen2.5 and their like)
 
 `recognise` decides by behaviour: it renders a set of conversations with the model's own template
 and with ours and wants the same text, so a renamed or fine-tuned model is served well and one that

@@ -2,7 +2,6 @@
 
 In:   requests, at any time, from any event loop
 Out:  Deltas, one per sample and step
-Used: the server where no vLLM is installed; benchmarks; tests
 
 One thread owns the model and takes all steps:
 

@@ -2,8 +2,6 @@
 
 In:   checked Messages and tools
 Out:  text or token ids, equal to `apply_chat_template`
-Used: template.py: as the truth other renderers are measured by, and to render where none of them
-      speaks for the model
 
 The date is frozen: a template that prints today's date would change the prompt of every call at
 midnight, and with it what a recorded call means. Turns cannot be bridged, since nobody knows where

@@ -2,7 +2,6 @@
 
 In:   checked Messages and tools; sampled ids
 Out:  token ids; completions read back by the library's parser
-Used: template.py, for models whose chat is not the ChatML of chatml.py
 
 Whole conversations are written by the model's own template where it has one: the library encodes
 some pieces apart that the template writes together (0.1.12, Qwen3: an answer that begins with a

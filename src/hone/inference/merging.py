@@ -2,7 +2,6 @@
 
 In:   the adapters of every pass, and how many rows each computed
 Out:  the decoder to take the next pass with
-Used: inference/embedded.py, on the engine's thread
 
 An adapter beside the weights costs every row two more products a layer, five percent on two cores.
 Merging it costs as much as two thousand rows lose by that, so it is done once that many have been

@@ -2,7 +2,6 @@
 
 In:   `messages` and `tools` of a chat request, as JSON gave them
 Out:  Messages (text, tool calls with their arguments parsed), or a TemplateError naming the field
-Used: template.py before it renders, bridge.py to tell whether a request continues a recorded call
 
 Two messages are the same when they mean the same to the model: ids of tool calls, the spelling of
 argument JSON and parts against plain text do not count. Agents rebuild messages from objects of

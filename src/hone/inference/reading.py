@@ -2,7 +2,6 @@
 
 In:   blocks whose keys and values are wanted
 Out:  the chunks of them that the next pass reads
-Used: inference/scheduler.py for prompts, inference/scoring.py for the sequences of a probe
 
 Requests that come together often begin alike (one system prompt, many questions). The first of
 them reads the common beginning; the others wait until it is there and start from a copy. A block

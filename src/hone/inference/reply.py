@@ -2,7 +2,6 @@
 
 In:   ids as the engine samples them, in pieces of any size
 Out:  events as soon as they are certain, and one Reply at the end
-Used: template.py, for every answer, streamed or not
 
 Whatever the pieces, the events add up to the same Reply: an answer read whole is the same parser
 fed once. No event ever carries half a character, a part of a tag or a part of a stop string. A

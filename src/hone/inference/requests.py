@@ -3,7 +3,6 @@
 In:   prompt ids and Sampling
 Out:  Request (what is reserved and read once), Sample (one answer as it grows), Branch (answers
       that have been the same so far)
-Used: inference/embedded.py
 
 What can never fit is refused here, before it waits: a request that no amount of waiting can
 serve would hold up all that came after it.

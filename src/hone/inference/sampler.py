@@ -2,7 +2,6 @@
 
 In:   logits [B, vocab]; for every drawing the row it draws from, how, and its own random stream
 Out:  SampledTokens
-Used: inference/embedded.py, once per step
 
 Draws are by Gumbel noise in two levels: first a block of the vocabulary, then a token in it. The
 distribution is exact, and a draw changes only where two perturbed scores are a rounding error

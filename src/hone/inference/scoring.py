@@ -2,7 +2,6 @@
 
 In:   sequences, an adapter
 Out:  the log-probability of every token but the first, once all of them have been read
-Used: inference/embedded.py, which reads the sequences in its ordinary passes
 
 Sequences go through the same passes as prompts and samples, a share of a pass at a time, so a
 probe holds nobody longer than a prompt does. They are read anew every time, never from the

@@ -2,7 +2,6 @@
 
 In:   the blocks whose branches advance
 Out:  Stack: keys and values of several prompts in one piece
-Used: kv.py (a lane has its Stacks), batch.py
 
 A call for every prompt costs more than the attention in it, unless prompts are long. But a stack is a
 copy: it is made when several prompts have come, kept until half of them have left, and all together

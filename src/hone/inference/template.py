@@ -2,7 +2,6 @@
 
 In:   OpenAI messages and tools; sampled ids
 Out:  Prompts, and Replies with text, reasoning and tool calls
-Used: the server's chat routes and the harness's legacy path; bridge.py adds turns through it
 
 Which renderer speaks for a model is decided once, when it is loaded, by what the model's own
 template does, and is part of the fingerprint together with the template, its arguments, the

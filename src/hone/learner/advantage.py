@@ -2,7 +2,6 @@
 
 In:   one row of values per trajectory, as the chosen credit assigns them
 Out:  advantages in the same shape, or None where nothing was better than anything
-Used: learner/samples.py, once per group (once per job with `baseline: batch`)
 
 Equality is judged with a relative tolerance: rewards that differ in the seventh digit come from
 rounding, and dividing by their standard deviation would turn that rounding into full-sized

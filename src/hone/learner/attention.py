@@ -2,7 +2,6 @@
 
 In:   a PackedRow and the decoder's per-layer windows
 Out:  an Attend for Decoder.hidden, good for every layer of that row
-Used: learner/learner.py, once per row
 
 This is the seam for kernels. Here, for CPUs (and any device without FlexAttention): segment by
 segment, over the keys of the path above. On a GPU with FlexAttention the block mask will be

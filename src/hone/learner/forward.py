@@ -2,7 +2,6 @@
 
 In:   a PackedRow, the step's Labels, an adapter or none
 Out:  one log-probability per label of the row, one entropy per label
-Used: learner/learner.py for every pass over a row, learner/probe.py
 
 All passes (of the policy at the start, of the base model, with gradients) run the same kernels on
 the same rows, so that their differences are differences of weights and not of summation order.

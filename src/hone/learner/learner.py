@@ -2,7 +2,6 @@
 
 In:   TrajectoryGroups and a TrainConfig
 Out:  the adapter moved in place, and a StepResult
-Used: learner/child.py in a process of its own; tests directly
 
 A job happens whole or not at all: whatever ends it early (a non-finite loss, a cancellation,
 an error) leaves adapter and optimizer as they were when it began. A half-trained adapter under

@@ -2,7 +2,6 @@
 
 In:   hidden states, the language-model head, queries (place, temperature) and labels
 Out:  the log-probability of every label, the entropy of every query
-Used: learner/learner.py, once per row
 
 The gradient of log p(target) with respect to a hidden state is (head[target] - p @ head) /
 temperature. So the forward pass keeps one row per query and the backward pass needs no logits at

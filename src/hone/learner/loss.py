@@ -3,7 +3,6 @@
 In:   log-probabilities under the weights being trained, at the start of the job, of the sampler
       and of the base model; advantages
 Out:  a row's share of the step's loss, and sums for its metrics
-Used: learner/learner.py, once per row
 
 Every label gets its weight before packing, from the labels of the whole step; a row then sums
 weight x term and divides by nothing. A mean over a row would make the loss depend on which labels

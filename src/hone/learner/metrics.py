@@ -2,7 +2,6 @@
 
 In:   sums of each row, totals of each optimizer step
 Out:  one flat mapping of `learn/quantity` to a number
-Used: learner/learner.py
 
 Means are over labels and never over rows, so that they do not depend on packing either.
 """

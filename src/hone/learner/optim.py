@@ -2,7 +2,6 @@
 
 In:   named leaves with gradients
 Out:  moved leaves; optimizer.safetensors
-Used: learner/learner.py
 
 A run that resumes without its moments takes steps of the wrong size for as long as they take to
 build up again, and nobody sees it. So the state is saved with every checkpoint, by parameter

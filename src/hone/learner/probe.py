@@ -3,7 +3,6 @@
 In:   the job's samples, the decoder, the adapter before and after
 Out:  Movement: a few sequences, up to 32 of their tokens with both log-probabilities, and some
       more by which noise can be told
-Used: learner/learner.py; the server compares the engine's answers with it before it publishes
 
 Values are at temperature 1, whatever the call was sampled at, because that is what an engine
 reports for a given sequence.

@@ -2,7 +2,6 @@
 
 In:   TrajectoryGroups, as the client sent them
 Out:  Samples; a group whose rewards are all equal yields none
-Used: learner/learner.py, once per job
 
 Token ids are copied from the recorded calls, never encoded again from text. A turn encoded
 twice can differ by one merge at its border, and its logprobs would then describe other tokens.

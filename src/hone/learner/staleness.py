@@ -2,7 +2,6 @@
 
 In:   the steps that answered trained calls; the step a job starts from; TrainConfig.max_staleness
 Out:  None, or why it is refused and what to do
-Used: server/resolve.py when a job is submitted, child.py when it starts
 
 An answer of an older step was sampled from another distribution than the one the job moves; the
 importance weight corrects for that only in part, and nobody sees it in the loss. Looked at twice:

@@ -2,7 +2,6 @@
 
 In:   Samples of one optimizer step
 Out:  a Batch: PackedRows (what is computed) and Labels (what is learned from it)
-Used: learner/learner.py, once per optimizer step
 
 A node is shared by every call whose ids agree up to it, so a shared prompt is computed once. What
 is trained stands beside the trie, as labels that belong to calls: two calls that sampled the same

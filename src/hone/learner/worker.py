@@ -2,7 +2,6 @@
 
 In:   a LearnerSpec; then jobs, one at a time
 Out:  StepResults, Progress, checkpoints on disk; LearnerDied if the process ends under a job
-Used: server/learning.py; the child runs `python -m hone.learner.child`
 
 The two sides speak JSON lines over the child's stdin and a private copy of its stdout: no pickle,
 and nothing of the parent's main module is imported again. A request may be followed by bytes, whose

@@ -2,7 +2,6 @@
 
 In:   a GGUF and the name it goes by
 Out:  $HONE_HOME/models/NAME-HASH (default ~/.cache/hone), with hone.json saying where it came from
-Used: models/find.py
 
 A directory under its final name is whole: it is written under another name, synced, and renamed.
 The hash is of the file's content and of the converter's version, so neither an edited file nor an

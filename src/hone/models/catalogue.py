@@ -2,7 +2,6 @@
 
 In:   a model's name, or nothing
 Out:  Entry values and labelled facts; files, once pulled
-Used: cli.py, which prints them
 
 `list` and `show` neither download nor install: asking about a model must not cost a gigabyte.
 """

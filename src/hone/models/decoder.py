@@ -2,7 +2,6 @@
 
 In:   an HF directory of the Llama, Qwen, Mistral or SmolLM family
 Out:  Decoder.hidden(ids, positions, attend, adapters) on one flat axis of tokens
-Used: inference/embedded.py (keys and values from a cache) and learner/learner.py (a token trie)
 
 One implementation for both sides: the sampler's and the learner's log-probabilities then differ
 only by the order of sums, not by two authors' readings of the same model. Who sees whom is left

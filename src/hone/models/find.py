@@ -2,7 +2,6 @@
 
 In:   a path, a name of ours, or a name on the hub
 Out:  ModelFiles, or ModelNotFound saying where it looked, what was missing there, and what to do
-Used: the engine, the learner, `hone models`
 
 Places are tried from near to far: a local directory, an installed wheel, the hub's cache, the hub.
 A place that has the name but not all its files ends the search with the file that is missing:

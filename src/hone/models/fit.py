@@ -2,8 +2,6 @@
 
 In:   a config.json and what is to be done with the model
 Out:  Estimate in bytes; ModelTooLarge with needed and available, what to lower, what would fit
-Used: the engine before it loads, server/learning.py before a learner is started ahead of its first
-      job, `hone models show`
 
 The refusal comes first because the alternative is the kernel's: a process killed half an hour
 later, without a word. The estimates are of this project's decoder and are meant to be a little

@@ -3,7 +3,6 @@
 In:   one .gguf of a llama, qwen2 or qwen3 model with a byte-level BPE tokenizer
 Out:  config.json, generation_config.json, model*.safetensors in float32, tokenizer.json,
       tokenizer_config.json, chat_template.jinja; ModelUnsupported for what it cannot carry over
-Used: models/cache.py, once per file
 
 Nothing is guessed. A field, a tensor or a pre-tokenizer that is not understood is refused, because
 a model rebuilt with one factor or one digit rule missing still writes fluent text, with other ids.

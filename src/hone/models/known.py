@@ -2,7 +2,6 @@
 
 In:   nothing
 Out:  KNOWN, a table of models that fit small machines, smallest first
-Used: models/find.py for the nearest name, models/fit.py for a model that would fit, `hone models`
 
 A name that is not here works just as well; the table only lets hone talk about a model before
 one byte of it is on this machine. Wheel names are ours and never the hub's: what a wheel carries

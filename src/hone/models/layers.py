@@ -2,7 +2,6 @@
 
 In:   activations [N, features]
 Out:  activations, and in training gradients of activations and adapters only
-Used: models/decoder.py
 
 Autograd's own graph of these would keep two to three times the activations: it does not know
 that the base weights never want a gradient. Each backward here is written out and keeps only

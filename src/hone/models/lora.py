@@ -2,7 +2,6 @@
 
 In:   a DecoderConfig, or a directory PEFT wrote
 Out:  Lora, which the decoder adds to its frozen layers
-Used: the engine (read-only, factors fused) and the learner (leaves with gradients)
 
 An adapter is identified by the hash of its tensors' bytes. Names and step numbers have been
 reused, and servers were seen answering with last week's weights under today's name.

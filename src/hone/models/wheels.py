@@ -2,7 +2,6 @@
 
 In:   a name from the table below
 Out:  the path of the weights, and the pip command that brings them
-Used: models/find.py; `hone models pull`
 
 The package is found by its metadata and never imported: it is installed without its
 dependencies, so importing it fails, and importing it is not needed to read a file.

@@ -2,7 +2,6 @@
 
 In:   an Exchange, before, while and after it runs
 Out:  the JSON of chat completions and of completions
-Used: chat.py
 
 Every sampled token has its log-probability in the answer, the end token too, streamed or not, also
 while the text of a tool call is held back: a chunk carries the log-probabilities of all tokens

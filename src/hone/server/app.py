@@ -2,7 +2,6 @@
 
 In:   Settings
 Out:  State (everything a server holds) and two ASGI apps over it: control, and OpenAI alone
-Used: run.py for `hone serve`; tests in their own process
 
 Every request passes one gate, in this order: its size, its key, its route, its log line. Errors
 leave in one JSON shape; a stack trace goes to the log and never into a response.

@@ -2,7 +2,6 @@
 
 In:   what `openpipe-art` 0.3 to 0.5.17, and NAT's plugin through it, send to an ART server
 Out:  the answers they expect, from the same functions that training.py calls
-Used: app.py mounts it on the control plane; nothing else knows that it exists
 
 Registering and asking for the step load nothing: those clients wait five seconds for them. A
 training call is answered when its job ends, one JSON line per gradient step; the stream begins as

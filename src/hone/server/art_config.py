@@ -2,7 +2,6 @@
 
 In:   ART's model object with its `_internal_config`; `config` and `dev_config` of a training call
 Out:  ModelSpec; the keys of TrainConfig a job is asked for; names of keys that mean nothing here
-Used: art.py
 
 Every key is honoured, refused, or named as not applicable, by the tables here and in model_args.py.
 Null means absent, but for the one key whose null means something.

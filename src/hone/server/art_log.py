@@ -2,7 +2,6 @@
 
 In:   trajectory groups as they came over ART's wire
 Out:  MODEL/trajectories/SPLIT/STEP.jsonl, one group a line; the same groups as hone's own
-Used: art.py
 
 A line holds the group as it was sent, log-probabilities, exceptions and unknown keys included:
 what a log leaves out is what one will look for in it.

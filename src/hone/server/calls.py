@@ -2,7 +2,6 @@
 
 In:   RecordedCalls as the chat routes answer them; runs as they open and close
 Out:  the same values, bit for bit, until they are pruned
-Used: chat routes (write), resolve.py (read), app.py (prune)
 
 A conversation of t turns would be stored t times over; so a call is stored as its parent and what
 it adds: how many leading ids of the parent's prompt and completion it repeats and the ids that

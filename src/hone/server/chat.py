@@ -2,7 +2,6 @@
 
 In:   requests of any OpenAI client
 Out:  answers with token ids, log-probabilities and the step that gave them; every call recorded
-Used: app.py mounts it on the control port and, alone, on the inference port
 
 A request belongs to a rollout by the header X-Hone-Rollout or by the address /rollout/ID/v1. There
 the header X-Hone-Temperature goes before the request's own temperature, so that whoever runs the

@@ -2,7 +2,6 @@
 
 In:   a function that writes the files of one step
 Out:  ROOT/PROJECT/models/NAME/checkpoints/0000, 0001, ...; history.jsonl beside them
-Used: service.py writes and promotes; serving.py, training.py, export.py and art.py read
 
 A directory under its number is whole and proved. It is written under another name, synced with a
 manifest that holds every file's SHA-256, and renamed; a trained step first becomes NNNN.unproved,

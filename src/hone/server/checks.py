@@ -2,7 +2,6 @@
 
 In:   ModelSpec, JobRequest
 Out:  the TrainConfig a job is trained with, the hash of a request; Unprocessable with each wrong field
-Used: training.py, before anything is written
 
 JSON can spell what nothing else can hold: half a surrogate pair, an infinite number, an integer of
 a thousand digits. It is refused here, so that state once written can always be read.

@@ -2,7 +2,6 @@
 
 In:   a History; what this server recorded; the model's chat template
 Out:  one Taken per choice whose log-probabilities are known, in the order they were said
-Used: resolve.py, for trajectories that carry `messages_and_choices`
 
 A choice that this server sampled is found again by the call's id, if the client kept it (then it
 needs no log-probabilities of its own), or by its token ids, and the call is what was recorded:

@@ -2,7 +2,6 @@
 
 In:   a job's events from JobStore; where a client left off
 Out:  a text/event-stream that ends with the event that ends the job
-Used: training.py for GET /v1/training/jobs/{id}/events
 
 Nothing is missed and nothing is sent twice: events are read from disk by their ascending ids, and
 a client that lost its connection names the last one it saw. Nobody polls: the stream sleeps until

@@ -2,7 +2,6 @@
 
 In:   a Policy, a prompt, how to sample it
 Out:  Pieces as they are sampled; every choice recorded when the last one has ended
-Used: answers.py, for every request of the OpenAI API
 
 The calls are committed before `run` returns, and only then is the last byte sent: what a client
 has seen to its end is on record. If the client leaves, or the engine fails, the engine is told to

@@ -2,7 +2,6 @@
 
 In:   a server's root, NAME[@N|@latest|@best], an empty or new directory
 Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat template with either
-Used: `hone export`
 
 The template written is the one hone rendered with: the base model's, under the arguments the
 model was registered with. The directory appears whole, or not at all.

@@ -2,7 +2,6 @@
 
 In:   HONE_FAILPOINT=NAME or NAME:K (the K-th time it is reached, from 1)
 Out:  the process ends there as by `kill -9`
-Used: wherever a state change has a before and an after; tests/server/test_crash.py arms them
 
 Without the variable a failpoint is one comparison with None.
 """

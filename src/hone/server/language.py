@@ -2,7 +2,6 @@
 
 In:   the name of a base model
 Out:  Language, with the fingerprint that recorded calls carry
-Used: serving.py (Base is a Language with an engine), resolve.py to render what was not recorded
 
 The fingerprint holds weights, tokenizer, template, its arguments and the date it prints, each by
 itself. What was made under another of the first three is never continued and never trained on: its

@@ -2,7 +2,6 @@
 
 In:   a job, its packed groups, the checkpoint it goes on from
 Out:  the learner's StepResult, as a mapping; the checkpoint of the next step
-Used: service.py, in threads: everything here blocks
 
 A learner is kept between jobs and put back to a checkpoint with its optimizer's state before each,
 so that what a job gives does not depend on the jobs before it.

@@ -2,7 +2,6 @@
 
 In:   sections of keys: init_args, engine_args, peft_args, trainer_args
 Out:  fields of ModelSpec and of TrainConfig; names of keys that mean nothing here
-Used: checks.py for ModelSpec's own sections; art_config.py for ART's `_internal_config`
 
 Every key is honoured, refused, or named as not applicable. Refused is what would change the result
 and cannot be done: training on as if it had not been said would be worse than an error. Null means

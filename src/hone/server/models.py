@@ -2,7 +2,6 @@
 
 In:   ModelSpecs, from POST /v1/training/models and ART's register
 Out:  ModelRecords, by key or by the name a client used
-Used: training.py, art.py, serving.py, service.py
 
 A key never changes what it stands on: base model, rank, alpha and seed are those of its first
 registration, because its checkpoints have that shape. A base model has one spelling here, however

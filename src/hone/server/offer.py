@@ -2,7 +2,6 @@
 
 In:   a request's tools and choice; the model's chat template
 Out:  Offer: the tools the model is shown, the text its answer is made to begin with, where it ends
-Used: exchange.py, once per chat request
 
 There is no grammar in this version. A call is forced by beginning the answer as the template
 begins a call; those tokens are put there and not sampled, are recorded as forced, and get no label.

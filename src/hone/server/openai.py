@@ -2,7 +2,6 @@
 
 In:   the body of /v1/chat/completions or /v1/completions
 Out:  ChatRequest, CompletionRequest; the JSON of answers and of their chunks
-Used: chat.py and exchange.py
 
 Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing.
 Keys that are known and not built yet pass only with the value that means nothing.

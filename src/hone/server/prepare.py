@@ -2,7 +2,6 @@
 
 In:   ChatRequest or CompletionRequest; its Policy, rollout and run
 Out:  the Exchange to run, and the Form of its answer
-Used: chat.py, once per request
 
 What cannot be answered is refused here, before a token is sampled: prompts and answers that do not
 fit, tools the template has no word for, calls that cannot be forced. Only a request that passed

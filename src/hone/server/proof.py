@@ -2,7 +2,6 @@
 
 In:   the learner's Movement (as a mapping), what the engine says before and after, the new hash
 Out:  Proof, or NotProved
-Used: service.py, before a step gets its number
 
 Both sides priced the same tokens under the old and the new adapter. If the engine really changed,
 its movements lie on a line through the origin against the learner's, with slope one. A movement

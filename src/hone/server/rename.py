@@ -2,7 +2,6 @@
 
 In:   the key of a registered model, and a name that is free
 Out:  checkpoints, history, jobs and runs under the new name; the old one may be registered anew
-Used: training.py for POST .../rename; app.py at start-up, to finish what a crash interrupted
 
 A directory and a database cannot change in one stroke. So what is meant is written down first, and
 whatever follows can be done again: start-up does so for every rename that is not marked as done.

@@ -2,7 +2,6 @@
 
 In:   TrajectoryGroups: by tokens, by reference to recorded rollouts, or as messages and choices
 Out:  Resolved: the same groups as Calls, what became of everything in them, or Unprocessable
-Used: training.py, before a job is accepted; it also serves ART's clients
 
 Everything that can be wrong with a job is found here, at the border, and all of it at once: each
 wrong field is named by its path. What cannot be trained on, without being wrong, is left out and

@@ -2,7 +2,6 @@
 
 In:   the id of a rollout or of a run
 Out:  GET /v1/rollouts/{id}; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
-Used: chat.py includes these routes beside the OpenAI API
 
 A rollout that made no call is an empty list and not an error: an agent may end without asking.
 """

@@ -2,7 +2,6 @@
 
 In:   a RecordedCall, and the call it continues
 Out:  a Row holding what the call adds to that one; whole calls out of rows
-Used: calls.py
 
 Ids are int32; log-probabilities are float32 where that loses nothing, else float64. Both are in
 the order of this machine's bytes: a state directory does not move between kinds of processors.

@@ -2,7 +2,6 @@
 
 In:   Settings
 Out:  two ports that answer; on SIGTERM or Ctrl-C a running job goes back to the queue
-Used: `hone serve`, and LocalBackend in a child process
 
 Ports are bound before anything else, so that one in use is an error at once. One server owns a
 root: a second one is refused, because two would take each other's jobs.

@@ -2,7 +2,6 @@
 
 In:   a choice as JSON gave it
 Out:  Sampled: as many ids as log-probabilities; Refused with the path of what is wrong
-Used: choices.py, once per choice
 
 Ids are named (`token_id:N`, or `token_ids` beside the log-probabilities) or follow from the bytes
 of the tokens. Text alone is encoded, and taken only where that gives the very tokens it came as.

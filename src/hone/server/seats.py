@@ -2,7 +2,6 @@
 
 In:   adapters to be loaded, and which of those there may not leave
 Out:  an engine that holds them, and no more than it should
-Used: serving.py, one per base model
 
 An adapter is its hash: what is loaded under a hash is never loaded again, so one that the engine
 does not really serve must leave, or the next publish of the same hash would change nothing.

@@ -2,7 +2,6 @@
 
 In:   queued jobs
 Out:  proved checkpoints, served; jobs that ended, each with what came of it
-Used: app.py starts and closes it; training.py and art.py prepare models, wake it, cancel jobs
 
 One job at a time per base model; jobs of different base models run side by side. A job's result
 is a function of its checkpoint, groups and configuration: the learner, which is kept between

@@ -2,7 +2,6 @@
 
 In:   registered models, checkpoints, the names clients ask for
 Out:  Policies: a base model's engine, and the adapter of one step in it
-Used: chat routes (resolve), service.py (publish, promote, pause), resolve.py (template)
 
 Nothing is loaded before it is asked for, and nothing twice. A step becomes what NAME means when it
 is promoted, never when it is merely loaded: between the two the engine must prove that it serves

@@ -2,7 +2,6 @@
 
 In:   SQL, from any thread
 Out:  rows; transactions that happen whole or not at all
-Used: models.py, jobs.py and calls.py, each with a schema of its own; app.py opens it
 
 One connection writes, under a lock, so nobody ever meets "database is locked"; readers have
 connections of their own and see the last commit. A durable transaction is on the disk when it

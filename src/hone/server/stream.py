@@ -3,7 +3,6 @@
 In:   a coroutine that answers by sending
 Out:  WhileConnected, a response that runs it and cancels it when the client leaves;
       EventStream, which sends server-sent events and begins with the first of them
-Used: chat.py
 
 Nothing is sent before there is something to send: until the first event an error still becomes an
 HTTP status. After it, an error becomes an event of its own and the stream ends without [DONE].

@@ -2,7 +2,6 @@
 
 In:   the messages of a request; the calls that were answered
 Out:  Turns: the prompt's ids, the recorded call they continue, the request's place in its rollout
-Used: chat routes, once before and once after every answer
 
 A rollout's calls are kept here while it is active and read again from the CallStore when they are
 not, so a restarted server continues exactly where it stood. Calls outside any rollout share one

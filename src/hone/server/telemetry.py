@@ -2,7 +2,6 @@
 
 In:   requests, jobs and publishes as they happen
 Out:  GET /metrics; ROOT/logs/server.log and stderr
-Used: app.py makes one Metrics per server; every part that has something to count holds it
 
 The registry belongs to one server and not to the process, so that two servers in one test do
 not add up.

@@ -2,7 +2,6 @@
 
 In:   HTTP requests under /v1/training
 Out:  ModelInfo, JobInfo, CheckpointInfo, events, tokens; jobs in the queue
-Used: app.py mounts `routes`; art.py submits its jobs by the same submit.py
 
 Everything is checked before a job is accepted: what is refused is refused now, with the path of
 the field, and what is accepted survives whatever happens to the server.

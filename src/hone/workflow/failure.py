@@ -2,7 +2,6 @@
 
 In:   what the agent raised, or that its time ran out; the calls it had made
 Out:  RolloutFailure
-Used: workflow/run.py
 
 Failures of the policy are the model's own doing and may be given a reward; to drop them would be
 to reward them. Everything else is infrastructure: it says nothing of the policy, may be tried

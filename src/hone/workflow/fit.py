@@ -2,7 +2,6 @@
 
 In:   a function's signature; an input: text, JSON text, a dict, a model, anything
 Out:  the arguments to call it with; the schema of what it takes
-Used: workflow/function.py
 
 Datasets hold text and rows, tool calls hold JSON text, agents hold objects: a function says with
 its annotations which of them it wants. What does not fit raises pydantic's ValidationError, which

@@ -2,7 +2,6 @@
 
 In:   a Python function, async or plain, of one parameter or several
 Out:  Function: an async callable that fits its input to the parameters and runs under its name
-Used: config/build.py for `workflow` and every entry of `functions`; agents that call functions
 
 Whatever runs inside a Function is inside `within(name)`, so every model call carries the path of
 functions it came from. Plain functions run in a thread of their own with the context copied: a

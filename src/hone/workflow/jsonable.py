@@ -2,7 +2,6 @@
 
 In:   what a workflow returned, what an evaluator said, a row
 Out:  JSON that every reader takes; what has no place in it stands there as text
-Used: evaluation/files.py
 
 A result that was paid for is never lost because it cannot be written: keys that are no text, values
 that hold themselves, NaN and objects that cannot even say what they are become text.

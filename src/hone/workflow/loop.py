@@ -2,7 +2,6 @@
 
 In:   the coroutine of `hone run`, `hone eval` or `hone finetune`; work that ends together
 Out:  what it returns, once everything else was cancelled and had time to end
-Used: workflow/run.py, evaluation/run.py, finetune/run.py and builder.py
 
 asyncio.run waits for every task and every thread of its pool, however long they take: an agent that
 catches its cancellation, or sits in `asyncio.to_thread`, would keep a command that has everything

@@ -2,7 +2,6 @@
 
 In:   `target: package.module:function` or `file.py:function`, and what it is to be called with
 Out:  a FunctionInfo that calls it with the input
-Used: config/build.py, for `workflow:` and entries of `functions:`
 
 The function stays what it is, plain or async; it gets `llm` and `functions` where its signature
 has them. Whether it can be called at all is found out when it is built: a name that is wrong in a

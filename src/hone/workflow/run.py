@@ -2,7 +2,6 @@
 
 In:   a Function and an input; the rollout's id, the host of the trained model, a deadline
 Out:  RolloutResult: output, the calls and steps that were seen, the failure if it failed
-Used: evaluation/run.py for every rollout; `hone run`
 
 A bad rollout is data, not a crash: here, and nowhere else in the harness, everything the user's
 code raises is caught. When the deadline has passed the rollout is over, also for code that goes

@@ -2,7 +2,6 @@
 
 In:   a target as YAML writes it; the directory of the YAML
 Out:  the Python object it names
-Used: workflow/python.py; evaluators and rewards that name a function of the user's
 
 The directory is importable while the target loads, so that an agent in one file finds the others
 beside it. A file is loaded under its own name where that is free: another module of that name

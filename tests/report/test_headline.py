@@ -1,15 +1,15 @@
-"""finetune/report/answer.py: the first words of a report are true of every run, also of those that failed."""
+"""report/headline.py: the first words of a report are true of every run, also of those that failed."""
 
 import json
 from pathlib import Path
 
-from tests.finetune.report.test_plots import validation
-from tests.finetune.report.test_report import finished, log
-from tests.finetune.test_metrics import collected, job, rollout, started
+from tests.report.test_metrics import collected, job, rollout, started
+from tests.report.test_plots import validation
+from tests.report.test_report import finished, log
 
-from hone.finetune.report import plots, report
-from hone.finetune.report.report import measure
-from hone.finetune.report.sections import sections
+from hone.report import plots, report
+from hone.report.report import measure
+from hone.report.sections import sections
 
 
 def test_a_run_that_never_got_a_reward_says_so(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 In:   a Document of sections
 Out:  text; the HTML holds its pictures and needs nothing from any network
-Used: report.py
 
 Pictures come in two widths, and the browser takes the one that fits: a phone shows letters of the
 same size as a desk. Everything that came from a model or a dataset is escaped.
@@ -11,7 +10,7 @@ same size as a desk. Everything that came from a model or a dataset is escaped.
 from base64 import b64encode
 from html import escape
 
-from hone.finetune.report.blocks import (
+from hone.report.blocks import (
     Bar,
     Block,
     Commands,
@@ -22,8 +21,8 @@ from hone.finetune.report.blocks import (
     Text,
     Tiles,
 )
-from hone.finetune.report.examples import Answer, Example
-from hone.finetune.words import number
+from hone.report.examples import Answer, Example
+from hone.report.text import number
 
 STYLE = """
 :root{--ink:#22303c;--soft:#5c6770;--line:#d5dce1;--paper:#f4f7f8;--cool:#1f7a8c;--warm:#c2551f;

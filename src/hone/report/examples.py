@@ -2,7 +2,6 @@
 
 In:   two files of the journal (trajectories/*.jsonl), of the first and the last policy
 Out:  a few Examples: the most improved, and what got worse, still fails or could not be scored
-Used: report.py
 
 Successes alone would be an advertisement, so what got worse is always among them. A line that cannot
 be read is passed over: examples illustrate, and the numbers do not come from here.

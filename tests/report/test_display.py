@@ -1,4 +1,4 @@
-"""finetune/display.py: where a run stands, by its events alone; lines, and one live picture."""
+"""report/display.py: where a run stands, by its events alone; lines, and one live picture."""
 
 import io
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.finetune.runs import STORIES, Story, events
-from tests.finetune.test_metrics import collected, rollout, started
+from tests.report.test_metrics import collected, rollout, started
 
 from hone.events import EventLog
-from hone.finetune import display
-from hone.finetune.display import BLOCKS, Display, State, sparks
 from hone.progress import write
+from hone.report import display
+from hone.report.display import BLOCKS, Display, State, sparks
 
 
 def stage(at: float, epoch: int, rollouts: int = 10) -> dict:

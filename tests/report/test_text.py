@@ -1,7 +1,7 @@
 """words.py: numbers as people read them."""
 
-from hone.finetune.report.estimate import Estimate
-from hone.finetune.words import counted, duration, interval, number, signed
+from hone.report.estimate import Estimate
+from hone.report.text import counted, duration, interval, number, signed
 
 
 def test_rewards_have_two_digits_and_no_negative_zero():

@@ -1,14 +1,14 @@
-"""finetune/history.py: which validation was the best, for all who ask."""
+"""report/history.py: which validation was the best, for all who ask."""
 
 from pathlib import Path
 
-from tests.finetune.report.test_plots import validation
-from tests.finetune.report.test_report import log
-from tests.finetune.test_metrics import started
+from tests.report.test_metrics import started
+from tests.report.test_plots import validation
+from tests.report.test_report import log
 
-from hone.finetune.history import History
-from hone.finetune.report.curves import curves
-from hone.finetune.report.report import measure
+from hone.report.curves import curves
+from hone.report.history import History
+from hone.report.report import measure
 
 
 def validations(*means: float | None) -> list[dict]:

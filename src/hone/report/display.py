@@ -2,7 +2,6 @@
 
 In:   the events of an EventLog, as a listener
 Out:  text on stderr through progress.console(), so that log lines stand above the picture
-Used: run.py, around the whole run: `with Display(events): ...`
 
 It knows only what the events say, and nothing waits for it: the picture is drawn by a thread of its
 own four times a second, and a log file gets a line every ten seconds and one for every epoch.
@@ -13,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hone.events import Event, EventLog, read
-from hone.finetune.history import History
-from hone.finetune.words import counted, duration, number
 from hone.progress import LINE_S, console, write
+from hone.report.history import History
+from hone.report.text import counted, duration, number
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -2,13 +2,12 @@
 
 In:   nothing; values only
 Out:  a Document of Sections of Blocks
-Used: sections.py makes them, page.py turns them into HTML and Markdown
 """
 
 from dataclasses import dataclass
 
-from hone.finetune.report.answer import Tone
-from hone.finetune.report.examples import Example
+from hone.report.examples import Example
+from hone.report.headline import Tone
 
 
 @dataclass(frozen=True, slots=True)

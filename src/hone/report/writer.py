@@ -2,7 +2,6 @@
 
 In:   the run's events
 Out:  the metrics files and reward_plot.png in output_dir, as of the newest event
-Used: trainer.py, after each round and each validation
 
 They are written in a thread, one at a time, from the events on disk. A picture takes half a second,
 and its thread shares the interpreter with the rollouts: where rounds follow fast, not every one is
@@ -16,8 +15,8 @@ import time
 from pathlib import Path
 
 from hone.events import EventLog, read
-from hone.finetune import metrics
-from hone.finetune.history import History
+from hone.report import metrics
+from hone.report.history import History
 
 PICTURE_S = 10.0
 """While a run goes on, pictures are drawn so far apart, or farther."""
@@ -69,6 +68,6 @@ def write(events: Path, output_dir: Path, *, picture: bool) -> None:
     history = History.of(read(events))
     metrics.write(output_dir, history)
     if picture:
-        from hone.finetune.report import plots  # here, because matplotlib takes a second to import
+        from hone.report import plots  # here, because matplotlib takes a second to import
 
         plots.reward_plot(history, output_dir / "reward_plot.png")

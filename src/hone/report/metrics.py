@@ -3,7 +3,6 @@
 In:   the History of a run (or its events)
 Out:  training_metrics.jsonl, reward_history.json, validation_history.json, curriculum_state.json;
       a diagnosis in words
-Used: trainer.py after every round and validation
 
 The files are written anew from the whole history, each in one move, so that a run that was killed
 and went on has files without a gap and without a line twice.
@@ -20,8 +19,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hone.events import Event
-from hone.finetune.history import History, Round
-from hone.finetune.report.estimate import by_example
+from hone.report.estimate import by_example
+from hone.report.history import History, Round
 
 TRAINING, REWARDS = "training_metrics.jsonl", "reward_history.json"
 VALIDATIONS, CURRICULUM = "validation_history.json", "curriculum_state.json"

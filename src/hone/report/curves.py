@@ -2,7 +2,6 @@
 
 In:   the History of a run
 Out:  Curves: means with 95% intervals, where there are none, and what happened to the run
-Used: plots.py
 
 A reward stands above the number of epochs that the policy which earned it had been trained for, so
 training and validation at one place are of one policy. What failed has no value; it is not 0.
@@ -13,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from hone.finetune.history import History, Round
-from hone.finetune.report.estimate import Estimate, estimate
+from hone.report.estimate import Estimate, estimate
+from hone.report.history import History, Round
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 In:   a Report
 Out:  a Document: a headline, what it rests on, and sections of blocks
-Used: report.py; page.py turns it into HTML and Markdown
 
 It leads with the answer, and a run that failed or did not improve says that before anything else.
 """
@@ -14,10 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hone.finetune import metrics
-from hone.finetune.report import plots
-from hone.finetune.report.answer import answer
-from hone.finetune.report.blocks import (
+from hone.report import metrics, plots
+from hone.report.blocks import (
     Bar,
     Block,
     Commands,
@@ -29,12 +26,13 @@ from hone.finetune.report.blocks import (
     Text,
     Tiles,
 )
-from hone.finetune.report.curves import curves
-from hone.finetune.report.estimate import Estimate
-from hone.finetune.words import counted, duration, number, signed
+from hone.report.curves import curves
+from hone.report.estimate import Estimate
+from hone.report.headline import answer
+from hone.report.text import counted, duration, number, signed
 
 if TYPE_CHECKING:
-    from hone.finetune.report.report import Measured, Report
+    from hone.report.report import Measured, Report
 
 
 SHORTEST_S = 0.05

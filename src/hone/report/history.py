@@ -2,7 +2,6 @@
 
 In:   events, all at once or one by one as they happen
 Out:  a History: rounds with their rewards and jobs, validations, time by phase, how it ended
-Used: metrics.py, plots.py and report.py; a listener of an EventLog (`log.listeners.append(h.add)`)
 
 Where a run was interrupted, something may have happened twice: the later event counts, as what it
 led to is what was trained. Times are the exception: all of them were spent.
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.events import Event
-from hone.finetune.held_out import Validation
+from hone.report.validations import Validation
 
 
 @dataclass(slots=True)

@@ -2,15 +2,14 @@
 
 In:   rewards, changes with their intervals, seconds, counts
 Out:  text
-Used: plots.py, report.py, page.py and display.py, so that all say the same alike
 """
 
 from typing import TYPE_CHECKING
 
-from hone.finetune.report.estimate import Estimate
+from hone.report.estimate import Estimate
 
 if TYPE_CHECKING:
-    from hone.finetune.held_out import Validation
+    from hone.report.validations import Validation
 
 MINUS = "\u2212"
 

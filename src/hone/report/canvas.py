@@ -2,7 +2,6 @@
 
 In:   a size in inches; axes, titles, lines
 Out:  figures dressed alike, and their PNG bytes
-Used: plots.py
 """
 
 import io

@@ -1,4 +1,4 @@
-"""finetune/report/curves.py and plots.py: what is drawn, worked out by hand; every story can be drawn."""
+"""report/curves.py and plots.py: what is drawn, worked out by hand; every story can be drawn."""
 
 import math
 import struct
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from tests.finetune.runs import STORIES, Story, events
-from tests.finetune.test_metrics import collected, rollout, started
+from tests.report.test_metrics import collected, rollout, started
 
-from hone.finetune.history import History
-from hone.finetune.report import plots
-from hone.finetune.report.curves import curves, smoothed
-from hone.finetune.report.estimate import Estimate
-from hone.finetune.words import duration, interval, number
+from hone.report import plots
+from hone.report.curves import curves, smoothed
+from hone.report.estimate import Estimate
+from hone.report.history import History
+from hone.report.text import duration, interval, number
 
 
 def size(picture: bytes) -> tuple[int, int]:

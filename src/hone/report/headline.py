@@ -2,7 +2,6 @@
 
 In:   a Report
 Out:  a headline, a few sentences, and a tone (good, bad or unsure)
-Used: sections.py
 
 A run that failed, was interrupted or learned nothing says that before anything else. Whatever makes two
 numbers less comparable than they look is said with them: which validations failed, which examples
@@ -11,12 +10,12 @@ only one of them scored, that the rewards are of training examples.
 
 from typing import TYPE_CHECKING
 
-from hone.finetune.report.estimate import MIN_PAIRS, Estimate
-from hone.finetune.words import counted, interval, number, p_value, when
+from hone.report.estimate import MIN_PAIRS, Estimate
+from hone.report.text import counted, interval, number, p_value, when
 
 if TYPE_CHECKING:
-    from hone.finetune.held_out import Validation
-    from hone.finetune.report.report import Report
+    from hone.report.report import Report
+    from hone.report.validations import Validation
 
 Tone = str
 """good, bad or unsure: the colour of the answer."""

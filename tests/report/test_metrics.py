@@ -1,4 +1,4 @@
-"""finetune/history.py and metrics.py: events to numbers and files; why a reward stays flat."""
+"""report/history.py and metrics.py: events to numbers and files; why a reward stays flat."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from tests.finetune.runs import STORIES, Story, events
 
 from hone.events import Event
-from hone.finetune import metrics
-from hone.finetune.history import History
-from hone.finetune.metrics import diagnosis, reward_history
+from hone.report import metrics
+from hone.report.history import History
+from hone.report.metrics import diagnosis, reward_history
 
 KEYS = [
     "avg_reward",

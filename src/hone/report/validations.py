@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 from hone.events import Event
 
 if TYPE_CHECKING:
-    from hone.finetune.history import History
+    from hone.report.history import History
 
 
 @dataclass(frozen=True, slots=True)

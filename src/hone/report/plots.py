@@ -2,7 +2,6 @@
 
 In:   the History of a run
 Out:  reward_plot.png; the same and two more as PNG bytes for the report
-Used: trainer.py after every round, report.py at the end
 
 What failed is a gap and a cross, never a point at 0. A reward stands above the number of epochs that
 the policy which earned it had been trained for, so training and validation at one place are of one
@@ -17,14 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.finetune import metrics
-from hone.finetune.held_out import Validation, comparison
-from hone.finetune.history import History, Round
-from hone.finetune.report import canvas
-from hone.finetune.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
-from hone.finetune.report.curves import Curves, Point, curves, smoothed
-from hone.finetune.report.estimate import Rewards, gain
-from hone.finetune.words import counted, interval, number, p_value, when
+from hone.report import canvas, metrics
+from hone.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
+from hone.report.curves import Curves, Point, curves, smoothed
+from hone.report.estimate import Rewards, gain
+from hone.report.history import History, Round
+from hone.report.text import counted, interval, number, p_value, when
+from hone.report.validations import Validation, comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""finetune/report/estimate.py: intervals and p values by hand; how often chance alone is certain."""
+"""report/estimate.py: intervals and p values by hand; how often chance alone is certain."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.finetune.report.estimate import (
+from hone.report.estimate import (
     ALPHA,
     Estimate,
     changes,
@@ -189,6 +189,6 @@ def test_a_true_gain_is_found():
 
 
 def test_scipy_is_loaded_when_a_number_needs_it():
-    code = "import sys, hone.finetune.report.estimate; print('scipy' in sys.modules)"
+    code = "import sys, hone.report.estimate; print('scipy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.events import FILE, EventLog
-from hone.finetune.files import Files
+from hone.report.writer import Files
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def test_asked_often_they_are_written_once_more(
         begun.set()
         assert go.wait(10)
 
-    monkeypatch.setattr("hone.finetune.files.write", write)
+    monkeypatch.setattr("hone.report.writer.write", write)
     files = Files(events, tmp_path)
     await files.settle()
     files.refresh()
@@ -46,9 +46,9 @@ async def test_where_rounds_follow_fast_only_some_are_drawn_and_the_last_always(
     events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seconds, drawn = [0.0], []
-    monkeypatch.setattr("hone.finetune.files.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("hone.report.writer.time.monotonic", lambda: seconds[0])
     monkeypatch.setattr(
-        "hone.finetune.files.write",
+        "hone.report.writer.write",
         lambda path, output_dir, *, picture: drawn.append((seconds[0], picture)),
     )
     files = Files(events, tmp_path)
@@ -73,7 +73,7 @@ async def test_a_full_disk_is_a_warning(
     def write(path: Path, output_dir: Path, *, picture: bool) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hone.finetune.files.write", write)
+    monkeypatch.setattr("hone.report.writer.write", write)
     told: list[dict[str, Any]] = []
     events.listeners.append(told.append)
     files = Files(events, tmp_path)

@@ -1,4 +1,4 @@
-"""finetune/report/report.py, page.py, examples.py: the answer first, and honest."""
+"""report/report.py, page.py, examples.py: the answer first, and honest."""
 
 import json
 import re
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.finetune.report.test_plots import validation
 from tests.finetune.runs import STORIES, Story, tell
-from tests.finetune.test_metrics import collected, job, started
+from tests.report.test_metrics import collected, job, started
+from tests.report.test_plots import validation
 
 from hone.errors import ConfigError
 from hone.events import FILE, read
-from hone.finetune.history import History
-from hone.finetune.report import page, plots, report
-from hone.finetune.report.blocks import Document, Picture, Section, Text
-from hone.finetune.report.estimate import Estimate
-from hone.finetune.report.examples import LONGEST, pick, shown
-from hone.finetune.report.report import measure
-from hone.finetune.report.sections import sections
+from hone.report import page, plots, report
+from hone.report.blocks import Document, Picture, Section, Text
+from hone.report.estimate import Estimate
+from hone.report.examples import LONGEST, pick, shown
+from hone.report.history import History
+from hone.report.report import measure
+from hone.report.sections import sections
 
 
 def log(tmp_path: Path, *told: dict) -> Path:
@@ -256,7 +256,7 @@ def test_what_was_left_out_is_counted(tmp_path: Path):
 @pytest.fixture
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One of five epochs, the newest event with a reward at 10; nothing can be drawn."""
-    monkeypatch.delattr("hone.finetune.report.canvas.png")
+    monkeypatch.delattr("hone.report.canvas.png")
     goes_on = "hone finetune --config_file=a.yml"
     return log(
         tmp_path,

@@ -3,7 +3,6 @@
 In:   a run's output_dir: events.jsonl, and trajectories/*.jsonl for examples
 Out:  report.json for programs, report.md and report.html for people (sections.py and page.py say
       what stands in them), reward_plot.png
-Used: run.py at the end of a run, however it ended
 
 Before is the first validation that gave a number and after is the best step, or the last where no
 step was chosen (held_out.py). The gain is paired by example and counts as certain when its p value
@@ -19,10 +18,8 @@ from typing import Any, Literal
 
 from hone.errors import ConfigError
 from hone.events import FILE, read
-from hone.finetune import metrics
-from hone.finetune.held_out import Comparison, Validation, comparison
-from hone.finetune.history import History
-from hone.finetune.report.estimate import (
+from hone.report import metrics
+from hone.report.estimate import (
     Estimate,
     by_example,
     changes,
@@ -30,7 +27,9 @@ from hone.finetune.report.estimate import (
     gain,
     unpaired_gain,
 )
-from hone.finetune.report.examples import Example, pick, request
+from hone.report.examples import Example, pick, request
+from hone.report.history import History
+from hone.report.validations import Comparison, Validation, comparison
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
 
@@ -200,8 +199,8 @@ def write(output_dir: Path, *, brief: bool = False) -> Report:
     were drawn after the last round or validation, and the rest can wait until the run is over.
     """
     # Both draw, and matplotlib takes a second to load, but only when something is drawn.
-    from hone.finetune.report import page, plots
-    from hone.finetune.report.sections import sections
+    from hone.report import page, plots
+    from hone.report.sections import sections
 
     output_dir = Path(output_dir)
     report, place = measure(output_dir), output_dir / "reward_plot.png"

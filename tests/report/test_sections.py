@@ -1,13 +1,11 @@
-"""finetune/report/sections.py: what each section says, by numbers worked out by hand."""
+"""report/sections.py: what each section says, by numbers worked out by hand."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.finetune.report.test_plots import validation
-from tests.finetune.report.test_report import finished, log
-from tests.finetune.test_metrics import (
+from tests.report.test_metrics import (
     collected,
     flat_run,
     job,
@@ -15,12 +13,13 @@ from tests.finetune.test_metrics import (
     started,
     started_epoch,
 )
+from tests.report.test_plots import validation
+from tests.report.test_report import finished, log
 
-from hone.finetune import metrics
-from hone.finetune.history import History
-from hone.finetune.report import page, plots, report
-from hone.finetune.report.report import measure
-from hone.finetune.report.sections import sections
+from hone.report import metrics, page, plots, report
+from hone.report.history import History
+from hone.report.report import measure
+from hone.report.sections import sections
 
 
 def told(place: Path, title: str) -> str | None:

@@ -1,1 +1,0 @@
-"""A run that was recorded -> what is said and drawn of it."""

@@ -1,0 +1,1 @@
+"""What a run did, told and drawn: reads the run directory and nothing else."""
