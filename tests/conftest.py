@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama that fits in a megabyte, with Qwen2.5's tokenizer and chat template."""
-    from tests.inference.conftest import build_tokenizer
+    from tests.chat.conftest import build_tokenizer
     from tests.server.conftest import write_model
 
     place = tmp_path_factory.mktemp("models") / "tiny-chat"

@@ -1,4 +1,4 @@
-"""The four import contracts hold, and each notices a breach of it."""
+"""The import contracts hold, and each notices a breach of it."""
 
 import os
 import shutil
@@ -23,6 +23,16 @@ BREACHES = {
         "finetune/__init__.py": "",
         "finetune/trainer.py": "",
     },
+    "server -> store, chat -> inference, learner, never back": {
+        "store/jobs.py": "import hone.server.settings"
+    },
+    "messages, engine and learner know no state of the server": {
+        "chat/template.py": "import hone.store.database"
+    },
+    "engine and learner know no messages": {"learner/worker.py": "import hone.chat.messages"},
+    "a report reads the run directory and nothing else": {
+        "report/history.py": "import hone.finetune.values"
+    },
     "what is trained and how it is weighed are functions of their arguments": {
         "learner/loss.py": "import hone.inference.base"
     },
@@ -32,7 +42,7 @@ BREACHES = {
 def test_contracts_hold():
     done = _lint(ROOT)
     assert done.returncode == 0, done.stdout
-    assert "4 kept, 0 broken" in done.stdout
+    assert f"{len(BREACHES)} kept, 0 broken" in done.stdout
 
 
 @pytest.mark.parametrize("name", BREACHES)

@@ -281,7 +281,7 @@ def export_command(
 
         hone export agent@best ./agent-model --merge
     """
-    from hone.server.export import export
+    from hone.store.export import export
 
     typer.echo(str(export(root, model, directory, merge=merge)))
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.inference.conftest import build_tokenizer
+from tests.chat.conftest import build_tokenizer
 from tests.server.conftest import write_model
 
 HERE = Path(__file__).parent

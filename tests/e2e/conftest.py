@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.inference.conftest import build_tokenizer
+from tests.chat.conftest import build_tokenizer
 from tests.plugin.installed import install
 from tests.server.conftest import write_model
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chat.conftest import build_tokenizer
 from tests.e2e.conftest import QWEN, Finetune, Server
-from tests.inference.conftest import build_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -28,7 +28,9 @@ from typing import Any
 import psutil
 from bench.report import record, result
 
-from hone.server import checkpoints, jobs, service, store
+from hone.server import service
+from hone.store import checkpoints, jobs
+from hone.store import database as store
 
 PROGRAM = Path(__file__).with_name("small_server.py")
 ROOT_OF_TESTS = PROGRAM.parent.parent.parent
@@ -227,7 +229,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="leave out most of the failpoints")
     options = parser.parse_args()
-    from tests.inference.conftest import build_tokenizer
+    from tests.chat.conftest import build_tokenizer
     from tests.server.conftest import write_model
 
     draw = random.Random(options.seed)

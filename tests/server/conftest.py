@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
-from tests.inference.conftest import build_tokenizer
 from tests.server.api import Api, Open, opening
 from tests.server.worlds import World
 
 from hone.inference.base import Engine
-from hone.server import jobs, models
 from hone.server.app import State, create_apps
-from hone.server.jobs import JobStore
 from hone.server.listen import GRACE_S, AppServer, bind, port_of
 from hone.server.settings import Settings
-from hone.server.store import Store
+from hone.store import jobs, models
+from hone.store.database import Store
+from hone.store.jobs import JobStore
 
 T = TypeVar("T")
 

@@ -21,11 +21,11 @@ from hone.inference.base import Engine
 from hone.learner.packed import unpack_groups
 from hone.learner.staleness import check_fresh
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
-from hone.server import failpoints
 from hone.server.app import State
-from hone.server.jobs import FINAL
-from hone.server.models import ModelRecord
 from hone.server.settings import Settings
+from hone.store import failpoints
+from hone.store.jobs import FINAL
+from hone.store.models import ModelRecord
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, JobInfo, ModelSpec, TrainConfig
 

@@ -26,8 +26,8 @@ from hone.learner.packed import unpack_groups
 from hone.learner.samples import make_samples
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.server.app import State, create_apps
-from hone.server.jobs import FINAL
 from hone.server.settings import Settings
+from hone.store.jobs import FINAL
 from hone.types import JobInfo, ModelSpec
 
 T = TypeVar("T")

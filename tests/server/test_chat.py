@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine, logprob
-from tests.inference.conftest import build_tokenizer
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.inference.base import Sampling

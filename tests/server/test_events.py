@@ -8,9 +8,9 @@ import pytest
 
 from hone.errors import NotFound, Unprocessable
 from hone.server import events
-from hone.server.jobs import JobStore
-from hone.server.models import ModelRecord, ModelStore
-from hone.server.store import Store
+from hone.store.database import Store
+from hone.store.jobs import JobStore
+from hone.store.models import ModelRecord, ModelStore
 from hone.types import JobEvent, ModelSpec, TrainConfig
 
 

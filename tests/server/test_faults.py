@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.server.conftest import MakeServer
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
-from tests.server.test_checkpoints import filler, readable_again, unreadable
+from tests.store.test_checkpoints import filler, readable_again, unreadable
 
 from hone.inference.embedded import EmbeddedEngine
 from hone.models.decoder import Decoder

@@ -8,9 +8,10 @@ from tests.server.api import Api
 from tests.server.conftest import MakeState
 from tests.server.worlds import World
 
+from hone.logs import say
 from hone.server import art_log
 from hone.server.settings import Settings
-from hone.server.telemetry import say, start_logging, stop_logging
+from hone.server.telemetry import start_logging, stop_logging
 from hone.types import RunSpec
 
 

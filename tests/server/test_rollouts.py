@@ -9,14 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
-from tests.inference.conftest import build_tokenizer
 from tests.server.conftest import MakeServer, Server, write_model
 
-from hone.inference.bridge import Why
+from hone.chat.bridge import Why
 from hone.server import talks
-from hone.server.calls import CallStore
 from hone.server.talks import request_seed
+from hone.store.calls import CallStore
 from hone.types import ModelSpec, RecordedCall, RunSpec
 
 SAID = "the weather in the city"

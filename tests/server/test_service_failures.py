@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.inference.conftest import build_tokenizer
+from tests.chat.conftest import build_tokenizer
 from tests.server.conftest import write_model
 from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
-from tests.inference.conftest import build_tokenizer
 from tests.server.conftest import MakeState, write_model
 
 from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel
 from hone.inference.base import AdapterRef, Engine, Sampling
 from hone.server.app import State
 from hone.server.language import FIXED, PARTS, Language, differing
-from hone.server.models import ModelRecord
 from hone.server.serving import Serving
+from hone.store.models import ModelRecord
 from hone.types import ModelSpec, RunSpec
 
 

@@ -17,8 +17,8 @@ from hone.errors import ServerError
 from hone.inference.base import Engine
 from hone.server.app import State
 from hone.server.auth import inference_key
-from hone.server.root import make_root
 from hone.server.settings import Settings
+from hone.store.root import make_root
 
 
 def raw_status(url: str, headers: str, path: str = "/v1/models") -> int:

@@ -20,8 +20,8 @@ from tests.fakes import ScriptedEngine
 from tests.server.api import JOBS, Open, group, job
 from tests.server.conftest import Server
 
+from hone.chat import chatml
 from hone.errors import Unavailable, Unprocessable
-from hone.inference import chatml
 from hone.learner.packed import unpack_groups
 from hone.server import chat, submit
 from hone.server.app import State

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from hone.chat.template import ChatTemplate
 from hone.errors import Unprocessable
-from hone.inference.template import ChatTemplate
 from hone.server.app import State
 from hone.server.language import Language
-from hone.server.models import ModelRecord
 from hone.server.resolve import Resolved, resolve
+from hone.store.models import ModelRecord
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, ModelSpec, RecordedCall, TrainConfig
 

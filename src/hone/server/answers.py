@@ -11,7 +11,7 @@ are always there; in a stream they come with the last chunk of each choice.
 
 from typing import Any, Protocol
 
-from hone.inference.reply import CallDelta, ContentDelta, Event
+from hone.chat.reply import CallDelta, ContentDelta, Event
 from hone.server.exchange import Choice, Exchange, Piece
 from hone.server.openai import LogprobWriter, usage
 from hone.server.stream import EventStream

@@ -28,23 +28,25 @@ from hone import errors
 from hone.errors import HoneError
 from hone.inference.base import Engine
 from hone.learner.worker import LearnerProcess
-from hone.server import art, art_log, auth, calls, chat, jobs, models, training
+from hone.logs import log, say
+from hone.server import art, art_log, auth, chat, training
 from hone.server.bodies import BodyBudget, BodyReader, Message, Receive
-from hone.server.calls import CallStore
-from hone.server.checkpoints import Checkpoints
 from hone.server.failures import error_body, openai_error, status_of
-from hone.server.jobs import JobStore
 from hone.server.learning import StartLearner
-from hone.server.models import ModelStore
 from hone.server.rename import finish_renames
-from hone.server.root import make_root
 from hone.server.service import TrainingService
 from hone.server.serving import Serving
 from hone.server.settings import Settings
-from hone.server.store import Store
 from hone.server.supervision import Part, repeat
-from hone.server.telemetry import Metrics, log, refusal_text, say
+from hone.server.telemetry import Metrics, refusal_text
 from hone.server.workers import WorkerPool
+from hone.store import calls, jobs, models
+from hone.store.calls import CallStore
+from hone.store.checkpoints import Checkpoints
+from hone.store.database import Store
+from hone.store.jobs import JobStore
+from hone.store.models import ModelStore
+from hone.store.root import make_root
 
 Send = Callable[[Message], Awaitable[None]]
 

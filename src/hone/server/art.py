@@ -25,17 +25,17 @@ from hone.errors import (
     NotInThisVersion,
     Unprocessable,
 )
+from hone.logs import say
 from hone.server import art_log, job_tasks
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
 from hone.server.art_stream import Sent, streamed
 from hone.server.auth import inference_key
 from hone.server.bodies import checked, large_body_route
-from hone.server.models import ModelRecord
 from hone.server.submit import submit, submit_held
-from hone.server.telemetry import say
 from hone.server.training import inference_url, registered
 from hone.server.workers import Worker
+from hone.store.models import ModelRecord
 from hone.trajectory import JobRequest, means
 from hone.types import FieldError, JobInfo, ModelKey, Name
 

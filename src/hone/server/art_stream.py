@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from fastapi.responses import StreamingResponse
 
 from hone.errors import Conflict, TrainingFailed, Unavailable
+from hone.logs import say
 from hone.server.art_log import ArtGroup
-from hone.server.jobs import FINAL
-from hone.server.telemetry import say
+from hone.store.jobs import FINAL
 from hone.types import JobEvent, JobInfo, ModelKey
 
 if TYPE_CHECKING:

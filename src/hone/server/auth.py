@@ -21,9 +21,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from hone.errors import Unauthorized
+from hone.errors import Unauthorized, Unprocessable
 from hone.models.find import canonical
 from hone.server.settings import Settings, is_key
+from hone.types import FieldError, ModelSpec
 
 Access = Literal["operator", "peer", "inference"]
 """What a request may do. An operator may do everything; a peer (of a trusted network, without the
@@ -72,6 +73,17 @@ def may_load(settings: Settings, base_model: str) -> bool:
     if "*" in allowed and not is_path(base_model):
         return True
     return base_model in {canonical(name) for name in allowed}
+
+
+def check_path(spec: ModelSpec) -> None:
+    """Refuse a base model that is a path, unless the request came with the server's key."""
+    base_model = canonical(spec.base_model)
+    if access.get() == "peer" and is_path(base_model):
+        message = (
+            f"{base_model!r} is a path, and a path is taken only from a client with the "
+            "server's key. Name a model by its name, or send the key."
+        )
+        raise Unprocessable([FieldError(("base_model",), message)])
 
 
 def is_path(base_model: str) -> bool:

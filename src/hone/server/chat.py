@@ -25,8 +25,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from hone.chat.bridge import Asked
 from hone.errors import BadRequest, HoneError, UnknownModel
-from hone.inference.bridge import Asked
+from hone.logs import log
 from hone.server import rollouts, tasks
 from hone.server.answers import streamed, whole
 from hone.server.bodies import accept_large_body
@@ -42,7 +43,6 @@ from hone.server.openai import (
 from hone.server.prepare import Preparation
 from hone.server.serving import ServedName
 from hone.server.stream import EventStream, WhileConnected
-from hone.server.telemetry import log
 
 if TYPE_CHECKING:
     from hone.server.app import State

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from hone.chat.bridge import Conversation, RenderedCall
+from hone.chat.choice_tokens import Path, Refused, Sampled, TokenReader, brief
+from hone.chat.messages import check_messages
+from hone.chat.template import ChatTemplate
 from hone.errors import NotFound, TemplateError
-from hone.inference.bridge import Conversation, RenderedCall
-from hone.inference.messages import check_messages
-from hone.inference.template import ChatTemplate
 from hone.server.language import FIXED, differing
-from hone.server.sampled import Path, Refused, Sampled, TokenReader, brief
 from hone.trajectory import History
 from hone.types import Call, RecordedCall
 

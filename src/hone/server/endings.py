@@ -24,13 +24,14 @@ from hone.errors import (
     Unavailable,
     Unreachable,
 )
-from hone.server.calls import CallStore
-from hone.server.checkpoints import Checkpoint, Checkpoints
-from hone.server.failpoints import failpoint
-from hone.server.jobs import FINAL, JobStore
-from hone.server.models import ModelStore
+from hone.logs import log, say
 from hone.server.supervision import Part, backoff_s
-from hone.server.telemetry import Metrics, log, say
+from hone.server.telemetry import Metrics
+from hone.store.calls import CallStore
+from hone.store.checkpoints import Checkpoint, Checkpoints
+from hone.store.failpoints import failpoint
+from hone.store.jobs import FINAL, JobStore
+from hone.store.models import ModelStore
 from hone.types import Failure, JobInfo
 
 TRIES = 3

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from hone.errors import Unavailable
 from hone.inference.base import Engine
+from hone.logs import say
 from hone.server.language import Language
 from hone.server.settings import Settings
 from hone.server.supervision import Part, backoff_s
-from hone.server.telemetry import say
 
 T = TypeVar("T")
 

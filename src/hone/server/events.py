@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from hone.errors import Unprocessable
-from hone.server.jobs import FINAL, JobStore
+from hone.store.jobs import FINAL, JobStore
 from hone.types import FieldError, JobEvent
 
 HEARTBEAT_S = 15.0

@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.chat.reply import Event, Reply
+from hone.chat.template import Parser
 from hone.inference.base import Delta, FinishReason, SampledToken, Sampling
-from hone.inference.reply import Event, Reply
-from hone.inference.template import Parser
-from hone.server.calls import CallStore
+from hone.logs import say
 from hone.server.serving import Policy
 from hone.server.talks import Scope, Turn
-from hone.server.telemetry import Metrics, say
+from hone.server.telemetry import Metrics
+from hone.store.calls import CallStore
 from hone.types import Call, RecordedCall
 
 

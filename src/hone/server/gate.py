@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 from hone.errors import Unavailable
 from hone.inference.base import Engine
+from hone.logs import log
 from hone.server.settings import Settings
-from hone.server.telemetry import log
 
 
 class Gate:

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from hone.errors import BadRequest
 from hone.learner.packed import unpack_groups
-from hone.server.calls import CallStore
 from hone.server.checks import digest
 from hone.server.language import Language
 from hone.server.resolve import PackedJob, Start, pack_job
-from hone.server.store import Store
 from hone.server.tasks import TemplateRef
 from hone.server.tokens import page, read_logprobs
+from hone.store.calls import CallStore
+from hone.store.database import Store
 from hone.trajectory import JobRequest, means
 from hone.types import JobInfo
 

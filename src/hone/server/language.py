@@ -21,11 +21,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hone.chat.reply import ByteDecoder, TextDecoder, WindowDecoder, byte_pieces
+from hone.chat.template import ChatTemplate
 from hone.errors import Conflict, ModelUnsupported
-from hone.inference.reply import ByteDecoder, TextDecoder, WindowDecoder, byte_pieces
-from hone.inference.template import ChatTemplate
 from hone.models.find import ModelFiles, find, load_tokenizer
-from hone.server.checkpoints import Checkpoint
+from hone.store.checkpoints import Checkpoint
 
 PARTS = ("weights", "tokenizer", "chat template", "template arguments", "date")
 """Of a fingerprint, in this order."""

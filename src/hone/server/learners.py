@@ -18,11 +18,11 @@ from typing import Any
 
 from hone.errors import HoneError, LearnerDied
 from hone.learner.worker import LearnerProcess
+from hone.logs import log, say
 from hone.server import learning
 from hone.server.language import Language
 from hone.server.learning import StartLearner
 from hone.server.settings import Settings
-from hone.server.telemetry import log, say
 
 REPLACED = 3
 """So many learners in a row that die without a job are replaced; then the next job launches one."""

@@ -11,16 +11,16 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hone
 from hone.errors import StateError
 from hone.learner.worker import LearnerProcess, LearnerSpec
-from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.language import Language
 from hone.server.settings import Settings
+from hone.store.checkpoints import Checkpoint, Checkpoints
+from hone.store.jobs import Pin
 from hone.types import JobInfo, ModelKey, ModelSpec
 
 PROGRESS_S = 0.1
@@ -34,17 +34,6 @@ that is free: the engine, which may load at the same time, takes two to three ti
 Tell = Callable[[dict[str, Any]], object]
 StartLearner = Callable[..., LearnerProcess]
 """LearnerProcess.launch, or what a test puts in its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """The checkpoint a job goes on from, and what decides its bits on this machine."""
-
-    step: int
-    sha256: str
-    dtype: str
-    row_tokens: int
-    """For jobs that name none; a job that was pinned before has its own."""
 
 
 def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) -> Checkpoint:

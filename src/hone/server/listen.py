@@ -24,7 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hone.errors import ServerError
-from hone.server.telemetry import say
+from hone.logs import say
 
 GRACE_S = 5
 """Requests under way have so long to end when the server stops; then they are cut off."""

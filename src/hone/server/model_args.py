@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from hone.chat.choice_tokens import brief
 from hone.errors import ConfigError, Unprocessable
-from hone.server.sampled import brief
 from hone.types import FieldError, ModelSpec, TrainConfig
 
 Path = tuple[str | int, ...]

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from hone.chat.choice_tokens import brief
 from hone.errors import BadRequest
 from hone.inference.base import SampledToken
 from hone.server.language import Language
-from hone.server.sampled import brief
 
 IGNORED = {
     "user": "names who asks; there are no accounts here",

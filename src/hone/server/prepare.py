@@ -12,25 +12,25 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from hone.chat.bridge import Asked
+from hone.chat.choice_tokens import brief, outside
+from hone.chat.messages import check_messages
+from hone.chat.reply import StreamParser
+from hone.chat.template import ChatTemplate
+from hone.chat.tool_choice import Offer, offer
 from hone.errors import BadRequest
 from hone.inference.base import Sampling
-from hone.inference.bridge import Asked
-from hone.inference.messages import check_messages
-from hone.inference.reply import StreamParser
-from hone.inference.template import ChatTemplate
 from hone.server import tasks
 from hone.server.answers import ChatForm, Form, TextForm
-from hone.server.calls import CallStore
 from hone.server.exchange import Exchange, Where
-from hone.server.offer import Offer, offer
 from hone.server.openai import ChatRequest, CompletionRequest, LogprobWriter
-from hone.server.sampled import brief, outside
 from hone.server.serving import Policy
 from hone.server.settings import Settings
 from hone.server.talks import Matched, Scope, Turn, request_seed
 from hone.server.tasks import TemplateRef
 from hone.server.telemetry import Metrics
 from hone.server.workers import WorkerPool
+from hone.store.calls import CallStore
 from hone.types import RunSpec
 
 Prepared = tuple[Exchange, Form]

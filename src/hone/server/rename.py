@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from hone.disk import move
 from hone.errors import Conflict, NotFound
-from hone.server.failpoints import failpoint
-from hone.server.models import ModelRecord
-from hone.server.telemetry import say
+from hone.logs import say
+from hone.store.failpoints import failpoint
+from hone.store.models import ModelRecord
 from hone.types import ModelKey
 
 if TYPE_CHECKING:

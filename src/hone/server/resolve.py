@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, get_args
 
+from hone.chat.choice_tokens import Path, Refused, brief, outside, wrong_logprob
 from hone.errors import Unprocessable
 from hone.learner.packed import pack_groups
 from hone.learner.staleness import too_stale
 from hone.models.architecture import DecoderConfig
-from hone.server.calls import CallStore
 from hone.server.checks import check_request
 from hone.server.choices import Choices
 from hone.server.language import FIXED, Language, differing
-from hone.server.models import ModelRecord
-from hone.server.sampled import Path, Refused, brief, outside, wrong_logprob
 from hone.server.serving import Serving
+from hone.store.calls import CallStore
+from hone.store.models import ModelRecord
 from hone.trajectory import History, JobRequest, Trajectory, TrajectoryGroup
 from hone.types import Call, FieldError, RecordedCall, RolloutId, TrainConfig
 

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from hone.disk import storage
 from hone.errors import ServerError
 from hone.inference.base import Engine
+from hone.logs import say
 from hone.server.app import State, create_apps
 from hone.server.auth import settle_key
 from hone.server.listen import (
@@ -32,10 +33,10 @@ from hone.server.listen import (
     port_of,
     raise_descriptor_limit,
 )
-from hone.server.root import make_root
 from hone.server.serving import open_embedded
 from hone.server.settings import Settings
-from hone.server.telemetry import say, start_logging, stop_logging
+from hone.server.telemetry import start_logging, stop_logging
+from hone.store.root import make_root
 from hone.types import SERVER_ADDRESS
 
 TAKE_OVER_S = 60.0

@@ -26,21 +26,22 @@ from typing import Any
 from hone.errors import Cancelled, NotProved
 from hone.inference.base import AdapterRef
 from hone.learner.worker import LearnerProcess
+from hone.logs import say
 from hone.server import learning
-from hone.server.calls import CallStore
-from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.endings import Endings, require_room
-from hone.server.failpoints import failpoint
-from hone.server.jobs import JobStore
 from hone.server.language import Language
 from hone.server.learners import Learners
-from hone.server.learning import Pin, StartLearner
-from hone.server.models import ModelRecord, ModelStore
+from hone.server.learning import StartLearner
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part
-from hone.server.telemetry import Metrics, say
+from hone.server.telemetry import Metrics
+from hone.store.calls import CallStore
+from hone.store.checkpoints import Checkpoint, Checkpoints
+from hone.store.failpoints import failpoint
+from hone.store.jobs import JobStore, Pin
+from hone.store.models import ModelRecord, ModelStore
 from hone.types import JobInfo, ModelKey
 
 FAILPOINTS = (

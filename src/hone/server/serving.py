@@ -18,16 +18,16 @@ from typing import Any
 
 from hone.errors import Busy, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
+from hone.logs import say
 from hone.models.find import canonical, find
 from hone.server.auth import may_load
-from hone.server.checkpoints import Checkpoint, Checkpoints
 from hone.server.engines import Base, Engines, once
 from hone.server.gate import Gate
-from hone.server.models import ModelRecord, ModelStore
 from hone.server.seats import Seats
 from hone.server.settings import Settings
 from hone.server.talks import Talks
-from hone.server.telemetry import say
+from hone.store.checkpoints import Checkpoint, Checkpoints
+from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey, RunSpec
 
 _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)

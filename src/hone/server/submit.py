@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from hone.errors import Busy
+from hone.logs import say
 from hone.server import job_tasks
 from hone.server.checks import digest, train_config
 from hone.server.job_tasks import LanguageRef
-from hone.server.jobs import FINAL
 from hone.server.language import Language
 from hone.server.resolve import PackedJob, Start, pack_job
-from hone.server.telemetry import say
 from hone.server.workers import Worker
+from hone.store.jobs import FINAL
 from hone.trajectory import JobRequest
 from hone.types import JobInfo
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.errors import Unavailable
-from hone.server.telemetry import log
+from hone.logs import log
 
 FIRST_S = 1.0
 LONGEST_S = 60.0

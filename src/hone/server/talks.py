@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hone.inference.bridge import Asked, Bridged, Conversation, Match, RenderedCall, Why
-from hone.inference.template import ChatTemplate
-from hone.server.calls import CallStore
+from hone.chat.bridge import Asked, Bridged, Conversation, Match, RenderedCall, Why
+from hone.chat.template import ChatTemplate
 from hone.server.language import Language
+from hone.store.calls import CallStore
 from hone.types import RecordedCall, RunSpec
 
 ROLLOUT_TOKENS = 16 * 2**20

@@ -15,12 +15,12 @@ from datetime import date
 from functools import lru_cache
 from typing import Any
 
+from hone.chat.bridge import Asked, Bridged, Match
+from hone.chat.jinja import TextTooLong, encoding_at_most
+from hone.chat.messages import check_messages
+from hone.chat.reply import byte_pieces
+from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, Conflict
-from hone.inference.bridge import Asked, Bridged, Match
-from hone.inference.jinja import TextTooLong, encoding_at_most
-from hone.inference.messages import check_messages
-from hone.inference.reply import byte_pieces
-from hone.inference.template import ChatTemplate
 from hone.models.find import ModelFiles, load_tokenizer
 from hone.server.openai import ChatRequest, CompletionRequest, read_json
 

@@ -17,10 +17,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from hone.logs import log
 from hone.server.settings import Settings
 
-log = logging.getLogger("hone.server")
-"""Fields go in `extra={"fields": {...}}`; see `say`."""
 MAX_REASON = 1000
 """Characters of a refusal that are logged."""
 _SECRET = re.compile(r"(?i)((?:bearer |sk-|hf_|api[_-]?key['\": =]+))[\w-]{8,}")
@@ -56,11 +55,6 @@ class Metrics:
             "hone_publish_held_seconds", "How long the last publish held", registry=of
         )
         self.publishes = Counter("hone_publishes", "Publishes by verdict", ["verdict"], registry=of)
-
-
-def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """One log line: what happened, then key=value."""
-    log.log(level, what, extra={"fields": fields})
 
 
 def refusal_text(body: bytes, key: str | None = None) -> str:

@@ -18,17 +18,18 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from hone.errors import Conflict, NotFound, Unprocessable
+from hone.logs import say
 from hone.server import events, job_tasks
+from hone.server.auth import check_path
 from hone.server.bodies import checked, large_body_route
-from hone.server.checkpoints import Checkpoint
 from hone.server.checks import check_base_model, checked_spec
 from hone.server.job_tasks import LanguageRef
-from hone.server.models import ModelRecord
 from hone.server.rename import rename
 from hone.server.settings import Settings
 from hone.server.submit import submit, submit_held
-from hone.server.telemetry import say
 from hone.server.tokens import TokenPage
+from hone.store.checkpoints import Checkpoint
+from hone.store.models import ModelRecord
 from hone.trajectory import JobRequest
 from hone.types import (
     CheckpointInfo,
@@ -141,6 +142,7 @@ async def registered(state: "State", spec: ModelSpec) -> tuple[ModelRecord, bool
     def register() -> tuple[ModelRecord, bool]:
         is_new = spec.key not in [known.key for known in state.models.list()]
         if is_new:
+            check_path(spec)
             check_base_model(spec)
         return state.models.register(spec), is_new
 

@@ -26,8 +26,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, ParamSpec, TypeVar, cast
 
 from hone.errors import HoneError, ServerError, Unavailable
+from hone.logs import say
 from hone.niceness import give_way
-from hone.server.telemetry import say
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hone.errors import Conflict, NotFound
-from hone.server import calls as calls_module
-from hone.server.calls import CallStore
-from hone.server.store import Store
+from hone.store import calls as calls_module
+from hone.store.calls import CallStore
+from hone.store.database import Store
 from hone.types import Call, RecordedCall, RunSpec
 
 

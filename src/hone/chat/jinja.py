@@ -17,8 +17,8 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
+from hone.chat.messages import Message, ToolCall
 from hone.errors import ModelUnsupported, TemplateError
-from hone.inference.messages import Message, ToolCall
 
 _PRINTED_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
 

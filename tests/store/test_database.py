@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hone.errors import DiskFull, StateError, StorageError
-from hone.server.store import VERSION, Store
+from hone.store.database import VERSION, Store
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS things (name TEXT PRIMARY KEY, size INTEGER NOT NULL);"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hone.disk import storage
 from hone.errors import StateError
-from hone.server.failpoints import failpoint
+from hone.store.failpoints import failpoint
 
 FAILPOINTS = ("store/before-commit", "store/after-commit")
 """Around every durable commit."""

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.inference.jinja import PROBE_CALL, PROBE_TOOL, Jinja, encode, token_id
-from hone.inference.messages import Message, ToolCall
+from hone.chat.jinja import PROBE_CALL, PROBE_TOOL, Jinja, encode, token_id
+from hone.chat.messages import Message, ToolCall
 
 VERSION = 1
 """Part of the fingerprint; raise it when the text below changes."""

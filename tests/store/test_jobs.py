@@ -12,11 +12,11 @@ import pytest
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
 from hone.learner.packed import unpack_groups
-from hone.server import job_events
-from hone.server.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Recovered
 from hone.server.learning import Pin
-from hone.server.models import ModelRecord, ModelStore
-from hone.server.store import Store
+from hone.store import job_events
+from hone.store.database import Store
+from hone.store.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Recovered
+from hone.store.models import ModelRecord, ModelStore
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, TrainConfig
 

@@ -17,9 +17,9 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Literal
 
-from hone.inference.library import Library
-from hone.inference.messages import Message, Tools, check_messages, check_tools
-from hone.inference.template import ChatTemplate
+from hone.chat.messages import Message, Tools, check_messages, check_tools
+from hone.chat.renderers import Library
+from hone.chat.template import ChatTemplate
 
 
 class Why(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hone.inference.template import ChatTemplate
+from hone.chat.template import ChatTemplate
 
 TEMPLATES = Path(__file__).parent.parent / "data" / "templates"
 

@@ -18,21 +18,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sqlite3 import Connection
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
 from hone.learner.packed import pack_groups
-from hone.server import job_events
-from hone.server.failpoints import failpoint
-from hone.server.job_events import JobEvents, event_of_move
-from hone.server.models import ModelRecord
-from hone.server.rows import marks
-from hone.server.store import Store
+from hone.store import job_events
+from hone.store.call_rows import marks
+from hone.store.database import Store
+from hone.store.failpoints import failpoint
+from hone.store.job_events import JobEvents, event_of_move
+from hone.store.models import ModelRecord
 from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
-
-if TYPE_CHECKING:
-    from hone.server.learning import Pin
 
 SCHEMA = (
     """
@@ -66,6 +63,17 @@ ATTEMPTS = 3
 KEEP_PROGRESS = 1000
 """Progress events kept of a job, where the settings do not say otherwise."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The checkpoint a job goes on from, and what decides its bits on this machine."""
+
+    step: int
+    sha256: str
+    dtype: str
+    row_tokens: int
+    """For jobs that name none; a job that was pinned before has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +255,7 @@ class JobStore:
         )
         return JobInfo.model_validate_json(rows[0]["info"]) if rows else None
 
-    def take(self, job_id: str, pin: "Pin | None") -> JobInfo:
+    def take(self, job_id: str, pin: Pin | None) -> JobInfo:
         """A queued job, now running from `pin`; None leaves the pin of an earlier attempt."""
         job, pinned = self.get(job_id), dict[str, Any]()
         if pin is not None:

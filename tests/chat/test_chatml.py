@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hone.inference.chatml import ChatML, recognise
-from hone.inference.jinja import Jinja
-from hone.inference.template import ChatTemplate
+from hone.chat.chatml import ChatML, recognise
+from hone.chat.jinja import Jinja
+from hone.chat.template import ChatTemplate
 
 FAMILIES = ("smollm2-instruct", "qwen2.5-instruct")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hone.inference.bridge import Bridged, Conversation, RenderedCall, Why, bridge
-from hone.inference.template import ChatTemplate
+from hone.chat.bridge import Bridged, Conversation, RenderedCall, Why, bridge
+from hone.chat.template import ChatTemplate
 
 FAMILIES = ("smollm2-instruct", "qwen2.5-instruct", "qwen3")
 TOOLS: list[dict[str, Any]] = [

@@ -13,9 +13,9 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from hone.inference.jinja import encode
-from hone.inference.reply import byte_pieces
-from hone.inference.template import ChatTemplate
+from hone.chat.jinja import encode
+from hone.chat.reply import byte_pieces
+from hone.chat.template import ChatTemplate
 from hone.types import FieldError
 
 Path = tuple[str | int, ...]

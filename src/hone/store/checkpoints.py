@@ -30,8 +30,8 @@ from typing import Any
 
 from hone.disk import move, storage, sync
 from hone.errors import ConfigError, NotFound
-from hone.server.failpoints import failpoint
-from hone.server.telemetry import say
+from hone.logs import say
+from hone.store.failpoints import failpoint
 from hone.types import ModelKey
 
 FAILPOINTS = (

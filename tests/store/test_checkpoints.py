@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hone.errors import ConfigError, DiskFull, NotFound, StorageError
-from hone.server.checkpoints import FAILPOINTS, Checkpoint, Checkpoints
+from hone.store.checkpoints import FAILPOINTS, Checkpoint, Checkpoints
 from hone.types import ModelKey
 
 KEY = ModelKey("default", "agent")
@@ -299,7 +299,7 @@ def test_no_name_leaves_the_root(checkpoints: Checkpoints, name: str):
 DYING = """
 import sys
 from pathlib import Path
-from hone.server.checkpoints import Checkpoints
+from hone.store.checkpoints import Checkpoints
 from hone.types import ModelKey
 def fill(directory):
     (directory / "adapter_model.safetensors").write_text("new")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from hone.chat.messages import ToolCall, parse_object
 from hone.inference.base import FinishReason
-from hone.inference.messages import ToolCall, parse_object
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"

@@ -20,8 +20,8 @@ from hone.models.find import ModelFiles, find
 from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS
-from hone.server.export import export, public_name
 from hone.server.language import Language
+from hone.store.export import export, public_name
 from hone.types import ModelKey
 
 KEY = ModelKey("default", "agent")
@@ -59,7 +59,7 @@ def root(tmp_path: Path, tiny_model: Path) -> Path:
 async def logprobs(model: Path, root: Path, step: int) -> torch.Tensor:
     """What hone's engine says of IDS under a step: [5], of every id but the first."""
     from hone.inference.base import AdapterRef
-    from hone.server.checkpoints import Checkpoints
+    from hone.store.checkpoints import Checkpoints
 
     checkpoint = Checkpoints(root).get(KEY, step)
     served = AdapterRef("agent", step, checkpoint.sha256)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hone.chat.template import UNPROVED, ChatTemplate
 from hone.errors import ModelUnsupported, TemplateError
-from hone.inference.template import UNPROVED, ChatTemplate
 
 ROOT = Path(__file__).parents[2]
 HI = [{"role": "user", "content": "hi"}]

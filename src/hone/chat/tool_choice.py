@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from hone.chat.jinja import encode
+from hone.chat.messages import check_tools
+from hone.chat.reply import CLOSE_CALL, OPEN_CALL, OPEN_THINK
+from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, TemplateError
-from hone.inference.jinja import encode
-from hone.inference.messages import check_tools
-from hone.inference.reply import CLOSE_CALL, OPEN_CALL, OPEN_THINK
-from hone.inference.template import ChatTemplate
 
 _PROBE = "zq9probe"
 

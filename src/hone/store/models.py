@@ -14,11 +14,10 @@ import time
 from dataclasses import dataclass
 from sqlite3 import Connection
 
-from hone.errors import Conflict, NotFound, Unprocessable
+from hone.errors import Conflict, NotFound
 from hone.models.find import canonical
-from hone.server.auth import access, is_path
-from hone.server.store import Store
-from hone.types import FieldError, ModelKey, ModelSpec
+from hone.store.database import Store
+from hone.types import ModelKey, ModelSpec
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS models (
@@ -68,7 +67,6 @@ class ModelStore:
             known = self.list()
             before = next((record for record in known if record.key == spec.key), None)
             if before is None:
-                _check_path(spec)
                 _check_name(spec, known)
             else:
                 _check_same(before.spec, spec)
@@ -120,15 +118,6 @@ class ModelStore:
 
     def on_base(self, base_model: str) -> Records:
         return [record for record in self.list() if record.spec.base_model == base_model]
-
-
-def _check_path(spec: ModelSpec) -> None:
-    if access.get() == "peer" and is_path(spec.base_model):
-        message = (
-            f"{spec.base_model!r} is a path, and a path is taken only from a client with the "
-            "server's key. Name a model by its name, or send the key."
-        )
-        raise Unprocessable([FieldError(("base_model",), message)])
 
 
 def _check_same(before: ModelSpec, now: ModelSpec) -> None:

@@ -18,12 +18,11 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Protocol
 
-from hone.errors import ModelUnsupported, TemplateError
-from hone.inference import chatml, library
-from hone.inference.base import FinishReason
-from hone.inference.jinja import Jinja, encode
-from hone.inference.messages import Message, Tools, check_messages, check_tools
-from hone.inference.reply import (
+from hone.chat import chatml
+from hone.chat import renderers as library
+from hone.chat.jinja import Jinja, encode
+from hone.chat.messages import Message, Tools, check_messages, check_tools
+from hone.chat.reply import (
     CLOSE_THINK,
     OPEN_THINK,
     ByteDecoder,
@@ -33,6 +32,8 @@ from hone.inference.reply import (
     WindowDecoder,
     byte_pieces,
 )
+from hone.errors import ModelUnsupported, TemplateError
+from hone.inference.base import FinishReason
 
 UNPROVED = (
     "Llama 3",

@@ -20,7 +20,7 @@ from sqlite3 import Connection
 from typing import Any
 
 from hone.errors import StorageError
-from hone.server.store import Store
+from hone.store.database import Store
 from hone.types import JobEvent, JobInfo, JobState
 
 SCHEMA = """

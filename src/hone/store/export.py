@@ -17,10 +17,10 @@ from typing import Any
 from hone.errors import Conflict, NotFound
 from hone.models.find import ModelFiles, find
 from hone.models.wheels import WHEELS
-from hone.server import models
-from hone.server.checkpoints import MANIFEST, Checkpoint, Checkpoints
-from hone.server.models import ModelRecord, ModelStore
-from hone.server.store import Store
+from hone.store import models
+from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
+from hone.store.database import Store
+from hone.store.models import ModelRecord, ModelStore
 
 _AT = re.compile(r"(?P<name>[^@]+)(@(?P<at>latest|best|[0-9]+))?")
 _HUB_CACHE = re.compile(r"models--(.+?)--(.+)")

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, date, datetime
 
 from hone.errors import Conflict, NotFound
-from hone.server.rows import Row, assemble, chain, digest, insert, ints, marks, parts
-from hone.server.store import Store
+from hone.store.call_rows import Row, assemble, chain, digest, insert, ints, marks, parts
+from hone.store.database import Store
 from hone.types import ModelKey, RecordedCall, RunSpec
 
 SCHEMA = """

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hone.errors import Conflict, NotFound
-from hone.server import models
-from hone.server.models import ModelStore
-from hone.server.store import Store
+from hone.store import models
+from hone.store.database import Store
+from hone.store.models import ModelStore
 from hone.types import ModelKey, ModelSpec
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
+from hone.chat.jinja import Jinja
+from hone.chat.messages import Message, ToolCall, parse_object
+from hone.chat.reply import CallDelta, ContentDelta, Event, ReasoningDelta, Reply, call_id
 from hone.errors import TemplateError
 from hone.inference.base import FinishReason
-from hone.inference.jinja import Jinja
-from hone.inference.messages import Message, ToolCall, parse_object
-from hone.inference.reply import CallDelta, ContentDelta, Event, ReasoningDelta, Reply, call_id
 
 _DATE_FIELDS: dict[str, str] = {
     "date_string": "%d %b %Y",  # Llama 3

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from hone.errors import TemplateError
-from hone.inference.messages import parse_object
-from hone.inference.reply import (
+from hone.chat.messages import parse_object
+from hone.chat.reply import (
     ByteDecoder,
     CallDelta,
     ContentDelta,
@@ -22,7 +21,8 @@ from hone.inference.reply import (
     WindowDecoder,
     byte_pieces,
 )
-from hone.inference.template import ChatTemplate
+from hone.chat.template import ChatTemplate
+from hone.errors import TemplateError
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather"}}]

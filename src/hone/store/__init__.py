@@ -1,0 +1,1 @@
+"""What the server must remember: one SQLite file and the checkpoints beside it."""
