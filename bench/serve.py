@@ -118,11 +118,12 @@ class _Server:
         from tests.fakes import ScriptedEngine
 
         from hone.models.find import find, load_tokenizer
-        from hone.server.app import State, create_apps
+        from hone.server.app import create_apps
         from hone.server.listen import serving
         from hone.server.run import lasting
         from hone.server.serving import open_embedded
         from hone.server.settings import Settings
+        from hone.server.state import State
 
         settings = Settings(root=root, learner_threads=THREADS, max_queued_jobs=1000)
         opener = lambda name: open_embedded(name, settings)  # noqa: E731

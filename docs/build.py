@@ -21,8 +21,9 @@ from pydantic_core import PydanticUndefined
 from yaml_reference import bound, yaml_reference
 
 from hone.cli import EXITS, app
-from hone.server.app import State, create_apps
+from hone.server.app import create_apps
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.types import Strict, TrainConfig
 
 STANDARD = {"help", "install_completion", "show_completion"}

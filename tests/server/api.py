@@ -17,8 +17,9 @@ from tests.fakes import ScriptedEngine
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import by_tokens
 
-from hone.server.app import State, create_apps
+from hone.server.app import create_apps
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.types import JobInfo, ModelInfo
 
 AGENT = "/v1/training/models/default/agent"

@@ -21,8 +21,8 @@ from hone.inference.base import Engine
 from hone.learner.packed import unpack_groups
 from hone.learner.staleness import check_fresh
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
-from hone.server.app import State
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.store import failpoints
 from hone.store.jobs import FINAL
 from hone.store.models import ModelRecord

@@ -18,9 +18,9 @@ from tests.server.small_server import LearnerHere
 from tests.server.worlds import art_model
 
 from hone.errors import TrainingError
-from hone.server.app import State
 from hone.server.auth import inference_key
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.types import ModelKey
 
 ASKED = [{"role": "user", "content": "the weather in the city"}]

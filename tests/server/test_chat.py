@@ -14,8 +14,8 @@ from tests.fakes import ScriptedEngine, logprob
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.inference.base import Sampling
-from hone.server.app import State
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.types import ModelSpec
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

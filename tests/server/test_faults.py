@@ -14,7 +14,7 @@ from tests.store.test_checkpoints import filler, readable_again, unreadable
 
 from hone.inference.embedded import EmbeddedEngine
 from hone.models.decoder import Decoder
-from hone.server import app, supervision
+from hone.server import state, supervision
 from hone.server.app import create_apps
 from hone.types import ModelKey, ModelSpec
 
@@ -261,7 +261,7 @@ async def test_an_idle_engine_is_closed_and_opened_again_when_it_is_asked_for(
 async def test_the_pruner_goes_on_after_a_failure(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(app, "PRUNE_S", 0.05)
+    monkeypatch.setattr(state, "PRUNE_S", 0.05)
     async with SmallServer.started(tmp_path / "hone") as server:
         server.store._writer.execute("PRAGMA query_only = ON")
         async with asyncio.timeout(30):

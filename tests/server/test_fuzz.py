@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from tests.server.target import CASES, Target, bodies
 
-from hone.server.app import State
 from hone.server.settings import Settings
+from hone.server.state import State
 
 USUAL = 2000
 JOBS = "/v1/training/jobs"

@@ -14,8 +14,8 @@ from tests.server.worlds import by_tokens
 
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.picture import PICTURE
-from hone.server.app import State
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.types import Call, CheckpointInfo, ModelKey, ModelSpec, TrainConfig
 
 # ---- events and tokens ------------------------------------------------------------------------

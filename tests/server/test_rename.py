@@ -96,7 +96,7 @@ async def test_a_name_that_is_taken_is_refused(open_api: Open, to: str, status: 
 RENAME = """
 import asyncio, sys
 from pathlib import Path
-from hone.server.app import State
+from hone.server.state import State
 from hone.server.rename import rename
 from hone.server.settings import Settings
 from hone.types import ModelKey

@@ -14,9 +14,9 @@ from tests.server.conftest import MakeState, write_model
 
 from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel
 from hone.inference.base import AdapterRef, Engine, Sampling
-from hone.server.app import State
 from hone.server.language import FIXED, PARTS, Language, differing
 from hone.server.serving import Serving
+from hone.server.state import State
 from hone.store.models import ModelRecord
 from hone.types import ModelSpec, RunSpec
 

@@ -16,8 +16,8 @@ from tests.server.conftest import MakeServer, MakeState, Server
 from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
 
 from hone.errors import EngineError
-from hone.server.app import State
 from hone.server.settings import Settings
+from hone.server.state import State
 
 LONG = "the weather in the city is cold and the wind is strong today, take the coat " * 3
 

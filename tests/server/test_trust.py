@@ -15,9 +15,9 @@ from tests.server.conftest import MakeServer, Server
 
 from hone.errors import ServerError
 from hone.inference.base import Engine
-from hone.server.app import State
 from hone.server.auth import inference_key
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.store.root import make_root
 
 

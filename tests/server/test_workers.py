@@ -24,8 +24,8 @@ from hone.chat import chatml
 from hone.errors import Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
 from hone.server import chat, submit
-from hone.server.app import State
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.server.tasks import max_characters, more_values
 from hone.server.workers import WorkerPool
 from hone.types import FieldError

@@ -15,9 +15,9 @@ import pytest
 
 from hone.chat.template import ChatTemplate
 from hone.errors import Unprocessable
-from hone.server.app import State
 from hone.server.language import Language
 from hone.server.resolve import Resolved, resolve
+from hone.server.state import State
 from hone.store.models import ModelRecord
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, ModelSpec, RecordedCall, TrainConfig

@@ -9,16 +9,21 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from hone.capture.openai import Exchange
+
+class Exchange(Protocol):
+    """The call whose response passes."""
+
+    def piece(self, body: bytes) -> None: ...
+    def ended(self, error: BaseException | str | None = None) -> None: ...
+    def left(self) -> None: ...
 
 
 class _Tee:
     """A response's stream that also tells an exchange what passes."""
 
-    def __init__(self, stream: Any, exchange: "Exchange") -> None:
+    def __init__(self, stream: Any, exchange: Exchange) -> None:
         self._stream, self._exchange = stream, exchange
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +61,7 @@ class _Pieces(AsyncGenerator[bytes, None]):
     that the inner one is already running.
     """
 
-    def __init__(self, stream: AsyncIterator[bytes], exchange: "Exchange") -> None:
+    def __init__(self, stream: AsyncIterator[bytes], exchange: Exchange) -> None:
         self._stream, self._exchange = stream, exchange
 
     async def asend(self, value: None) -> bytes:

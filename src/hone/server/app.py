@@ -1,19 +1,17 @@
-"""The parts of a server, wired: state, routes, and what every request passes through.
+"""The server's two ASGI apps: routes, error responses, and the middleware of every request.
 
-In:   Settings
-Out:  State (everything a server holds) and two ASGI apps over it: control, and OpenAI alone
+In:   State
+Out:  the control app, which has every route, and the app of the OpenAI API alone
 
-Every request passes one gate, in this order: its size, its key, its route, its log line. Errors
-leave in one JSON shape; a stack trace goes to the log and never into a response.
+Every request passes the same middleware, in this order: body size, key, route, log line. Errors
+have one JSON shape; a stack trace goes to the log and never into a response.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
@@ -22,137 +20,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
 
 import hone
 from hone import errors
 from hone.errors import HoneError
-from hone.inference.base import Engine
-from hone.learner.worker import LearnerProcess
 from hone.logs import log, say
-from hone.server import art, art_log, auth, chat, training
-from hone.server.bodies import BodyBudget, BodyReader, Message, Receive
+from hone.server import art, auth, chat, training
+from hone.server.bodies import BodyReader
 from hone.server.failures import error_body, openai_error, status_of
-from hone.server.learning import StartLearner
-from hone.server.rename import finish_renames
-from hone.server.service import TrainingService
-from hone.server.serving import Serving
-from hone.server.settings import Settings
-from hone.server.supervision import Part, repeat
-from hone.server.telemetry import Metrics, refusal_text
-from hone.server.workers import WorkerPool
-from hone.store import calls, jobs, models
-from hone.store.calls import CallStore
-from hone.store.checkpoints import Checkpoints
-from hone.store.database import Store
-from hone.store.jobs import JobStore
-from hone.store.models import ModelStore
-from hone.store.root import make_root
-
-Send = Callable[[Message], Awaitable[None]]
-
-PRUNE_S = 600.0
-"""Recorded calls, and the groups of ended jobs, are pruned so often."""
-DRAIN_S = 5.0
-"""Requests that were cut off when the server stops have so long to be recorded."""
-
-
-@dataclass(slots=True)
-class State:
-    """Everything one server holds."""
-
-    settings: Settings
-    store: Store
-    models: ModelStore
-    jobs: JobStore
-    calls: CallStore
-    checkpoints: Checkpoints
-    serving: Serving
-    service: TrainingService
-    metrics: Metrics
-    workers: WorkerPool
-    """Processes that read large request bodies."""
-    bodies: BodyBudget
-    pruner: Part = field(default_factory=lambda: Part("pruner"))
-    started_at: float = field(default_factory=time.time)
-
-    @classmethod
-    def open(
-        cls,
-        settings: Settings,
-        *,
-        open_engine: Callable[[str], Engine] | None = None,
-        start_learner: StartLearner = LearnerProcess.launch,
-    ) -> Self:
-        """Open or make the state under `settings.root`; loads no model."""
-        make_root(settings.root)
-        metrics = Metrics()
-        schemas = (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA)
-        store = Store(settings.root / "state.sqlite", schemas=schemas)
-        known, recorded = ModelStore(store), CallStore(store)
-        queue = JobStore(store, keep_progress=settings.keep_progress)
-        checkpoints = Checkpoints(settings.root)
-        serving = Serving(known, checkpoints, settings, open_engine)
-        service = TrainingService(
-            jobs=queue,
-            models=known,
-            checkpoints=checkpoints,
-            serving=serving,
-            calls=recorded,
-            settings=settings,
-            metrics=metrics,
-            start_learner=start_learner,
-        )
-        state = cls(
-            settings=settings,
-            store=store,
-            models=known,
-            jobs=queue,
-            calls=recorded,
-            checkpoints=checkpoints,
-            serving=serving,
-            service=service,
-            metrics=metrics,
-            workers=WorkerPool(settings.body_processes),
-            bodies=BodyBudget(settings.max_bodies_bytes),
-        )
-        finish_renames(state)
-        return state
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Take jobs and prune calls until the block ends; then close everything in reverse."""
-        try:
-            await self.service.start()
-            pruning = asyncio.create_task(repeat(self.pruner, self._prune, PRUNE_S))
-            try:
-                yield
-            finally:
-                pruning.cancel()
-                with suppress(asyncio.CancelledError):
-                    await pruning
-        finally:
-            await self.service.close()
-            await self.serving.drain(DRAIN_S)
-            await self.serving.close()
-            await asyncio.to_thread(self.workers.close)
-            self.store.close()
-
-    async def _prune(self) -> None:
-        """Delete what is kept too long, and close what nobody has used for long."""
-        settings, calls, jobs = self.settings, self.calls, self.jobs
-        bounds = {"max_age_s": settings.keep_calls_s, "max_bytes": settings.keep_calls_bytes}
-        for run in await asyncio.to_thread(calls.close_idle_runs, settings.idle_run_s):
-            say("run closed: it was idle", run=run, idle_s=settings.idle_run_s)
-        if gone := await asyncio.to_thread(calls.prune, **bounds):
-            say("calls pruned", calls=gone)
-        if gone := await asyncio.to_thread(jobs.prune, **bounds):
-            say("groups of ended jobs pruned", jobs=gone)
-        await asyncio.to_thread(jobs.prune_events, max_age_s=settings.keep_events_s)
-        logged = (art_log.prune, settings.root, settings.keep_trajectories_bytes)
-        if gone := await asyncio.to_thread(*logged):
-            say("logged trajectories pruned", files=gone)
-        await self.serving.close_idle(settings.idle_engine_s)
-        await self.service.close_idle()
+from hone.server.state import State
+from hone.server.telemetry import refusal_text
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
@@ -282,7 +160,7 @@ class _Gate:
         self.state = state
         self.control = control
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -312,7 +190,7 @@ class _Gate:
         finally:
             self._note(scope, status, time.perf_counter() - started, reason)
 
-    async def _pass(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         settings = self.state.settings
         client = scope["client"][0] if scope.get("client") else None
@@ -330,7 +208,7 @@ class _Gate:
             auth.access.reset(token)
             body.release()
 
-    def _note(self, scope: Message, status: int, seconds: float, reason: str) -> None:
+    def _note(self, scope: Scope, status: int, seconds: float, reason: str) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
         metrics = self.state.metrics
         metrics.requests.labels(route, status).inc()

@@ -40,7 +40,7 @@ from hone.trajectory import JobRequest, means
 from hone.types import FieldError, JobInfo, ModelKey, Name
 
 if TYPE_CHECKING:
-    from hone.server.app import State
+    from hone.server.state import State
 
 
 class _Request(BaseModel):

@@ -21,7 +21,7 @@ from hone.store.jobs import FINAL
 from hone.types import JobEvent, JobInfo, ModelKey
 
 if TYPE_CHECKING:
-    from hone.server.app import State
+    from hone.server.state import State
 
 WAIT_S = 60.0
 """The stream looks so often whether an event came without waking it; none should."""

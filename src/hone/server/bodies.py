@@ -12,20 +12,19 @@ that it parses large ones elsewhere.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive
 
-from hone.server.job_tasks import Invalid
 from hone.server.settings import Settings
+from hone.server.tasks import Invalid
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 AnswerLarge = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
 """Answers a large body; calls its second argument when the body is in memory no more."""
 T = TypeVar("T")

@@ -17,7 +17,7 @@ answer. Its client leaving at any point of it ends it there.
 import asyncio
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -42,10 +42,8 @@ from hone.server.openai import (
 )
 from hone.server.prepare import Preparation
 from hone.server.serving import ServedName
+from hone.server.state import State
 from hone.server.stream import EventStream, WhileConnected
-
-if TYPE_CHECKING:
-    from hone.server.app import State
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
 _STEP = re.compile(r"[0-9]{1,9}")
@@ -73,7 +71,7 @@ class _Setting:
         return BadRequest(f"{self.place} is {self.text[:40]!r}; {remedy}", param=self.header)
 
 
-def routes(state: "State") -> APIRouter:
+def routes(state: State) -> APIRouter:
     """The OpenAI API, also under /rollout/ID, and what is known of rollouts and runs."""
     api = OpenAI(state)
     router = APIRouter(tags=["openai"])
@@ -102,7 +100,7 @@ def routes(state: "State") -> APIRouter:
 class OpenAI:
     """The routes, over one server's state."""
 
-    def __init__(self, state: "State") -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
 
     async def chat(self, request: Request) -> Response:

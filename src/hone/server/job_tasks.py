@@ -20,7 +20,7 @@ from hone.learner.packed import unpack_groups
 from hone.server.checks import digest
 from hone.server.language import Language
 from hone.server.resolve import PackedJob, Start, pack_job
-from hone.server.tasks import TemplateRef
+from hone.server.tasks import Invalid, TemplateRef
 from hone.server.tokens import page, read_logprobs
 from hone.store.calls import CallStore
 from hone.store.database import Store
@@ -48,13 +48,6 @@ class LanguageRef:
     def load(self) -> Language:
         template, files = self.template.load(), self.template.files
         return Language(self.name, files, template, self.weights_sha256, self.max_positions)
-
-
-@dataclass(frozen=True, slots=True)
-class Invalid:
-    """A body that does not validate, as pydantic says it."""
-
-    errors: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

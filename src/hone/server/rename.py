@@ -12,22 +12,35 @@ a new model under the old name refuses them, because it never had the adapter th
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hone.disk import move
 from hone.errors import Conflict, NotFound
 from hone.logs import say
+from hone.server.serving import Serving
+from hone.store.calls import CallStore
+from hone.store.checkpoints import Checkpoints
+from hone.store.database import Store
 from hone.store.failpoints import failpoint
-from hone.store.models import ModelRecord
+from hone.store.jobs import JobStore
+from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey
-
-if TYPE_CHECKING:
-    from hone.server.app import State
 
 FAILPOINTS = ("rename/after-intent", "rename/after-move", "rename/after-commit")
 
 
-async def rename(state: "State", key: ModelKey, to: str) -> ModelRecord:
+class State(Protocol):
+    """The parts of a server's state that hold a model's name."""
+
+    store: Store
+    models: ModelStore
+    jobs: JobStore
+    calls: CallStore
+    checkpoints: Checkpoints
+    serving: Serving
+
+
+async def rename(state: State, key: ModelKey, to: str) -> ModelRecord:
     """The model under its new name. Sent again, it is the same answer again."""
     new = replace(key, name=to)
     if await asyncio.to_thread(_intend, state, key, new):
@@ -40,7 +53,7 @@ async def rename(state: "State", key: ModelKey, to: str) -> ModelRecord:
     return await asyncio.to_thread(state.models.get, new)
 
 
-def finish_renames(state: "State") -> None:
+def finish_renames(state: State) -> None:
     """At start-up: carry out what was written down and not done."""
     rows = state.store.query("SELECT project, name, new_name FROM renames WHERE done = 0")
     for project, name, new_name in rows:
@@ -51,7 +64,7 @@ def finish_renames(state: "State") -> None:
         state.calls.read_runs()
 
 
-def _intend(state: "State", key: ModelKey, new: ModelKey) -> bool:
+def _intend(state: State, key: ModelKey, new: ModelKey) -> bool:
     """Write the rename down; False where it was done before and only the answer was lost."""
     with state.store.transaction(durable=True) as db:
         try:
@@ -73,7 +86,7 @@ def _intend(state: "State", key: ModelKey, new: ModelKey) -> bool:
     return True
 
 
-def _check_free(state: "State", record: ModelRecord, new: ModelKey) -> None:
+def _check_free(state: State, record: ModelRecord, new: ModelKey) -> None:
     directory = state.checkpoints.model_dir(new)
     if any(known.key == new for known in state.models.list()) or directory.exists():
         raise Conflict(
@@ -83,7 +96,7 @@ def _check_free(state: "State", record: ModelRecord, new: ModelKey) -> None:
     state.models.check_name(record.spec.model_copy(update={"name": new.name}))
 
 
-def _check_idle(state: "State", key: ModelKey) -> None:
+def _check_idle(state: State, key: ModelKey) -> None:
     for job_state in ("queued", "running"):
         for job in state.jobs.list(model=key, state=job_state, limit=1):
             raise Conflict(
@@ -92,7 +105,7 @@ def _check_idle(state: "State", key: ModelKey) -> None:
             )
 
 
-def _carry_out(state: "State", key: ModelKey, new: ModelKey) -> None:
+def _carry_out(state: State, key: ModelKey, new: ModelKey) -> None:
     """Everything after the intent; may be repeated from any point of it."""
     old_dir, new_dir = state.checkpoints.model_dir(key), state.checkpoints.model_dir(new)
     if old_dir.exists() and not new_dir.exists():

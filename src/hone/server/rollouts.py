@@ -8,17 +8,15 @@ A rollout that made no call is an empty list and not an error: an agent may end 
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from pydantic import Field
 from starlette.responses import Response
 
 from hone.errors import Conflict, NotFound
+from hone.server.state import State
 from hone.types import Name, RecordedCall, RolloutId, RunSpec, Strict
-
-if TYPE_CHECKING:
-    from hone.server.app import State
 
 
 class RolloutCalls(Strict):
@@ -42,7 +40,7 @@ class RunInfo(Strict):
     since this server started: agents of the run that cannot be seen, or somebody else."""
 
 
-def routes(state: "State") -> APIRouter:
+def routes(state: State) -> APIRouter:
     router = APIRouter(tags=["rollouts"])
 
     @router.get("/v1/rollouts/{rollout_id}", response_model=RolloutCalls)
@@ -95,7 +93,7 @@ def routes(state: "State") -> APIRouter:
     return router
 
 
-def _said(state: "State", run_id: str) -> dict[str, Any]:
+def _said(state: State, run_id: str) -> dict[str, Any]:
     spec, is_open, calls = state.calls.run(run_id)
     told = {**spec.model_dump(), "open": is_open, "calls": calls}
     with suppress(NotFound, Conflict):  # its name may mean another model by now, or several

@@ -23,7 +23,7 @@ from hone.disk import storage
 from hone.errors import ServerError
 from hone.inference.base import Engine
 from hone.logs import say
-from hone.server.app import State, create_apps
+from hone.server.app import create_apps
 from hone.server.auth import settle_key
 from hone.server.listen import (
     AppServer,
@@ -35,6 +35,7 @@ from hone.server.listen import (
 )
 from hone.server.serving import open_embedded
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.server.telemetry import start_logging, stop_logging
 from hone.store.root import make_root
 from hone.types import SERVER_ADDRESS

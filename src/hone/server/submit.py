@@ -21,7 +21,7 @@ from hone.trajectory import JobRequest
 from hone.types import JobInfo
 
 if TYPE_CHECKING:
-    from hone.server.app import State
+    from hone.server.state import State
 
 
 async def submit(state: "State", request: JobRequest) -> JobInfo:

@@ -55,6 +55,13 @@ class TemplateRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Invalid:
+    """The body of a job that does not validate, with pydantic's errors."""
+
+    errors: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class ReadChat:
     """A chat request whose messages are checked."""
 

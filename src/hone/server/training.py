@@ -44,7 +44,7 @@ from hone.types import (
 )
 
 if TYPE_CHECKING:
-    from hone.server.app import State
+    from hone.server.state import State
 
 MAX_PAGE = 5000
 """Tokens of one page."""
