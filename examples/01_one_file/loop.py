@@ -4,11 +4,11 @@ In:   a model's name or directory, and the task in task.py
 Out:  a table on the screen; reward.png and result.json in --out
 
     for every step:  sample a group of answers to each of a few requests
-                     reward each answer; its advantage is how much better than its group it was
-                     make the tokens of better answers likelier, those of worse ones less likely
+                     reward each answer; its advantage is its reward relative to its group
+                     raise the probability of tokens in better answers, lower it in worse ones
 
-Only the model's files come from hone. The learner must reach the same loss and the same gradient
-in its own way; a line shared by both would be wrong in both without any sign of it.
+Only the model files come from hone. Tests compare hone's learner with this file: loss and gradient
+must agree. The two share no code, because a shared bug would not show.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from hone.models.find import find
 
 Ids = list[list[int]]
 COLUMNS = ("step", "reward", "exact", "tokens/s", "seconds")
-LEARNING_RATE = 1e-3  # of the first step; it falls to zero along the run
-MAX_TOKENS = 18  # the longest right answer has 15
+LEARNING_RATE = 1e-3  # at the first step; it decays linearly to zero
+MAX_TOKENS = 18  # the longest correct answer has 15
 
 
 class LoraLinear(nn.Module):
@@ -48,7 +48,7 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(model: Any) -> list[nn.Parameter]:
-    """Freeze the model and wrap every linear layer of its blocks; returns what is left to train."""
+    """Freeze the model and wrap every linear layer of its blocks; returns the trainable parameters."""
     model.requires_grad_(False)
     for block in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
         for name, child in list(block.named_children()):
@@ -58,18 +58,18 @@ def add_lora(model: Any) -> list[nn.Parameter]:
 
 
 def read(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache, keep: int = 0) -> Tensor:
-    """Logits of ids [B, T], which follow what the cache holds; mask [B, cached + T], 0 = padding."""
+    """Logits of ids [B, T], which continue the cached tokens; mask [B, cached + T], 0 = padding."""
     places = (mask.cumsum(1) - 1)[:, -ids.shape[1] :]
     return model(ids, mask, places, cache, use_cache=True, logits_to_keep=keep).logits
 
 
 def read_prompts(model: Any, prompts: Ids, group: int) -> tuple[DynamicCache, Tensor, Tensor]:
-    """Cache, mask and last token of every prompt, each of them `group` times."""
-    # What all prompts begin with is computed once, the rest once per prompt; gradients flow through.
+    """Cache, mask and last token of every prompt, each repeated `group` times."""
+    # The common prefix is computed once, the rest once per prompt; gradients flow through both.
     shared = min(map(len, prompts)) - 2
     while any(prompt[:shared] != prompts[0][:shared] for prompt in prompts):
         shared -= 1
-    # The last token stays out of the cache: its logits choose the first token of an answer.
+    # The last token is not cached: its logits determine the first token of an answer.
     ids = pad_sequence([torch.tensor(prompt[shared:-1]) for prompt in prompts], batch_first=True)
     mask = pad_sequence([torch.ones(len(p) - 1).long() for p in prompts], batch_first=True)
     cache = DynamicCache()
@@ -84,13 +84,13 @@ def read_prompts(model: Any, prompts: Ids, group: int) -> tuple[DynamicCache, Te
 
 @torch.no_grad()
 def sample(model: Any, prompts: Ids, group: int, stop: int, temperature: float = 1.0) -> Ids:
-    """`group` answers to every prompt, the stop token included; temperature 0 is greedy."""
+    """`group` answers to every prompt, including the stop token; temperature 0 is greedy."""
     cache, mask, token = read_prompts(model, prompts, group)
     answers = token[:, :0]
     while answers.shape[1] < MAX_TOKENS and not (answers == stop).any(1).all():
         mask = torch.cat([mask, torch.ones_like(token)], 1)
         logits = read(model, token, mask, cache)[:, -1]
-        if temperature > 0:  # with Gumbel noise the argmax is a draw from softmax(logits / t)
+        if temperature > 0:  # with Gumbel noise, argmax samples from softmax(logits / temperature)
             logits = logits / temperature - torch.empty_like(logits).exponential_().log()
         token = logits.argmax(-1, keepdim=True)
         answers = torch.cat([answers, token], 1)
@@ -98,7 +98,7 @@ def sample(model: Any, prompts: Ids, group: int, stop: int, temperature: float =
 
 
 def advantages(rewards: list[float], group: int) -> Tensor:
-    """[prompts, group]: rewards minus their group's mean, over its deviation; 0 if all are equal."""
+    """[prompts, group]: (reward - group mean) / group standard deviation; 0 if all are equal."""
     rows = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
     centred = rows - rows.mean(1, keepdim=True)
     flat = rows.amax(1, keepdim=True) == rows.amin(1, keepdim=True)
@@ -117,22 +117,22 @@ def logprobs(model: Any, prompts: Ids, answers: Ids) -> list[Tensor]:
 
 def loss(new: list[Tensor], advantage: list[float]) -> Tensor:
     """GRPO: the mean over rollouts of the mean over their tokens of -ratio x advantage."""
-    # One optimizer step per batch: the old policy is the new one, the ratio is 1, no clip bites.
+    # One optimizer step per batch: old and new policy are equal, the ratio is 1, nothing is clipped.
     ratios = [(row - row.detach()).exp() for row in new]
     terms = [-(ratio * a).mean() for ratio, a in zip(ratios, advantage, strict=True)]
     return torch.stack(terms).mean()
 
 
 def batch_loss(model: Any, prompts: Ids, answers: Ids, rewards: list[float]) -> Tensor | None:
-    """The loss of a group of answers per prompt; None where none was better than its peers."""
+    """The loss of one group of answers per prompt; None if the rewards of every group are equal."""
     group = len(answers) // len(prompts)
     scored = advantages(rewards, group)
-    # A group of equal rewards says nothing. It is left out of the mean, not averaged in as zeros.
-    told = scored.any(1).nonzero()[:, 0].tolist()
-    if not told:
+    # A group with equal rewards carries no signal: exclude it instead of averaging in zeros.
+    used = scored.any(1).nonzero()[:, 0].tolist()
+    if not used:
         return None
-    kept = [answers[i * group + j] for i in told for j in range(group)]
-    return loss(logprobs(model, [prompts[i] for i in told], kept), scored[told].flatten().tolist())
+    batch = [answers[i * group + j] for i in used for j in range(group)]
+    return loss(logprobs(model, [prompts[i] for i in used], batch), scored[used].flatten().tolist())
 
 
 def train(model: Any, tokenizer: Any, args: argparse.Namespace) -> Iterator[dict[str, float]]:

@@ -1,6 +1,6 @@
-"""What a run leaves behind: reward.png for people, result.json for scripts.
+"""Write the results of a run: reward.png for people, result.json for scripts.
 
-In:   the rows of the table and the held-out scores, per tool, before and after
+In:   the rows of the table; the held-out scores per tool, before and after training
 Out:  two files
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # no window: the loop also runs where there is no screen
+matplotlib.use("Agg")  # no window: the loop also runs without a display
 
 import matplotlib.pyplot as plt
 

@@ -1,11 +1,11 @@
-"""A request in words; the answer is one JSON tool call. The task, its reward and its split.
+"""The task: a request in plain words, answered with one JSON tool call; its reward and data split.
 
-In:   phrases.json: per tool, phrases with a gap and arguments that go into it
-Out:  Items to train on and held-out ones, their prompts, the reward of an answer
+In:   phrases.json: for each tool, phrases with a placeholder and the arguments to insert
+Out:  training and held-out Items, their prompts, the reward of an answer
 
-Training requests are commands and statements; held-out ones are questions, about other arguments,
-and one of their tools is described in the prompt but never trained (UNSEEN). A test holds all of
-this: with a phrase or a (tool, argument) pair on both sides the score would measure memory.
+Training requests are commands and statements. Held-out requests are questions with other arguments,
+and the prompt describes one of their tools but training never uses it (UNSEEN). A test checks this:
+if a phrase or a (tool, argument) pair were in both parts, the score would measure memory.
 """
 
 import json
@@ -33,14 +33,14 @@ tell the weather: {"tool": "weather", "city": X}
 buy an item: {"tool": "buy", "item": X}
 switch the lights: {"tool": "lights", "room": X}"""
 
-# The one example. Without it an untrained small model answers in prose, and what is never sampled
-# cannot be rewarded.
+# One example. Without it, an untrained small model answers in prose, and never samples a tool call
+# that could be rewarded.
 EXAMPLE = ("Call Alice.", '{"tool": "call", "name": "Alice"}')
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request, and the call that answers it."""
+    """One request and the expected tool call."""
 
     request: str
     tool: str
@@ -53,7 +53,7 @@ class Item:
 
 
 def items(part: str) -> list[Item]:
-    """Every phrase of a part ("training" or "heldout") with every argument of its tool."""
+    """Every phrase of a part ("training" or "heldout"), with every argument of its tool."""
     source = Path(__file__).with_name("phrases.json")
     tools = json.loads(source.read_text(encoding="utf-8"))[part]
     return [
@@ -65,7 +65,7 @@ def items(part: str) -> list[Item]:
 
 
 def stream(seed: int) -> Iterator[Item]:
-    """Training requests without end; every tool comes once in each round, in random order."""
+    """An infinite stream of training requests; each round has every tool once, in random order."""
     order = random.Random(seed)
     of_tool: dict[str, list[Item]] = {}
     for item in items("training"):
@@ -76,7 +76,7 @@ def stream(seed: int) -> Iterator[Item]:
 
 
 def prompt(item: Item) -> list[dict[str, str]]:
-    """The conversation a model is asked to continue."""
+    """The conversation that the model continues."""
     return [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": EXAMPLE[0]},
@@ -86,18 +86,18 @@ def prompt(item: Item) -> list[dict[str, str]]:
 
 
 def encode(tokenizer: Any, item: Item) -> list[int]:
-    """The conversation as token ids, up to where the answer begins."""
+    """The conversation as token ids, up to the start of the answer."""
     return tokenizer.apply_chat_template(prompt(item), add_generation_prompt=True)["input_ids"]
 
 
 def exact(text: str, item: Item) -> bool:
-    """Whether the whole answer is the expected call. 12 is neither "12" nor 12.0; order is free."""
-    # As text, because Python holds 12 == 12.0 and 1 == True for equal.
+    """Whether the answer is the expected call. 12 is neither "12" nor 12.0; key order is free."""
+    # Compared as text, because in Python 12 == 12.0 and 1 == True.
     return json.dumps(_parsed(text), sort_keys=True) == json.dumps(item.answer, sort_keys=True)
 
 
 def reward(text: str, item: Item) -> float:
-    """The nearer to the call, the more: an object .1, its tool .3, its parameter .5, all of it 1."""
+    """Partial credit: 0.1 for an object, 0.3 for its tool, 0.5 for its parameter, 1 for all of it."""
     call = _parsed(text)
     if not isinstance(call, dict):
         return 0.0
@@ -108,10 +108,10 @@ def reward(text: str, item: Item) -> float:
     return 1.0 if exact(text, item) else 0.5
 
 
-def scores(texts: list[str], asked: list[Item]) -> dict[str, float]:
+def scores(texts: list[str], expected: list[Item]) -> dict[str, float]:
     """Share of exact answers, per tool."""
     right: dict[str, list[bool]] = {}
-    for text, item in zip(texts, asked, strict=True):
+    for text, item in zip(texts, expected, strict=True):
         right.setdefault(item.tool, []).append(exact(text, item))
     return {tool: sum(marks) / len(marks) for tool, marks in right.items()}
 

@@ -1,10 +1,10 @@
-"""An agent of one call: a request in words becomes a JSON tool call.
+"""An agent with one model call: it turns a request in plain words into a JSON tool call.
 
-In:   a request; the model that is trained, as `llm`
-Out:  its answer, as it came
+In:   a request; the model being trained, as `llm`
+Out:  the model's answer, unchanged
 
-Nothing here knows of training: this is the OpenAI client as anybody uses it, and `llm` only says
-which model, at which address, with which parameters.
+There is no training code here. This is ordinary OpenAI client code, and `llm` provides the client,
+the model name and the parameters.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ tell the weather: {"tool": "weather", "city": X}
 buy an item: {"tool": "buy", "item": X}
 switch the lights: {"tool": "lights", "room": X}"""
 
-# The one example. Without it an untrained small model answers in prose, and what is never sampled
-# cannot be rewarded.
+# One example. Without it, an untrained small model answers in prose, and never samples a tool call
+# that could be rewarded.
 EXAMPLE = [
     {"role": "user", "content": "Call Alice."},
     {"role": "assistant", "content": '{"tool": "call", "name": "Alice"}'},

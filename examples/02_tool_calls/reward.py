@@ -1,23 +1,23 @@
-"""What an answer is worth: the expected tool call, or something near it.
+"""Rewards for an answer: `exact` for reports, `graded` with partial credit for training.
 
-In:   the agent's answer, and the call that the dataset expects
+In:   the agent's answer, and the expected call from the dataset
 Out:  a number between 0 and 1
 
-Training needs the finer one: what all answers of a group get alike teaches nothing, and at the
-start hardly any is exact.
+Training needs partial credit: equal rewards within a group teach nothing, and at the start hardly
+any answer is exact.
 """
 
 import json
 
 
 def exact(output: str, expected: str) -> float:
-    """1 if the whole answer is the expected call. 12 is neither "12" nor 12.0; order is free."""
-    # As text, because Python holds 12 == 12.0 and 1 == True for equal.
+    """1 if the answer is the expected call. 12 is neither "12" nor 12.0; key order is free."""
+    # Compared as text, because in Python 12 == 12.0 and 1 == True.
     return float(_canonical(_parsed(output)) == _canonical(json.loads(expected)))
 
 
 def graded(output: str, expected: str) -> float:
-    """An object is worth .1; its tool, its parameter and its value, where right, .2 more each; all 1."""
+    """0.1 for an object, plus 0.2 each for the right tool, parameter and value; 1 for all of it."""
     call, wanted = _parsed(output), json.loads(expected)
     if not isinstance(call, dict):
         return 0.0

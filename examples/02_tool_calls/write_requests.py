@@ -1,7 +1,7 @@
-"""Writes the files of data/ from the phrases of examples/01_one_file.
+"""Write the files in data/ from the phrases of examples/01_one_file.
 
-In:   phrases.json: per tool, phrases with a gap and the arguments that go into it
-Out:  data/train.jsonl and data/heldout.jsonl, one request a line with the call that answers it
+In:   phrases.json: for each tool, phrases with a placeholder and the arguments to insert
+Out:  data/train.jsonl and data/heldout.jsonl: one request per line, with the expected call
 """
 
 import json
@@ -21,7 +21,7 @@ PARAMETER = {
 
 
 def lines(part: str) -> list[str]:
-    """Every phrase of a part with every argument of its tool."""
+    """Every phrase of a part, with every argument of its tool."""
     tools = json.loads(PHRASES.read_text(encoding="utf-8"))[part]
     return [
         json.dumps(

@@ -1,9 +1,9 @@
 """One game of tic-tac-toe: a model against an opponent that moves at random.
 
 In:   "X 17": the model's mark, and the seed of the opponent
-Out:  Win!, Lose!, Draw!, or Forfeit! where TRIES answers in a row named no free cell
+Out:  Win!, Lose!, Draw!, or Forfeit! if TRIES answers in a row name no free cell
 
-Every answer is valued when it is given, with hone.step; `credit: per_call` trains each by its own.
+hone.step records a value for every answer; `credit: per_call` trains each answer by its own value.
 """
 
 import random
@@ -16,7 +16,7 @@ import hone
 TRIES = 2
 ILLEGAL = -0.5
 SYSTEM = "You play tic-tac-toe as {}. Answer with the number of a free cell."
-# The one example: without it a small model answers in prose, and never makes a move to learn from.
+# One example. Without it, a small model answers in prose and never makes a move to learn from.
 EXAMPLE = ("1O34X67X9", "3")
 
 
@@ -44,10 +44,10 @@ async def play(game: str, llm: Any) -> str:
 
 
 async def _move(board: str, messages: list[dict[str, str]], llm: Any) -> str | None:
-    """A free cell, if the model names one; what was said is added to the messages."""
-    said = ""
+    """The free cell that the model names, or None; adds the conversation to `messages`."""
+    notice = ""
     for _ in range(TRIES):
-        messages.append({"role": "user", "content": said + show(board)})
+        messages.append({"role": "user", "content": notice + show(board)})
         completion = await llm.client.chat.completions.create(
             model=llm.model, messages=messages, **llm.params
         )
@@ -56,10 +56,10 @@ async def _move(board: str, messages: list[dict[str, str]], llm: Any) -> str | N
         if answer.strip() in free(board):
             return answer.strip()
         hone.step("illegal", value=ILLEGAL, answer=answer)
-        said = "Not free.\n"
+        notice = "Not free.\n"
     return None
 
 
 def show(board: str) -> str:
-    """Three rows; a free cell is its number. Without spaces: they would double the tokens."""
+    """The board as three rows, with numbers for free cells; spaces would double the tokens."""
     return "\n".join(board[i : i + 3] for i in (0, 3, 6))

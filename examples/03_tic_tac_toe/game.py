@@ -1,11 +1,11 @@
-"""Tic-tac-toe: the rules, and what every position is worth.
+"""Tic-tac-toe: the rules, and the value of every position.
 
 In:   a board: nine characters, X, O, or the digit of a free cell ("1234X6789")
-Out:  who has won, what is free, what a player can expect
+Out:  the winner, the free cells, the value of a position for a player
 
-A value is kept under the board and the player it is for. Kept under the board and whose turn it
-is, it would be right for X-games or for O-games of one process, whichever asked first. Every game
-is searched to its end, without bounds: a bound that is taken for a value is wrong later.
+Values are cached by board and player. Cached by board alone, they would be those of X games or of O
+games, whichever came first in the process. Every game is searched to its end without pruning: a
+pruned search returns bounds, and a cached bound is not a value.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 
 
 def winner(board: str) -> str | None:
-    """X or O, if either has three in a row."""
+    """X or O if either has three in a row, else None."""
     for line in LINES:
         a, b, c = (board[int(i)] for i in line)
         if a == b == c:  # free cells differ from each other
@@ -30,15 +30,15 @@ def free(board: str) -> list[str]:
 
 
 def turn(board: str) -> str:
-    """Who moves next; X began."""
+    """The player to move; X starts."""
     return "X" if board.count("X") == board.count("O") else "O"
 
 
 @cache
 def worth(board: str, mark: str) -> float:
-    """What `mark` gets from here with the best moves against random ones: 1 won, 0.5 drawn, 0 lost.
+    """Expected result for `mark` with best moves against random ones: 1 won, 0.5 drawn, 0 lost.
 
-    Exactly 1 only where the win cannot be prevented, for a random opponent finds every defence.
+    It is exactly 1 only if the win cannot be prevented: a random opponent can make any move.
     """
     if won := winner(board):
         return float(won == mark)

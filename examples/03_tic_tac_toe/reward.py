@@ -1,10 +1,10 @@
-"""What a game was worth.
+"""Rewards for a game: `won` for reports, `shaped` for training.
 
 In:   the result of a game, and the values of its answers
-Out:  a number between 0 and 1 (or a little less than 0, where every answer was illegal)
+Out:  a number between 0 and 1, or slightly below 0 if every answer was illegal
 
-Against an opponent that moves at random, most bad moves go unpunished. The values of the moves,
-which are those of perfect play, say more about a game than its result does.
+A random opponent does not punish most bad moves. The values of the moves assume perfect play and
+say more about a game than its result.
 """
 
 from statistics import fmean
@@ -15,11 +15,11 @@ RESULTS = {"Win!": 1.0, "Draw!": 0.5, "Lose!": 0.0, "Forfeit!": 0.0}
 
 
 def won(output: str) -> float:
-    """1 for a game won; neither a draw nor a forfeit is one."""
+    """1 for a win; 0 for a loss, a draw or a forfeit."""
     return float(output == "Win!")
 
 
 def shaped(output: str, steps: list[Step]) -> float:
-    """Half the result, half the mean value of the answers."""
+    """The mean of the result and the average value of the answers."""
     values = [step.value for step in steps if step.value is not None]
     return (RESULTS[output] + fmean(values)) / 2
