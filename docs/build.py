@@ -1,9 +1,9 @@
 """Write docs/reference and the source tree of docs/architecture.md from the code.
 
 In:   the schema of the YAML, TrainConfig and the server's Settings with their attribute docstrings;
-      the command line's own help; the routes of the server's two apps
-      the first line of every module
-Out:  docs/reference/config.md, cli.md and http.md; the tree in docs/architecture.md. `make docs`
+      the command line's own help; the routes of the server's two apps;
+      the event types and rollout records; the first line of every module
+Out:  docs/reference/config.md, cli.md, http.md and run_directory.md; the tree in docs/architecture.md. `make docs`
       writes them; `make check` runs it with --check and fails where they are stale
 
 Every key must say where its default comes from (ORIGIN below): a new key without an origin, or an
@@ -11,16 +11,20 @@ origin without a key, stops the build. So the one table of defaults can never be
 """
 
 import ast
+import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from yaml_reference import bound, yaml_reference
 
 from hone.cli import EXITS, app
+from hone.events import TYPES as EVENTS
+from hone.finetune.base import FailureRecord, RolloutRecord, StepRecord
 from hone.server.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -131,6 +135,63 @@ def http_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+RUN_FILES = {
+    "`run.json`": "id, seed and fingerprint of the run, and how many times it was started",
+    "`config_effective.yml`": "the configuration with overrides applied, without secrets",
+    "`events.jsonl`": "what happened, in order: see below",
+    "`trajectories/`": "every rollout: see below",
+    "`submissions/NNN_RRR.json`": "what was submitted for training in round RRR of epoch NNN",
+    "`training_metrics.jsonl`": "one line per round: rewards, curriculum, job, learner metrics",
+    "`reward_history.json`": "one entry per epoch: mean, lowest and highest reward",
+    "`validation_history.json`": "one entry per validation",
+    "`curriculum_state.json`": "state of the curriculum, if there is one",
+    "`reward_plot.png`": "training and held-out reward over epochs",
+    "`report.html`, `report.md`, `report.json`": "the verdict, for people and for programs",
+}
+
+
+def run_directory_reference() -> str:
+    """The files of a run's output_dir, and the fields of events.jsonl and trajectories/."""
+    lines = ["# The run directory", "", GENERATED, ""]
+    lines += [
+        "`hone finetune` writes these files into `finetuning.output_dir`. Epochs, rounds and "
+    ]
+    lines[-1] += "generations are numbered from 0."
+    lines += ["", "| file | content |", "|---|---|"]
+    lines += [f"| {name} | {content} |" for name, content in RUN_FILES.items()]
+    lines += ["", "## events.jsonl", "", "One JSON object per line, in the order in which things "]
+    lines[-1] += (
+        "happened; a line is never changed. Every event has `at`, the time in seconds since 1970, and "
+        "`type`. Fields with a default may be missing from the logs of earlier versions. Plugins may "
+        "append events of their own types, and readers ignore fields they do not know. A resumed run "
+        "may log an epoch twice; the later event counts."
+    )
+    for name, event in EVENTS.items():
+        lines += ["", f"### `{name}`", "", _doc(event), *_fields(event, skip=("at", "type"))]
+    lines += ["", "## trajectories/", "", "`epoch_NNN.jsonl` holds the training rollouts of epoch "]
+    lines[-1] += (
+        "NNN, `validation_NNN.jsonl` the validation after NNN epochs of training, and "
+        "`final_NNN.jsonl` the comparison at the end of the run, one rollout per line. "
+        f"{_doc(RolloutRecord)}"
+    )
+    lines += _fields(RolloutRecord)
+    for name, model in {"failure": FailureRecord, "shaped": StepRecord}.items():
+        lines += ["", f"### `{name}`", "", _doc(model), *_fields(model)]
+    return "\n".join(lines) + "\n"
+
+
+def _fields(model: type[BaseModel], skip: tuple[str, ...] = ()) -> list[str]:
+    rows = []
+    for key, field in model.model_fields.items():
+        if key not in skip:
+            default = field.get_default(call_default_factory=True)
+            value = "" if default is PydanticUndefined else f"`{json.dumps(default)}`"
+            kind = _type_name(field.annotation).replace("|", "\\|")
+            text = " ".join((field.description or "").split())
+            rows.append(f"| `{key}` | `{kind}` | {value} | {text} |")
+    return ["", "| field | type | default | |", "|---|---|---|---|", *rows] if rows else []
+
+
 def architecture() -> str:
     """docs/architecture.md with the tree of the source as it is."""
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
@@ -210,7 +271,7 @@ def _type_name(annotation: object) -> str:
     return text.replace("typing.", "")
 
 
-def _doc(model: type[Strict]) -> str:
+def _doc(model: type[BaseModel]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
@@ -220,6 +281,7 @@ def main(check: bool) -> None:
         REFERENCE / "config.md": config_reference(),
         REFERENCE / "cli.md": cli_reference(),
         REFERENCE / "http.md": http_reference(),
+        REFERENCE / "run_directory.md": run_directory_reference(),
         DOCS / "architecture.md": architecture(),
     }
     REFERENCE.mkdir(exist_ok=True)

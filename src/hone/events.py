@@ -1,12 +1,17 @@
-"""What happened in a run, in order: one line of JSON each, never changed afterwards.
+"""The events of a run, and events.jsonl, the file that holds them.
 
-In:   what the trainer, the builder and the adapter did
-Out:  `events.jsonl` in the run's output_dir; the same events to whoever listens
+In:   event fields from the trainer, the builder and the adapter
+Out:  `events.jsonl` in the run's output_dir, one line of JSON per event; typed Events for listeners
+      and readers
 
-Every curve and every number of a report comes from here, so a run that was killed and went on has
-one history. A line cut off by a kill is dropped when the file is opened again; a bad line anywhere
-else is an error, because a history with a hole would still look like one. Where a run was
-interrupted an epoch may appear twice: the later event counts.
+Every curve and every number of a report comes from these events, so a run that was killed and
+resumed has one history. A last line cut off by a kill is dropped when the file is opened again; a
+bad line anywhere else is an error, because a history with a hole would still look complete. An
+interrupted run may log an epoch twice: the later event counts.
+
+Fields without a default have been written by every version; the others may be missing from the
+log of an earlier version. Events may carry fields that are not listed here, and plugins may append
+events of their own types.
 """
 
 import json
@@ -15,68 +20,355 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import to_json, to_jsonable_python
 
 from hone.errors import StateError
 
 FILE = "events.jsonl"
-"""Its name in a run's output_dir."""
+"""Name of the log in a run's output_dir."""
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "run_started": ("run_id", "session", "epochs", "step"),
-    "preflight": ("checks",),
-    "epoch_started": ("epoch", "round", "rounds", "step", "rollouts"),
-    "rollout": ("split", "epoch", "example", "generation", "reward", "failure_kind", "tokens"),
-    "epoch_collected": ("epoch", "round", "metrics", "dropped", "zero_variance_groups"),
-    "job_submitted": ("epoch", "round", "job", "trajectories", "groups"),
-    "job_progress": ("phase", "step", "steps"),
-    "job_done": ("epoch", "round", "job", "step", "metrics", "seconds"),
-    "job_failed": ("epoch", "round", "message"),
-    "validation_started": ("epoch", "rollouts"),
-    "validation": ("epoch", "step", "avg_reward", "rewards", "failures"),
-    "final_validation": ("epoch", "step", "avg_reward", "rewards", "failures"),
-    "epoch_done": ("epoch", "status", "phases"),
-    "warning": ("message",),
-    "run_interrupted": (),
-    "run_finished": ("status", "message", "step", "seconds"),
-}
-"""What an event of each type must carry; types of a plugin's own are free.
 
-They may carry more, and the readers use: run_started `began` (when the command was given), `name`, `project`, `base_model`, `config_file`,
-`command`, `again` (the one that goes on), `seed`, `examples`, `generations`, `validation_examples`, `validation_interval`,
-`validation_greedy`, `evaluator`, `validation_evaluator` (where it is another one), `learning_rate`,
-`output_dir`, `resumed`, `root` (of a server the run owns), `base_url` (of one it
-does not); rollout `round`, `rollout`, `failure_reason`, `seconds`, `calls`; epoch_collected
-`curriculum_state`; job_progress `row`, `rows`; job_done `counts`, `reason`, `config`; validation
-`min_reward`, `max_reward`, `num_examples`, `error`, `seconds`, `policy_failures` (by example) and
-`on_policy_failure` (`drop`, or the reward they count as); validation_started `final`; run_finished
-`best_step`. A rollout's `reward` is null where it failed; a validation's `avg_reward` where it gave no
-number. A final_validation has the fields of a validation.
-"""
+class Event(BaseModel, frozen=True):
+    """An event of any type; hone reads only the types below."""
+
+    model_config = ConfigDict(
+        extra="allow", use_attribute_docstrings=True, coerce_numbers_to_str=True
+    )
+
+    at: float
+    """When it was appended, in seconds since 1970."""
+    type: str
+
+
+class RunStarted(Event, frozen=True):
+    """`hone finetune` reached the server and starts or resumes the run."""
+
+    type: Literal["run_started"] = "run_started"
+    run_id: str
+    session: int
+    """How many times the run was started, this time included."""
+    epochs: int
+    """Value of `finetuning.num_epochs`."""
+    step: int | None
+    """Policy step that is served."""
+    began: float | None = None
+    """When the command was typed."""
+    name: str | None = None
+    """Model that is trained."""
+    project: str | None = None
+    base_model: str | None = None
+    config_file: str | None = None
+    command: str | None = None
+    again: str | None = None
+    """Command that resumes the run."""
+    seed: int | None = None
+    examples: int | None = None
+    """Training examples."""
+    generations: int | None = None
+    """Rollouts per training example."""
+    validation_examples: int | None = None
+    validation_interval: int | None = None
+    validation_greedy: bool = False
+    """Validations run at temperature 0."""
+    evaluator: str | None = None
+    """Evaluator that computes rewards."""
+    validation_evaluator: str | None = None
+    """Evaluator that computes rewards of validations, if it is another one."""
+    learning_rate: float | None = None
+    credit: str = "outcome"
+    """Value of `training.credit`."""
+    baseline: str = "group"
+    """Value of `training.baseline`."""
+    output_dir: str | None = None
+    resumed: bool = False
+    root: str | None = None
+    """Root of the server that the run starts itself."""
+    base_url: str | None = None
+    """Address of a server that outlives the run."""
+
+    @property
+    def command_at(self) -> float:
+        """When the command of this session was typed; for old logs, when the event was written."""
+        return self.at if self.began is None else min(self.at, self.began)
+
+    @property
+    def evaluators(self) -> tuple[str | None, str | None]:
+        """Evaluators of the training rewards and of the held-out rewards."""
+        return self.evaluator, self.validation_evaluator or self.evaluator
+
+
+class PreflightDone(Event, frozen=True):
+    """The checks before the first rollout are done."""
+
+    type: Literal["preflight"] = "preflight"
+    checks: list[dict[str, Any]]
+    """Name, outcome and message of each check."""
+
+
+class EpochStarted(Event, frozen=True):
+    """A round of an epoch starts to collect rollouts."""
+
+    type: Literal["epoch_started"] = "epoch_started"
+    epoch: int
+    """Number of the epoch, from 0."""
+    round: int
+    """Number of the round in the epoch, from 0."""
+    rounds: int
+    """Rounds of the epoch."""
+    step: int | None
+    """Policy step that is sampled."""
+    rollouts: int
+    """Rollouts of the round."""
+    resumed: int = 0
+    """Rollouts of the round that an earlier session finished."""
+
+
+class RolloutDone(Event, frozen=True):
+    """A rollout ended."""
+
+    type: Literal["rollout"] = "rollout"
+    split: str
+    """`train`, `val`, or `final` for the validation at the end of the run."""
+    epoch: int
+    example: str
+    generation: int
+    """Number of the rollout among those of its example, from 0."""
+    reward: float | None
+    """Null if the rollout has no reward."""
+    failure_kind: str | None
+    """`policy` if the model caused the failure, `infrastructure` otherwise; null on success."""
+    tokens: int | None
+    """Sampled tokens."""
+    round: int = 0
+    rollout: str | None = None
+    """Id under which the server records the calls of the rollout."""
+    failure_reason: str | None = None
+    seconds: float | None = None
+    calls: int | None = None
+    """Model calls."""
+
+
+class EpochCollected(Event, frozen=True):
+    """All rollouts of a round ended, and the curriculum selected what is trained on."""
+
+    type: Literal["epoch_collected"] = "epoch_collected"
+    epoch: int
+    round: int
+    metrics: dict[str, Any]
+    """Numbers for `training_metrics.jsonl`."""
+    dropped: dict[str, int] | None
+    """Rollouts that are not trained on, by reason."""
+    zero_variance_groups: int | None
+    """Groups in which all rollouts have the same reward."""
+    step: int | None = None
+    """Policy step that was sampled."""
+    curriculum_state: dict[str, Any] | None = None
+    """Content of `curriculum_state.json`; null without a curriculum."""
+    curriculum: dict[str, Any] | None = None
+    """What a resumed run needs to restore the curriculum."""
+
+
+class JobSubmitted(Event, frozen=True):
+    """The server accepted the training job of a round."""
+
+    type: Literal["job_submitted"] = "job_submitted"
+    epoch: int
+    round: int
+    job: str | None
+    """Id of the job."""
+    trajectories: int
+    groups: int
+
+
+class JobProgress(Event, frozen=True):
+    """The learner is about to compute a row. Shown on the terminal, not written to the log."""
+
+    type: Literal["job_progress"] = "job_progress"
+    phase: str
+    step: int
+    """Optimizer step, from 1."""
+    steps: int
+    row: int | None = None
+    rows: int | None = None
+
+
+class JobDone(Event, frozen=True):
+    """A training job ended well, and its step is served."""
+
+    type: Literal["job_done"] = "job_done"
+    epoch: int
+    round: int
+    job: str | None
+    step: int | None
+    """New policy step."""
+    metrics: dict[str, Any] | None
+    """Metrics of the learner."""
+    seconds: float
+    counts: dict[str, Any] | None = None
+    """Counts of what the learner did with the trajectories."""
+    reason: str | None = None
+    """Why the job made no gradient step; empty if it made one."""
+    config: dict[str, Any] | None = None
+    """Training settings that the server used."""
+
+
+class JobFailed(Event, frozen=True):
+    """A training job failed."""
+
+    type: Literal["job_failed"] = "job_failed"
+    epoch: int
+    round: int
+    message: str
+    job: str | None = None
+    step: int | None = None
+
+
+class ValidationStarted(Event, frozen=True):
+    """A validation starts."""
+
+    type: Literal["validation_started"] = "validation_started"
+    epoch: int
+    """Epochs that the policy was trained for."""
+    rollouts: int
+    resumed: int = 0
+    """Rollouts of the validation that an earlier session finished."""
+    final: bool = False
+    """The validation is part of the comparison at the end of the run."""
+
+
+def _number_of_failures(failures: Any) -> Any:
+    """The first version counted failures by reason."""
+    return sum(failures.values()) if isinstance(failures, dict) else failures or 0
+
+
+class ValidationResult(Event, frozen=True):
+    """Fields that `validation` and `final_validation` share."""
+
+    epoch: int
+    """Epochs that the policy was trained for."""
+    step: int | None
+    """Policy step that answered."""
+    avg_reward: float | None
+    """Null if the validation failed."""
+    rewards: dict[str, list[float | None]]
+    """Rewards by example; null for a rollout without a reward."""
+    failures: Annotated[int, BeforeValidator(_number_of_failures)]
+    """Rollouts without a reward."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    num_examples: int | None = None
+    policy_failures: dict[str, int] | None = None
+    """Rollouts that failed because of the model, by example."""
+    on_policy_failure: Literal["drop"] | float = "drop"
+    """Reward of such a rollout, or `drop`."""
+    error: str | None = None
+    """Why the validation failed."""
+    seconds: float | None = None
+
+
+class ValidationDone(ValidationResult, frozen=True):
+    """The policy answered the held-out examples."""
+
+    type: Literal["validation"] = "validation"
+
+
+class FinalValidationDone(ValidationResult, frozen=True):
+    """The first or the chosen policy answered the held-out examples again, to be compared."""
+
+    type: Literal["final_validation"] = "final_validation"
+
+
+class EpochDone(Event, frozen=True):
+    """All rounds of an epoch ended, or one of them failed."""
+
+    type: Literal["epoch_done"] = "epoch_done"
+    epoch: int
+    status: str
+    """`completed`, `failed`, or another status of the trainer."""
+    phases: dict[str, float]
+    """Seconds by phase."""
+
+
+class WarningLogged(Event, frozen=True):
+    """A warning that the report repeats."""
+
+    type: Literal["warning"] = "warning"
+    message: str
+
+
+class RunInterrupted(Event, frozen=True):
+    """Ctrl-C ended the session."""
+
+    type: Literal["run_interrupted"] = "run_interrupted"
+
+
+class RunFinished(Event, frozen=True):
+    """The run completed or failed."""
+
+    type: Literal["run_finished"] = "run_finished"
+    status: str
+    """`completed`, `failed`, or another status of the trainer."""
+    message: str | None
+    step: int | None
+    """Newest policy step."""
+    seconds: float
+    """Duration of the session."""
+    best_step: int | None = None
+    """Step with the highest held-out reward."""
+
+
+KnownEvent = (
+    RunStarted
+    | PreflightDone
+    | EpochStarted
+    | RolloutDone
+    | EpochCollected
+    | JobSubmitted
+    | JobProgress
+    | JobDone
+    | JobFailed
+    | ValidationStarted
+    | ValidationDone
+    | FinalValidationDone
+    | EpochDone
+    | WarningLogged
+    | RunInterrupted
+    | RunFinished
+)
+TYPES: dict[str, type[Event]] = {c.model_fields["type"].default: c for c in get_args(KnownEvent)}
+"""Class of each event type."""
 
 UNSYNCED = frozenset({"rollout"})
-"""Written without waiting for the disk: a rollout is safe in the journal, and there are many."""
+"""Written without waiting for the disk: the journal already holds the rollout."""
 
-Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 
+def parse(fields: dict[str, Any]) -> Event:
+    """The typed event; a plain Event if the type is a plugin's own."""
+    return TYPES.get(fields["type"], Event).model_validate(fields)
+
+
 class EventLog:
-    """Append-only and thread-safe; what is appended is on the disk when the call returns."""
+    """Appends events to the log, thread-safe; an appended event is on disk when `append` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file; a torn last line is cut off."""
+        """Open or create the file; a torn last line is cut off."""
         self.path = path
         self.listeners: list[Listener] = []
-        """Called with every event, in order, by whoever appended or told it."""
+        """Called with every event, in order, in the thread that appends it."""
         self._writing = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
-        whole = _whole(path.read_bytes())
-        if whole < self._file.tell():
-            self._file.truncate(whole)
+        raw = path.read_bytes()
+        end = raw.rfind(b"\n") + 1
+        last = raw.rfind(b"\n", 0, max(end - 1, 0)) + 1
+        if end and _parsed_json(raw[last : end - 1]) is None:
+            end = last
+        self._file.truncate(end)
 
     def __enter__(self) -> Self:
         return self
@@ -85,69 +377,87 @@ class EventLog:
         self.close()
 
     def append(self, type: str, /, **fields: Any) -> Event:
-        """Write it, tell it, return it. A number that is not finite becomes null."""
-        event = _event(type, fields)
-        line = to_json(event, inf_nan_mode="null") + b"\n"
-        with self._writing:
-            self._file.write(line)
-            self._file.flush()
-            if type not in UNSYNCED:
-                os.fsync(self._file.fileno())
-            self._tell(event)
-        return event
+        """Write the event and pass it to the listeners. A number that is not finite becomes null."""
+        return self._emit(type, fields, written=True)
 
     def tell(self, type: str, /, **fields: Any) -> Event:
-        """To the listeners only: what nobody needs once it is past."""
-        event = _event(type, fields)
-        with self._writing:
-            self._tell(event)
-        return event
+        """Pass the event to the listeners without writing it."""
+        return self._emit(type, fields, written=False)
 
     def close(self) -> None:
         self._file.close()
 
-    def _tell(self, event: Event) -> None:
-        for listener in tuple(self.listeners):
-            listener(event)
+    def _emit(self, type: str, fields: dict[str, Any], *, written: bool) -> Event:
+        # Listeners get what a reader of the file gets, so there is one way to read an event.
+        plain = to_jsonable_python(fields, inf_nan_mode="null")
+        raw = {"at": time.time(), "type": type} | plain
+        event = parse(raw)
+        with self._writing:
+            if written:
+                self._file.write(to_json(raw) + b"\n")
+                self._file.flush()
+                if type not in UNSYNCED:
+                    os.fsync(self._file.fileno())
+            for listener in tuple(self.listeners):
+                listener(event)
+        return event
 
 
-def read(path: Path) -> list[Event]:
-    """All events of a log, the torn last line left out; none where there is no file yet."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    events: list[Event] = []
-    for number, line in enumerate(raw[: _whole(raw)].split(b"\n")[:-1], start=1):
-        event = _parsed(line)
-        if event is None:
+class EventReader:
+    """Reads a log in pieces: each call returns what was appended since the call before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = self.lines = 0
+        """Bytes and lines read so far."""
+
+    def read(self) -> list[Event]:
+        """New events, without a torn last line; none if there is no file yet."""
+        *lines, _ = self._appended().split(b"\n")
+        events: list[Event] = []
+        for i, line in enumerate(lines):
+            fields = _parsed_json(line)
+            if fields is None and i == len(lines) - 1:
+                break  # torn; EventLog cuts it off
+            events.append(self._event(line, fields))
+            self.offset += len(line) + 1
+            self.lines += 1
+        return events
+
+    def _appended(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return file.read()
+        except FileNotFoundError:
+            return b""
+
+    def _event(self, line: bytes, fields: dict[str, Any] | None) -> Event:
+        where = f"{self.path}:{self.lines + 1}: not an event"
+        if fields is None:
             raise StateError(
-                f"{path}:{number}: not an event (expected a JSON object with 'at' and 'type', got "
+                f"{where} (expected a JSON object with 'at' and 'type', got "
                 f"{line[:60].decode('utf-8', 'replace')!r}). Only a last line can be torn: restore "
                 "the file from a backup, or start anew with --fresh."
             )
-        events.append(event)
-    return events
+        try:
+            return parse(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise StateError(
+                f"{where} of type {fields['type']!r} ({'.'.join(map(str, first['loc']))}: "
+                f"{first['msg']}). Restore the file from a backup, or start anew with --fresh."
+            ) from None
 
 
-def _event(type: str, fields: dict[str, Any]) -> Event:
-    missing = [name for name in FIELDS.get(type, ()) if name not in fields]
-    assert not missing, f"event {type!r} lacks {missing}, has {sorted(fields)}"
-    # As a reader of the file would see it: listeners then need no second way to read an event.
-    plain = to_jsonable_python(fields, inf_nan_mode="null")
-    return {"at": time.time(), "type": type} | plain
+def read(path: Path) -> list[Event]:
+    """All events of a log, without a torn last line; none if there is no file yet."""
+    return EventReader(path).read()
 
 
-def _whole(raw: bytes) -> int:
-    """How many bytes hold whole lines; a last line that does not parse is not one."""
-    end = raw.rfind(b"\n") + 1
-    last = raw.rfind(b"\n", 0, max(end - 1, 0)) + 1
-    return last if end and _parsed(raw[last : end - 1]) is None else end
-
-
-def _parsed(line: bytes) -> Event | None:
+def _parsed_json(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "at" in event and "type" in event else None
+    return fields if isinstance(fields, dict) and "at" in fields and "type" in fields else None

@@ -18,7 +18,6 @@ from hone.config.registry import (
     register_trainer_adapter,
     register_trajectory_builder,
 )
-from hone.events import read as read_events
 from hone.finetune.run import FinetuneOptions, finetune
 
 
@@ -103,7 +102,9 @@ class Command:
         return finetune(FinetuneOptions(config_file=self.file, override=override, **options))
 
     def events(self, type: str) -> list[dict[str, Any]]:
-        return [e for e in read_events(self.out / "events.jsonl") if e["type"] == type]
+        path = self.out / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["type"] == type]
 
     @property
     def run_id(self) -> str:

@@ -14,7 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hone.events import FIELDS, Event
+from hone.events import Event, parse
+
+Line = dict[str, Any]
 
 
 @dataclass
@@ -79,9 +81,9 @@ STORIES = {
 }
 
 
-def tell(story: Story, directory: Path) -> list[Event]:
+def tell(story: Story, directory: Path) -> list[Line]:
     """Write events.jsonl and trajectories/validation_NNN.jsonl, as a run leaves them."""
-    told = list(events(story))
+    told = list(lines(story))
     (directory / "trajectories").mkdir(parents=True, exist_ok=True)
     with (directory / "events.jsonl").open("w") as file:
         file.writelines(json.dumps(event) + "\n" for event in told)
@@ -95,11 +97,12 @@ def tell(story: Story, directory: Path) -> list[Event]:
 
 
 def events(story: Story) -> Iterator[Event]:
-    """Checked against what an event must carry."""
-    for event in _Teller(story).run():
-        missing = [name for name in FIELDS[event["type"]] if name not in event]
-        assert not missing, (event, missing)
-        yield event
+    return map(parse, lines(story))
+
+
+def lines(story: Story) -> Iterator[Line]:
+    """Events as the lines of events.jsonl have them."""
+    return _Teller(story).run()
 
 
 class _Teller:
@@ -112,7 +115,7 @@ class _Teller:
         total = max(story.examples, story.held_out)
         self.difficulty = [self.draw.gauss(0, 1.3) for _ in range(total)]
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[Line]:
         story = self.story
         yield from self.start()
         for epoch in range(story.epochs):
@@ -133,7 +136,7 @@ class _Teller:
         if story.ends:
             yield self.finish("completed", f"{story.epochs} of {story.epochs} epochs")
 
-    def start(self) -> Iterator[Event]:
+    def start(self) -> Iterator[Line]:
         story, self.session, self.began = self.story, self.session + 1, self.at
         self.at += story.start_s
         yield self.event(
@@ -161,7 +164,7 @@ class _Teller:
         )
         yield self.event("preflight", checks=[{"name": "server", "ok": True, "message": "healthy"}])
 
-    def train(self, epoch: int) -> Iterator[Event]:
+    def train(self, epoch: int) -> Iterator[Line]:
         story, started, collected_at = self.story, self.at, self.at
         if story.curriculum and epoch and epoch % 5 == 0:
             self.percentile = min(1.0, self.percentile + 0.2)
@@ -193,12 +196,12 @@ class _Teller:
         yield self.event("epoch_done", epoch=epoch, status=status, phases=phases | _REST)
         return None
 
-    def rollouts(self, epoch: int, round_: int, limit: int | None = None) -> Iterator[Event]:
+    def rollouts(self, epoch: int, round_: int, limit: int | None = None) -> Iterator[Line]:
         pairs = [(e, g) for e in range(self.story.examples) for g in range(self.story.generations)]
         for example, generation in pairs[:limit]:
             yield self.rollout("train", epoch, round_, example, generation)
 
-    def rollout(self, split: str, epoch: int, round_: int, example: int, generation: int) -> Event:
+    def rollout(self, split: str, epoch: int, round_: int, example: int, generation: int) -> Line:
         story = self.story
         self.at += self.draw.uniform(0.01, 0.06)
         kind = reason = reward = None
@@ -279,14 +282,14 @@ class _Teller:
         config = {"learning_rate": self.story.learning_rate, "loss": "grpo", "beta": 0.0}
         return {"step": self.step, "metrics": metrics, "counts": {}, "reason": "", "config": config}
 
-    def confirm(self) -> Iterator[Event]:
+    def confirm(self) -> Iterator[Line]:
         """The first and the chosen step answer anew, where one was chosen among several."""
         best = max(self.validated, key=lambda found: found[0], default=None)
         if best is not None and len(self.validated) > 2 and best != self.validated[0]:
             for _, step, epoch in (self.validated[0], best):
                 yield from self.validate(epoch, step=step)
 
-    def validate(self, epoch: int, step: int | None = None) -> Iterator[Event]:
+    def validate(self, epoch: int, step: int | None = None) -> Iterator[Line]:
         started, held_out, final = self.at, self.story.held_out, step is not None
         yield self.event("validation_started", epoch=epoch, rollouts=held_out, final=final)
         rewards: dict[str, list[float | None]] = {}
@@ -318,7 +321,7 @@ class _Teller:
             seconds=self.at - started,
         )
 
-    def finish(self, status: str, message: str) -> Event:
+    def finish(self, status: str, message: str) -> Line:
         return self.event(
             "run_finished",
             status=status,
@@ -332,7 +335,7 @@ class _Teller:
         rounds = self.story.rounds
         return {"epoch": epoch, "round": round_, "rounds": rounds, "step": self.step}
 
-    def event(self, type: str, **fields: Any) -> Event:
+    def event(self, type: str, **fields: Any) -> Line:
         self.at += 0.001
         return {"at": self.at, "type": type} | fields
 
@@ -345,7 +348,7 @@ _FAILURES = (
 )
 
 
-def _record(event: Event) -> dict[str, Any]:
+def _record(event: Line) -> dict[str, Any]:
     city = ("Paris", "Tokyo <b>& Osaka</b>", "Lima")[int(event["example"].split("-")[1]) % 3]
     ask = f"What is the weather in {city} tomorrow? ({event['example']})"
     good = event["reward"] == 1.0
@@ -377,7 +380,7 @@ if __name__ == "__main__":
         place.mkdir(parents=True, exist_ok=True)
         for old in place.glob("trajectories/*"):
             old.unlink()
-        history = History.of(tell(STORIES[name], place))
+        history = History.of(map(parse, tell(STORIES[name], place)))
         metrics.write(place, history)
         plots.reward_plot(history, place / "reward_plot.png")
         report.write(place)

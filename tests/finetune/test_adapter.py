@@ -188,7 +188,7 @@ async def test_a_job_from_submission_to_step(
         assert (told["config"]["learning_rate"], told["config"]["beta"]) == (1e-3, 0.1)
         assert told["counts"] == {"by_rollout": 4}
         assert told["metrics"]["learn/grad_norm"] > 0
-        assert {event["type"] for event in progress} == {"job_progress"}
+        assert {event.type for event in progress} == {"job_progress"}
         # Sent again under its key it is the same job, and nothing is trained twice.
         again = await adapter.submit(groups)
         assert again == ref

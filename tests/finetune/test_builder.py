@@ -65,7 +65,7 @@ async def test_groups_by_example_with_what_the_server_recorded(
         assert (stats.infrastructure, stats.policy, stats.resumed) == (0, 0, 0)
         assert stats.policy_steps == (0,)
         assert w.builder.dropped == Counter()
-        assert [e["type"] for e in read(tmp_path / "events.jsonl")] == ["rollout"] * 6
+        assert [e.type for e in read(tmp_path / "events.jsonl")] == ["rollout"] * 6
         # What is built can be trained.
         ref = await w.adapter.submit(collection)
         status = await w.adapter.wait_until_complete(ref)

@@ -12,7 +12,7 @@ from tests.finetune.worlds import Length, metadata, world
 
 from hone import LocalBackend
 from hone.errors import PolicyFailure, Unavailable
-from hone.events import EventLog, read
+from hone.events import EventLog, WarningLogged, read
 from hone.finetune.base import EpisodeItemRole
 from hone.finetune.journal import Journal, RunFacts
 
@@ -216,7 +216,8 @@ async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
                 # 2 examples x 2 generations, each with one call that was seen and one that was not.
                 assert w.builder.dropped == {"call/unmarked": 4}
                 assert [len(group) for group in collection.trajectories] == [2, 2]
-            told = [e["message"] for e in read(tmp_path / "events.jsonl") if e["type"] == "warning"]
+            events = read(tmp_path / "events.jsonl")
+            told = [e.message for e in events if isinstance(e, WarningLogged)]
         [message] = told
         assert message.startswith(
             f"epoch 1: 4 calls named no rollout while rollouts ran ({w.adapter.model_name}: 4), and "

@@ -17,7 +17,7 @@ from hone.config.schema import (
 )
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.events import FILE, EventLog, read
+from hone.events import FILE, EpochCollected, EventLog, read
 from hone.finetune.journal import Journal, RunFacts
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.workflow.function import Function
@@ -90,8 +90,8 @@ class World:
         """What the last word on each round was."""
         found: dict[tuple[int, int], Any] = {}
         for event in read(self.directory / FILE):
-            if event["type"] == "epoch_collected":
-                found[event["epoch"], event["round"]] = event["metrics"]
+            if isinstance(event, EpochCollected):
+                found[event.epoch, event.round] = event.metrics
         return sorted(found.items())
 
 

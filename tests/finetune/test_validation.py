@@ -17,8 +17,8 @@ from hone.events import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.journal import Journal, RunFacts
 from hone.finetune.validation import validate
+from hone.report.comparison import comparison
 from hone.report.history import History
-from hone.report.validations import comparison
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 
@@ -34,7 +34,7 @@ async def test_validation_comes_first_at_each_interval_and_last(bench: Bench):
     ]
     assert found[0]["rewards"] == {"x": [0.5], "y": [0.5]}
     assert ("val", 2, {"reward": 0.5, "failure_rate": 0.0}) in bench.adapter.logged
-    order = [e["type"] for e in read(bench.directory / "events.jsonl")]
+    order = [e.type for e in read(bench.directory / "events.jsonl")]
     assert order.index("validation") < order.index("epoch_started")
     names = {p.name for p in (bench.directory / "trajectories").glob("validation_*")}
     assert names == {"validation_000.jsonl", "validation_002.jsonl", "validation_003.jsonl"}

@@ -4,6 +4,7 @@ In:   examples, rewards, keys of the `finetuning:` section
 Out:  how its epochs ended, its events, what its parts were asked to do
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from tests.fakes import MemoryAdapter, ScriptedBuilder
 from hone.config.schema import FinetuneConfig, FinetuneRunConfig, RewardFunctionConfig
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.events import Event, read
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.workflow.function import Function
 
@@ -76,5 +76,6 @@ class Bench:
         finally:
             await trainer.cleanup()
 
-    def events(self, type: str) -> list[Event]:
-        return [e for e in read(self.directory / "events.jsonl") if e["type"] == type]
+    def events(self, type: str) -> list[dict[str, Any]]:
+        lines = (self.directory / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["type"] == type]

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.finetune.runs import STORIES, Story, events
 from tests.report.test_metrics import collected, rollout, started
 
-from hone.events import EventLog
+from hone.events import EventLog, parse
 from hone.progress import write
 from hone.report import display
 from hone.report.display import BLOCKS, Display, State, sparks
@@ -25,27 +25,32 @@ def done(at: float, epoch: int) -> dict:
 
 def test_the_state_by_hand():
     state = State()
-    state.add(started(100.0))
-    state.add(stage(100.0, 0))
-    state.add(rollout(0, "a", 0, 1.0, at=101.0, tokens=30))
-    state.add(rollout(0, "a", 1, 0.0, at=102.0, tokens=10))
-    state.add(rollout(0, "b", 0, None, at=104.0, tokens=0, failure_kind="policy"))
+    state.add(parse(started(100.0)))
+    state.add(parse(stage(100.0, 0)))
+    state.add(parse(rollout(0, "a", 0, 1.0, at=101.0, tokens=30)))
+    state.add(parse(rollout(0, "a", 1, 0.0, at=102.0, tokens=10)))
+    state.add(parse(rollout(0, "b", 0, None, at=104.0, tokens=0, failure_kind="policy")))
     assert (state.finished, state.total, state.failed, state.mean) == (3, 10, 1, 0.5)
     assert state.tokens_per_s(104.0) == 10.0  # 40 tokens in 4 s
     assert state.left_s(104.0) is None  # no epoch is over yet
-    state.add(collected(0, 0.5, at=105.0))
-    state.add(done(110.0, 0))
+    state.add(parse(collected(0, 0.5, at=105.0)))
+    state.add(parse(done(110.0, 0)))
     # One epoch took 10 s, four are left; 4 s into the next, 36 s are.
     assert state.left_s(110.0) == 40.0
-    state.add(stage(110.0, 1))
+    state.add(parse(stage(110.0, 1)))
     assert state.left_s(114.0) == 36.0
 
 
 def test_a_job_is_rows_of_steps():
     state = State()
-    state.add({"at": 1.0, "type": "job_submitted", "epoch": 0, "round": 0})
+    state.add(
+        parse(
+            {"at": 1.0, "type": "job_submitted", "epoch": 0, "round": 0}
+            | {"job": "j", "trajectories": 8, "groups": 2}
+        )
+    )
     told = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 2, "steps": 3}
-    state.add(told | {"row": 4, "rows": 10})
+    state.add(parse(told | {"row": 4, "rows": 10}))
     # One whole step of 10 rows, and 4 of the second, of 30 in all.
     assert (state.stage, state.finished, state.total) == ("learning", 14, 30)
 
@@ -61,7 +66,7 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
             collected(0, 0.5, at=13.0),
             done(20.0, 0),
         ):
-            shown.add(event)
+            shown.add(parse(event))
     # A line after ten seconds (220 tokens in 11 s), none a second later, one for the epoch.
     assert capsys.readouterr().err.splitlines() == [
         "epoch 1 of 2: rollouts 2 of 10, reward so far 0.50, 20 tokens/s",
@@ -82,7 +87,7 @@ def test_a_held_out_reward_is_told_once_and_a_failed_epoch_is_not_done(
             held_out | {"at": 8.0, "epoch": 2, "avg_reward": None},
             *(stage(8.0, 2), done(10.0, 2) | {"status": "failed"}),
         ):
-            shown.add(event)
+            shown.add(parse(event))
     # Since the command was given at 0; epochs of 2 s each, of which 8 and 7 are left.
     assert capsys.readouterr().err.splitlines() == [
         "epoch 1 of 9 done: reward 0.50, held out 0.25 before it, 6 s, about 16 s left",
@@ -135,7 +140,7 @@ def test_before_the_run_and_after_ctrl_c(tmp_path: Path):
         shown = Display(log, clock=lambda: 9.0)
         screen.print(shown.picture())
         for event in (started(1.0), stage(2.0, 0), {"at": 3.0, "type": "run_interrupted"}):
-            shown.state.add(event)
+            shown.state.add(parse(event))
         screen.print(shown.picture())
     assert isinstance(screen.file, io.StringIO)
     lines = [line.split() for line in screen.file.getvalue().splitlines()]
@@ -155,9 +160,9 @@ def test_a_run_that_goes_on_is_starting_until_it_works_again(ended: str, tmp_pat
             assert (shown.state.stage, shown.state.status) == ("starting", None)
             assert (shown.state.finished, shown.state.total) == (0, 0)
             assert shown.state.started_at == 5000.0
-            shown.state.add(started(5001.0))
+            shown.state.add(parse(started(5001.0)))
             # One rollout of ten has ended before: nine are left.
-            shown.state.add(stage(5002.0, 0) | {"resumed": 1})
+            shown.state.add(parse(stage(5002.0, 0) | {"resumed": 1}))
             assert (shown.state.finished, shown.state.total) == (1, 10)
 
 

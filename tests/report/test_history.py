@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from tests.report.test_metrics import started
+from tests.report.test_metrics import history_of, started
 from tests.report.test_plots import validation
 from tests.report.test_report import log
 
 from hone.report.curves import curves
-from hone.report.history import History
 from hone.report.report import measure
 
 
@@ -20,12 +19,12 @@ def validations(*means: float | None) -> list[dict]:
 
 
 def test_the_best_is_the_first_of_the_highest():
-    found = History.of([started(), *validations(0.1, 0.4, None, 0.4)]).best
+    found = history_of([started(), *validations(0.1, 0.4, None, 0.4)]).best
     assert found is not None and (found.step, found.mean) == (1, 0.4)
     # Rewards below 0 are rewards, too.
-    found = History.of([started(), *validations(None, -2.0, -1.0, -1.0)]).best
+    found = history_of([started(), *validations(None, -2.0, -1.0, -1.0)]).best
     assert found is not None and (found.step, found.mean) == (2, -1.0)
-    assert History.of([started(), *validations(None)]).best is None
+    assert history_of([started(), *validations(None)]).best is None
 
 
 def test_of_equal_validations_report_and_plot_name_the_same_step_as_the_run(tmp_path: Path):
@@ -33,11 +32,11 @@ def test_of_equal_validations_report_and_plot_name_the_same_step_as_the_run(tmp_
     found = measure(log(tmp_path, *told))
     assert found.best is not None and (found.best.step, found.best.epoch) == (1, 1)
     assert found.best_step == 1
-    assert curves(History.of(told)).best == (1.0, 1)
+    assert curves(history_of(told)).best == (1.0, 1)
 
 
 def test_where_nothing_beat_the_untrained_model_that_is_the_best(tmp_path: Path):
     told = [started(), *validations(0.4, 0.4)]
     found = measure(log(tmp_path, *told))
     assert found.best is not None and found.best.step == found.best_step == 0
-    assert curves(History.of(told)).best == (0.0, 0)
+    assert curves(history_of(told)).best == (0.0, 0)

@@ -1,16 +1,19 @@
 """report/history.py and metrics.py: events to numbers and files; why a reward stays flat."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.finetune.runs import STORIES, Story, events
 
-from hone.events import Event
+from hone.events import parse
 from hone.report import metrics
 from hone.report.history import History
-from hone.report.metrics import diagnosis, reward_history
+from hone.report.metrics import reward_history
+
+Line = dict[str, Any]
 
 KEYS = [
     "avg_reward",
@@ -27,19 +30,23 @@ KEYS = [
 ]
 
 
-def started(at: float = 0.0, **more: Any) -> Event:
+def history_of(lines: Iterable[Line]) -> History:
+    return History.of(map(parse, lines))
+
+
+def started(at: float = 0.0, **more: Any) -> Line:
     facts = {"run_id": "art_run_1", "session": 1, "epochs": 5, "step": 0, "generations": 8}
     return {"at": at, "type": "run_started"} | facts | more
 
 
-def rollout(epoch: int, example: str, generation: int, reward: float | None, **more: Any) -> Event:
+def rollout(epoch: int, example: str, generation: int, reward: float | None, **more: Any) -> Line:
     place = {"epoch": epoch, "round": 0, "example": example, "generation": generation}
     rest = {"failure_kind": None, "failure_reason": None, "calls": 1, "tokens": 10, "seconds": 1.0}
     event = {"at": epoch + 0.5, "type": "rollout", "split": "train", "reward": reward}
     return event | place | rest | more
 
 
-def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any) -> Event:
+def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any) -> Line:
     n = more.pop("n", 10)
     found = {
         "avg_reward": average,
@@ -55,13 +62,13 @@ def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any)
     return event | {"metrics": found, "dropped": {}, "zero_variance_groups": 0} | more
 
 
-def job(epoch: int, *, reason: str = "", **learned: float) -> Event:
+def job(epoch: int, *, reason: str = "", **learned: float) -> Line:
     event = {"at": epoch + 0.8, "type": "job_done", "epoch": epoch, "round": 0, "job": f"j{epoch}"}
     names = {f"learn/{name}": value for name, value in learned.items()}
     return event | {"step": epoch + 1, "metrics": names, "reason": reason, "seconds": 0.2}
 
 
-def flat_run(per_epoch: list[dict[str, list[float]]], **facts: Any) -> list[Event]:
+def flat_run(per_epoch: list[dict[str, list[float]]], **facts: Any) -> list[Line]:
     """Epochs of (example -> rewards), each with a job."""
     told = [started(**facts)]
     for epoch, groups in enumerate(per_epoch):
@@ -92,7 +99,7 @@ def test_what_happened_twice_counts_once_and_its_time_twice():
         rollout(0, "a", 0, 1.0, at=1002.0),
         collected(0, 0.6, at=1004.0),
     ]
-    history = History.of(told)
+    history = history_of(told)
     assert history.rewards(0) == {"a": [1.0], "b": [0.2]}
     assert history.failures == {}
     # 10 s in the first session, 4 s in the second; the 990 s between them were not spent.
@@ -102,7 +109,7 @@ def test_what_happened_twice_counts_once_and_its_time_twice():
     assert history.status == "unfinished"
 
 
-def started_epoch(at: float, epoch: int = 0) -> Event:
+def started_epoch(at: float, epoch: int = 0) -> Line:
     event = {"at": at, "type": "epoch_started", "epoch": epoch, "round": 0, "rounds": 1, "step": 0}
     return event | {"rollouts": 2}
 
@@ -120,7 +127,7 @@ def test_phases_add_up_to_the_time_since_the_command():
         {"at": 90.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
         | {"seconds": 88.0},
     ]
-    history = History.of(told)
+    history = history_of(told)
     # The command was given at 2, the server answered at 10, the first rollout began at 14.
     assert history.seconds == 88.0
     # 88 - 12 - 40 - 20 - 5 = 11
@@ -138,7 +145,15 @@ def test_an_epoch_that_never_ended_took_its_time_too():
         started(1.0, began=0.0),
         started_epoch(2.0),
         collected(0, 0.5, at=32.0),
-        {"at": 33.0, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j"},
+        {
+            "at": 33.0,
+            "type": "job_submitted",
+            "epoch": 0,
+            "round": 0,
+            "job": "j",
+            "trajectories": 8,
+            "groups": 2,
+        },
         {"at": 43.0, "type": "run_interrupted"},
     ]
     # 2 s of start, rollouts from 2 to 32, the job from 33 to 43; one second belongs to nobody.
@@ -149,17 +164,25 @@ def test_an_epoch_that_never_ended_took_its_time_too():
         "validate_s": 0.0,
         "other_s": 1.0,
     }
-    assert History.of(told).phases == expected
+    assert history_of(told).phases == expected
     # Started again at 103 by a command of 100, it finds its job and ends it: what was measured adds up.
     done = {"at": 110.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
     told += [
         started(103.0, began=100.0, session=2),
         collected(0, 0.5, at=104.0),
-        {"at": 105.0, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j"},
+        {
+            "at": 105.0,
+            "type": "job_submitted",
+            "epoch": 0,
+            "round": 0,
+            "job": "j",
+            "trajectories": 8,
+            "groups": 2,
+        },
         job(0) | {"at": 109.0},
         done | {"phases": {"rollout_s": 0.0, "learn_s": 4.5, "validate_s": 0.0, "other_s": 0.5}},
     ]
-    history = History.of(told)
+    history = history_of(told)
     # 43 s and 10 s. Start 2 + 4, learning 10 + 4.5, other 53 - 6 - 30 - 14.5 = 2.5.
     expected = {
         "start_s": 6.0,
@@ -184,7 +207,7 @@ def test_every_story_adds_up(name: str):
 
 def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
     told = list(events(Story(epochs=6, curriculum=True, interval=2, failed_validations=(2,))))
-    metrics.write(tmp_path, told)
+    metrics.write(tmp_path, History.of(told))
     lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert list(lines[0])[:14] == ["epoch", "timestamp", "run_id", *KEYS]
@@ -205,8 +228,8 @@ def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
 def test_a_resumed_run_has_the_files_of_one(tmp_path: Path):
     told = list(events(Story(epochs=6, killed_at=(2, 4))))
     for count in range(0, len(told), 97):  # written now and then, as a run does
-        metrics.write(tmp_path, told[:count])
-    metrics.write(tmp_path, told)
+        metrics.write(tmp_path, History.of(told[:count]))
+    metrics.write(tmp_path, History.of(told))
     lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -217,7 +240,7 @@ def test_a_resumed_run_has_the_files_of_one(tmp_path: Path):
 
 
 def test_an_epoch_without_trajectories_has_its_line_and_no_reward():
-    (entry,) = reward_history(History.of([started(), collected(0, None, n=0, low=None, high=None)]))
+    (entry,) = reward_history(history_of([started(), collected(0, None, n=0, low=None, high=None)]))
     assert entry["avg_reward"] is None and entry["min_reward"] is None
     assert entry["num_trajectories"] == 0
 
@@ -229,93 +252,8 @@ def test_rounds_are_put_together_by_what_they_weigh():
         collected(0, 0.8, n=30, low=0.4, high=0.9, share=0.5, round=1),
         collected(0, None, n=0, low=None, high=None, share=0.5, round=2),
     ]
-    (entry,) = reward_history(History.of(told))
+    (entry,) = reward_history(history_of(told))
     # (0.2 * 10 + 0.8 * 30) / 40 = 0.65
     assert entry["avg_reward"] == pytest.approx(0.65)
     assert (entry["min_reward"], entry["max_reward"]) == (0.1, 0.9)
     assert (entry["num_trajectories"], entry["curriculum_percentile"]) == (40, 0.5)
-
-
-# ---- diagnosis ------------------------------------------------------------------------------------
-
-
-def test_a_reward_that_rises_needs_no_diagnosis():
-    rising = [{str(i): [e / 4, e / 4 + 0.1] for i in range(10)} for e in range(4)]
-    assert diagnosis(flat_run(rising)) is None
-
-
-def test_two_epochs_are_too_few_to_tell():
-    assert diagnosis(flat_run([{"a": [0.0, 1.0], "b": [0.0, 1.0]}] * 2)) is None
-
-
-def test_never_solved():
-    groups = {str(i): [0.0] * 2 for i in range(9)} | {"9": [0.0, 1.0]}
-    said = diagnosis(flat_run([groups] * 3, generations=2, learning_rate=1e-6))
-    assert said is not None
-    lines = said.splitlines()
-    assert lines[0].startswith(
-        "The reward did not rise by more than chance in the last 3 epochs: 0.050 -> 0.050"
-    )
-    # 3 epochs of 10 groups, 9 of them flat.
-    assert "27 of 30 groups had equal rewards (90%)" in lines[1]
-    assert "clip_frac 0.020; learning rate 1e-06, 3 optimizer steps so far; 2 gen" in lines[1]
-    assert "lowest reward of the run" in lines[2] and "partial credit" in lines[2]
-    assert "num_generations is 2" in lines[3] and "to 8" in lines[3]
-    assert "learning rate 1e-06 is small" in lines[4] and "by 3e-06 at most" in lines[4]
-
-
-def test_all_solved():
-    groups = {str(i): [1.0] * 8 for i in range(9)} | {"9": [0.0] + [1.0] * 7}
-    said = diagnosis(flat_run([groups] * 3))
-    assert said is not None
-    assert "highest reward of the run: these examples are solved" in said
-    assert "num_generations" not in said
-
-
-def test_an_evaluator_that_tells_nothing_apart():
-    said = diagnosis(flat_run([{str(i): [0.5] * 8 for i in range(4)}] * 3))
-    assert said is not None
-    assert "every rollout of the run was given 0.5" in said
-
-
-def test_too_much_clipping():
-    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
-    for event in told:
-        if event["type"] == "job_done":
-            event["metrics"]["learn/clip_frac"] = 0.4
-    said = diagnosis(told)
-    assert said is not None
-    assert "clip_frac is 0.40" in said and "Halve" in said
-
-
-def test_jobs_that_never_took_a_step():
-    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
-    for event in told:
-        if event["type"] == "job_done":
-            event["metrics"] = {}
-            event["reason"] = "no gradient step: 4 of 4 groups have equal rewards"
-    said = diagnosis(told)
-    assert said is not None
-    assert "no job has moved the model yet: no gradient step: 4 of 4" in said
-
-
-def test_a_falling_reward_is_called_that():
-    falling = [{str(i): [1 - e / 4, 0.9 - e / 4] for i in range(10)} for e in range(3)]
-    said = diagnosis(flat_run(falling))
-    assert said is not None
-    assert "the reward falls" in said and "training.beta" in said
-
-
-def test_what_none_of_the_four_explains():
-    said = diagnosis(flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3))
-    assert said is not None
-    assert "none of these explains it" in said
-
-
-def test_failures_are_named():
-    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
-    lost = {"failure_kind": "policy", "failure_reason": "token_limit"}
-    told[1:1] = [rollout(0, f"x{i}", 0, None, **lost) for i in range(12)]
-    said = diagnosis(told)
-    assert said is not None
-    assert "12 of 108 rollouts failed" in said

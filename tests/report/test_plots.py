@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.runs import STORIES, Story, events
-from tests.report.test_metrics import collected, rollout, started
+from tests.report.test_metrics import collected, history_of, rollout, started
 
 from hone.report import plots
 from hone.report.curves import curves, smoothed
@@ -43,7 +43,7 @@ def test_the_lines_are_the_numbers():
         collected(2, 0.7, share=0.3),
         collected(3, 0.7, share=0.5),
     ]
-    drawn = curves(History.of(told))
+    drawn = curves(history_of(told))
     # Both examples of epoch 0 have the mean 0.5: no width. Epoch 1 gave nothing: no value.
     assert drawn.training[0].value == Estimate(0.5, 0.5, 0.5, 2)
     assert [p.x for p in drawn.training] == [0.0, 1.0, 2.0, 3.0]
@@ -66,7 +66,7 @@ def test_the_lines_are_the_numbers():
 def test_the_best_step_is_marked_where_it_is_not_the_newest():
     told = [started(), validation(0, {"a": [0.1]}, 0.1), validation(4, {"a": [0.9]}, 0.9)]
     told.append(validation(6, {"a": [0.5]}, 0.5))
-    assert curves(History.of(told)).best == (4.0, 4)
+    assert curves(history_of(told)).best == (4.0, 4)
 
 
 def test_rounds_stand_between_the_epochs_and_restarts_where_they_happened():
@@ -108,19 +108,19 @@ def test_what_two_evaluators_measured_shares_no_axis():
 
 def test_one_evaluator_has_one_axis_and_temperature_0_is_named():
     told = [started(evaluator="match"), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
-    drawn = curves(History.of(told))
+    drawn = curves(history_of(told))
     assert drawn.by_evaluator() == [drawn]
     assert drawn.labels == ("training", "held out")
     told[0]["validation_greedy"] = True
-    assert curves(History.of(told)).labels == ("training", "held out at temperature 0")
+    assert curves(history_of(told)).labels == ("training", "held out at temperature 0")
     # Runs of before this was recorded.
-    assert not curves(History.of([started(), *told[1:]])).apart
+    assert not curves(history_of([started(), *told[1:]])).apart
 
 
 def test_a_name_is_no_formula(tmp_path: Path):
     named: dict[str, Any] = {"evaluator": "cost in $ and $x^{", "validation_evaluator": "$"}
     told = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
-    assert size(plots.rewards(History.of(told), plots.WIDE)) == (1500, 1014)
+    assert size(plots.rewards(history_of(told), plots.WIDE)) == (1500, 1014)
 
 
 def test_there_is_a_picture_for_a_phone():
@@ -129,13 +129,14 @@ def test_there_is_a_picture_for_a_phone():
 
 
 def test_a_run_that_has_not_begun_can_be_drawn():
-    history = History.of([started()])
+    history = history_of([started()])
     assert size(plots.rewards(history, plots.WIDE)) == (1500, 780)
     assert plots.headline(history) == ("No reward yet", "")
     ended = {"at": 9.0, "type": "run_finished", "status": "failed", "message": "", "step": 0}
-    assert plots.headline(History.of([started(), ended])) == ("No reward", "")
+    ended["seconds"] = 9.0
+    assert plots.headline(history_of([started(), ended])) == ("No reward", "")
     assert plots.learning(history, plots.WIDE) is None
-    history = History.of([started(), collected(0, None, low=None, high=None)])
+    history = history_of([started(), collected(0, None, low=None, high=None)])
     assert size(plots.rewards(history, plots.WIDE)) == (1500, 780)
 
 
@@ -147,38 +148,38 @@ def test_changes_of_any_shape_can_be_drawn(deltas: list[float]):
 def test_the_headline_says_the_finding():
     told = [started(), validation(0, {str(i): [0.0] for i in range(8)}, 0.0)]
     told.append(validation(1, {str(i): [1.0] for i in range(8)}, 1.0))
-    title, note = plots.headline(History.of(told))
+    title, note = plots.headline(history_of(told))
     assert title == "Held-out reward 0.00 \u2192 1.00"
     assert note == "+1.00 (95% interval +1.00 to +1.00), 8 examples, p = 0.008"
 
 
 def test_the_headline_of_gaps_and_of_one_epoch():
     told = [started(), validation(0, {}, None)]
-    assert plots.headline(History.of([*told, collected(0, 0.5)])) == (
+    assert plots.headline(history_of([*told, collected(0, 0.5)])) == (
         *("Training reward 0.50", "of one epoch"),
     )
     told += [
         validation(2, {"a": [0.0], "b": [0.0]}, 0.0),
         validation(4, {"a": [1.0], "b": [1.0]}, 1.0),
     ]
-    title, note = plots.headline(History.of(told))
+    title, note = plots.headline(history_of(told))
     assert title == "Held-out reward 0.00 \u2192 1.00"
     assert note.endswith("2 examples, p = 0.50, after 2 epochs already")
     # Rounds count by what they weigh: (0.2 * 10 + 0.8 * 30) / 40 = 0.65.
     told = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
-    assert plots.headline(History.of(told))[0] == "Training reward 0.65"
+    assert plots.headline(history_of(told))[0] == "Training reward 0.65"
 
 
 def test_the_headline_of_one_validation():
     told = [started(), validation(0, {"a": [0.25]}, 0.25)]
-    assert plots.headline(History.of(told)) == (
+    assert plots.headline(history_of(told)) == (
         *("Held-out reward 0.25 before the training", "of one validation"),
     )
-    assert plots.headline(History.of([*told, collected(0, 0.5)])) == (
+    assert plots.headline(history_of([*told, collected(0, 0.5)])) == (
         *("Training reward 0.50", "of one epoch; held out 0.25 before the training"),
     )
     told = [started(), validation(0, {}, None), validation(2, {"a": [0.5]}, 0.5)]
-    assert plots.headline(History.of(told))[0] == "Held-out reward 0.50 after 2 epochs"
+    assert plots.headline(history_of(told))[0] == "Held-out reward 0.50 after 2 epochs"
 
 
 def test_numbers_in_words():

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 from tests.finetune.runs import STORIES, Story, tell
-from tests.report.test_metrics import collected, job, started
+from tests.report.test_metrics import collected, history_of, job, started
 from tests.report.test_plots import validation
 
 from hone.errors import ConfigError
-from hone.events import FILE, read
+from hone.events import FILE
 from hone.report import page, plots, report
 from hone.report.blocks import Document, Picture, Section, Text
 from hone.report.estimate import Estimate
 from hone.report.examples import LONGEST, pick, shown
-from hone.report.history import History
 from hone.report.report import measure
 from hone.report.sections import sections
 
@@ -303,10 +302,10 @@ def test_a_brief_report_draws_nothing(interrupted: Path):
 
 def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
     plot = interrupted / "reward_plot.png"
-    told = read(interrupted / FILE)
+    told = [json.loads(line) for line in (interrupted / FILE).read_text().splitlines()]
     # A plot of what was known before the last validation may have been finished after it.
     for known, is_shown in ((told, True), (told[:-2], False), (told[:-3], False)):
-        drawn = b"drawn before " + plots.mark(History.of(known)).encode()
+        drawn = b"drawn before " + plots.mark(history_of(known)).encode()
         plot.write_bytes(drawn)
         report.write(interrupted, brief=True)
         text, html = ((interrupted / f"report.{kind}").read_text() for kind in ("md", "html"))
@@ -320,17 +319,17 @@ def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
 
 def test_a_plot_says_what_it_shows_and_is_not_drawn_twice(tmp_path: Path):
     told = [started(), validation(0, {"a": [0.25]}, 0.25), collected(0, 0.5)]
-    history = History.of(told)
+    history = history_of(told)
     picture = plots.rewards(history, plots.NARROW)
     assert plots.shows_all(picture, history)
-    assert not plots.shows_all(picture, History.of([*told, validation(1, {"a": [0.75]}, 0.75)]))
+    assert not plots.shows_all(picture, history_of([*told, validation(1, {"a": [0.75]}, 0.75)]))
     # What brought no reward leaves it as it is.
-    assert plots.shows_all(picture, History.of([*told, {"at": 12.0, "type": "run_interrupted"}]))
+    assert plots.shows_all(picture, history_of([*told, {"at": 12.0, "type": "run_interrupted"}]))
     # A whole report takes it as it is, and draws one that shows less anew.
     place = log(tmp_path, *told) / "reward_plot.png"
     for drawn, is_kept in (
         (picture, True),
-        (plots.rewards(History.of(told[:2]), plots.NARROW), False),
+        (plots.rewards(history_of(told[:2]), plots.NARROW), False),
     ):
         place.write_bytes(drawn)
         report.write(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 from tests.report.test_metrics import (
     collected,
     flat_run,
+    history_of,
     job,
     rollout,
     started,
@@ -16,8 +17,7 @@ from tests.report.test_metrics import (
 from tests.report.test_plots import validation
 from tests.report.test_report import finished, log
 
-from hone.report import metrics, page, plots, report
-from hone.report.history import History
+from hone.report import diagnosis, page, plots, report
 from hone.report.report import measure
 from hone.report.sections import sections
 
@@ -40,7 +40,10 @@ def done(at: float, epoch: int, **phases: float) -> dict:
 
 
 def submitted(at: float) -> dict:
-    return {"at": at, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j0"}
+    return {"at": at, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j0"} | {
+        "trajectories": 8,
+        "groups": 2,
+    }
 
 
 # ---- where the time went --------------------------------------------------------------------------
@@ -201,7 +204,7 @@ READING = (
 def beside_its_plot(tmp_path: Path, *events: dict) -> tuple[str | None, str | None]:
     """How to read the plot, and the facts, of a report that draws nothing new."""
     log(tmp_path, *events)
-    (tmp_path / "reward_plot.png").write_bytes(plots.mark(History.of(list(events))).encode())
+    (tmp_path / "reward_plot.png").write_bytes(plots.mark(history_of(list(events))).encode())
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     reward = under(text, "Reward")
@@ -268,7 +271,7 @@ def warning(message: str) -> dict:
 
 def test_of_the_diagnoses_only_the_one_that_holds_at_the_end_is_shown(tmp_path: Path):
     flat = {str(i): [0.0, 1.0] * 4 for i in range(4)}
-    said_before = metrics.diagnosis(flat_run([flat] * 3))
+    said_before = diagnosis.diagnosis(history_of(flat_run([flat] * 3)))
     assert said_before is not None and "in the last 3 epochs" in said_before
     log(tmp_path, *flat_run([flat] * 5), warning(said_before), finished())
     text = page.markdown(sections(measure(tmp_path), brief=True))
@@ -277,11 +280,11 @@ def test_of_the_diagnoses_only_the_one_that_holds_at_the_end_is_shown(tmp_path: 
         "The reward did not rise by more than chance in the last 5 epochs: 0.500 -> 0.500 (+0.000, "
         "standard error 0.000).\nMeasured: 0 of 20 groups had equal rewards"
     )
-    assert text.count(metrics.FLAT) == 1 and under(text, "Warnings") is None
+    assert text.count(diagnosis.FLAT) == 1 and under(text, "Warnings") is None
     # It rose after all.
     risen = [flat] * 3 + [{str(i): [1.0] * 8 for i in range(4)}]
     log(tmp_path, *flat_run(risen), warning(said_before), finished())
-    assert metrics.FLAT not in page.markdown(sections(measure(tmp_path), brief=True))
+    assert diagnosis.FLAT not in page.markdown(sections(measure(tmp_path), brief=True))
     assert measure(tmp_path).as_dict()["warnings"] == [said_before]  # for programs, all there was
 
 

@@ -5,11 +5,14 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.finetune.runs import Story, lines
+from tests.finetune.trainers import Bench
 
-from hone.events import FILE, EventLog
+from hone.events import FILE, Event, EventLog, EventReader
+from hone.report.display import Display
+from hone.report.history import History
 from hone.report.writer import Files
 
 
@@ -24,7 +27,7 @@ async def test_asked_often_they_are_written_once_more(
 ):
     begun, go, calls = threading.Event(), threading.Event(), []
 
-    def write(path: Path, output_dir: Path, *, picture: bool) -> None:
+    def write(history: History, output_dir: Path, *, picture: bool) -> None:
         calls.append(threading.current_thread())
         begun.set()
         assert go.wait(10)
@@ -49,7 +52,7 @@ async def test_where_rounds_follow_fast_only_some_are_drawn_and_the_last_always(
     monkeypatch.setattr("hone.report.writer.time.monotonic", lambda: seconds[0])
     monkeypatch.setattr(
         "hone.report.writer.write",
-        lambda path, output_dir, *, picture: drawn.append((seconds[0], picture)),
+        lambda history, output_dir, *, picture: drawn.append((seconds[0], picture)),
     )
     files = Files(events, tmp_path)
     for now in (3.0, 9.0, 11.0, 12.0, 20.0, 22.0, 25.0):
@@ -70,15 +73,72 @@ async def test_a_full_disk_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    def write(path: Path, output_dir: Path, *, picture: bool) -> None:
+    def write(history: History, output_dir: Path, *, picture: bool) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hone.report.writer.write", write)
-    told: list[dict[str, Any]] = []
+    told: list[Event] = []
     events.listeners.append(told.append)
     files = Files(events, tmp_path)
     with caplog.at_level(logging.WARNING, logger="hone"):
         files.refresh()
         await files.settle()
     assert "No space left on device" in caplog.text
-    assert [event["type"] for event in told] == ["warning", "warning"]  # at the end, again
+    assert [event.type for event in told] == ["warning", "warning"]  # at the end, again
+
+
+async def test_a_round_reads_what_it_appended_over_100_epochs(
+    events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Bytes read from the log and events applied per round, by everyone who follows a run."""
+    size, applied = [0], [0]
+    appended, add = EventReader._appended, History.add
+
+    def count_bytes(reader: EventReader) -> bytes:
+        raw = appended(reader)
+        size[0] += len(raw)
+        return raw
+
+    def count_event(history: History, event: Event) -> None:
+        applied[0] += 1
+        add(history, event)
+
+    monkeypatch.setattr(EventReader, "_appended", count_bytes)
+    monkeypatch.setattr(History, "add", count_event)
+    monkeypatch.setattr("hone.report.plots.reward_plot", lambda history, path: None)
+    story = Story(epochs=100, examples=3, generations=2, held_out=3, interval=1, failing=0.0)
+    files, per_round, end = Files(events, tmp_path), [], 0
+    with Display(events):
+        for line in lines(story):
+            events.append(
+                line["type"], **{k: v for k, v in line.items() if k not in ("at", "type")}
+            )
+            if line["type"] == "epoch_done":
+                files.refresh()
+                await files.settle()
+                per_round.append((size[0], applied[0]))
+                assert size[0] == events.path.stat().st_size - end
+                end = events.path.stat().st_size
+                size[0] = applied[0] = 0
+    # A validation of 3 rollouts is 5 events, 6 training rollouts are 11; files and display apply
+    # each of them once. The first round also has the two events of the start.
+    assert [n for _, n in per_round] == [2 * 18] + [2 * 16] * 99
+    early, late = ([n for n, _ in rounds] for rounds in (per_round[1:50], per_round[50:]))
+    assert max(late) < 1.05 * max(early)
+    written = (tmp_path / "training_metrics.jsonl").read_text().splitlines()
+    assert len(written) == 100
+
+
+async def test_a_trainer_reads_its_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read, appended = [0], EventReader._appended
+
+    def count_bytes(reader: EventReader) -> bytes:
+        raw = appended(reader)
+        read[0] += len(raw)
+        return raw
+
+    monkeypatch.setattr(EventReader, "_appended", count_bytes)
+    monkeypatch.setattr("hone.report.plots.reward_plot", lambda history, path: None)
+    bench = Bench(tmp_path)
+    await bench.run(20)
+    assert read[0] == (tmp_path / FILE).stat().st_size

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import ConfigError, HoneError
-from hone.events import FILE, EventLog, read
+from hone.events import FILE, EventLog, FinalValidationDone, ValidationDone, read
 from hone.finetune.base import (
     Trainer,
     TrainerAdapter,
@@ -23,8 +23,8 @@ from hone.finetune.comparison import Comparison
 from hone.finetune.journal import Journal, RunFacts, Submission
 from hone.finetune.phases import Phases
 from hone.finetune.standing import Standing, Visit
-from hone.report import metrics
-from hone.report.text import failed
+from hone.report import diagnosis, metrics
+from hone.report.text import counted, failed
 from hone.report.validations import Validation
 from hone.report.writer import Files
 
@@ -189,13 +189,13 @@ class BoundTrainer(Trainer):
         earlier validations are worth less than the backend was told.
         """
         history = self._standing.history
-        new = Validation.of({"at": 0.0, **found}, min(history.failure_reward, _lowest(found)))
+        worst = min(history.failure_reward, _lowest(found))
+        new = Validation.of(ValidationDone(at=0.0, **found), worst)
         if new.mean is None:
             self._warn(found["error"])
         else:
-            log.info(
-                "Validation after %d epochs - Avg Reward: %.4f%s", epoch, new.mean, failed(new)
-            )
+            after = counted(epoch, "epoch")
+            log.info("Validation after %s - Avg Reward: %.4f%s", after, new.mean, failed(new))
         for one in (*history.validations, new):
             if one.mean is None or (one is not new and not one.policy_failures):
                 continue
@@ -205,7 +205,8 @@ class BoundTrainer(Trainer):
                 await self._adapter.log_metrics(told, split="val", step=one.step)
 
     def _say_final(self, found: dict[str, Any]) -> None:
-        new = Validation.of({"at": 0.0, **found}, self._standing.history.failure_reward)
+        event = FinalValidationDone(at=0.0, **found)
+        new = Validation.of(event, self._standing.history.failure_reward)
         if new.mean is None:
             self._warn(found["error"])
         else:
@@ -227,8 +228,8 @@ class BoundTrainer(Trainer):
             log.error("Epoch %d failed: %s", epoch + 1, status.message)
             return
         log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
-        looks = (epoch + 1) % metrics.FLAT_EPOCHS == 0
-        if looks and (why := metrics.diagnosis(self._standing.history)):
+        looks = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
+        if looks and (why := diagnosis.diagnosis(self._standing.history)):
             self._warn(why)
 
     def log_progress(

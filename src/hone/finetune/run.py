@@ -94,8 +94,9 @@ def finetune(options: FinetuneOptions) -> int:
     ):
         run = Run(document, validating, config, options, journal, events, interrupts, began)
         if run.standing.is_finished(config.num_epochs):
-            ended = run.standing.history.finished or {}
-            log.info("Run %s is finished, nothing to do. %s", journal.run_id, ended.get("message"))
+            ended = run.standing.history.finished
+            message = ended and ended.message
+            log.info("Run %s is finished, nothing to do. %s", journal.run_id, message)
             return 0
         try:
             status = run_loop(run.go())
@@ -314,7 +315,7 @@ class Run:
     def interrupted(self) -> int:
         """Tell what there is so far; whatever stands in the way of that, the exit status is 130."""
         run_id, history = self.journal.run_id, self.standing.history
-        begun = history.run.get("session") == self.journal.session
+        begun = history.run.session == self.journal.session
         if begun and history.finished is not None:
             log.error("Interrupted when run %s had ended already.", run_id)
             return INTERRUPTED
@@ -333,8 +334,8 @@ class Run:
 
     def _last_step(self) -> int | None:
         jobs = [self.standing.last_job(epoch) for epoch in self.standing.history.epochs]
-        steps = [job["step"] for job in jobs if job is not None]
-        return steps[-1] if steps else self.standing.history.run.get("step")
+        steps = [job.step for job in jobs if job is not None]
+        return steps[-1] if steps else self.standing.history.run.step
 
     @property
     def _secrets(self) -> Secrets:

@@ -9,9 +9,9 @@ one that was never interrupted, and nothing has to be kept in step with the even
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hone.events import Event
+from hone.events import EpochCollected, EpochDone, Event, JobDone, JobFailed
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.curriculum import Curriculum
 from hone.finetune.order import epoch_of, rounds_of
@@ -47,23 +47,23 @@ class Standing:
     def add(self, event: Event) -> None:
         """One more."""
         self.history.add(event)
-        if event["type"] == "job_failed":
-            self._failed_jobs[event["epoch"], event["round"]] += 1
-        elif event["type"] == "epoch_collected":
-            place = event["epoch"], event["round"]
+        if isinstance(event, JobFailed):
+            self._failed_jobs[event.epoch, event.round] += 1
+        elif isinstance(event, EpochCollected):
+            place = event.epoch, event.round
             self._empty.discard(place)
-            if not event["metrics"].get("num_trajectories"):
+            if not event.metrics.get("num_trajectories"):
                 self._empty.add(place)
-        elif event["type"] == "epoch_done" and event["status"] != TrainingStatusEnum.COMPLETED:
+        elif isinstance(event, EpochDone) and event.status != TrainingStatusEnum.COMPLETED:
             # It is run again, and what came to nothing may now give something.
-            self._empty = {place for place in self._empty if place[0] != event["epoch"]}
+            self._empty = {place for place in self._empty if place[0] != event.epoch}
 
     # ---- what is over ---------------------------------------------------------------------
 
     def is_done(self, epoch: int) -> bool:
         """Every round of it was trained or rightly skipped, and it was closed."""
         done = self.history.done.get(epoch)
-        return done is not None and done["status"] == TrainingStatusEnum.COMPLETED
+        return done is not None and done.status == TrainingStatusEnum.COMPLETED
 
     def has_failed(self, epoch: int) -> bool:
         """It was closed, and not well; it is run again."""
@@ -73,7 +73,7 @@ class Standing:
         """It was trained, or there was nothing in it to train on."""
         if (epoch, round) in self._empty:
             return True
-        found = [r for r in self.history.rounds if (r.epoch, r.index) == (epoch, round)]
+        found = [r for r in self.history.rounds_of(epoch) if r.index == round]
         return any(_is_trained(r) or _is_skipped(r) for r in found)
 
     def is_validated(self, epoch: int) -> bool:
@@ -83,7 +83,7 @@ class Standing:
     def is_finished(self, num_epochs: int) -> bool:
         """There is nothing left to do, and it said so."""
         ended = self.history.finished
-        if ended is None or ended["status"] != TrainingStatusEnum.COMPLETED:
+        if ended is None or ended.status != TrainingStatusEnum.COMPLETED:
             return False
         return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
 
@@ -93,17 +93,18 @@ class Standing:
 
     def collected(self, epoch: int) -> int:
         """How many trajectories its rounds gave."""
-        rounds = (r for r in self.history.rounds if r.epoch == epoch)
+        rounds = self.history.rounds_of(epoch)
         return sum(r.metrics.get("num_trajectories") or 0 for r in rounds)
 
     def dropped(self, epoch: int) -> Counter[str]:
         """What its rounds left out, by reason."""
-        rounds = (r.collected for r in self.history.rounds if r.epoch == epoch)
-        return sum((Counter(c["dropped"]) for c in rounds if c), start=Counter[str]())
+        rounds = (r.collected for r in self.history.rounds_of(epoch))
+        return sum((Counter(c.dropped) for c in rounds if c), start=Counter[str]())
 
-    def last_job(self, epoch: int) -> Event | None:
+    def last_job(self, epoch: int) -> JobDone | None:
         """The `job_done` of its last round that was trained."""
-        trained = [r.job for r in self.history.rounds if r.epoch == epoch and _is_trained(r)]
+        rounds = self.history.rounds_of(epoch)
+        trained = [r.job for r in rounds if isinstance(r.job, JobDone)]
         return trained[-1] if trained else None
 
     # ---- what comes next ------------------------------------------------------------------
@@ -126,12 +127,13 @@ class Standing:
     def curriculum(self, before: int | None = None) -> Curriculum:
         """As the rounds so far left it, or those before an epoch."""
         past = [r for r in self.history.rounds if before is None or r.epoch < before]
-        snapshot: dict[str, Any] = (past[-1].collected or {}).get("curriculum", {}) if past else {}
+        collected = past[-1].collected if past else None
+        snapshot = (collected and collected.curriculum) or {}
         return Curriculum.restore(self.config.curriculum_learning, self.config.seed, snapshot)
 
 
 def _is_trained(round: Round) -> bool:
-    return round.job is not None and round.job["type"] == "job_done"
+    return isinstance(round.job, JobDone)
 
 
 def _is_skipped(round: Round) -> bool:

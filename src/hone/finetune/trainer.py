@@ -37,7 +37,7 @@ from hone.finetune.stats import (
     policy_warning,
 )
 from hone.finetune.validation import validate
-from hone.report.validations import to_confirm
+from hone.report.comparison import to_confirm
 
 if TYPE_CHECKING:
     from hone.config.build import Builder
@@ -286,8 +286,8 @@ class ARTTrainer(BoundTrainer):
         job = self._standing.last_job(epoch)
         if job is None:
             return self._status(epoch, COMPLETED, "No trajectories to train on")
-        kept = {key: job[key] for key in ("job", "step", "metrics", "reason") if key in job}
-        return self._status(epoch, COMPLETED, None, **kept)
+        known = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
+        return self._status(epoch, COMPLETED, None, **known)
 
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):

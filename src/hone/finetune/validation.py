@@ -18,6 +18,7 @@ from hone.errors import RolloutError
 from hone.finetune.base import RolloutRecord
 from hone.finetune.records import record_of, rollout_id, told, worth, worth_another
 from hone.finetune.stats import check_failures
+from hone.report.text import counted
 from hone.workflow.loop import ended_together
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ async def validate(
         return record
 
     records = await ended_together(rollout(*one) for one in wanted)
-    where = f"final validation of step {step}" if final else f"validation after {epoch} epochs"
+    where = (
+        f"final validation of step {step}"
+        if final
+        else f"validation after {counted(epoch, 'epoch')}"
+    )
     outcome = _outcome(records, where, config, history)
     answered = {s for record in records for s in record.policy_steps}  # those of helpers as well
     if final and answered and pinned not in answered and not outcome["error"]:

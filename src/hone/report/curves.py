@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from hone.events import JobFailed
 from hone.report.estimate import Estimate, estimate
 from hone.report.history import History, Round
 
@@ -110,12 +111,12 @@ def curves(history: History) -> Curves:
         percentile=shares if with_curriculum else [],
         expansions=[here for before, here in pairwise(shares) if here[1] > before[1]],
         resumed=history.resumed_at,
-        job_failures=[r.trained for r in rounds if r.job and r.job["type"] == "job_failed"],
+        job_failures=[r.trained for r in rounds if isinstance(r.job, JobFailed)],
         best=_best(history),
         training_bounds=_bounds(ends),
         held_out_bounds=_bounds(held_out_ends),
-        names=history.evaluators,
-        greedy=bool(history.run.get("validation_greedy")),
+        names=history.run.evaluators,
+        greedy=history.run.validation_greedy,
     )
 
 
@@ -141,10 +142,7 @@ def _training(r: Round) -> Estimate | None:
     mean = _mean(r)
     if mean is None:
         return None
-    groups: dict[str, list[float]] = {}
-    for (example, _), reward in r.rewards.items():
-        groups.setdefault(example, []).append(reward)
-    return _estimated(groups, mean)
+    return _estimated(r.by_example, mean)
 
 
 def _estimated(rewards: dict[str, list[float]], mean: float) -> Estimate:

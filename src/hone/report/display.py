@@ -1,17 +1,31 @@
-"""A run as it goes on: one picture on a terminal, a line now and then elsewhere.
+"""Progress of a run: a live display on a terminal, a line now and then elsewhere.
 
 In:   the events of an EventLog, as a listener
-Out:  text on stderr through progress.console(), so that log lines stand above the picture
+Out:  text on stderr through progress.console(), so that log lines appear above the display
 
-It knows only what the events say, and nothing waits for it: the picture is drawn by a thread of its
-own four times a second, and a log file gets a line every ten seconds and one for every epoch.
+Nothing waits for it: a thread of its own draws the display four times a second, and a log file gets
+a line every ten seconds and one per epoch.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from hone.events import Event, EventLog, read
+from hone.events import (
+    EpochCollected,
+    EpochDone,
+    EpochStarted,
+    Event,
+    EventLog,
+    JobProgress,
+    JobSubmitted,
+    RolloutDone,
+    RunFinished,
+    RunInterrupted,
+    RunStarted,
+    ValidationStarted,
+    read,
+)
 from hone.progress import LINE_S, console, write
 from hone.report.history import History
 from hone.report.text import counted, duration, number
@@ -22,12 +36,12 @@ if TYPE_CHECKING:
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 SPARKS = 28
-"""So many epochs at most are drawn as a row of blocks."""
+"""Longest row of blocks, one per epoch."""
 STAGES = {"rollouts", "learning", "validation"}
 
 
 class State:
-    """Where the run stands, as far as its events tell."""
+    """Where the run stands, according to its events."""
 
     def __init__(self) -> None:
         self.epochs = self.epoch = self.done = 0
@@ -35,12 +49,10 @@ class State:
         self.stage, self.finished, self.total = "starting", 0, 0
         self.failed = self.tokens = 0
         self.rewards: list[float] = []
-        """Of the rollouts of this stage."""
+        """Rewards of this stage."""
         self.training: dict[tuple[int, int], float | None] = {}
-        """By epoch and round."""
+        """Mean training reward by epoch and round."""
         self._history = History()
-        self.ended: Event | None = None
-        """The newest epoch_done."""
         self.status: str | None = None
         self.started_at = self.stage_at = self.now = 0.0
         self._durations: list[float] = []
@@ -48,25 +60,45 @@ class State:
 
     @property
     def held_out(self) -> dict[int, float | None]:
-        """By epochs trained; counted anew where the reward of failures fell."""
+        """Mean held-out reward by epochs trained."""
         return {v.epoch: v.mean for v in self._history.validations}
 
     def add(self, event: Event) -> None:
-        self.now = event["at"]
+        self.now = event.at
         self._history.add(event)
-        reader = _READERS.get(event["type"])
-        if reader is not None:
-            reader(self, event)
+        match event:
+            case RunStarted():
+                self._start_run(event)
+            case EpochStarted():
+                self.epoch, self.round, self.rounds = event.epoch, event.round, event.rounds
+                self._start_stage("rollouts", event)
+            case ValidationStarted():
+                self._start_stage("validation", event)
+            case RolloutDone():
+                self._add_rollout(event)
+            case EpochCollected():
+                self.training[event.epoch, event.round] = event.metrics.get("avg_reward")
+            case JobSubmitted():
+                self._reset_stage("learning")
+            case JobProgress():
+                rows = event.rows or 1
+                self.total = event.steps * rows
+                self.finished = max(0, event.step - 1) * rows + (event.row or 0)
+            case EpochDone():
+                self._end_epoch(event)
+            case RunInterrupted():
+                self.status = self.stage = "interrupted"
+            case RunFinished():
+                self.status = self.stage = event.status
 
     def start_again(self, now: float) -> None:
-        """What was going on when the last session ended goes on no longer."""
-        self.stage, self.status, self.started_at = "starting", None, now
-        self.finished = self.total = self.failed = self.tokens = 0
-        self.rewards = []
+        """Forget the stage in which the last session ended."""
+        self._reset_stage("starting")
+        self.status, self.started_at = None, now
 
     @property
     def mean(self) -> float | None:
-        """Reward of this stage so far."""
+        """Mean reward of this stage so far."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
     def tokens_per_s(self, now: float) -> float | None:
@@ -74,89 +106,44 @@ class State:
         return self.tokens / seconds if self.tokens and seconds > 0 else None
 
     def left_s(self, now: float) -> float | None:
-        """As long as the epochs of this session took on average, less what this one has taken."""
+        """Estimated time left, at the pace of this session's epochs."""
         if not self._durations or self.status is not None:
             return None
         each = sum(self._durations) / len(self._durations)
         spent = 0.0 if self._epoch_at is None else min(now - self._epoch_at, each)
         return max(0.0, each * (self.epochs - self.done) - spent)
 
-    # ---- how each type is read ------------------------------------------------------------
-
-    def _run_started(self, event: Event) -> None:
-        self.epochs, self.status = event["epochs"], None
-        self.started_at = event.get("began", event["at"])
+    def _start_run(self, event: RunStarted) -> None:
+        self.epochs, self.stage, self.status = event.epochs, "starting", None
+        self.started_at = event.command_at
         # The pace of an earlier session, perhaps on another machine, says nothing about this one.
         self._durations, self._epoch_at = [], None
-        self.stage = "starting"
 
-    def _epoch_started(self, event: Event) -> None:
-        self.epoch, self.round, self.rounds = event["epoch"], event["round"], event["rounds"]
-        self.done = max(self.done, self.epoch)  # of a run that goes on, the first ones are done
-        if self._epoch_at is None:
-            self._epoch_at = event["at"]
-        self._begin("rollouts", event)
+    def _start_stage(self, stage: str, event: EpochStarted | ValidationStarted) -> None:
+        self._reset_stage(stage, event.rollouts, event.resumed)
+        self.done = max(self.done, event.epoch)  # a resumed run does not repeat the first epochs
+        if self._epoch_at is None and event.epoch < self.epochs:
+            self._epoch_at = event.at
 
-    def _validation_started(self, event: Event) -> None:
-        self.done = max(self.done, event["epoch"])
-        if self._epoch_at is None and event["epoch"] < self.epochs:
-            self._epoch_at = event["at"]
-        self._begin("validation", event)
-
-    def _begin(self, stage: str, event: Event) -> None:
-        """Rollouts that an earlier session has ended are done already."""
-        self.stage, self.total, self.stage_at = stage, event.get("rollouts") or 0, self.now
-        self.finished = min(event.get("resumed") or 0, self.total)
-        self.failed = self.tokens = 0
+    def _reset_stage(self, stage: str, total: int = 0, resumed: int = 0) -> None:
+        """`resumed`: rollouts that an earlier session finished."""
+        self.stage, self.total, self.stage_at = stage, total, self.now
+        self.finished, self.failed, self.tokens = min(resumed, total), 0, 0
         self.rewards = []
 
-    def _rollout(self, event: Event) -> None:
+    def _add_rollout(self, event: RolloutDone) -> None:
         self.finished += 1
-        self.tokens += event["tokens"] or 0
-        if event["failure_kind"]:
-            self.failed += 1
-        if event["reward"] is not None:
-            self.rewards.append(event["reward"])
+        self.tokens += event.tokens or 0
+        self.failed += event.failure_kind is not None
+        if event.reward is not None:
+            self.rewards.append(event.reward)
 
-    def _collected(self, event: Event) -> None:
-        place = event["epoch"], event["round"]
-        self.training[place] = event["metrics"].get("avg_reward")
-
-    def _job_submitted(self, event: Event) -> None:
-        self._begin("learning", {})
-
-    def _job_progress(self, event: Event) -> None:
-        rows = event.get("rows") or 1
-        self.total = event["steps"] * rows
-        self.finished = max(0, event["step"] - 1) * rows + (event.get("row") or 0)
-
-    def _epoch_done(self, event: Event) -> None:
-        self.ended = event
-        if event["status"] != "failed":
-            self.done = event["epoch"] + 1
+    def _end_epoch(self, event: EpochDone) -> None:
+        if event.status != "failed":
+            self.done = event.epoch + 1
         if self._epoch_at is not None:
-            self._durations.append(event["at"] - self._epoch_at)
+            self._durations.append(event.at - self._epoch_at)
         self._epoch_at = None
-
-    def _run_interrupted(self, event: Event) -> None:
-        self.status = self.stage = "interrupted"
-
-    def _run_finished(self, event: Event) -> None:
-        self.status, self.stage = str(event["status"]), str(event["status"])
-
-
-_READERS: dict[str, Callable[[State, Event], None]] = {
-    "run_started": State._run_started,
-    "epoch_started": State._epoch_started,
-    "rollout": State._rollout,
-    "epoch_collected": State._collected,
-    "job_submitted": State._job_submitted,
-    "job_progress": State._job_progress,
-    "validation_started": State._validation_started,
-    "epoch_done": State._epoch_done,
-    "run_interrupted": State._run_interrupted,
-    "run_finished": State._run_finished,
-}
 
 
 class Display:
@@ -169,7 +156,7 @@ class Display:
         self._written_at = 0.0
 
     def __enter__(self) -> Self:
-        for event in read(self.events.path):  # a run that goes on shows its whole curve
+        for event in read(self.events.path):  # a resumed run shows its whole curve
             self.state.add(event)
         self.state.start_again(self._clock())
         self.events.listeners.append(self.add)
@@ -186,57 +173,53 @@ class Display:
             self._live.stop()
 
     def add(self, event: Event) -> None:
-        """Take it in; where there is no terminal, perhaps say it."""
+        """Update the state; without a terminal, perhaps write a line."""
         self.state.add(event)
         if self._live is None:
-            self._say(event)
+            self._write_line(event)
 
     # ---- lines ----------------------------------------------------------------------------
 
-    def _say(self, event: Event) -> None:
+    def _write_line(self, event: Event) -> None:
         state = self.state
-        if event["type"] == "epoch_done":
-            write(self.epoch_line(state.now))
-        elif event["type"] in ("epoch_started", "validation_started", "job_submitted"):
-            self._written_at = state.now
-            return
-        elif state.stage not in STAGES or state.now - self._written_at < LINE_S:
-            return
-        else:
-            named = "" if state.stage == "learning" else f"{state.stage} "
-            write(f"{self._where()}: {named}{self.stage_line(state.now)}")
+        if isinstance(event, EpochDone):
+            write(self.epoch_line(event))
+        elif not isinstance(event, EpochStarted | ValidationStarted | JobSubmitted):
+            if state.stage not in STAGES or state.now - self._written_at < LINE_S:
+                return
+            name = "" if state.stage == "learning" else f"{state.stage} "
+            write(f"{self._where()}: {name}{self.stage_line(state.now)}")
         self._written_at = state.now
 
-    def epoch_line(self, now: float) -> str:
-        """What an epoch came to, and how long the rest will take."""
-        state, ended = self.state, self.state.ended
-        assert ended is not None, "no epoch is over"
-        epoch, how = ended["epoch"], "failed" if ended["status"] == "failed" else "done"
+    def epoch_line(self, ended: EpochDone) -> str:
+        """The rewards of an epoch, and how long the rest will take."""
+        state, epoch, failed = self.state, ended.epoch, ended.status == "failed"
         rewards = [mean for (of, _), mean in state.training.items() if of == epoch]
-        said = [f"reward {number(rewards[-1])}"] if rewards else []
-        if epoch in state.held_out:  # validated in this epoch, by the policy that it began with
+        parts = [f"reward {number(rewards[-1])}"] if rewards else []
+        if epoch in state.held_out:  # validated in this epoch, before it was trained
             mean = state.held_out[epoch]
-            said += ["no held-out reward" if mean is None else f"held out {number(mean)} before it"]
-        left = state.left_s(now) if how == "done" else None
-        said += [f"{duration(now - state.started_at)}"]
-        said += [f"about {duration(left)} left"] if left else []
-        return f"epoch {epoch + 1} of {state.epochs} {how}: {', '.join(said)}"
+            parts.append(
+                "no held-out reward" if mean is None else f"held out {number(mean)} before it"
+            )
+        parts.append(duration(state.now - state.started_at))
+        left = None if failed else state.left_s(state.now)
+        parts += [f"about {duration(left)} left"] if left else []
+        status = "failed" if failed else "done"
+        return f"epoch {epoch + 1} of {state.epochs} {status}: {', '.join(parts)}"
 
     def stage_line(self, now: float) -> str:
-        """How far the stage is."""
-        state = self.state
+        """Progress of the stage."""
+        state, rate = self.state, self.state.tokens_per_s(now)
         if state.stage not in STAGES:
             return ""
         if state.stage == "learning":
-            return (
-                f"learning, {state.finished} of {state.total} rows" if state.total else "learning"
-            )
-        said = [f"{state.finished} of {state.total}"]
-        said += [] if state.mean is None else [f"reward so far {number(state.mean)}"]
-        said += [f"{state.failed} failed"] if state.failed else []
-        rate = state.tokens_per_s(now)
-        said += [] if rate is None else [f"{rate:,.0f} tokens/s"]
-        return ", ".join(said)
+            rows = f", {state.finished} of {state.total} rows" if state.total else ""
+            return f"learning{rows}"
+        parts = [f"{state.finished} of {state.total}"]
+        parts += [] if state.mean is None else [f"reward so far {number(state.mean)}"]
+        parts += [f"{state.failed} failed"] if state.failed else []
+        parts += [] if rate is None else [f"{rate:,.0f} tokens/s"]
+        return ", ".join(parts)
 
     def _where(self) -> str:
         state = self.state
@@ -248,36 +231,33 @@ class Display:
     # ---- the picture ----------------------------------------------------------------------
 
     def picture(self) -> "Group":
-        """Three bars and rows: the run, the stage, the rewards so far."""
+        """One row each for the run, the stage, and the rewards so far."""
         from rich.console import Group
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
         state, now = self.state, self._clock()
-        if not state.epochs:  # the server is not there yet, so nothing is known of the run
+        if not state.epochs:  # the server is not up yet, so nothing is known about the run
             return Group(Text(state.stage))
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(overflow="fold")
+        columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
+        grid = Table.grid(*columns, padding=(0, 2))
         left = state.left_s(now)
         times = [duration(now - state.started_at)] if state.started_at else []
         times += [f"about {duration(left)} left"] if left else []
-        share = self._share()
-        grid.add_row(Text(self._where(), "bold"), _bar(share, 1.0), Text(", ".join(times)))
+        bar = _bar(self._share(), 1.0)
+        grid.add_row(Text(self._where(), "bold"), bar, Text(", ".join(times)))
         of_stage = _bar(state.finished, state.total) if state.status is None else Text("")
         grid.add_row(Text(state.stage), of_stage, Text(self.stage_line(now), "dim"))
         for name, by_place in (("training", state.training), ("held out", state.held_out)):
-            values = [*by_place.values()]
-            if values:
-                drawn = sparks(values, console().encoding)
+            if values := [*by_place.values()]:
                 known = [v for v in values if v is not None]
                 ends = f"{number(known[0])} to {number(known[-1])}" if known else "no number yet"
-                grid.add_row(Text(name), Text(drawn, "cyan"), Text(ends))
+                line = Text(sparks(values, console().encoding), "cyan")
+                grid.add_row(Text(name), line, Text(ends))
         return Group(grid)
 
     def _share(self) -> float:
-        """Of the whole run; a stage counts as half an epoch."""
+        """Share of the whole run that is done; a stage counts as half an epoch."""
         state = self.state
         if not state.epochs or state.status is not None:
             return 1.0 if state.status == "completed" else state.done / max(state.epochs, 1)

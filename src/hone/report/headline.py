@@ -26,9 +26,9 @@ def answer(report: "Report") -> tuple[str, str, Tone]:
     """Headline, what it rests on, tone."""
     history = report.history
     change, rests, tone = _change(report)
-    planned = history.run.get("epochs") or 0
+    planned = history.run.epochs or 0
     done = f"{len(history.done)} of {counted(planned, 'epoch')}"
-    message = str((history.finished or {}).get("message") or "")
+    message = (history.finished and history.finished.message) or ""
     if history.status == "unfinished":
         head = f"The run was interrupted after {done}"
         again = "It is not finished; the command below goes on from there."
@@ -120,7 +120,7 @@ def _choice(report: "Report") -> list[str]:
             f"{said}; it and the first step then answered every example anew, for this comparison."
         ]
     said += " by these same answers. The p value allows for that choice; the interval does not"
-    if report.history.run.get("validation_greedy"):
+    if report.history.run.validation_greedy:
         return [f"{said}. (At temperature 0, answering anew would repeat the answers.)"]
     if report.history.status == "completed":
         return [f"{said}."]
@@ -162,7 +162,7 @@ def _why_training(report: "Report") -> str:
     assert first is not None and last is not None
     of = f"so these are the rewards of epoch {first.epoch + 1} and epoch {last.epoch + 1} on the "
     of += "training examples, which a model may learn by heart."
-    if not report.history.run.get("validation_examples"):
+    if not report.history.run.validation_examples:
         return f"There are no held-out examples, {of} {NAME_SOME}"
     return f"{_validations(report)}, {of}"
 
@@ -182,7 +182,7 @@ def _validations(report: "Report") -> str:
 
 def _why_nothing(report: "Report") -> list[str]:
     history = report.history
-    held_out = bool(history.run.get("validation_examples") or history.validations)
+    held_out = bool(history.run.validation_examples or history.validations)
     said = [f"{_validations(report)}."] if held_out else []
     found = [(epoch, mean) for epoch, mean in report.epoch_means if mean is not None]
     if not found:

@@ -1,18 +1,33 @@
-"""What a run did, round by round, put together from its events.
+"""What a run did, round by round.
 
-In:   events, all at once or one by one as they happen
-Out:  a History: rounds with their rewards and jobs, validations, time by phase, how it ended
+In:   events, one by one
+Out:  a History: rounds with their rewards and jobs, validations, seconds by phase, how it ended
 
-Where a run was interrupted, something may have happened twice: the later event counts, as what it
-led to is what was trained. Times are the exception: all of them were spent.
+An interrupted run may log something twice: the later event counts, because what it led to is what
+was trained. Times are the exception: all of them were spent.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from hone.events import Event
+from hone.events import (
+    EpochCollected,
+    EpochDone,
+    EpochStarted,
+    Event,
+    FinalValidationDone,
+    JobDone,
+    JobFailed,
+    RolloutDone,
+    RunFinished,
+    RunStarted,
+    ValidationDone,
+    ValidationResult,
+    ValidationStarted,
+    WarningLogged,
+)
 from hone.report.validations import Validation
 
 
@@ -24,33 +39,44 @@ class Round:
     index: int = 0
     of: int = 1
     rewards: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Of each (example, generation) that could be scored."""
+    """By example and generation."""
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
-    """`kind: reason` of each that could not."""
-    collected: Event | None = None
-    """epoch_collected."""
-    job: Event | None = None
-    """job_done or job_failed."""
+    """`kind: reason`, by example and generation."""
+    collected: EpochCollected | None = None
+    job: JobDone | JobFailed | None = None
 
     @property
     def trained(self) -> float:
-        """Epochs of training behind the policy that sampled it: where it stands on an axis."""
+        """Epochs that the sampled policy was trained for: its place on an axis."""
         return self.epoch + self.index / max(self.of, 1)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What was collected, in the order of the metrics file."""
-        return {} if self.collected is None else self.collected["metrics"]
+        """Numbers of what was collected, in the order of the metrics file."""
+        return {} if self.collected is None else self.collected.metrics
 
     @property
-    def learned(self) -> dict[str, float]:
-        """What its job measured; nothing without one that ended well."""
-        return dict(self.job["metrics"] or {}) if self.job and "metrics" in self.job else {}
+    def learned(self) -> dict[str, Any]:
+        """Metrics of the learner; empty without a job that ended well."""
+        return dict(self.job.metrics or {}) if isinstance(self.job, JobDone) else {}
+
+    @property
+    def num_flat(self) -> int:
+        """Groups with equal rewards."""
+        return self.collected.zero_variance_groups or 0 if self.collected else 0
+
+    @property
+    def by_example(self) -> dict[str, list[float]]:
+        """Rewards by example."""
+        groups: dict[str, list[float]] = {}
+        for (example, _), reward in self.rewards.items():
+            groups.setdefault(example, []).append(reward)
+        return groups
 
 
 PHASES = ("start_s", "rollout_s", "learn_s", "validate_s")
-"""Start: from the command to the first rollout: the server, the model, the checks before it."""
-_STAGES = {
+"""Start is the time from the command to the first rollout: server, model, checks."""
+_PHASE_AFTER = {
     "epoch_started": "rollout_s",
     "validation_started": "validate_s",
     "job_submitted": "learn_s",
@@ -59,153 +85,185 @@ _STAGES = {
     "job_failed": None,
     "validation": None,
     "final_validation": None,
+    "epoch_done": None,
 }
-"""What begins with an event, or ends."""
-
-
-def _began(event: Event) -> float:
-    """When the command of this session was given."""
-    return min(event["at"], event.get("began", event["at"]))
+"""Phase that begins with an event; None if one ends."""
 
 
 class _Clock:
-    """Seconds by phase. An epoch measured its own; one that never ended has its events' times."""
+    """Seconds by phase, as epochs measured them; from the times of events where none did."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self._open: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        """In `spent` already, and to be replaced when the epoch says what it measured."""
-        self._stage: str | None = None
+        self._estimated: dict[str, float] = {}
+        """Part of `spent` that a measured value will replace."""
+        self._phase: str | None = None
         self._last = 0.0
 
     def add(self, event: Event) -> None:
-        kind = event["type"]
-        if kind == "run_started":
-            self._open, self._stage = dict.fromkeys(PHASES, 0.0), "start_s"
-            self._count("start_s", event["at"] - _began(event))
-        elif self._stage is not None:
-            self._count(self._stage, event["at"] - self._last)
-        self._last = event["at"]
-        if kind in ("validation", "final_validation"):
-            self._correct("validate_s", event.get("seconds"))
-        elif kind == "epoch_done":
+        if isinstance(event, RunStarted):
+            self._estimated, self._phase, self._last = {}, "start_s", event.command_at
+        if self._phase is not None:
+            self.spent[self._phase] += event.at - self._last
+            estimated = self._estimated.get(self._phase, 0.0)
+            self._estimated[self._phase] = estimated + event.at - self._last
+        self._last = event.at
+        if isinstance(event, ValidationResult):
+            self._replace("validate_s", event.seconds)
+        elif isinstance(event, EpochDone):
             for name in ("rollout_s", "learn_s"):
-                self._correct(name, event["phases"].get(name))
-            self._stage = None
-        self._stage = _STAGES.get(kind, self._stage)
+                self._replace(name, event.phases.get(name))
+        self._phase = _PHASE_AFTER.get(event.type, self._phase)
 
-    def _count(self, name: str, seconds: float) -> None:
-        self.spent[name] += seconds
-        self._open[name] += seconds
-
-    def _correct(self, name: str, measured: float | None) -> None:
+    def _replace(self, name: str, measured: float | None) -> None:
+        estimated = self._estimated.pop(name, 0.0)
         if measured is not None:
-            self.spent[name] += measured - self._open[name]
-        self._open[name] = 0.0
+            self.spent[name] += measured - estimated
 
 
 class History:
-    """A run, as far as it is known."""
+    """A run, as far as its events are known."""
 
     def __init__(self) -> None:
-        self.run: Event = {}
-        """The newest run_started."""
-        self.sessions: list[Event] = []
-        """Every run_started."""
-        self.finished: Event | None = None
-        """run_finished of the newest session."""
-        self.warnings: list[Event] = []
+        self.run = RunStarted(at=0.0, run_id="", session=0, epochs=0, step=None)
+        """The newest run_started; an empty one before the first."""
+        self.sessions = 0
+        """Times the run was started."""
+        self.finished: RunFinished | None = None
+        """How the newest session ended."""
+        self.warnings: list[str] = []
         self.resumed_at: list[float] = []
         """Epochs that were done when a session after the first began to work."""
-        self.done: dict[int, Event] = {}
-        """epoch_done by epoch."""
+        self.done: dict[int, EpochDone] = {}
         self.calls = self.tokens = self.rollouts = 0
-        """All that were paid for, those of an interrupted round included."""
-        self._rounds: dict[tuple[int, int], Round] = {}
-        self._lowest = 0.0
-        self._validations: dict[tuple[int, int | None], Event] = {}
-        self._counted: dict[tuple[int, int | None], tuple[float, Validation]] = {}
-        """With the `failure_reward` it was counted at."""
-        self._finals: dict[tuple[int, int | None], Event] = {}
+        """Totals, those of interrupted rounds included."""
+        self.failure_reward = 0.0
+        """Reward of a policy failure in validations under `drop`.
+
+        It is the smaller of 0 and the lowest reward of the run. It can fall as the run goes on; all
+        validations are then counted again, so that they can be compared.
+        """
+        self._rounds: dict[int, dict[int, Round]] = {}
+        self._validations: dict[tuple[int, int | None], ValidationDone] = {}
+        self._counted: dict[tuple[int, int | None], Validation] = {}
+        self._finals: dict[tuple[int, int | None], FinalValidationDone] = {}
         self._spans: list[list[float]] = []
         self._clock = _Clock()
         self._awaiting_work = False
 
     @classmethod
-    def of(cls, events: "Iterable[Event] | History") -> "History":
-        """As it is, or put together."""
-        if isinstance(events, History):
-            return events
+    def of(cls, events: Iterable[Event]) -> Self:
         history = cls()
         for event in events:
             history.add(event)
         return history
 
     def add(self, event: Event) -> None:
-        """One more; types it does not know change nothing but the time."""
-        if self._spans and event["type"] != "run_started":
-            self._spans[-1][1] = event["at"]
+        """Apply one event; a type it does not know changes only the time."""
+        if self._spans and not isinstance(event, RunStarted):
+            self._spans[-1][1] = event.at
         self._clock.add(event)
-        if event["type"] in _READERS:
-            _READERS[event["type"]](self, event)
+        match event:
+            case RunStarted():
+                self._start(event)
+            case EpochStarted():
+                round = self._round(event)
+                round.of = event.rounds
+                self._resume_at(round.trained)
+            case RolloutDone():
+                self._add_rollout(event)
+            case EpochCollected():
+                self._round(event).collected = event
+            case JobDone() | JobFailed():
+                self._round(event).job = event
+            case ValidationStarted():
+                self._resume_at(float(len(self.done) if event.final else event.epoch))
+            case ValidationResult():
+                self._add_validation(event)
+            case EpochDone():
+                self.done[event.epoch] = event
+            case WarningLogged():
+                self.warnings.append(event.message)
+            case RunFinished():
+                self.finished = event
 
-    # ---- what one asks for ----------------------------------------------------------------
+    # ---- rounds ---------------------------------------------------------------------------
 
     @property
     def rounds(self) -> list[Round]:
-        """Those that were collected, in order."""
-        found = (self._rounds[key] for key in sorted(self._rounds))
-        return [r for r in found if r.collected is not None]
+        """Rounds that were collected, in order."""
+        return [r for epoch in sorted(self._rounds) for r in self.rounds_of(epoch)]
+
+    def rounds_of(self, epoch: int) -> list[Round]:
+        """Rounds of one epoch that were collected."""
+        rounds = self._rounds.get(epoch, {})
+        return [rounds[i] for i in sorted(rounds) if rounds[i].collected is not None]
 
     @property
-    def failure_reward(self) -> float:
-        """What a failure of the model counts as in validations, where the configuration says `drop`.
+    def epochs(self) -> list[int]:
+        """Epochs with a round that was collected."""
+        return [epoch for epoch in sorted(self._rounds) if self.rounds_of(epoch)]
 
-        The smaller of 0 and the lowest reward of the run. It can fall as the run goes on, and all
-        validations are then counted anew, so that they can be compared.
-        """
-        return self._lowest
+    def rewards(self, epoch: int) -> dict[str, list[float]]:
+        """Training rewards of an epoch, by example."""
+        rewards: dict[str, list[float]] = {}
+        for r in self.rounds_of(epoch):
+            for example, values in r.by_example.items():
+                rewards.setdefault(example, []).extend(values)
+        return rewards
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rollouts that were not trained on, by reason."""
+        total: Counter[str] = Counter()
+        for r in self.rounds:
+            total.update((r.collected and r.collected.dropped) or {})
+        return total
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Training rollouts that failed, by `kind: reason`."""
+        return Counter(why for r in self.rounds for why in r.failures.values())
+
+    @property
+    def jobs(self) -> list[JobDone]:
+        """Jobs that ended well."""
+        return [r.job for r in self.rounds if isinstance(r.job, JobDone)]
+
+    # ---- validations ----------------------------------------------------------------------
 
     @property
     def validations(self) -> list[Validation]:
-        found = [self._count(key, event) for key, event in self._validations.items()]
-        return sorted(found, key=lambda v: (v.epoch, v.step or 0))
-
-    def final(self, of: Validation) -> Validation | None:
-        """What the same policy answered anew at the end of the run; None where it did not."""
-        event = self._finals.get((of.epoch, of.step))
-        return None if event is None else Validation.of(event, self._lowest)
-
-    def _count(self, key: tuple[int, int | None], event: Event) -> Validation:
-        before = self._counted.get(key)
-        if before is None or before[0] != self._lowest:
-            before = self._counted[key] = self._lowest, Validation.of(event, self._lowest)
-        return before[1]
+        for key, event in self._validations.items():
+            if key not in self._counted:
+                self._counted[key] = Validation.of(event, self.failure_reward)
+        return sorted(self._counted.values(), key=lambda v: (v.epoch, v.step or 0))
 
     @property
     def scored(self) -> list[Validation]:
-        """Validations that gave a number."""
+        """Validations with a mean reward."""
         return [v for v in self.validations if v.mean is not None and v.rewards]
 
     @property
     def best(self) -> Validation | None:
-        """With the highest mean; of equal ones the first, as it moved least from the base model."""
+        """The highest mean; the first of equal ones, because it moved least from the base model."""
         return max(self.scored, key=lambda v: v.mean or 0.0, default=None)
+
+    def final(self, of: Validation) -> Validation | None:
+        """What the same policy answered at the end of the run; None if it did not."""
+        event = self._finals.get((of.epoch, of.step))
+        return None if event is None else Validation.of(event, self.failure_reward)
+
+    # ---- the run --------------------------------------------------------------------------
 
     @property
     def status(self) -> str:
-        """completed, failed, another that the trainer named, or unfinished."""
-        return "unfinished" if self.finished is None else str(self.finished["status"])
-
-    @property
-    def evaluators(self) -> tuple[str | None, str | None]:
-        """What measured training rewards, and what measured held-out ones."""
-        training = self.run.get("evaluator")
-        return training, self.run.get("validation_evaluator", training)
+        """completed, failed, another status of the trainer, or unfinished."""
+        return "unfinished" if self.finished is None else self.finished.status
 
     @property
     def seconds(self) -> float:
-        """Of all sessions, each from its command's start; the time between them does not count."""
+        """Duration of all sessions, each from its command; the time between them does not count."""
         return sum(end - start for start, end in self._spans)
 
     @property
@@ -215,124 +273,55 @@ class History:
         spent["other_s"] = max(0.0, self.seconds - sum(spent.values()))
         return spent
 
-    @property
-    def epochs(self) -> list[int]:
-        """Those of which anything was collected."""
-        return sorted({r.epoch for r in self.rounds})
+    # ---- applying events ------------------------------------------------------------------
 
-    def rewards(self, epoch: int) -> dict[str, list[float]]:
-        """Training rewards of an epoch, by example."""
-        found: dict[str, list[float]] = {}
-        for r in self.rounds:
-            if r.epoch == epoch:
-                for (example, _), reward in r.rewards.items():
-                    found.setdefault(example, []).append(reward)
-        return found
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """What was left out of training, by reason, over all rounds."""
-        total: Counter[str] = Counter()
-        for r in self.rounds:
-            assert r.collected is not None, r
-            total.update(r.collected["dropped"] or {})
-        return total
-
-    @property
-    def failures(self) -> Counter[str]:
-        """Training rollouts that failed, by `kind: reason`."""
-        return Counter(why for r in self.rounds for why in r.failures.values())
-
-    # ---- how each type is read ------------------------------------------------------------
-
-    def _run_started(self, event: Event) -> None:
-        self._awaiting_work = bool(self.sessions)
+    def _start(self, event: RunStarted) -> None:
+        self._awaiting_work = self.sessions > 0
         self.run, self.finished = event, None
-        self.sessions.append(event)
-        self._spans.append([_began(event), event["at"]])
+        self.sessions += 1
+        self._spans.append([event.command_at, event.at])
 
-    def _epoch_started(self, event: Event) -> None:
-        r = self._round(event)
-        r.of = event["rounds"]
-        self._work(r.trained)
-
-    def _validation_started(self, event: Event) -> None:
-        self._work(float(len(self.done) if event.get("final") else event["epoch"]))
-
-    def _work(self, trained: float) -> None:
+    def _resume_at(self, trained: float) -> None:
         if self._awaiting_work:
             self.resumed_at.append(trained)
         self._awaiting_work = False
 
-    def _rollout(self, event: Event) -> None:
+    def _add_rollout(self, event: RolloutDone) -> None:
         self.rollouts += 1
-        self.calls += event.get("calls") or 0
-        self.tokens += event.get("tokens") or 0
-        training, held_out = self.evaluators
-        if event["split"] != "train":
-            self._reward(event["reward"])
+        self.calls += event.calls or 0
+        self.tokens += event.tokens or 0
+        training, held_out = self.run.evaluators
+        if event.split != "train" or training == held_out:
+            self._lower_failure_reward(event.reward)
+        if event.split != "train":
             return
-        if training == held_out:
-            self._reward(event["reward"])
-        r, key = self._round(event), (str(event["example"]), int(event["generation"]))
+        r, key = self._round(event), (event.example, event.generation)
         r.rewards.pop(key, None)
         r.failures.pop(key, None)
-        if event["reward"] is not None:
-            r.rewards[key] = event["reward"]
-        if event["failure_kind"]:
-            r.failures[key] = f"{event['failure_kind']}: {event.get('failure_reason') or 'unknown'}"
+        if event.reward is not None:
+            r.rewards[key] = event.reward
+        if event.failure_kind:
+            r.failures[key] = f"{event.failure_kind}: {event.failure_reason or 'unknown'}"
 
-    def _reward(self, reward: float | None) -> None:
-        """One more reward by the evaluator of the validations."""
-        if reward is not None:
-            self._lowest = min(self._lowest, reward)
-
-    def _epoch_collected(self, event: Event) -> None:
-        self._round(event).collected = event
-
-    def _job_ended(self, event: Event) -> None:
-        self._round(event).job = event
-
-    def _validation(self, event: Event) -> None:
-        self._held_out(event)
-        key = event["epoch"], event.get("step")
-        self._validations[key] = event
-        self._counted.pop(key, None)
-
-    def _final_validation(self, event: Event) -> None:
-        self._held_out(event)
-        self._finals[event["epoch"], event.get("step")] = event
-
-    def _held_out(self, event: Event) -> None:
-        for rewards in event["rewards"].values():
+    def _add_validation(self, event: ValidationResult) -> None:
+        for rewards in event.rewards.values():
             for reward in rewards:
-                self._reward(reward)
+                self._lower_failure_reward(reward)
+        key = event.epoch, event.step
+        if isinstance(event, FinalValidationDone):
+            self._finals[key] = event
+        elif isinstance(event, ValidationDone):
+            self._validations[key] = event
+            self._counted.pop(key, None)
 
-    def _epoch_done(self, event: Event) -> None:
-        self.done[event["epoch"]] = event
+    def _lower_failure_reward(self, reward: float | None) -> None:
+        """`reward` is from the evaluator of the validations."""
+        if reward is not None and reward < self.failure_reward:
+            self.failure_reward = reward
+            self._counted.clear()
 
-    def _warning(self, event: Event) -> None:
-        self.warnings.append(event)
-
-    def _run_finished(self, event: Event) -> None:
-        self.finished = event
-
-    def _round(self, event: Event) -> Round:
-        key = event["epoch"], event.get("round") or 0
-        return self._rounds.setdefault(key, Round(*key))
-
-
-_READERS = {
-    "run_started": History._run_started,
-    "epoch_started": History._epoch_started,
-    "rollout": History._rollout,
-    "epoch_collected": History._epoch_collected,
-    "job_done": History._job_ended,
-    "job_failed": History._job_ended,
-    "validation_started": History._validation_started,
-    "validation": History._validation,
-    "final_validation": History._final_validation,
-    "epoch_done": History._epoch_done,
-    "warning": History._warning,
-    "run_finished": History._run_finished,
-}
+    def _round(
+        self, event: EpochStarted | RolloutDone | EpochCollected | JobDone | JobFailed
+    ) -> Round:
+        rounds = self._rounds.setdefault(event.epoch, {})
+        return rounds.setdefault(event.round, Round(event.epoch, event.round))

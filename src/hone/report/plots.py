@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from hone.report import canvas, metrics
 from hone.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
+from hone.report.comparison import comparison
 from hone.report.curves import Curves, Point, curves, smoothed
 from hone.report.estimate import Rewards, gain
 from hone.report.history import History, Round
 from hone.report.text import counted, interval, number, p_value, when
-from hone.report.validations import Validation, comparison
+from hone.report.validations import Validation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,7 +201,7 @@ def learning(history: History, size: tuple[float, float]) -> bytes | None:
 
 def _flat_share(r: Round) -> float | None:
     groups = r.metrics.get("num_groups")
-    return r.collected["zero_variance_groups"] / groups if r.collected and groups else None
+    return r.num_flat / groups if groups else None
 
 
 # ---- the reward plot, part by part ----------------------------------------------------------------

@@ -5,7 +5,7 @@ Out:  report.json for programs, report.md and report.html for people (sections.p
       what stands in them), reward_plot.png
 
 Before is the first validation that gave a number and after is the best step, or the last where no
-step was chosen (held_out.py). The gain is paired by example and counts as certain when its p value
+step was chosen (comparison.py). The gain is paired by example and counts as certain when its p value
 is at most 0.05 (estimate.py says which test).
 Without two validations the training rewards of the first and the last epoch stand in, and the
 report says so first, because a model may learn its training examples by heart.
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from hone.errors import ConfigError
 from hone.events import FILE, read
 from hone.report import metrics
+from hone.report.comparison import Comparison, comparison
 from hone.report.estimate import (
     Estimate,
     by_example,
@@ -29,7 +30,7 @@ from hone.report.estimate import (
 )
 from hone.report.examples import Example, pick, request
 from hone.report.history import History
-from hone.report.validations import Comparison, Validation, comparison
+from hone.report.validations import Validation
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
 
@@ -83,8 +84,7 @@ class Report:
     @property
     def idle(self) -> str | None:
         """Why nothing was learned, where no job moved the model; None where one did, or none ran."""
-        jobs = [r.job for r in self.history.rounds if r.job and r.job["type"] == "job_done"]
-        reasons = [job.get("reason") for job in jobs]
+        reasons = [job.reason for job in self.history.jobs]
         return str(reasons[-1]) if reasons and all(reasons) else None
 
     @property
@@ -96,31 +96,28 @@ class Report:
     @property
     def best_step(self) -> int | None:
         """What NAME@best means: what the trainer said, or the best step that was validated."""
-        told = (self.history.finished or {}).get("best_step")
-        if told is not None or not self.held_out:
-            return told
-        found = self.history.best
-        return None if found is None else found.step
+        finished, best = self.history.finished, self.history.best
+        if finished is not None and finished.best_step is not None:
+            return finished.best_step
+        return best.step if best is not None and self.held_out else None
 
     @property
     def step(self) -> int | None:
         """The newest one."""
-        finished = self.history.finished
-        if finished is not None:
-            return finished["step"]
-        steps = [r.job["step"] for r in self.history.rounds if r.job and r.job.get("step")]
-        return steps[-1] if steps else self.history.run.get("step")
+        if self.history.finished is not None:
+            return self.history.finished.step
+        steps = [job.step for job in self.history.jobs if job.step]
+        return steps[-1] if steps else self.history.run.step
 
     @property
     def model(self) -> str | None:
         """The name to ask for; step 0, the untrained model, is never the best of a training."""
-        name = self.history.run.get("name")
+        name = self.history.run.name
         return f"{name}@best" if name and self.best_step else name
 
     def as_dict(self) -> dict[str, Any]:
         """report.json."""
         history, run = self.history, self.history.run
-        finished = history.finished or {}
         return {
             "baseline": self.baseline and self.baseline.as_dict(),
             "tuned": self.tuned and self.tuned.as_dict(),
@@ -131,25 +128,25 @@ class Report:
             "newest": self.newest and self.newest.as_dict(),
             "selection": self._selection(),
             "failure_reward": self._failure_reward(),
-            "evaluator": history.evaluators[0],
-            "validation_evaluator": history.evaluators[1],
+            "evaluator": run.evaluators[0],
+            "validation_evaluator": run.evaluators[1],
             "status": history.status,
-            "message": finished.get("message"),
+            "message": history.finished and history.finished.message,
             "epochs": len(history.done),
-            "epochs_planned": run.get("epochs"),
+            "epochs_planned": run.epochs,
             "seconds": history.seconds,
             "phases": history.phases,
             "checkpoint": {
-                "project": run.get("project"),
-                "name": run.get("name"),
+                "project": run.project,
+                "name": run.name,
                 "step": self.step,
                 "best_step": self.best_step,
                 "model": self.model,
-                "base_model": run.get("base_model"),
+                "base_model": run.base_model,
             },
-            "run_id": run.get("run_id"),
-            "sessions": len(history.sessions),
-            "seed": run.get("seed"),
+            "run_id": run.run_id,
+            "sessions": history.sessions,
+            "seed": run.seed,
             "rollouts": history.rollouts,
             "calls": history.calls,
             "tokens": history.tokens,
@@ -159,7 +156,7 @@ class Report:
             "rewards": metrics.reward_history(history),
             "validations": metrics.validation_history(history),
             "examples": [example.as_dict() for example in self.examples],
-            "warnings": [warning["message"] for warning in history.warnings],
+            "warnings": history.warnings,
         }
 
     def _selection(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hone.report import metrics, plots
+from hone.report import diagnosis, plots
 from hone.report.blocks import (
     Bar,
     Block,
@@ -60,7 +60,7 @@ def sections(report: "Report", picture: bytes | None = None, *, brief: bool = Fa
         ("This run", _facts(report)),
     )
     found = ((title, tuple(blocks)) for title, blocks in parts)
-    name = str(report.history.run.get("name") or report.history.run["run_id"])
+    name = report.history.run.name or report.history.run.run_id
     kept = tuple(Section(title, blocks) for title, blocks in found if blocks)
     return Document(name, headline, basis, tone, kept)
 
@@ -110,7 +110,7 @@ def _of(step: int | None, epoch: int) -> str:
 
 def _going_on(report: "Report") -> Iterator[Block]:
     run, status = report.history.run, report.history.status
-    command = run.get("again") or run.get("command")
+    command = run.again or run.command
     if command and status in ("unfinished", "failed"):
         when = "go on from there" if status == "unfinished" else "go on when that is fixed"
         yield Commands(((f"{when}; rollouts and jobs that ended well are kept", command),))
@@ -158,7 +158,7 @@ def _how_to_read(report: "Report") -> Iterator[str]:
 
 def _flat(report: "Report") -> Iterator[Block]:
     """As it stands at the end; what was said on the way may have passed."""
-    if report.verdict != "better" and (said := metrics.diagnosis(report.history)):
+    if report.verdict != "better" and (said := diagnosis.diagnosis(report.history)):
         yield Text(said)
 
 
@@ -176,7 +176,7 @@ def _commands(report: "Report") -> Iterator[Block]:
     run, model = report.history.run, report.model
     if model is None or not report.step:
         return
-    name, best = run["name"], report.best_step
+    name, best = run.name, report.best_step
     if not best:
         none = "" if best is None else "No trained step beats the untrained model held out. "
         newest = f"{name} is the newest step, {report.step}; {name}@0 is the untrained model."
@@ -187,8 +187,8 @@ def _commands(report: "Report") -> Iterator[Block]:
             f"{model} is step {best}, the best on held-out examples{_so_far(report)}; {name} alone is {newest}, "
             f"and {name}@0 the untrained model."
         )
-    place = f" --root {shlex.quote(str(run['root']))}" if run.get("root") else ""
-    served = run.get("base_url")
+    place = f" --root {shlex.quote(run.root)}" if run.root else ""
+    served = run.base_url
     asked = report.request or {"messages": [{"role": "user", "content": "Hello"}]}
     # A terminal shows a whole answer better than a stream of events.
     body = {"model": model, **{k: v for k, v in asked.items() if not k.startswith("stream")}}
@@ -215,7 +215,7 @@ def _left_out(report: "Report") -> Iterator[Block]:
     history = report.history
     rounds = history.rounds
     groups = sum(r.metrics.get("num_groups") or 0 for r in rounds)
-    flat = sum(r.collected["zero_variance_groups"] or 0 for r in rounds if r.collected)
+    flat = sum(r.num_flat for r in rounds)
     rows: list[tuple[str, ...]] = []
     attempts = sum(len(r.rewards.keys() | r.failures.keys()) for r in rounds)
     for why, n in Counter(history.failures).most_common():
@@ -266,8 +266,8 @@ def _speed(report: "Report") -> str:
     history = report.history
     sampling = history.phases["rollout_s"] + history.phases["validate_s"]
     text = f"{duration(history.seconds)} in all"
-    if len(history.sessions) > 1:
-        text += f", over {len(history.sessions)} sessions (the run was started again)"
+    if history.sessions > 1:
+        text += f", over {history.sessions} sessions (the run was started again)"
     if sampling > 0 and history.tokens:
         text += (
             f"; {counted(history.rollouts, 'rollout')}, {counted(history.calls, 'model call')} and "
@@ -302,8 +302,8 @@ _OF_EPOCH = re.compile(r"epoch (\d+): (.*)", re.S)
 def _warnings(report: "Report") -> Iterator[Block]:
     """Each once, with its epochs; why the reward is flat stands in a section of its own."""
     found: dict[str, list[str]] = {}
-    for message in (str(warning["message"]) for warning in report.history.warnings):
-        if not message.startswith(metrics.FLAT):
+    for message in report.history.warnings:
+        if not message.startswith(diagnosis.FLAT):
             match = _OF_EPOCH.fullmatch(message)
             epoch, said = match.groups() if match else ("", message)
             found.setdefault(said, []).append(epoch)
@@ -320,11 +320,10 @@ def _warnings(report: "Report") -> Iterator[Block]:
 
 def _learning_rate(report: "Report") -> str | float | None:
     """What the jobs used; the first and the last where that changed, and the bounds beyond them."""
-    jobs = [r.job for r in report.history.rounds if r.job]
-    used = [(job.get("config") or {}).get("learning_rate") for job in jobs]
+    used = [(job.config or {}).get("learning_rate") for job in report.history.jobs]
     rates = [rate for rate in used if rate is not None]
     if len(set(rates)) < 2:
-        return rates[0] if rates else report.history.run.get("learning_rate")
+        return rates[0] if rates else report.history.run.learning_rate
     said = f"{rates[0]:g} at first, {rates[-1]:g} at last"
     if {rates[0], rates[-1]} != {min(rates), max(rates)}:
         said += f", between {min(rates):g} and {max(rates):g}"
@@ -332,28 +331,26 @@ def _learning_rate(report: "Report") -> str | float | None:
 
 
 def _evaluators(report: "Report") -> str | None:
-    training, held_out = report.history.evaluators
-    if training == held_out or not report.history.run.get("validation_examples"):
+    training, held_out = report.history.run.evaluators
+    if training == held_out or not report.history.run.validation_examples:
         return training
     return f"{training}; held out {held_out}"
 
 
 def _facts(report: "Report") -> Iterator[Block]:
     history, run = report.history, report.history.run
-    used = next(
-        (r.job["config"] for r in reversed(history.rounds) if r.job and r.job.get("config")), {}
-    )
+    used = next((job.config for job in reversed(history.jobs) if job.config), {})
     facts = {
-        "model": f"{run.get('project')}/{run.get('name')}" if run.get("name") else None,
-        "base model": run.get("base_model"),
-        "run": run.get("run_id"),
-        "configuration": run.get("config_file"),
-        "command": run.get("command"),
-        "seed": run.get("seed"),
-        "epochs": f"{len(history.done)} of {run.get('epochs')}",
-        "training examples": run.get("examples"),
-        "generations of each": run.get("generations"),
-        "held-out examples": run.get("validation_examples"),
+        "model": f"{run.project}/{run.name}" if run.name else None,
+        "base model": run.base_model,
+        "run": run.run_id,
+        "configuration": run.config_file,
+        "command": run.command,
+        "seed": run.seed,
+        "epochs": f"{len(history.done)} of {run.epochs}",
+        "training examples": run.examples,
+        "generations of each": run.generations,
+        "held-out examples": run.validation_examples,
         "reward": _evaluators(report),
         "learning rate": _learning_rate(report),
         "loss": used.get("loss"),

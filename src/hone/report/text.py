@@ -4,12 +4,8 @@ In:   rewards, changes with their intervals, seconds, counts
 Out:  text
 """
 
-from typing import TYPE_CHECKING
-
 from hone.report.estimate import Estimate
-
-if TYPE_CHECKING:
-    from hone.report.validations import Validation
+from hone.report.validations import Validation
 
 MINUS = "\u2212"
 
@@ -43,7 +39,7 @@ def p_value(found: Estimate) -> str:
     )
 
 
-def failed(validation: "Validation") -> str:
+def failed(validation: Validation) -> str:
     """Failures of the model and examples without a reward, in words; empty for none."""
     unscored = ""
     if validation.unscored:

@@ -1,12 +1,12 @@
-"""Metrics and pictures of a run, written beside it while it goes on.
+"""Metrics files and the reward plot, refreshed while the run goes on.
 
-In:   the run's events
+In:   the run's events.jsonl
 Out:  the metrics files and reward_plot.png in output_dir, as of the newest event
 
-They are written in a thread, one at a time, from the events on disk. A picture takes half a second,
-and its thread shares the interpreter with the rollouts: where rounds follow fast, not every one is
-drawn. What cannot be written is a warning: the numbers are safe in the events, and a full disk must
-not end a training run.
+Each refresh reads only the events appended since the last one. A thread writes the files, one
+refresh at a time. A plot takes half a second, and its thread shares the interpreter with the
+rollouts: where rounds follow quickly, not every one is plotted. A failed write is a warning: the
+numbers are safe in the events, and a full disk must not end a training run.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ import logging
 import time
 from pathlib import Path
 
-from hone.events import EventLog, read
+from hone.events import EventLog, EventReader
 from hone.report import metrics
 from hone.report.history import History
 
-PICTURE_S = 10.0
-"""While a run goes on, pictures are drawn so far apart, or farther."""
+PLOT_S = 10.0
+"""Least time between two plots while a run goes on."""
 
 log = logging.getLogger("hone")
 
@@ -29,43 +29,46 @@ class Files:
 
     def __init__(self, events: EventLog, output_dir: Path) -> None:
         self.events, self.output_dir = events, output_dir
+        self.history = History()
+        self._reader = EventReader(events.path)
         self._writing: asyncio.Task[None] | None = None
         self._stale = False
-        self._drawn, self._next_picture = True, time.monotonic() + PICTURE_S
+        self._plotted, self._next_plot = True, time.monotonic() + PLOT_S
 
     def refresh(self) -> None:
-        """Have them written soon; returns at once."""
+        """Write the files soon; returns at once."""
         self._stale = True
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
     async def settle(self) -> None:
-        """Until they hold everything, the picture too."""
+        """Wait until the files and the plot show every event."""
         if self._writing is not None:
             await self._writing
-        if not self._drawn:
-            self._stale, self._next_picture = True, 0.0
+        if not self._plotted:
+            self._stale, self._next_plot = True, 0.0
             await self._write()
 
     async def _write(self) -> None:
         while self._stale:
             self._stale = False
-            self._drawn = time.monotonic() >= self._next_picture
+            self._plotted = time.monotonic() >= self._next_plot
             try:
-                await asyncio.to_thread(
-                    write, self.events.path, self.output_dir, picture=self._drawn
-                )
+                await asyncio.to_thread(self._update, picture=self._plotted)
             except OSError as error:
-                said = f"{self.output_dir}: metrics and plot could not be written ({error})"
-                log.warning("%s", said)
-                self.events.tell("warning", message=said)
-            if self._drawn:
-                self._next_picture = time.monotonic() + PICTURE_S
+                message = f"{self.output_dir}: metrics and plot could not be written ({error})"
+                log.warning("%s", message)
+                self.events.tell("warning", message=message)
+            if self._plotted:
+                self._next_plot = time.monotonic() + PLOT_S
+
+    def _update(self, *, picture: bool) -> None:
+        for event in self._reader.read():
+            self.history.add(event)
+        write(self.history, self.output_dir, picture=picture)
 
 
-def write(events: Path, output_dir: Path, *, picture: bool) -> None:
-    """Anew, from the events on disk."""
-    history = History.of(read(events))
+def write(history: History, output_dir: Path, *, picture: bool) -> None:
     metrics.write(output_dir, history)
     if picture:
         from hone.report import plots  # here, because matplotlib takes a second to import
