@@ -67,8 +67,8 @@ def _loss(
         sampler += call.logprobs or []
         bounds.append((start, start + size))
     token_ids = torch.tensor(ids)
-    hidden = learner.decoder.hidden(
-        token_ids, torch.tensor(positions), _causal(bounds), [(0, len(ids), learner.lora)]
+    hidden = learner.decoder.hidden_for_training(
+        token_ids, torch.tensor(positions), _causal(bounds), learner.lora
     )
     queries = Queries(
         node=torch.tensor(node),

@@ -41,8 +41,8 @@ class Watched(Decoder):
 
     seen: Tensor
 
-    def hidden(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = super().hidden(*args, **kwargs)
+    def hidden_for_training(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = super().hidden_for_training(*args, **kwargs)
         if hidden.requires_grad:
             hidden.retain_grad()
             self.seen = hidden

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from hone.learner.forward import row_logprobs, twin
+from hone.learner.forward import row_logprobs
 from hone.learner.loss import RowLabels, row_loss, weights
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
@@ -72,7 +72,7 @@ def unshared_logprobs(decoder: Decoder, lora: Lora, samples: list[Sample]) -> Te
     values = []
     for call in (call for sample in samples for call in sample.calls):
         ids = torch.from_numpy(call.ids)
-        hidden = decoder.hidden(ids, torch.arange(len(ids)), causal, [(0, len(ids), lora)])
+        hidden = decoder.hidden_for_training(ids, torch.arange(len(ids)), causal, lora)
         logprobs = (decoder.logits(hidden) / call.temperature).log_softmax(-1)
         at = call.prompt + torch.from_numpy(call.places)
         values.append(logprobs[at - 1, ids[at]])
@@ -183,28 +183,29 @@ def test_sliding_windows(decoder64: Decoder, make_lora: Callable[..., Lora], win
 
     batch = pack(samples, row_tokens=50)
     for row in batch.rows:
-        logprobs, _ = row_logprobs(short, row, batch.labels, twin(lora))
+        logprobs, _ = row_logprobs(short, row, batch.labels, lora)
         for value, label in zip(logprobs, row.label.tolist(), strict=True):
             call = [c for s in samples for c in s.calls][int(batch.labels.call[label])]
             first = int((batch.labels.call < batch.labels.call[label]).sum())
             at = call.prompt + int(call.places[label - first])
             ids = torch.from_numpy(call.ids[:at])
-            hidden = short.hidden(ids, torch.arange(at), windowed, [(0, at, twin(lora))])
+            hidden = short.hidden_for_training(ids, torch.arange(at), windowed, lora)
             expected = (short.logits(hidden[-1]) / call.temperature).log_softmax(-1)[call.ids[at]]
             assert value.item() == pytest.approx(expected.item(), abs=1e-9)
         break
 
 
-def test_a_twin_follows_its_adapter_and_wants_no_gradient(
+def test_a_pass_without_gradients_gives_the_bits_of_one_with_them(
     decoder: Decoder, make_lora: Callable[..., Lora]
 ):
     lora = make_lora(decoder).trainable_()
     batch = pack(random_samples(5), row_tokens=1000)
-    before, _ = row_logprobs(decoder, batch.rows[0], batch.labels, twin(lora))
-    assert not before.requires_grad
     with torch.no_grad():
+        before, _ = row_logprobs(decoder, batch.rows[0], batch.labels, lora)
+        assert not before.requires_grad
         for _, leaf in lora.parameters():
             leaf.mul_(1.5)
-    after, _ = row_logprobs(decoder, batch.rows[0], batch.labels, twin(lora))
+        after, _ = row_logprobs(decoder, batch.rows[0], batch.labels, lora)
     live, _ = row_logprobs(decoder, batch.rows[0], batch.labels, lora)
+    assert live.requires_grad
     assert torch.equal(after, live) and not torch.equal(before, after)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hone.errors import Cancelled, ConfigError, NonFinite
-from hone.learner.forward import row_logprobs, twin
-from hone.learner.learner import Learner, Progress, deal
-from hone.learner.samples import make_samples
+from hone.learner.forward import row_logprobs
+from hone.learner.learner import Learner, Progress
+from hone.learner.samples import by_optimizer_step, make_samples
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
@@ -55,10 +55,11 @@ def gradient(learner: Learner) -> Tensor:
     return torch.cat([grad.flatten() for grad in learner.optimizer.grads])
 
 
+@torch.no_grad()
 def logprobs(learner: Learner, groups: list[TrajectoryGroup], config: TrainConfig) -> Tensor:
     made = make_samples(groups, config, vocab=512, max_positions=512)
     (row,) = (batch := pack(made.samples, row_tokens=10**6)).rows
-    values, _ = row_logprobs(learner.decoder, row, batch.labels, twin(learner.lora))
+    values, _ = row_logprobs(learner.decoder, row, batch.labels, learner.lora)
     ordered = torch.empty_like(values)
     ordered[row.label] = values
     return ordered.double()
@@ -185,7 +186,7 @@ def test_groups_are_dealt_evenly(make_group: MakeGroup, groups: int, most: int, 
         [make_group([1, 2 + g], [[3], [4]], [0.0, 1.0]) for g in range(groups)],
         config, vocab=512, max_positions=512,
     )  # fmt: skip
-    dealt = [sorted({sample.group for sample in step}) for step in deal(made, config)]
+    dealt = [sorted({sample.group for sample in step}) for step in by_optimizer_step(made, config)]
     assert [len(step) for step in dealt] == sizes
     assert [g for step in dealt for g in step] == list(range(groups))
 
@@ -329,11 +330,11 @@ def test_peft_loads_the_adapter_and_gives_the_same_logits(
 
 def test_movement_tells_the_new_adapter_from_the_old(learner: Learner, groups):
     config = TrainConfig(learning_rate=1e-2)
-    start = twin(learner.lora)
+    start = learner.lora
     frozen = Lora(
         start.config,
         {
-            f"{i}.{k}": (a.clone(), tuple(p.clone() for p in b))
+            f"{i}.{k}": (a.detach().clone(), tuple(p.detach().clone() for p in b))
             for i in range(start.config.layers)
             for k in start.config.projections
             for a, b in [start.factors(f"{i}.{k}")]

@@ -98,6 +98,12 @@ def whole_sequence(decoder: Decoder) -> Attend:
     return attend
 
 
+def training_logits(decoder: Decoder, ids: torch.Tensor, lora: Lora | None = None) -> torch.Tensor:
+    places = torch.arange(len(ids))
+    hidden = decoder.hidden_for_training(ids, places, whole_sequence(decoder), lora)
+    return decoder.logits(hidden)
+
+
 def logits(decoder: Decoder, ids: torch.Tensor, lora: Lora | None = None) -> torch.Tensor:
     spans = [] if lora is None else [(0, len(ids), lora)]
     hidden = decoder.hidden(ids, torch.arange(len(ids)), whole_sequence(decoder), spans)
@@ -120,9 +126,11 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
     ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = model(ids[None]).logits[0]
-        ours = logits(Decoder.load(tmp_path), ids)
+        decoder = Decoder.load(tmp_path)
+        ours, in_training = logits(decoder, ids), training_logits(decoder, ids)
     # Logits reach 7; float32 sums in another order differ by some 1e-5.
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+    torch.testing.assert_close(in_training, theirs, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
@@ -143,7 +151,7 @@ def test_gradients_of_an_adapter_equal_pefts(name: str, tmp_path: Path):
     ids = torch.randint(0, 300, (17,), generator=generator)
     weights = torch.randn(17, 300, generator=generator, dtype=torch.float64)
     (theirs(ids[None]).logits[0] * weights).sum().backward()
-    (logits(decoder, ids, lora) * weights).sum().backward()
+    (training_logits(decoder, ids, lora) * weights).sum().backward()
     named = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters()}
     for (path, _), grad in zip(lora.named(), _grads(lora), strict=True):
         # The rotary tables are float32 on both sides, and so are the norms inside
@@ -290,7 +298,9 @@ def test_an_adapter_in_training_is_never_sampled_from_a_copy(tiny_llama_dir: Pat
         for _, leaf in lora.parameters():
             leaf += 0.1
         after = logits(decoder, ids, lora)
-    torch.testing.assert_close(after, logits(decoder, ids, lora).detach(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        after, training_logits(decoder, ids, lora).detach(), atol=1e-4, rtol=1e-5
+    )
     assert (after - before).abs().max() > 0.1
 
 

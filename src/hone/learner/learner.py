@@ -13,18 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hone.errors import Cancelled, NonFinite
-from hone.learner.forward import row_logprobs, twin
+from hone.learner.forward import row_logprobs
 from hone.learner.loss import RowLabels, penalised, row_loss, weights
 from hone.learner.metrics import Clock, Totals
 from hone.learner.optim import AdamW
 from hone.learner.probe import Movement, ProbeCalls
-from hone.learner.samples import Sample, Samples, make_samples
+from hone.learner.samples import Samples, by_optimizer_step, make_samples
 from hone.learner.trie import Batch, pack
 from hone.models import fit
 from hone.models.decoder import Decoder
@@ -95,7 +94,7 @@ class Learner:
             samples = make_samples(
                 groups, config, vocab=shape.vocab, max_positions=shape.max_positions
             )
-            batches = [pack(s, row_tokens=row_tokens) for s in deal(samples, config)]
+            batches = [pack(s, row_tokens=row_tokens) for s in by_optimizer_step(samples, config)]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
         probe = ProbeCalls.choose(samples.samples if probe_tokens else (), self.decoder.dtype)
         with self._whole_or_not_at_all():
@@ -140,7 +139,7 @@ class Learner:
         self.lora.save(directory, base_model=self.base_model)
         self.optimizer.save(directory)
         if picture:
-            from hone.learner.picture import PICTURE, draw  # which calls `deal` of this module
+            from hone.learner.picture import PICTURE, draw  # loads matplotlib only when it draws
 
             assert self._drawable is not None, "train with label_logprobs first"
             samples, config, logprobs = self._drawable
@@ -201,7 +200,7 @@ class _Job:
         old: list[Tensor | None] = [None] * len(batches)
         reference: list[Tensor | None] = [None] * len(batches)
         if ahead:
-            old = [self._price(i, "old", twin(self.learner.lora)) for i in range(len(batches))]
+            old = [self._price(i, "old", self.learner.lora) for i in range(len(batches))]
         if asked:
             reference = [self._price(i, "reference", None) for i in range(len(batches))]
         for i in range(len(batches)):
@@ -253,6 +252,7 @@ class _Job:
             optimizer.step(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
         self.totals.close_step(batch.labels, loss=loss_of_step, grad_norm=float(norm))
 
+    @torch.no_grad()
     def _price(self, index: int, phase: str, lora: Lora | None) -> Tensor:
         """Log-probabilities of all labels of a step, without gradients, [M] float64."""
         batch = self.batches[index]
@@ -261,7 +261,7 @@ class _Job:
             self._tell(phase, index, r)
             with self.clock.phase(phase):
                 priced, _ = row_logprobs(self.learner.decoder, row, batch.labels, lora)
-                values[row.label] = priced.detach().double().cpu()
+                values[row.label] = priced.double().cpu()
         return values
 
     def _tell(self, phase: str, step: int, row: int) -> None:
@@ -273,17 +273,6 @@ class _Job:
         if self._on_progress is not None:
             rows = len(self.batches[step].rows)
             self._on_progress(Progress(phase, step, len(self.batches), row, rows))
-
-
-def deal(samples: Samples, config: TrainConfig) -> list[list[Sample]]:
-    """Samples of each optimizer step: groups in order and evenly, counting only those with samples."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples.samples:
-        groups.setdefault(sample.group, []).append(sample)
-    each = list(groups.values())
-    steps = -(-len(each) // config.groups_per_optimizer_step)
-    parts = np.array_split(np.arange(len(each)), steps) if steps else []
-    return [[sample for g in part for sample in each[g]] for part in parts]
 
 
 def _finite(value: float, what: str, where: str) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.learner.samples import Samples
+from hone.learner.samples import Samples, by_optimizer_step
 from hone.types import TrainConfig
 
 PICTURE = "packed_rows.png"
@@ -78,18 +78,17 @@ def lay_out(
     samples: Samples, config: TrainConfig, learner: Floats | None
 ) -> tuple[list[Row], int, str]:
     """The rows to draw, how many there are, and one line that says what they are."""
-    # Both load torch, which a server without a job to draw never needs.
-    from hone.learner.learner import deal
+    # It loads torch, which a server without a job to draw never needs.
     from hone.learner.trie import pack
 
     rows: list[Row] = []
     total = labels = logical = computed = 0
-    steps = deal(samples, config)
+    steps = by_optimizer_step(samples, config)
     assert config.row_tokens is not None, "pinned when the job was taken"
-    for s, dealt in enumerate(steps):
-        batch = pack(dealt, row_tokens=config.row_tokens)
+    for s, part in enumerate(steps):
+        batch = pack(part, row_tokens=config.row_tokens)
         mine = None if learner is None else learner[labels : labels + len(batch.labels)]
-        kind_of = _kinds(dealt)
+        kind_of = _kinds(part)
         for r, packed in enumerate(batch.rows):
             if len(rows) < MAX_ROWS:
                 name = f"step {s + 1}, row {r + 1}" if len(steps) > 1 else f"row {r + 1}"
@@ -111,11 +110,11 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _kinds(dealt: Sequence[Any]) -> dict[bytes, int]:
+def _kinds(samples: Sequence[Any]) -> dict[bytes, int]:
     """What the node is that a path of ids leads to, by the hash of that path's bytes."""
     rollouts: dict[bytes, set[int]] = {}
     sampled: set[bytes] = set()
-    for r, sample in enumerate(dealt):
+    for r, sample in enumerate(samples):
         for call in sample.calls:
             for depth, key in enumerate(_prefixes(call.ids)):
                 rollouts.setdefault(key, set()).add(r)

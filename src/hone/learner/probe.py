@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.learner.forward import row_logprobs, twin
+from hone.learner.forward import row_logprobs
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
@@ -100,6 +100,7 @@ class ProbeCalls:
             torch.cat(trained) if trained else torch.empty(0, dtype=torch.bool),
         )
 
+    @torch.no_grad()
     def logprobs(self, decoder: Decoder, lora: Lora) -> Tensor:
         """Of every label of the calls, in their order, under this adapter."""
         if not self.calls:
@@ -107,7 +108,7 @@ class ProbeCalls:
         batch = pack([Sample(0, 0, self.calls)], row_tokens=WHOLE.tokens)
         values = torch.empty(len(batch.labels), dtype=torch.float64)
         for row in batch.rows:
-            priced, _ = row_logprobs(decoder, row, batch.labels, twin(lora))
+            priced, _ = row_logprobs(decoder, row, batch.labels, lora)
             values[row.label] = priced.double().cpu()
         return values
 

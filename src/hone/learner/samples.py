@@ -102,6 +102,17 @@ def make_samples(
     )
 
 
+def by_optimizer_step(samples: Samples, config: TrainConfig) -> list[list[Sample]]:
+    """Samples of each optimizer step: groups in order, split evenly; empty groups do not count."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples.samples:
+        groups.setdefault(sample.group, []).append(sample)
+    each = list(groups.values())
+    steps = -(-len(each) // config.groups_per_optimizer_step)
+    parts = np.array_split(np.arange(len(each)), steps) if steps else []
+    return [[sample for g in part for sample in each[g]] for part in parts]
+
+
 def _compare(
     kept: list[list[tuple[int, Trajectory]]], config: TrainConfig
 ) -> list[list[list[float]] | None]:

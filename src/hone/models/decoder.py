@@ -1,11 +1,11 @@
-"""The decoder that both samples and learns: token ids and positions in, hidden states out.
+"""The decoder of the engine and the learner: token ids and positions to hidden states.
 
 In:   an HF directory of the Llama, Qwen, Mistral or SmolLM family
-Out:  Decoder.hidden(ids, positions, attend, adapters) on one flat axis of tokens
+Out:  Decoder.hidden (inference) and Decoder.hidden_for_training, on one flat axis of tokens
 
-One implementation for both sides: the sampler's and the learner's log-probabilities then differ
-only by the order of sums, not by two authors' readings of the same model. Who sees whom is left
-to `attend`, so there is no batch axis, no padding and no mask in here.
+Engine and learner share one implementation, so their log-probabilities differ only by the order of
+sums. The caller chooses the kernels by the method it calls; grad mode changes no result. `attend`
+decides which tokens see each other, so there is no batch axis, no padding and no mask here.
 """
 
 from bisect import bisect_left
@@ -162,23 +162,49 @@ class Decoder:
         adapters: Sequence[Span] = (),
         wanted: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, [N, hidden]; `head` turns them into logits.
+        """Hidden states after the last norm, [N, hidden], for inference: no gradients.
 
-        With `wanted`, rows in rising order, only theirs: of most tokens of a prompt nobody asks more
-        than keys and values, and these are known before the last layer has done half its work.
+        `wanted`, rows in ascending order, limits the result to those rows. Most prompt tokens are
+        needed only for their keys and values, so the last layer skips the rest of their work.
         """
         cos, sin = self._rotation(positions)
         x = self.embedding[token_ids]
         for index, layer in enumerate(self.layers):
             y = rms_norm(x, layer.input_norm, self.config.norm_eps)
-            q, k, v = self._qkv(index, layer, y, cos, sin, adapters)
-            seen = attend(index, q, k, v)
+            qk, v = self._heads(layer, layer.qkv(y, adapters))
+            if self.config.rotary[index]:
+                qk = _rotate_halves(qk, cos, sin)
+            seen = attend(index, *self._split(qk), v)
             if wanted is not None and index == len(self.layers) - 1:
                 rows = torch.tensor(wanted, dtype=torch.int64, device=x.device)
                 x, seen, adapters = x[rows], seen[rows], _among(wanted, adapters)
-            x = layer.out.added(x, seen, adapters)
+            x = layer.out.add_to_(x, seen, adapters)
             y = rms_norm(x, layer.post_norm, self.config.norm_eps)
-            x = layer.down.added(x, swiglu(layer.gate_up(y, adapters)), adapters)
+            x = layer.down.add_to_(x, swiglu(layer.gate_up(y, adapters)), adapters)
+        return rms_norm(x, self.norm, self.config.norm_eps)
+
+    def hidden_for_training(
+        self,
+        token_ids: Tensor,  # [N] int64
+        positions: Tensor,  # [N] int64
+        attend: Attend,
+        lora: Lora | None = None,
+    ) -> Tensor:
+        """Hidden states after the last norm, [N, hidden], with gradients of the adapter's tensors.
+
+        Under `torch.no_grad` the same kernels run and give the same bits.
+        """
+        cos, sin = self._rotation(positions)
+        x = self.embedding[token_ids]
+        for index, layer in enumerate(self.layers):
+            y = rms_norm(x, layer.input_norm, self.config.norm_eps)
+            qk, v = self._heads(layer, layer.qkv.differentiable(y, lora))
+            if self.config.rotary[index]:
+                qk = torch.addcmul(qk * cos, qk.roll(self.config.head_dim // 2, -1), sin)
+            x = x + layer.out.differentiable(attend(index, *self._split(qk), v), lora)
+            y = rms_norm(x, layer.post_norm, self.config.norm_eps)
+            y = swiglu(layer.gate_up.differentiable(y, lora))
+            x = x + layer.down.differentiable(y, lora)
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -206,31 +232,21 @@ class Decoder:
         decoder._packed_head = self._packed_head
         return decoder
 
-    def _qkv(
-        self,
-        index: int,
-        layer: Layer,
-        y: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        adapters: Sequence[Span],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [N, heads + kv_heads, head_dim], normed if the model does so, and values."""
         config = self.config
-        heads, kv, dim = config.heads, config.kv_heads, config.head_dim
-        fused = layer.qkv(y, adapters).view(-1, heads + 2 * kv, dim)
-        qk, v = fused[:, : heads + kv], fused[:, heads + kv :]
+        heads, kv = config.heads, config.kv_heads
+        qkv = qkv.view(-1, heads + 2 * kv, config.head_dim)
+        qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(qk[:, :heads], layer.q_norm, config.norm_eps)
-            k = rms_norm(qk[:, heads:], layer.k_norm, config.norm_eps)
+            q, k = self._split(qk)
+            q = rms_norm(q, layer.q_norm, config.norm_eps)
+            k = rms_norm(k, layer.k_norm, config.norm_eps)
             qk = torch.cat((q, k), 1)
-        if config.rotary[index] and torch.is_grad_enabled():
-            qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
-        elif config.rotary[index]:  # the same half by half, without the copy that a roll makes
-            half, turned = dim // 2, qk * cos
-            turned[..., :half].addcmul_(qk[..., half:], sin[..., :half])
-            turned[..., half:].addcmul_(qk[..., :half], sin[..., half:])
-            qk = turned
-        return qk[:, :heads], qk[:, heads:], v
+        return qk, v
+
+    def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        return qk[:, : self.config.heads], qk[:, self.config.heads :]
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign that lets one roll stand for the half-swap; [N, 1, dim]."""
@@ -245,6 +261,14 @@ class Decoder:
             )
         cos, sin = self._tables
         return cos[positions], sin[positions]
+
+
+def _rotate_halves(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding half by half, without the copy that `roll` makes."""
+    half, turned = qk.shape[-1] // 2, qk * cos
+    turned[..., :half].addcmul_(qk[..., half:], sin[..., :half])
+    turned[..., half:].addcmul_(qk[..., :half], sin[..., half:])
+    return turned
 
 
 def _among(wanted: Sequence[int], adapters: Sequence[Span]) -> list[Span]:

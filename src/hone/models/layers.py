@@ -1,11 +1,12 @@
-"""The three things a decoder layer is made of, written for frozen weights and a LoRA beside them.
+"""Linear layers with LoRA, RMS norm and SwiGLU over frozen weights, for inference and training.
 
 In:   activations [N, features]
-Out:  activations, and in training gradients of activations and adapters only
+Out:  activations; `Projection.differentiable` also has gradients of activations and adapters
 
-Autograd's own graph of these would keep two to three times the activations: it does not know
-that the base weights never want a gradient. Each backward here is written out and keeps only
-what it reads.
+The caller chooses between inference and training by the method it calls, never by grad mode: the
+learner's passes must run the same kernels with and without gradients. Autograd's own graph would
+keep two to three times the activations, because it does not know that the base weights never need
+a gradient. Each backward here is written out and keeps only what it reads.
 """
 
 from collections.abc import Sequence
@@ -26,21 +27,17 @@ SLICE = 8192
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear layers that read the same input, as one frozen matrix, and an adapter beside it."""
+    """Linear layers that read the same input, as one frozen matrix; adapters are added to it."""
 
     key: str
     weight: Tensor  # [inputs, outputs]
     bias: Tensor | None  # [outputs]
     sizes: tuple[int, ...]
     packed: Tensor | None = None
-    """What is multiplied by instead in sampling: a matrix as oneDNN reads it fastest."""
+    """The same matrix in oneDNN's layout, which inference multiplies by instead."""
 
     def __call__(self, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
-        if adapters and torch.is_grad_enabled():
-            assert len(adapters) == 1, "training runs one adapter at a time"
-            lora = adapters[0][2]
-            a, b = lora.factors(self.key)
-            return _LoraLinear.apply(x, self.weight, self.bias, lora.scale, a, *b)
+        """For inference: several adapters, each on its own rows; no gradients."""
         if self.packed is None:
             y = _linear(x, self.weight, self.bias)
         else:
@@ -48,10 +45,15 @@ class Projection:
         self._adapt_(y, x, adapters)
         return y
 
-    def added(self, x: Tensor, y: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
-        """x + this projection of y; into x itself where no gradient is wanted."""
-        if torch.is_grad_enabled():
-            return x + self(y, adapters)
+    def differentiable(self, x: Tensor, lora: Lora | None) -> Tensor:
+        """For training: one adapter on all rows, or none; gradients of x and of the adapter."""
+        if lora is None:
+            return _linear(x, self.weight, self.bias)
+        a, b = lora.factors(self.key)
+        return _LoraLinear.apply(x, self.weight, self.bias, lora.scale, a, *b)
+
+    def add_to_(self, x: Tensor, y: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
+        """For inference: add the projection of y to x in place."""
         if self.packed is not None or self.bias is not None:
             return x.add_(self(y, adapters))
         x.addmm_(y, self.weight)
