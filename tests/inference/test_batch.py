@@ -1,4 +1,4 @@
-"""Attention over a lane's own tokens and its prompt: what is rounded, and when."""
+"""Attention over slots and prompts: what is rounded, and when."""
 
 import pytest
 import torch

@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from hone.errors import ConfigError, EngineError, RequestTooLarge
+from hone.inference.adapter_merge import has_memory_for_copy
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
-from hone.inference.merging import roomy
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 
@@ -327,7 +327,7 @@ async def test_what_can_never_fit_is_refused_with_the_numbers(tiny_llama_dir, tm
     await served.engine.close()
 
 
-async def test_samples_grow_through_the_lanes_exactly(served):
+async def test_samples_grow_through_the_slot_pools_exactly(served):
     (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=300, seed=4), served.first)
     assert len(done.ids) == 300
     assert_agree(done.logprobs, served.expected(PROMPT, done, served.first))
@@ -407,12 +407,12 @@ async def test_stats_never_see_an_adapter_half_unloaded(tiny_llama_dir, tmp_path
     engine, held = served.engine, []
     assert isinstance(engine, EmbeddedEngine)
     await complete(engine, PROMPT, Sampling(max_tokens=2), served.first)
-    prefixes = engine._schedule.prefixes
+    prefixes = engine._scheduler.prefixes
     forget = prefixes.forget
 
     def watched(key: str) -> None:
         """Whether another thread could call `stats` now."""
-        other = threading.Thread(target=lambda: held.append(not engine._awake.acquire(False)))
+        other = threading.Thread(target=lambda: held.append(not engine._wakeup.acquire(False)))
         other.start()
         other.join()
         forget(key)
@@ -443,6 +443,6 @@ async def test_the_memory_of_the_card_it_runs_on_is_asked_for(tiny_llama_dir, mo
     decoder = OnTheSecond(cpu.config, **parts)
     engine = EmbeddedEngine(decoder)
     assert engine.stats().kv_budget_bytes == 1 << 28
-    assert roomy(decoder)
+    assert has_memory_for_copy(decoder)
     assert asked == ["cuda:1", "cuda:1"]
     await engine.close()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hone.inference.base import Sampling
-from hone.inference.sampler import Drawing, block_size, draw, stream
+from hone.inference.sampler import SampleState, block_size, draw, random_stream
 
 
-def rows(count: int, **way: float) -> list[Drawing]:
-    return [Drawing(Sampling(seed=0, **way), stream(0, i)) for i in range(count)]  # type: ignore[arg-type]
+def rows(count: int, **way: float) -> list[SampleState]:
+    return [SampleState(Sampling(seed=0, **way), random_stream(0, i)) for i in range(count)]  # type: ignore[arg-type]
 
 
 def test_block_size_is_about_the_root():
@@ -30,7 +30,9 @@ def test_narrowing_by_hand():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     seen = {}
     for i in range(64):
-        (token,) = draw(logits.clone(), [0], [Drawing(Sampling(top_k=3, top_p=0.7), stream(1, i))])
+        (token,) = draw(
+            logits.clone(), [0], [SampleState(Sampling(top_k=3, top_p=0.7), random_stream(1, i))]
+        )
         seen[token.id] = token
     assert set(seen) == {0, 1}
     assert seen[1].logprob == pytest.approx(math.log(0.25), abs=1e-6)
@@ -55,21 +57,21 @@ def test_rounding_of_logits_does_not_change_draws():
     assert one == two
 
 
-def test_drawings_of_one_row_draw_as_if_each_had_a_row_of_its_own():
+def test_samples_of_one_row_draw_as_if_each_had_a_row_of_its_own():
     logits = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)) * 3
-    places = [2, 0, 0, 2, 0, 0, 2]
+    rows = [2, 0, 0, 2, 0, 0, 2]
     temperatures = [1.0, 1.0, 0.5, 1.0, 0.0, 1.0, 0.5]
     top_k = [0, 0, 0, 5, 0, 0, 0]
 
-    def drawings() -> list[Drawing]:
+    def states() -> list[SampleState]:
         ways = zip(temperatures, top_k, strict=True)
         return [
-            Drawing(Sampling(temperature=t, top_k=k, top_logprobs=2), stream(7, i))
+            SampleState(Sampling(temperature=t, top_k=k, top_logprobs=2), random_stream(7, i))
             for i, (t, k) in enumerate(ways)
         ]
 
-    shared = draw(logits.clone(), places, drawings())
-    own = draw(logits[places].clone(), range(7), drawings())
+    shared = draw(logits.clone(), rows, states())
+    own = draw(logits[rows].clone(), range(7), states())
     assert [t.id for t in shared] == [t.id for t in own]
     for one, other in zip(shared, own, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
@@ -81,5 +83,14 @@ def test_drawings_of_one_row_draw_as_if_each_had_a_row_of_its_own():
 
 
 def test_a_stream_depends_on_seed_and_sample_only():
-    assert stream(3, 1).random() == stream(3, 1).random()
-    assert len({stream(3, 1).random(), stream(3, 2).random(), stream(4, 1).random()}) == 3
+    assert random_stream(3, 1).random() == random_stream(3, 1).random()
+    assert (
+        len(
+            {
+                random_stream(3, 1).random(),
+                random_stream(3, 2).random(),
+                random_stream(4, 1).random(),
+            }
+        )
+        == 3
+    )

@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hone.inference.base import SampledToken, Sampling
 from hone.inference.batch import Batch
 from hone.inference.requests import Request
-from hone.inference.scheduler import STACKED, Scheduler
-from hone.inference.scoring import Scoring
+from hone.inference.scheduler import PROMPT_BATCH_SHARE, Scheduler
+from hone.inference.scoring import Scorer
 from hone.models.decoder import Decoder
 
 TOKEN_BYTES = 512
 STOP = 5
 
 
-def submit(schedule: Scheduler, decoder: Decoder, ids: Sequence[int], **sampling: Any) -> Request:
+def submit(scheduler: Scheduler, decoder: Decoder, ids: Sequence[int], **sampling: Any) -> Request:
     request = Request(
         ids,
         Sampling(stop_ids=(STOP,), **sampling),
@@ -34,37 +34,37 @@ def submit(schedule: Scheduler, decoder: Decoder, ids: Sequence[int], **sampling
         seed=0,
         loop=asyncio.get_running_loop(),
     )
-    schedule.waiting.append(request)
+    scheduler.waiting.append(request)
     return request
 
 
 def step(
-    schedule: Scheduler, draw: Callable[[Request, int], int], decoder: Decoder | None = None
+    scheduler: Scheduler, draw: Callable[[Request, int], int], decoder: Decoder | None = None
 ) -> None:
-    """One step of the engine without its arithmetic: admit, read, draw `draw(request, sample)`.
+    """One step of the engine without its arithmetic: admit, prefill, draw `draw(request, sample)`.
 
-    With a decoder the batch is put together too, which stacks prompts.
+    With a decoder the batch is put together too, which prompt_batches prompts.
     """
-    schedule.remove_aborted()
-    schedule.admit()
-    lanes = schedule.lanes
-    running = [row for lane in lanes for row in lane.rows]
-    chunks = schedule.chunks(schedule.share)
+    scheduler.remove_aborted()
+    scheduler.admit()
+    pools = scheduler.pools
+    running = [branch for pool in pools for branch in pool.sequences]
+    chunks = scheduler.chunks(scheduler.prefill_limit)
     if decoder is not None:
-        decodes = [(lane, [row.last_id for row in lane.rows], None) for lane in lanes]
+        decodes = [(pool, [b.last_id for b in pool.sequences], None) for pool in pools]
         Batch(decoder.config, chunks, decodes, decoder.device)
     for chunk in chunks:
         chunk.block.filled = chunk.stop
         if chunk.block.complete:
             chunk.block.last_hidden = torch.zeros(64)
-            schedule.prefixes.index(chunk.block)
-    fresh = schedule.fresh()
+            scheduler.prefixes.index(chunk.block)
+    new = scheduler.new_branches()
     for branch in running:
-        branch.own += 1
-    for branch in (*running, *fresh):
+        branch.num_decoded += 1
+    for branch in (*running, *new):
         for sample in branch.samples:
-            sample.take(SampledToken(draw(sample.request, sample.index), -1.0), None)
-    schedule.rearrange(fresh)
+            sample.append(SampledToken(draw(sample.request, sample.index), -1.0), None)
+    scheduler.update(new)
 
 
 def lines_run(call: Callable[[], None]) -> int:
@@ -87,26 +87,26 @@ def lines_run(call: Callable[[], None]) -> int:
 
 async def test_an_admission_costs_the_same_however_many_prompts_are_cached(tiny_llama_dir: Path):
     decoder = Decoder.load(tiny_llama_dir)
-    schedule = Scheduler(decoder, budget=1 << 30, max_running=64, prefill_tokens=512)
+    scheduler = Scheduler(decoder, budget=1 << 30, max_running=64, prefill_tokens=512)
 
     def answer(first: int, count: int) -> None:
         """Distinct prompts of 18 tokens, ten at a time, each answered in two tokens."""
         for start in range(first, first + count, 10):
             for i in range(start, start + 10):
-                submit(schedule, decoder, [*divmod(i, 256), *[9] * 16], max_tokens=8)
+                submit(scheduler, decoder, [*divmod(i, 256), *[9] * 16], max_tokens=8)
             drawn = iter([7, STOP])
-            while schedule.running or schedule.waiting:
+            while scheduler.running or scheduler.waiting:
                 token = next(drawn)
-                step(schedule, lambda *_, token=token: token)
+                step(scheduler, lambda *_, token=token: token)
 
     answer(0, 100)
     few = lines_run(lambda: answer(100, 50))
     answer(150, 3000)
-    assert len(schedule.prefixes) == 2 * 3150  # every prompt, and every prompt with its answer
+    assert len(scheduler.prefixes) == 2 * 3150  # every prompt, and every prompt with its answer
     many = lines_run(lambda: answer(3150, 50))
     assert many < 1.1 * few
-    cached = sum(block.nbytes for block in schedule.prefixes.blocks)
-    assert (schedule.prefixes.unused_bytes, schedule.reserved_bytes) == (cached, 0)
+    cached = sum(block.nbytes for block in scheduler.prefixes.blocks)
+    assert (scheduler.prefixes.unused_bytes, scheduler.reserved_bytes) == (cached, 0)
 
 
 async def test_eviction_costs_the_same_however_many_prompts_are_cached(tiny_llama_dir: Path):
@@ -114,16 +114,21 @@ async def test_eviction_costs_the_same_however_many_prompts_are_cached(tiny_llam
 
     def cost(cached: int) -> int:
         """Lines run by 50 admissions, each of which evicts a prompt of its own size."""
-        budget = (TOKEN_BYTES * 18 + 4 * 64) * (cached + 1) * STACKED // (STACKED - 1)
-        schedule = Scheduler(decoder, budget=budget, max_running=1, prefill_tokens=512)
+        budget = (
+            (TOKEN_BYTES * 18 + 4 * 64)
+            * (cached + 1)
+            * PROMPT_BATCH_SHARE
+            // (PROMPT_BATCH_SHARE - 1)
+        )
+        scheduler = Scheduler(decoder, budget=budget, max_running=1, prefill_tokens=512)
 
         def answer(first: int, count: int) -> None:
             for i in range(first, first + count):
-                submit(schedule, decoder, [*divmod(i, 256), *[9] * 16], max_tokens=1)
-                step(schedule, lambda *_: 7)
+                submit(scheduler, decoder, [*divmod(i, 256), *[9] * 16], max_tokens=1)
+                step(scheduler, lambda *_: 7)
 
         answer(0, 2 * cached)
-        assert abs(len(schedule.prefixes) - cached) < 10
+        assert abs(len(scheduler.prefixes) - cached) < 10
         return lines_run(lambda: answer(2 * cached, 50))
 
     assert cost(2000) < 1.1 * cost(50)
@@ -179,13 +184,13 @@ async def test_one_long_answer_takes_no_more_than_it_reserved(tiny_llama_dir: Pa
     config = decoder.config
     # 6 tokens of prompt and a hidden state; a row of 512 tokens and one of its 4 tensors once more
     budget = TOKEN_BYTES * 6 + 4 * 64 + TOKEN_BYTES * 512 * 5 // 4
-    schedule = Scheduler(decoder, budget=budget, max_running=8, prefill_tokens=512)
+    scheduler = Scheduler(decoder, budget=budget, max_running=8, prefill_tokens=512)
     with Allocated(config.head_dim, config.hidden) as memory:
-        request = submit(schedule, decoder, range(6), max_tokens=400)
-        assert schedule.needed(request) == budget
+        request = submit(scheduler, decoder, range(6), max_tokens=400)
+        assert scheduler.needed(request) == budget
         while not request.done:
-            step(schedule, lambda *_: 7)
-            assert schedule.reserved_bytes <= budget
+            step(scheduler, lambda *_: 7)
+            assert scheduler.reserved_bytes <= budget
     assert TOKEN_BYTES * 512 <= memory.most <= budget
     assert len(request.samples[0].ids) == 400
 
@@ -196,26 +201,26 @@ async def test_all_keys_and_values_together_stay_inside_the_budget(tiny_llama_di
     decoder = Decoder.load(tiny_llama_dir)
     config, chance = decoder.config, random.Random(seed)
     budget = TOKEN_BYTES * 2500
-    schedule = Scheduler(decoder, budget=budget, max_running=40, prefill_tokens=128)
+    scheduler = Scheduler(decoder, budget=budget, max_running=40, prefill_tokens=128)
     with Allocated(config.head_dim, config.hidden) as memory:
         requests = []
         for _ in range(60):
             front = [chance.randrange(2)] * chance.choice([4, 40])
             ids = [*front, *(chance.randrange(99) for _ in range(chance.randrange(1, 30)))]
             longest, n = chance.choice([3, 30, 70, 200]), chance.randrange(1, 6)
-            request = submit(schedule, decoder, ids, max_tokens=longest, n=n)
-            assert schedule.needed(request) <= budget
+            request = submit(scheduler, decoder, ids, max_tokens=longest, n=n)
+            assert scheduler.needed(request) <= budget
             requests.append(request)
         tokens = [7] * 30 + [8, 9, STOP]
         most_reserved = 0
-        while schedule.running or schedule.waiting:
-            step(schedule, lambda *_: chance.choice(tokens), decoder)
-            most_reserved = max(most_reserved, schedule.reserved_bytes)
-            cached = schedule.prefixes.unused_bytes
-            assert schedule.reserved_bytes + cached + schedule.stacked_bytes <= budget
-            if chance.random() < 0.02 and schedule.running:
-                chance.choice(schedule.running).aborted = True
-        assert memory.now == schedule.prefixes.unused_bytes  # nothing else is left
+        while scheduler.running or scheduler.waiting:
+            step(scheduler, lambda *_: chance.choice(tokens), decoder)
+            most_reserved = max(most_reserved, scheduler.reserved_bytes)
+            cached = scheduler.prefixes.unused_bytes
+            assert scheduler.reserved_bytes + cached + scheduler.prompt_batch_bytes <= budget
+            if chance.random() < 0.02 and scheduler.running:
+                chance.choice(scheduler.running).aborted = True
+        assert memory.now == scheduler.prefixes.unused_bytes  # nothing else is left
     assert all(request.done or request.aborted for request in requests)
     assert budget // 2 < most_reserved
     assert memory.most <= budget
@@ -223,22 +228,22 @@ async def test_all_keys_and_values_together_stay_inside_the_budget(tiny_llama_di
 
 async def test_a_probe_waits_for_memory_and_takes_that_of_cached_prompts(tiny_llama_dir: Path):
     decoder = Decoder.load(tiny_llama_dir)
-    schedule = Scheduler(decoder, budget=TOKEN_BYTES * 200, max_running=8, prefill_tokens=512)
-    scoring, tokens = Scoring(decoder), [7, 7, STOP]
+    scheduler = Scheduler(decoder, budget=TOKEN_BYTES * 200, max_running=8, prefill_tokens=512)
+    scorer, tokens = Scorer(decoder), [7, 7, STOP]
     for first in range(6):
-        submit(schedule, decoder, [first] * 20, max_tokens=1)
-        step(schedule, lambda *_: 7)
-    assert schedule.prefixes.unused_bytes > TOKEN_BYTES * 100
-    request = submit(schedule, decoder, [9] * 20, max_tokens=65)  # 20 + 80
-    step(schedule, lambda *_: tokens[0])
-    scoring.add([[1] * 80], None)  # 120: the keys and values of 80 tokens, and their hidden states
-    scoring.start(schedule.has_room)
-    assert scoring.waits and scoring.nbytes == 0
+        submit(scheduler, decoder, [first] * 20, max_tokens=1)
+        step(scheduler, lambda *_: 7)
+    assert scheduler.prefixes.unused_bytes > TOKEN_BYTES * 100
+    request = submit(scheduler, decoder, [9] * 20, max_tokens=65)  # 20 + 80
+    step(scheduler, lambda *_: tokens[0])
+    scorer.add([[1] * 80], None)  # 120: the keys and values of 80 tokens, and their hidden states
+    scorer.start(scheduler.reserve_probe)
+    assert scorer.has_waiting and scorer.nbytes == 0
     request.aborted = True
-    schedule.remove_aborted()
-    scoring.start(schedule.has_room)
-    assert not scoring.waits and scoring.nbytes == TOKEN_BYTES * 120
-    assert schedule.reserved_bytes == TOKEN_BYTES * 120
-    assert schedule.prefixes.unused_bytes <= TOKEN_BYTES * 80
-    schedule.set_probes(0)
-    assert schedule.reserved_bytes == 0
+    scheduler.remove_aborted()
+    scorer.start(scheduler.reserve_probe)
+    assert not scorer.has_waiting and scorer.nbytes == TOKEN_BYTES * 120
+    assert scheduler.reserved_bytes == TOKEN_BYTES * 120
+    assert scheduler.prefixes.unused_bytes <= TOKEN_BYTES * 80
+    scheduler.set_probe_bytes(0)
+    assert scheduler.reserved_bytes == 0

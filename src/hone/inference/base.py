@@ -1,10 +1,10 @@
-"""The seam every engine stands behind: token ids in, sampled ids and log-probabilities out.
+"""The Engine protocol: token ids in, sampled ids and log-probabilities out.
 
 In:   prompt ids, Sampling, the adapter to answer with
 Out:  Deltas as they are sampled; one Finish per sample
 
-An adapter is named by the hash of its weights, never by a step number or a path: two adapters
-that were called alike at different times must not share a cache, nor be taken for each other.
+An adapter is named by the hash of its weights, never by a step number or a path: two adapters that
+had the same name at different times must not share a cache, nor be mistaken for each other.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """Which weights answer. `sha256` is that of the adapter's tensors, and identifies it."""
+    """An adapter. `sha256`, the hash of its tensors, identifies it."""
 
     model: str
     step: int
@@ -26,23 +26,23 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one request is sampled."""
+    """Sampling settings of one request."""
 
     n: int = 1
     max_tokens: int = 256
     temperature: float = 1.0
-    """0 is greedy; its log-probabilities are those at temperature 1."""
+    """0 is greedy, with the log-probabilities of temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
     min_p: float = 0.0
     seed: int | None = None
-    """None draws one; the sample's index is mixed in, so n samples differ."""
+    """None: a random one. The sample's index is mixed in, so the n samples differ."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer; the ids that spelled them are kept, the text is cut by the reader."""
+    """Strings that end the answer. Their ids are kept; the reader cuts the text."""
     stop_ids: tuple[int, ...] = ()
     top_logprobs: int = 0
-    """How many alternatives to report beside each sampled token."""
+    """Number of most likely tokens to report with each sampled token."""
 
     @property
     def narrowed(self) -> bool:
@@ -52,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One draw: what came out, and how likely it was."""
+    """One drawn token and its log-probability."""
 
     id: int
     logprob: float
@@ -60,12 +60,12 @@ class SampledToken:
     masked_logprob: float | None = None
     """After them; None where nothing was excluded."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens of this place with their logprobs, best first."""
+    """The most likely tokens at this position with their logprobs, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one sample; the last one carries why it ended."""
+    """New tokens of one sample; the last delta has the finish reason."""
 
     sample: int
     tokens: tuple[SampledToken, ...]
@@ -76,7 +76,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Completion:
-    """All deltas of one sample, put together."""
+    """All deltas of one sample, joined."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the engine says it serves: read back from its own tensors, not from the request."""
+    """What the engine really serves: read from its own tensors, not from the request."""
 
     sha256: str
     logprobs: tuple[tuple[float, ...], ...]
@@ -108,7 +108,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A look at the engine's state; `cached` and `reserved` are of the key-value memory."""
+    """The state of the engine and its KV cache."""
 
     running: int
     waiting: int
@@ -116,17 +116,17 @@ class EngineStats:
     prompt_tokens: int
     prefilled_tokens: int
     decoded_tokens: int
-    """Tokens of answers that were read to sample the next: one for all samples that said the same."""
+    """Sampled tokens that were computed to draw the next; once for samples with equal tokens."""
     sampled_tokens: int
     kv_budget_bytes: int
     kv_reserved_bytes: int
     kv_cached_bytes: int
     held_s: float
-    """How long the last publish kept requests from being stepped."""
+    """Seconds that the last publish blocked the steps."""
 
 
 class Engine(Protocol):
-    """What hone asks of whatever samples."""
+    """The methods that hone needs of an inference engine."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -136,33 +136,33 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
     ) -> AsyncIterator[Delta]:
-        """Sample; closing the iterator early aborts the request. None is the base model."""
+        """Sample; closing the iterator early aborts the request. `adapter` None is the base model."""
         ...
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
-        """Load a PEFT adapter beside those already served; refuses one with another hash."""
+        """Load a PEFT adapter in addition to those served; refuses one with another hash."""
         ...
 
     async def unload(self, adapter: AdapterRef) -> None:
-        """Forget an adapter once no request uses it."""
+        """Stop serving an adapter; running requests keep it until they end."""
         ...
 
     async def probe(
         self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
     ) -> Probe:
-        """Hash of the weights really served, and the log-probabilities they give."""
+        """The hash of the weights really served, and the log-probabilities they give."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def sleep(self) -> None:
-        """Stop stepping and free the key-value memory; requests wait."""
+        """Stop stepping and free the KV cache; new requests wait."""
         ...
 
     async def wake(self) -> None: ...
 
     async def close(self) -> None:
-        """End every request and free everything."""
+        """Fail every request and free all memory."""
         ...
 
 
@@ -172,7 +172,7 @@ async def complete(
     sampling: Sampling,
     adapter: AdapterRef | None = None,
 ) -> list[Completion]:
-    """All samples of one request, whole."""
+    """All samples of one request, once they have finished."""
     completions = [Completion() for _ in range(sampling.n)]
     async for delta in engine.generate(prompt_ids, sampling, adapter):
         completions[delta.sample].add(delta)

@@ -1,11 +1,11 @@
-"""One step's tokens on one flat axis, and who of them sees what.
+"""The batch of one step: its tokens on one flat axis, and the attention over the KV cache.
 
-In:   chunks of prompts to read, lanes of branches to advance by one token
+In:   chunks to prefill, slot pools whose sequences decode one token each
 Out:  ids, positions, adapter spans, and `attend` for the decoder
 
-Prompts are read and branches advanced in the same matrix products: on a CPU a product over 300
-rows costs little more than one over 64. A branch's attention is the prompt's part, computed once
-for all branches that share the block, and its own part, merged by their log-sum-exps.
+Prefill and decode share the matrix products: on a CPU a product over 300 rows costs little more than
+one over 64. The attention of a decoding sequence has two parts, merged by their log-sum-exps: over its
+prompt's block, computed together for all sequences of that prompt, and over its own slot.
 """
 
 import math
@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hone.inference.blocks import Block
-from hone.inference.kv import Lane, Row
-from hone.inference.stacks import hide
+from hone.inference.prompt_batches import additive_mask
+from hone.inference.slots import Decoding, SlotPool
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Span
 from hone.models.layers import wide_product
 from hone.models.lora import Lora
 
 Masks = dict[int | None, Tensor | None]
-"""By the layer's window; None: everything is seen."""
+"""By the layer's window; None: nothing is masked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens start..stop of a prompt, to be read now."""
+    """Tokens start..stop of a block, to prefill in this step."""
 
     block: Block
     start: int
@@ -49,41 +49,43 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    lane: Lane[Row]
+    pool: SlotPool[Decoding]
     rows: slice
-    place: tuple[Any, ...]  # of the new token in a lane's keys [n, kv_heads, capacity, dim]
+    new_keys: tuple[Any, ...]  # index of the new token in [n, kv_heads, capacity, head_dim]
     longest: int
-    masks: Masks  # [n, 1, 1, longest] added to own scores
+    masks: Masks  # [n, 1, 1, longest] added to the scores over the slots
     prompts: "list[_Prompts]"
-    found: Tensor | None  # [n] int64, where among the prompts' answers a row's is; None: in order
+    order: Tensor | None  # [n] int64, row of the prompts' output for each sequence; None: in order
 
-    def read(self, layer: int, window: int | None, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention of all rows [n, kv, g, dim] over their prompts, and its log-sum-exps."""
-        parts = [prompts.attend(layer, window, grouped) for prompts in self.prompts]
-        seen, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        if self.found is not None:
-            seen, lse = seen.index_select(0, self.found), lse.index_select(0, self.found)
-        return seen.transpose(1, 2), lse
+    def attend_prompts(
+        self, layer: int, window: int | None, queries: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries [n, kv_heads, group, head_dim] over prompts, and its log-sum-exps."""
+        parts = [prompts.attend(layer, window, queries) for prompts in self.prompts]
+        out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        if self.order is not None:
+            out, lse = out.index_select(0, self.order), lse.index_select(0, self.order)
+        return out.transpose(1, 2), lse
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """A prompt, or several side by side, and the rows that read them."""
+    """One prompt or one PromptBatch, and the slots of the sequences that read it."""
 
-    k: Tensor  # [layers, P, kv_heads, longest, dim]
+    k: Tensor  # [layers, P, kv_heads, longest, head_dim]
     v: Tensor
-    masks: Masks  # added to scores
-    slots: Tensor | slice  # [P * m], the rows of each, as many of all: some stand twice
+    masks: Masks  # added to the scores
+    slots: Tensor | slice  # [P * m]: m per prompt, padded by repeating one
 
-    def attend(self, layer: int, window: int | None, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all rows [n, kv, g, dim] the attention of these, [P * m, g, kv, dim], and its log-sum-exps."""
-        kv, g, dim = grouped.shape[1:]
-        some = grouped[self.slots].unflatten(0, (self.k.shape[1], -1)).transpose(1, 2)
-        flat = some.reshape(*some.shape[:2], -1, dim)  # [P, kv, m * g, dim]
-        seen, lse = _attention(flat, self.k[layer], self.v[layer], self.masks[window])
-        # On a CPU attention leaves its answers in this order, [prompt, row, g, kv, dim].
-        seen = seen.transpose(1, 2).reshape(-1, g, kv, dim)
-        return seen, lse.view(*some.shape[:4]).transpose(1, 2).reshape(-1, kv, g)
+    def attend(self, layer: int, window: int | None, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of these slots, [P * m, group, kv_heads, head_dim], and its log-sum-exps."""
+        kv, g, dim = queries.shape[1:]
+        mine = queries[self.slots].unflatten(0, (self.k.shape[1], -1)).transpose(1, 2)
+        flat = mine.reshape(*mine.shape[:2], -1, dim)  # [P, kv, m * g, dim]
+        out, lse = _attention(flat, self.k[layer], self.v[layer], self.masks[window])
+        # A CPU's attention returns memory in this order: [prompt, slot, group, kv_heads, head_dim].
+        out = out.transpose(1, 2).reshape(-1, g, kv, dim)
+        return out, lse.view(*mine.shape[:4]).transpose(1, 2).reshape(-1, kv, g)
 
 
 class Batch:
@@ -93,7 +95,7 @@ class Batch:
         self,
         config: DecoderConfig,
         chunks: Sequence[Chunk],
-        lanes: Sequence[tuple[Lane[Any], Sequence[int], Lora | None]],
+        pools: Sequence[tuple[SlotPool[Any], Sequence[int], Lora | None]],
         device: torch.device,
     ) -> None:
         self._config = config
@@ -111,12 +113,12 @@ class Batch:
             masks = {w: _causal(chunk, w, device) for w in self._windows}
             self._prefills.append(_Prefill(chunk, rows, masks))
         self.decode_start = len(ids)
-        for lane, pending, lora in lanes:
-            rows = slice(len(ids), len(ids) + len(pending))
-            ids += pending
-            positions += [len(row.block.ids) + row.own for row in lane.rows]
+        for pool, last_ids, lora in pools:
+            rows = slice(len(ids), len(ids) + len(last_ids))
+            ids += last_ids
+            positions += [len(s.block.ids) + s.num_decoded for s in pool.sequences]
             self._span(rows, lora)
-            self._decodes.append(self._decode(lane, rows, device))
+            self._decodes.append(self._decode(pool, rows, device))
         self.token_ids = torch.tensor(ids, device=device)
         self.positions = torch.tensor(positions, device=device)
 
@@ -124,19 +126,19 @@ class Batch:
         return len(self.token_ids)
 
     def wanted(self, *, whole: int) -> tuple[list[int] | None, list[int]]:
-        """The rows whose states are asked for (None: all), and how many of each chunk, then of lanes.
+        """The rows whose hidden states are needed (None: all), and how many per chunk, then of pools.
 
-        All of the first `whole` chunks, which are a probe's, and of the lanes; of a prompt its last,
-        which the first token of every answer is drawn from.
+        All rows of the first `whole` chunks, which belong to probes, and of the pools; of a prompt
+        only its last row, from which the first token of every sample is drawn.
         """
         chunks = [prefill.chunk for prefill in self._prefills]
         lengths = [chunk.stop - chunk.start for chunk in chunks]
-        asked = lengths[:whole] + [int(c.stop == len(c.block.ids)) for c in chunks[whole:]]
-        sizes = [*asked, len(self) - self.decode_start]
-        if asked == lengths:
+        needed = lengths[:whole] + [int(c.stop == len(c.block.ids)) for c in chunks[whole:]]
+        sizes = [*needed, len(self) - self.decode_start]
+        if needed == lengths:
             return None, sizes
         rows: list[int] = []
-        for end, count in zip(accumulate(lengths), asked, strict=True):
+        for end, count in zip(accumulate(lengths), needed, strict=True):
             rows += range(end - count, end)
         return [*rows, *range(self.decode_start, len(self))], sizes
 
@@ -149,7 +151,7 @@ class Batch:
             keys[:, prefill.chunk.start : prefill.chunk.stop] = k[rows].transpose(0, 1)
             values[:, prefill.chunk.start : prefill.chunk.stop] = v[rows].transpose(0, 1)
             mask = prefill.masks[window]
-            seen = F.scaled_dot_product_attention(
+            part = F.scaled_dot_product_attention(
                 q[rows].transpose(0, 1)[None],
                 keys[None, :, : prefill.chunk.stop],
                 values[None, :, : prefill.chunk.stop],
@@ -157,28 +159,28 @@ class Batch:
                 is_causal=mask is None,
                 enable_gqa=True,
             )
-            out[rows] = seen[0].transpose(0, 1).flatten(1)
+            out[rows] = part[0].transpose(0, 1).flatten(1)
         for decode in self._decodes:
             rows = decode.rows
-            self._attend_lane(decode, layer, q[rows], k[rows], v[rows], out[rows])
+            self._attend_pool(decode, layer, q[rows], k[rows], v[rows], out[rows])
         return out
 
-    def _attend_lane(
+    def _attend_pool(
         self, decode: _Decode, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
-        """Write the attention of a lane's rows into `out`, [n, heads * dim]."""
-        config, lane, n, window = self._config, decode.lane, len(q), self._config.windows[layer]
-        # Heads that share keys are queries of one another's attention: no key is read twice.
-        grouped = q.reshape(n, config.kv_heads, -1, config.head_dim)
-        keys, values = lane.k[layer][:n], lane.v[layer][:n]
-        keys[decode.place] = k
-        values[decode.place] = v
+        """Write the attention of a pool's sequences into `out`, [n, heads * head_dim]."""
+        config, pool, n, window = self._config, decode.pool, len(q), self._config.windows[layer]
+        # Query heads that share keys are attended together, so that no key is read twice.
+        queries = q.reshape(n, config.kv_heads, -1, config.head_dim)
+        keys, values = pool.k[layer][:n], pool.v[layer][:n]
+        keys[decode.new_keys] = k
+        values[decode.new_keys] = v
         keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]
-        mine, mine_lse = _attention(grouped, keys, values, decode.masks[window])
-        theirs, theirs_lse = decode.read(layer, window, grouped)
-        # Two parts of one attention, weighed by what each was normalised by.
-        share = torch.sigmoid(theirs_lse - mine_lse)[..., None].to(mine.dtype)
-        torch.lerp(mine, theirs, share, out=out.view(grouped.shape))
+        slot, slot_lse = _attention(queries, keys, values, decode.masks[window])
+        prompt, prompt_lse = decode.attend_prompts(layer, window, queries)
+        # Two parts of one softmax, weighted by their normalisers.
+        share = torch.sigmoid(prompt_lse - slot_lse)[..., None].to(slot.dtype)
+        torch.lerp(slot, prompt, share, out=out.view(queries.shape))
 
     def _span(self, rows: slice, lora: Lora | None) -> None:
         if lora is None:
@@ -188,76 +190,81 @@ class Batch:
         else:
             self.spans.append((rows.start, rows.stop, lora))
 
-    def _decode(self, lane: Lane[Row], rows: slice, device: torch.device) -> _Decode:
-        lengths = [row.own for row in lane.rows]
-        own = torch.tensor(lengths, device=device)
+    def _decode(self, pool: SlotPool[Decoding], rows: slice, device: torch.device) -> _Decode:
+        lengths = [sequence.num_decoded for sequence in pool.sequences]
+        decoded = torch.tensor(lengths, device=device)
         longest = max(lengths) + 1
         places = torch.arange(longest, device=device)
         masks: Masks = {}
         for window in self._windows:
-            hidden = places > own[:, None]
+            hidden = places > decoded[:, None]
             if window is not None:
-                hidden |= own[:, None] - places >= window
-            masks[window] = hide(hidden)[:, None, None] if hidden.any() else None
+                hidden |= decoded[:, None] - places >= window
+            masks[window] = additive_mask(hidden)[:, None, None] if hidden.any() else None
         groups: dict[int, tuple[Block, list[int]]] = {}
-        for slot, row in enumerate(lane.rows):
-            groups.setdefault(id(row.block), (row.block, []))[1].append(slot)
-        if min(lengths) == longest - 1:  # one column of keys, as among samples that began together
-            place: tuple[Any, ...] = (slice(None), slice(None), longest - 1)
+        for slot, sequence in enumerate(pool.sequences):
+            groups.setdefault(id(sequence.block), (sequence.block, []))[1].append(slot)
+        if min(lengths) == longest - 1:  # equally long, as samples are that began together
+            new_keys: tuple[Any, ...] = (slice(None), slice(None), longest - 1)
         else:
-            place = (torch.arange(len(lane.rows), device=device), slice(None), own)
-        prompts, found = self._prompts(lane, groups, own)
-        return _Decode(lane, rows, place, longest, masks, prompts, found)
+            new_keys = (torch.arange(len(lengths), device=device), slice(None), decoded)
+        prompts, order = self._prompts(pool, groups, decoded)
+        return _Decode(pool, rows, new_keys, longest, masks, prompts, order)
 
     def _prompts(
-        self, lane: Lane[Row], groups: dict[int, tuple[Block, list[int]]], own: Tensor
+        self,
+        pool: SlotPool[Decoding],
+        groups: dict[int, tuple[Block, list[int]]],  # slots by block
+        decoded: Tensor,
     ) -> tuple[list[_Prompts], Tensor | None]:
-        """What the rows read, and where their answers will be; `groups` has the rows by block."""
-        alone = dict(groups)
+        """What the sequences read, and the order of the output rows."""
+        unbatched = dict(groups)
         parts: list[tuple[Tensor, Tensor, Masks, list[list[int]]]] = []
-        whole = self._windows == {None}  # a window hides another part of the prompt from each row
-        for stack in lane.stacks.over([block for block, _ in groups.values()]) if whole else ():
-            rows = [[] if block is None else groups[id(block)][1] for block in stack.blocks]
-            if len(rows) * max(map(len, rows)) > 2 * sum(map(len, rows)):
-                continue  # one prompt has most of the rows: padding would cost more than the calls
-            parts.append((stack.k, stack.v, {None: stack.mask}, rows))
-            for block in stack.present:
-                del alone[id(block)]
-        for block, members in alone.values():
-            masks = {w: self._prefix_mask(block, own[members], w) for w in self._windows}
+        # A sliding window hides another part of the prompt from each sequence.
+        blocks = [block for block, _ in groups.values()] if self._windows == {None} else []
+        for batch in pool.prompt_batches.update(blocks) if blocks else ():
+            slots = [[] if block is None else groups[id(block)][1] for block in batch.blocks]
+            if len(slots) * max(map(len, slots)) > 2 * sum(map(len, slots)):
+                continue  # one prompt has most of the sequences: padding would cost more than calls
+            parts.append((batch.k, batch.v, {None: batch.mask}, slots))
+            for block in batch.present:
+                del unbatched[id(block)]
+        for block, members in unbatched.values():
+            masks = {w: self._prompt_mask(block, decoded[members], w) for w in self._windows}
             parts.append((block.k[:, None], block.v[:, None], masks, [members]))
 
-        prompts, found, answers = list[_Prompts](), [0] * len(lane.rows), 0
-        for k, v, masks, rows in parts:
-            most, slots = max(map(len, rows)), list[int]()
-            for members in rows:
-                for at, slot in enumerate(members, start=answers + len(slots)):
-                    found[slot] = at
-                slots += members + (members or [0])[:1] * (most - len(members))
-            prompts.append(_Prompts(k, v, masks, _slots(slots, own.device)))
-            answers += len(slots)
-        in_order = found == list(range(answers))
-        return prompts, None if in_order else torch.tensor(found, device=own.device)
+        prompts, order, outputs = list[_Prompts](), [0] * len(decoded), 0
+        for k, v, masks, slots in parts:
+            most, padded = max(map(len, slots)), list[int]()
+            for members in slots:
+                for output, slot in enumerate(members, start=outputs + len(padded)):
+                    order[slot] = output
+                padded += members + (members or [0])[:1] * (most - len(members))
+            prompts.append(_Prompts(k, v, masks, _index(padded, decoded.device)))
+            outputs += len(padded)
+        in_order = order == list(range(outputs))
+        return prompts, None if in_order else torch.tensor(order, device=decoded.device)
 
-    def _prefix_mask(self, block: Block, own: Tensor, window: int | None) -> Tensor | None:
-        """[1, 1, m * g, prompt] where a window hides part of the prompt."""
+    def _prompt_mask(self, block: Block, decoded: Tensor, window: int | None) -> Tensor | None:
+        """[1, 1, m * group, prompt] where a sliding window hides part of the prompt."""
         if window is None:
             return None
-        distance = (len(block.ids) + own)[:, None] - torch.arange(len(block.ids), device=own.device)
+        places = torch.arange(len(block.ids), device=decoded.device)
+        distance = (len(block.ids) + decoded)[:, None] - places
         heads = self._config.heads // self._config.kv_heads
-        return hide(distance >= window).repeat_interleave(heads, 0)[None, None]
+        return additive_mask(distance >= window).repeat_interleave(heads, 0)[None, None]
 
 
-def _slots(members: list[int], device: torch.device) -> Tensor | slice:
-    """Rows of one prompt; mostly neighbours, and then a slice, which is read without a copy."""
-    neighbours = range(members[0], members[0] + len(members))
-    if members == list(neighbours):
-        return slice(neighbours.start, neighbours.stop)
-    return torch.tensor(members, device=device)
+def _index(slots: list[int], device: torch.device) -> Tensor | slice:
+    """Slots as an index; contiguous ones as a slice, which is read without a copy."""
+    contiguous = range(slots[0], slots[0] + len(slots))
+    if slots == list(contiguous):
+        return slice(contiguous.start, contiguous.stop)
+    return torch.tensor(slots, device=device)
 
 
 def _causal(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | None:
-    """[tokens, seen] bool, or None where plain causal attention is meant."""
+    """[tokens, keys] bool; None where plain causal attention suffices."""
     if chunk.start == 0 and (window is None or chunk.stop <= window):
         return None
     queries = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
@@ -267,7 +274,7 @@ def _causal(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | 
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention and the log of the sum it was normalised by; [B, kv, Q, dim] and [B, kv, Q]."""
+    """Attention [B, kv_heads, Q, head_dim] and its log-sum-exps [B, kv_heads, Q]."""
     if mask is not None:
         mask = mask.expand(len(q), 1, q.shape[2], k.shape[2]).to(q.dtype)
     if q.device.type == "cpu":
@@ -281,7 +288,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
 def attention_from_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for devices without the CPU's kernel; `mask` is [B, 1, Q, K], added to the scores.
+    """`_attention` for devices without the CPU's kernel; `mask` is [B, 1, Q, K], added to the scores.
 
     Scores are float32 before they are scaled: a score of 200 rounded to bfloat16 is off by 0.5.
     """

@@ -1,11 +1,10 @@
-"""A request on its way through the embedded engine, and the samples it asks for.
+"""Requests to the embedded engine and the samples they ask for.
 
 In:   prompt ids and Sampling
-Out:  Request (what is reserved and read once), Sample (one answer as it grows), Branch (answers
-      that have been the same so far)
+Out:  Request (one prompt, n samples), Sample (one answer as it grows), Branch (samples of one
+      prompt whose tokens are equal so far)
 
-What can never fit is refused here, before it waits: a request that no amount of waiting can
-serve would hold up all that came after it.
+A request that can never fit is refused before it waits: it would block all that came after it.
 """
 
 import asyncio
@@ -14,8 +13,8 @@ from collections.abc import Callable, Sequence
 from hone.errors import ConfigError, EngineError, RequestTooLarge
 from hone.inference.base import Delta, FinishReason, SampledToken, Sampling
 from hone.inference.blocks import Block
-from hone.inference.kv import lane_capacity
-from hone.inference.sampler import Drawing, stream
+from hone.inference.sampler import SampleState, random_stream
+from hone.inference.slots import slot_capacity
 from hone.models.architecture import DecoderConfig
 from hone.models.lora import Lora
 
@@ -60,17 +59,17 @@ class Request:
         self.reserved = reserved
 
     def end(self) -> Block:
-        """Let go of the prompt's block: whoever still reads the answer must not keep its memory."""
+        """Give back the prompt's block, so that a reader of the deltas does not keep its memory."""
         block, self._block = self.block, None
         return block
 
-    def row_tokens(self) -> int:
-        """Tokens to reserve memory for, as if all samples ran to their limit.
+    def slot_tokens(self) -> int:
+        """Tokens to reserve slots for, as if all samples ran to their limit.
 
-        The last token of an answer is sampled and never read.
+        The last token of an answer is sampled and never computed.
         """
-        own = self.max_tokens - 1
-        return len(self.samples) * lane_capacity(own) if own else 0
+        decoded = self.max_tokens - 1
+        return len(self.samples) * slot_capacity(decoded) if decoded else 0
 
     def require_fit(self, budget: int, wanted: int, max_running: int) -> None:
         """Refuse a request that needs `wanted` bytes or more samples than the engine ever has."""
@@ -92,12 +91,12 @@ class Request:
 
 
 class Sample:
-    """One answer: the ids drawn so far, and where its random stream stands."""
+    """One answer: the ids drawn so far, and the state of its random stream."""
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
         self.request = request
         self.index = index
-        self.drawing = Drawing(request.sampling, stream(seed, index))
+        self.state = SampleState(request.sampling, random_stream(seed, index))
         self.ids: list[int] = []
         self.finish: FinishReason | None = None
 
@@ -105,8 +104,8 @@ class Sample:
     def done(self) -> bool:
         return self.finish is not None
 
-    def take(self, token: SampledToken, decode: Callable[[list[int]], str] | None) -> Delta:
-        """Append what was drawn and decide whether the answer ends here."""
+    def append(self, token: SampledToken, decode: Callable[[list[int]], str] | None) -> Delta:
+        """Append a drawn token and decide whether the answer ends here."""
         self.ids.append(token.id)
         self.finish, stop = self._finish(token.id, decode)
         return Delta(self.index, (token,), self.finish, stop)
@@ -118,8 +117,8 @@ class Sample:
         if token in sampling.stop_ids:
             return "stop", token
         if sampling.stop and decode is not None:
-            # Every token spells at least one byte, so the newest stop string, if it is complete,
-            # lies within its length in tokens; four more keep a split character whole.
+            # Every token is at least one byte, so a stop string that the newest token completes lies
+            # within as many tokens as it has bytes; four more keep a split character whole.
             reach = max(len(text.encode()) for text in sampling.stop) + 4
             text = decode(self.ids[-reach:])
             for stop in sampling.stop:
@@ -129,17 +128,17 @@ class Sample:
 
 
 class Branch:
-    """Samples of one prompt that have drawn the same tokens so far: one row, computed once.
+    """Samples of one prompt that have drawn the same tokens so far: one sequence, computed once.
 
-    Short and structured answers are mostly alike, the more so the better a model is trained: of
-    eight tool calls to one request a trained model writes one or two different ones. Every sample
-    still draws by its own noise, so what it says is what it would have said alone.
+    Short and structured answers are often equal, and more so as a model is trained: of eight tool
+    calls for one request a trained model writes one or two different ones. Every sample still draws
+    with its own noise, so it gets the tokens it would have got alone.
     """
 
-    def __init__(self, samples: list[Sample], own: int = 0) -> None:
+    def __init__(self, samples: list[Sample], num_decoded: int = 0) -> None:
         self.samples = samples
-        self.own = own
-        """Own tokens that have keys and values."""
+        self.num_decoded = num_decoded
+        """Sampled tokens that have keys and values."""
 
     @property
     def block(self) -> Block:
@@ -157,24 +156,24 @@ class Branch:
     def last_id(self) -> int:
         return self.samples[0].ids[-1]
 
-    def parted(self) -> list["Branch"]:
-        """After a draw: those who go on, by the token they drew."""
+    def split(self) -> list["Branch"]:
+        """After a draw: branches of the unfinished samples, by the token they drew."""
         by_token: dict[int, list[Sample]] = {}
         for sample in self.samples:
             if not sample.done:
                 by_token.setdefault(sample.ids[-1], []).append(sample)
-        return [Branch(samples, self.own) for samples in by_token.values()]
+        return [Branch(samples, self.num_decoded) for samples in by_token.values()]
 
 
-def check(
+def check_request(
     prompt_ids: Sequence[int], sampling: Sampling, config: DecoderConfig, *, has_decode: bool
 ) -> None:
-    """Refuse what cannot be sampled, naming the field."""
+    """Refuse a request that cannot be sampled; the error names the field."""
     if not prompt_ids:
         raise ConfigError("prompt_ids is empty; send at least one token")
-    wrong = next((t for t in prompt_ids if not 0 <= t < config.vocab), None)
-    if wrong is not None:
-        raise ConfigError(f"prompt_ids holds {wrong}, outside the vocabulary of {config.vocab}")
+    outside = next((t for t in prompt_ids if not 0 <= t < config.vocab), None)
+    if outside is not None:
+        raise ConfigError(f"prompt_ids holds {outside}, outside the vocabulary of {config.vocab}")
     if len(prompt_ids) >= config.max_positions:
         raise RequestTooLarge(
             f"the prompt has {len(prompt_ids)} tokens; the model reads {config.max_positions} "
@@ -203,7 +202,7 @@ def check(
 
 
 def deliver(loop: asyncio.AbstractEventLoop, deltas: list[tuple[Request, Delta]]) -> None:
-    """Hand a step's deltas to the loop that asked for them, in one call."""
+    """Hand a step's deltas to the event loop of their requests, in one call."""
 
     def put() -> None:
         for request, delta in deltas:

@@ -1,10 +1,10 @@
-"""Logits -> drawn tokens, each with the log-probability the learner will be compared with.
+"""The sampler: logits to drawn tokens with their log-probabilities.
 
-In:   logits [B, vocab]; for every drawing the row it draws from, how, and its own random stream
+In:   logits [B, vocab]; for every sample its row, its settings and its own random stream
 Out:  SampledTokens
 
-Draws are by Gumbel noise in two levels: first a block of the vocabulary, then a token in it. The
-distribution is exact, and a draw changes only where two perturbed scores are a rounding error
+A draw adds Gumbel noise in two levels: first it picks a block of the vocabulary, then a token in it.
+The distribution is exact, and a draw changes only where two perturbed scores are a rounding error
 apart. Inverse-CDF sampling flips 6% of 32-token completions when the batch around a row changes,
 because every one of 49,152 boundaries moves a little; this flips none that we could find.
 """
@@ -22,14 +22,14 @@ from hone.inference.base import SampledToken, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """A way of being sampled, and the stream the noise comes from."""
+class SampleState:
+    """How one sample is drawn, and the random stream its noise comes from."""
 
     sampling: Sampling
     stream: np.random.Generator
 
 
-def stream(seed: int, sample: int) -> np.random.Generator:
+def random_stream(seed: int, sample: int) -> np.random.Generator:
     """The random stream of one sample: a function of its seed and index, not of the batch."""
     return np.random.Generator(np.random.Philox(key=[seed % 2**64, sample]))
 
@@ -39,118 +39,116 @@ def block_size(vocab: int) -> int:
     return 1 << math.ceil(math.log2(math.sqrt(vocab)))
 
 
-def draw(logits: Tensor, places: Sequence[int], rows: Sequence[Drawing]) -> list[SampledToken]:
-    """One token for every drawing, from its place's row of logits [B, vocab], which are overwritten."""
-    scores, ways, of = _ways(logits.float(), places, rows)
-    index = torch.tensor(of, device=scores.device)
+def draw(logits: Tensor, rows: Sequence[int], samples: Sequence[SampleState]) -> list[SampledToken]:
+    """One token for every sample, from its row of the logits [B, vocab], which are overwritten."""
+    scores, settings, used = _distributions(logits.float(), rows, samples)
+    index = torch.tensor(used, device=scores.device)
     size = block_size(scores.shape[1])
-    drawn = _blocks(scores, size)  # [ways, blocks, size]
-    # As logsumexp over the last axis, in one pass; a block's first score is always finite.
-    block_lse = scores[:, ::size] - drawn.log_softmax(-1)[:, :, 0]  # [ways, blocks]
-    lse = block_lse.logsumexp(-1)  # [ways]
+    blocks = _blocks(scores, size)  # [D, blocks, size]
+    # The same as logsumexp over the last axis, in one pass; a block's first score is always finite.
+    block_lse = scores[:, ::size] - blocks.log_softmax(-1)[:, :, 0]  # [D, blocks]
+    lse = block_lse.logsumexp(-1)  # [D]
     masked_lse: dict[int, float] = {}
-    if narrowed := [i for i, way in enumerate(ways) if way.narrowed]:
-        keep = _narrow(scores[narrowed], [ways[i] for i in narrowed])
-        drawn = drawn.clone()
-        drawn[narrowed] = _blocks(keep, size)
-        block_lse[narrowed] = drawn[narrowed].logsumexp(-1)
+    if narrowed := [i for i, sampling in enumerate(settings) if sampling.narrowed]:
+        masked = _narrow(scores[narrowed], [settings[i] for i in narrowed])
+        blocks = blocks.clone()
+        blocks[narrowed] = _blocks(masked, size)
+        block_lse[narrowed] = blocks[narrowed].logsumexp(-1)
         masked_lse = dict(zip(narrowed, block_lse[narrowed].logsumexp(-1).tolist(), strict=True))
-    blocks = block_lse.shape[1]
-    noise = _noise(rows, blocks, size).to(scores.device)
-    chosen = (block_lse[index] + noise[:, :blocks]).argmax(-1)
-    ids = chosen * size + (drawn[index, chosen] + noise[:, blocks:]).argmax(-1)
+    num_blocks = block_lse.shape[1]
+    noise = _noise(samples, num_blocks, size).to(scores.device)
+    block = (block_lse[index] + noise[:, :num_blocks]).argmax(-1)
+    ids = block * size + (blocks[index, block] + noise[:, num_blocks:]).argmax(-1)
     # The block with the largest sum need not hold the largest token.
-    if greedy := [i for i, row in enumerate(rows) if row.sampling.temperature == 0]:
+    if greedy := [i for i, sample in enumerate(samples) if sample.sampling.temperature == 0]:
         ids[greedy] = scores[index[greedy]].argmax(-1)
-    picked = scores[index, ids]
-    logprobs, picks = (picked - lse[index]).tolist(), picked.tolist()
-    alternatives = _alternatives(scores, lse, of, rows)
+    drawn = scores[index, ids]
+    logprobs, drawn_scores = (drawn - lse[index]).tolist(), drawn.tolist()
+    top = _top_logprobs(scores, lse, used, samples)
     return [
         SampledToken(
             id=token,
             logprob=logprobs[i],
-            masked_logprob=picks[i] - masked_lse[of[i]] if of[i] in masked_lse else None,
-            top=alternatives.get(i, ()),
+            masked_logprob=drawn_scores[i] - masked_lse[used[i]] if used[i] in masked_lse else None,
+            top=top.get(i, ()),
         )
         for i, token in enumerate(ids.tolist())
     ]
 
 
-def _ways(
-    logits: Tensor, places: Sequence[int], rows: Sequence[Drawing]
+def _distributions(
+    logits: Tensor, rows: Sequence[int], samples: Sequence[SampleState]
 ) -> tuple[Tensor, list[Sampling], list[int]]:
-    """Logits [ways, vocab] over their temperatures, how each is narrowed, and which a drawing uses.
+    """Distinct distributions: logits [D, vocab] over temperature, settings, and the one per sample.
 
-    Drawings of one place that are sampled alike use one row; mostly that is the row there is.
+    Samples of one row with equal settings share a distribution, so mostly D is B.
     """
     numbers: dict[tuple[object, ...], int] = {}
-    of: list[int] = []
+    used: list[int] = []
     firsts: list[int] = []
-    for i, (place, row) in enumerate(zip(places, rows, strict=True)):
-        way = row.sampling
-        key = (place, way.temperature or 1.0, way.top_k, way.top_p, way.min_p)
-        of.append(numbers.setdefault(key, len(numbers)))
-        if of[-1] == len(firsts):
+    for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+        sampling = sample.sampling
+        temperature = sampling.temperature or 1.0
+        key = (row, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        used.append(numbers.setdefault(key, len(numbers)))
+        if used[-1] == len(firsts):
             firsts.append(i)
-    wanted = [places[i] for i in firsts]
+    wanted = [rows[i] for i in firsts]
     if wanted != list(range(len(logits))):
         logits = logits[torch.tensor(wanted, device=logits.device)]
-    ways = [rows[i].sampling for i in firsts]
-    temperatures = [way.temperature or 1.0 for way in ways]
+    settings = [samples[i].sampling for i in firsts]
+    temperatures = [sampling.temperature or 1.0 for sampling in settings]
     if any(t != 1.0 for t in temperatures):
         logits /= torch.tensor(temperatures, device=logits.device)[:, None]
-    return logits, ways, of
+    return logits, settings, used
 
 
 def _blocks(logits: Tensor, size: int) -> Tensor:
-    short = -logits.shape[1] % size
-    if short:
-        logits = F.pad(logits, (0, short), value=-math.inf)
+    padding = -logits.shape[1] % size
+    if padding:
+        logits = F.pad(logits, (0, padding), value=-math.inf)
     return logits.view(len(logits), -1, size)
 
 
-def _noise(rows: Sequence[Drawing], blocks: int, size: int) -> Tensor:
-    """Gumbel noise [B, blocks + size], each row's from its own stream."""
-    uniform = np.full((len(rows), blocks + size), 0.5)
-    for i, row in enumerate(rows):
-        if row.sampling.temperature > 0:
-            uniform[i] = row.stream.random(blocks + size)
+def _noise(samples: Sequence[SampleState], blocks: int, size: int) -> Tensor:
+    """Gumbel noise [samples, blocks + size], each row from its sample's own stream."""
+    uniform = np.full((len(samples), blocks + size), 0.5)
+    for i, sample in enumerate(samples):
+        if sample.sampling.temperature > 0:
+            uniform[i] = sample.stream.random(blocks + size)
     tiny = np.finfo(np.float64).tiny
     noise = -np.log(-np.log(np.maximum(uniform, tiny)))
     return torch.from_numpy(noise.astype(np.float32))
 
 
-def _narrow(logits: Tensor, ways: Sequence[Sampling]) -> Tensor:
-    """Scores with what top-k, then top-p, then min-p exclude set to -inf; the best always stays."""
+def _narrow(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Set what top-k, then top-p, then min-p exclude to -inf; the best token always stays."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[1]
     device = logits.device
-    top_k = torch.tensor([w.top_k if w.top_k > 0 else vocab for w in ways], device=device)
-    top_p = torch.tensor([w.top_p for w in ways], device=device)
-    min_p = torch.tensor([w.min_p for w in ways], device=device)
+    top_k = torch.tensor([s.top_k if s.top_k > 0 else vocab for s in settings], device=device)
+    top_p = torch.tensor([s.top_p for s in settings], device=device)
+    min_p = torch.tensor([s.min_p for s in settings], device=device)
     rank = torch.arange(vocab, device=device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], -math.inf)
     probs = ordered.softmax(-1)
     # A token stays while the mass before it is below top_p, so the one that crosses it stays too.
     before = probs.double().cumsum(-1) - probs
-    out = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
-    out[:, 0] = False
-    ordered = ordered.masked_fill(out, -math.inf)
+    excluded = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    excluded[:, 0] = False
+    ordered = ordered.masked_fill(excluded, -math.inf)
     return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
-def _alternatives(
-    scores: Tensor, lse: Tensor, of: Sequence[int], rows: Sequence[Drawing]
+def _top_logprobs(
+    scores: Tensor, lse: Tensor, used: Sequence[int], samples: Sequence[SampleState]
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    wanted = [i for i, row in enumerate(rows) if row.sampling.top_logprobs]
-    if not wanted:
+    counts = {i: s.sampling.top_logprobs for i, s in enumerate(samples) if s.sampling.top_logprobs}
+    if not counts:
         return {}
-    most = max(rows[i].sampling.top_logprobs for i in wanted)
-    used = torch.tensor([of[i] for i in wanted], device=scores.device)
-    values, ids = (scores[used] - lse[used][:, None]).topk(most, -1)
+    index = torch.tensor([used[i] for i in counts], device=scores.device)
+    values, ids = (scores[index] - lse[index][:, None]).topk(max(counts.values()), -1)
     return {
-        i: tuple(zip(ids[j].tolist(), values[j].tolist(), strict=True))[
-            : rows[i].sampling.top_logprobs
-        ]
-        for j, i in enumerate(wanted)
+        i: tuple(zip(ids[j].tolist(), values[j].tolist(), strict=True))[:count]
+        for j, (i, count) in enumerate(counts.items())
     }

@@ -1,4 +1,4 @@
-"""inference/apart.py: work on a thread of its own, which may give way and never hangs whoever waits."""
+"""Background work: its priority, and its errors."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hone.inference.apart import LEAST, apart
+from hone.inference.background import LOWEST_PRIORITY, run_in_background
 
 
 def niceness() -> int:
@@ -14,16 +14,16 @@ def niceness() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
-def test_what_gives_way_does_so_alone():
+def test_only_low_priority_work_has_low_priority():
     ours = niceness()
-    assert apart(niceness, gives_way=True).result() == LEAST
-    assert apart(niceness).result() == ours
+    assert run_in_background(niceness, low_priority=True).result() == LOWEST_PRIORITY
+    assert run_in_background(niceness).result() == ours
     assert niceness() == ours
 
 
-def test_its_error_reaches_whoever_waits():
+def test_the_caller_gets_its_error():
     with pytest.raises(KeyError, match="gone"):
-        apart(lambda: {}["gone"]).result()
+        run_in_background(lambda: {}["gone"]).result()
 
 
 def test_where_niceness_is_forbidden_the_work_is_done(monkeypatch: pytest.MonkeyPatch):
@@ -31,4 +31,4 @@ def test_where_niceness_is_forbidden_the_work_is_done(monkeypatch: pytest.Monkey
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", forbidden)
-    assert apart(lambda: 7, gives_way=True).result(5) == 7
+    assert run_in_background(lambda: 7, low_priority=True).result(5) == 7
