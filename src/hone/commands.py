@@ -173,7 +173,8 @@ def eval_command(
 
         hone eval --config_file=eval.yml --dataset=test.jsonl --reps 3
     """
-    from hone.evaluation.run import EvalOptions, evaluate
+    from hone.evaluation.base import EvalOptions
+    from hone.evaluation.run import evaluate
 
     if reps > 1 and (skip_workflow or skip_completed_entries):
         flag = "--skip_workflow" if skip_workflow else "--skip_completed_entries"

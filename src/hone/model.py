@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr
 from typing_extensions import TypeVar  # with default=, which typing has from 3.13
 
 from hone.backends.base import Backend, TrainResult
-from hone.capture.scope import host_of
+from hone.capture.base import host_of
 from hone.errors import ConfigError, NotInThisVersion
 from hone.trajectory import Trajectory, TrajectoryGroup, means
 from hone.types import ModelSpec, Name, ProjectName, TrainConfig

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from hone.tally import run_rollouts
 from hone.types import Call, Failure, Strict
 
 Messages = list[dict[str, Any]]
@@ -156,9 +157,15 @@ class TrajectoryGroup(BaseModel):
         return len(self.trajectories)
 
     def __await__(self) -> Generator[Any, None, "TrajectoryGroup"]:
-        from hone.gather import finish_group
+        return self._finish().__await__()
 
-        return finish_group(self).__await__()
+    async def _finish(self) -> "TrajectoryGroup":
+        for result in await run_rollouts(self.take_unfinished(), Trajectory):
+            if isinstance(result, Exception):
+                self.exceptions.append(failure_of(result))
+            else:
+                self.trajectories.append(result)
+        return self
 
     @property
     def unfinished(self) -> int:

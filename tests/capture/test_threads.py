@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hone
-from hone.capture.scope import current
+from hone.capture.base import current
 from hone.workflow.loop import run_loop
 
 SUBMIT = ThreadPoolExecutor.__dict__["submit"]

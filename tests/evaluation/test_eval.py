@@ -18,7 +18,8 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 from hone.config.build import build
 from hone.config.schema import read
 from hone.errors import ConfigError, Conflict
-from hone.evaluation.run import EvalOptions, EvalSummary, evaluate, evaluation
+from hone.evaluation.base import EvalOptions
+from hone.evaluation.run import EvalSummary, evaluate, evaluation
 
 AGENT = """
 import hone

@@ -11,8 +11,7 @@ from tests.evaluation.made import item
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
-from hone.capture.base import ROLLOUT_HEADER, TEMPERATURE_HEADER
-from hone.capture.scope import current
+from hone.capture.base import ROLLOUT_HEADER, TEMPERATURE_HEADER, current
 from hone.errors import ConfigError, PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem, Score
 from hone.evaluation.evaluators import ExactMatch

@@ -14,7 +14,8 @@ from tests.server.conftest import MakeServer
 
 from hone import LocalBackend
 from hone.errors import ConfigError
-from hone.evaluation.run import EvalOptions, EvalSummary, evaluate
+from hone.evaluation.base import EvalOptions
+from hone.evaluation.run import EvalSummary, evaluate
 from hone.workflow.run import RunOptions, run_inputs
 
 AGENT = """

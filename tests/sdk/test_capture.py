@@ -19,7 +19,7 @@ from tests.sdk.conftest import Serve
 
 import hone
 from hone.capture import scope
-from hone.capture.base import FUNCTION_HEADER, ROLLOUT_HEADER
+from hone.capture.base import FUNCTION_HEADER, ROLLOUT_HEADER, current
 from hone.errors import ConfigError
 
 CLIENTS = (httpx.Client, httpx.AsyncClient, httpx2.Client, httpx2.AsyncClient)
@@ -149,7 +149,7 @@ async def test_scopes_nest_and_the_outer_one_comes_back(serve: Serve):
         with hone.rollout("inner"):
             assert await seen(client, url) == "inner"
         assert await seen(client, url) == "outer"
-    assert scope.current() is None
+    assert current() is None
 
 
 async def test_functions_extend_the_path(serve: Serve):
@@ -179,7 +179,7 @@ def test_a_path_that_is_too_long_for_a_header_keeps_its_innermost_functions():
         for _ in range(100):
             stack.enter_context(scope.within("solve"))
         stack.enter_context(scope.within("search"))
-        here = scope.current()
+        here = current()
     assert here is not None
     # "...", then as many ".solve" as fit into 200 with ".search" at the end: 3 + 31 * 6 - 1 + 7
     assert here.function == "..." + "solve." * 31 + "search" and len(here.function) <= 200
@@ -200,7 +200,7 @@ async def test_a_scope_closes_when_its_body_raises():
     with pytest.raises(ZeroDivisionError):
         async with hone.rollout():
             raise ZeroDivisionError
-    assert scope.current() is None
+    assert current() is None
 
 
 def test_scopes_in_many_threads_leave_nothing_patched():
@@ -211,7 +211,7 @@ def test_scopes_in_many_threads_leave_nothing_patched():
         start.wait()
         for k in range(200):
             with hone.rollout(f"r{i}-{k}"):
-                here = scope.current()
+                here = current()
                 if here is None or here.rollout != f"r{i}-{k}":
                     wrong.append(f"{i}-{k}: {here}")
                 if httpx.Client.__dict__["send"] is SENDS[httpx.Client]:
@@ -264,9 +264,9 @@ def test_one_rollout_cannot_be_opened_twice_at_a_time():
     with rollout:
         with pytest.raises(ConfigError, match="is open already"), rollout:
             pass
-        assert scope.current() is not None, "the refusal must not close it"
+        assert current() is not None, "the refusal must not close it"
     with rollout:  # one after the other is the same rollout going on
-        assert scope.current() == rollout.scope
+        assert current() == rollout.scope
 
 
 def test_a_trajectory_refers_to_its_rollout():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from hone.capture.scope import current, recorded
+from hone.capture.base import current
+from hone.capture.scope import recorded
 from hone.errors import ConfigError, NotInThisVersion
 from hone.workflow.function import Function, FunctionInfo
 

@@ -6,13 +6,25 @@ Out:  where to reach the model; the step a job published
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hone.trajectory import TrajectoryGroup
-from hone.types import CheckpointInfo, ModelInfo, TrainConfig
+from hone.types import CheckpointInfo, ModelInfo, ModelSpec, TrainConfig
 
-if TYPE_CHECKING:
-    from hone.model import TrainableModel
+
+class Named(Protocol):
+    """A model by its project and name: a TrainableModel, a ModelSpec, a ModelInfo."""
+
+    @property
+    def project(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+class Trainable(Named, Protocol):
+    """A model that can be registered: a TrainableModel."""
+
+    def spec(self) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +45,21 @@ class TrainResult:
 class Backend(Protocol):
     """Where training happens."""
 
-    async def register(self, model: "TrainableModel[Any]") -> ModelInfo:
+    async def register(self, model: Trainable) -> ModelInfo:
         """Make the model known; the same model again changes nothing."""
         ...
 
-    async def prepare(self, model: "TrainableModel[Any]") -> tuple[str, str]:
+    async def prepare(self, model: Named) -> tuple[str, str]:
         """Load what serving needs; base URL and key for an OpenAI client."""
         ...
 
-    async def step(self, model: "TrainableModel[Any]") -> int:
+    async def step(self, model: Named) -> int:
         """The newest published step."""
         ...
 
     async def train(
         self,
-        model: "TrainableModel[Any]",
+        model: Named,
         trajectory_groups: Iterable[TrajectoryGroup],
         config: TrainConfig | None = None,
         *,
@@ -60,18 +72,18 @@ class Backend(Protocol):
         """
         ...
 
-    async def checkpoints(self, model: "TrainableModel[Any]") -> list[CheckpointInfo]:
+    async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
         """The steps that are kept, oldest first."""
         ...
 
     async def delete_checkpoints(
-        self, model: "TrainableModel[Any]", best_checkpoint_metric: str = "val/reward"
+        self, model: Named, best_checkpoint_metric: str = "val/reward"
     ) -> list[int]:
         """Delete all steps but the newest and the best by a logged metric; which were deleted."""
         ...
 
     async def log(
-        self, model: "TrainableModel[Any]", metrics: Mapping[str, float], *, split: str, step: int
+        self, model: Named, metrics: Mapping[str, float], *, split: str, step: int
     ) -> None:
         """Write metrics of a step into the model's history, as SPLIT/METRIC."""
         ...

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from hone.backends.refusal import refusal, retry_after_s
-from hone.capture.scope import host_of
+from hone.capture.base import host_of
 from hone.errors import ConfigError, HoneError, Unavailable, Unreachable
 from hone.types import JobEvent
 

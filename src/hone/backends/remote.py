@@ -14,13 +14,13 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
 from hone import errors
-from hone.backends.base import TrainResult
+from hone.backends.base import Named, Trainable, TrainResult
 from hone.backends.http import FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.progress import Progress
@@ -34,9 +34,6 @@ from hone.types import (
     RunSpec,
     TrainConfig,
 )
-
-if TYPE_CHECKING:
-    from hone.model import TrainableModel
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -54,15 +51,6 @@ _ART_KEYS = {
     "packed_sequence_length": "row_tokens",
     "truncated_importance_sampling": "importance_cap",
 }
-
-
-class Named(Protocol):
-    """Anything that says which model it means: a TrainableModel, a ModelSpec, a ModelInfo."""
-
-    @property
-    def project(self) -> str: ...
-    @property
-    def name(self) -> str: ...
 
 
 class RemoteBackend(Server):
@@ -97,7 +85,7 @@ class RemoteBackend(Server):
 
     # ---- Backend --------------------------------------------------------------------------
 
-    async def register(self, model: "TrainableModel[Any]") -> ModelInfo:
+    async def register(self, model: Trainable) -> ModelInfo:
         body = model.spec().model_dump_json()
         return _read(ModelInfo, await self.ask("POST", "/v1/training/models", body))
 
@@ -112,7 +100,7 @@ class RemoteBackend(Server):
 
     async def train(
         self,
-        model: "TrainableModel[Any]",
+        model: Named,
         trajectory_groups: Iterable[TrajectoryGroup],
         config: TrainConfig | None = None,
         *,

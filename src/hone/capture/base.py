@@ -1,7 +1,7 @@
-"""What capturing works with: whose call it is, what was seen of it, and the taps that see it.
+"""Values and protocols of capturing: the open scope, the calls seen in it, the taps that see them.
 
-In:   nothing; protocols and values only
-Out:  Scope, SeenCall, Step, Recorder, Tap
+In:   nothing
+Out:  Scope, current; SeenCall, Step, Recorder; Tap
 
 A SeenCall is what the harness saw on the wire: text, for evaluators, files and reports. The tokens
 that are trained are the server's, which recorded them where they were sampled.
@@ -9,6 +9,7 @@ that are trained are the server's, which recorded them where they were sampled.
 
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +19,8 @@ ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
 TEMPERATURE_HEADER = "X-Hone-Temperature"
 STEP_HEADER = "X-Hone-Step"
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +206,19 @@ class Scope:
         if self.step is not None:
             segment += f",step={self.step}"
         return f"{base_url.rstrip('/').removesuffix('/v1')}/rollout/{segment}/v1"
+
+
+open_scope: ContextVar[Scope | None] = ContextVar("hone_scope", default=None)
+
+
+def current() -> Scope | None:
+    """The scope this code runs in."""
+    return open_scope.get()
+
+
+def host_of(name: str) -> str:
+    """The name of a host; all names of this machine are `localhost`."""
+    return "localhost" if name in _LOCAL else name
 
 
 class Tap(Protocol):

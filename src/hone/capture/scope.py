@@ -15,27 +15,21 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import Token
 from dataclasses import replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from hone.capture.base import Recorder, Scope, Tap
+from hone.capture.base import Recorder, Scope, Tap, host_of, open_scope
 from hone.capture.branches import Branch
+from hone.capture.httpx import HttpxTap
+from hone.capture.threads import ExecutorTap
 from hone.errors import ConfigError
 from hone.trajectory import Trajectory
 
 _ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 _MAX_PATH = 200
 _FUNCTION = re.compile(rf"[!-~]{{1,{_MAX_PATH}}}")
-
-_current: ContextVar[Scope | None] = ContextVar("hone_scope", default=None)
-
-
-def current() -> Scope | None:
-    """The scope this code runs in."""
-    return _current.get()
 
 
 class Rollout:
@@ -60,14 +54,14 @@ class Rollout:
                 "opening it again; for another rollout call hone.rollout()."
             )
         _taps.open()
-        self._token = _current.set(self.scope)
+        self._token = open_scope.set(self.scope)
         return self
 
     def __exit__(self, *_: object) -> None:
         token, self._token = self._token, None
         assert token is not None, f"rollout {self.id!r} was closed without being open"
         try:
-            _current.reset(token)
+            open_scope.reset(token)
         except ValueError:
             # Closed from another context (a fixture, an async generator that was collected): the
             # variable was never set there, and the one that set it has ended.
@@ -141,7 +135,7 @@ def step(name: str, value: float | None = None, **metadata: Any) -> None:
     """
     if value is not None and not math.isfinite(value):
         raise ConfigError(f"hone.step({name!r}, value={value!r}): a value is a finite number")
-    scope = _current.get()
+    scope = open_scope.get()
     if scope is not None and scope.recorder is not None:
         worth = None if value is None else float(value)
         scope.recorder.add_step(name, worth, metadata, scope.function)
@@ -150,20 +144,20 @@ def step(name: str, value: float | None = None, **metadata: Any) -> None:
 @contextmanager
 def within(function: str) -> Iterator[None]:
     """Calls made inside come from this function; functions called by it extend the path."""
-    scope = _current.get()
+    scope = open_scope.get()
     if scope is None:
         yield
         return
     path = f"{scope.function}.{function}" if scope.function else _checked(function)
     if len(path) > _MAX_PATH:  # a function that calls itself: the innermost names are kept
         path = "..." + path[3 - _MAX_PATH :].partition(".")[2]
-    token = _current.set(replace(scope, function=_checked(path)))
+    token = open_scope.set(replace(scope, function=_checked(path)))
     if scope.recorder is not None:
         Branch.here(scope.recorder.trunk)  # before it starts tasks, which then descend from it
     try:
         yield
     finally:
-        _current.reset(token)
+        open_scope.reset(token)
 
 
 @contextmanager
@@ -174,11 +168,6 @@ def kept_open() -> Iterator[None]:
         yield
     finally:
         _taps.close()
-
-
-def host_of(name: str) -> str:
-    """The name of a host; all names of this machine are one."""
-    return "localhost" if name in _LOCAL else name
 
 
 def _checked_id(id: str | None) -> str:
@@ -212,10 +201,6 @@ class _Taps:
     def open(self) -> None:
         with self._lock:
             if not self._open:
-                # Here, because `import hone` stays without httpx.
-                from hone.capture.threads import ExecutorTap
-                from hone.capture.wire import HttpxTap
-
                 self._attached = [HttpxTap(), ExecutorTap()]
                 for tap in self._attached:
                     tap.attach()

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
-from hone.capture.scope import current
+from hone.capture.base import current
 
 
 class _InContext:
@@ -69,7 +69,7 @@ class ExecutorTap:
 
     def detach(self) -> None:
         for kind, name, original, ours in self._replaced:
-            # Somebody who patched it over us calls ours; see capture/wire.py.
+            # Somebody who patched it over us calls ours; see capture/httpx.py.
             if kind.__dict__[name] is ours:
                 setattr(kind, name, original)
         self._replaced.clear()

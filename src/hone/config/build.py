@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from hone.config import registry
 from hone.config.base import ComponentConfig, DatasetBaseConfig, LLMBaseConfig
@@ -26,12 +26,6 @@ from hone.config.problems import dotted
 from hone.config.schema import Document
 from hone.errors import ConfigError, NotInThisVersion
 from hone.types import RecordedCall
-
-if TYPE_CHECKING:
-    from hone.evaluation.base import Evaluator
-    from hone.finetune.base import Trainer, TrainerAdapter, TrajectoryBuilder
-    from hone.workflow.function import Function
-    from hone.workflow.llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +90,8 @@ class Builder:
         self._turn = asyncio.Lock()
         self._locks: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def get_llm(self, name: str, wrapper_type: str | None = None) -> "LLM":
-        """The client of one entry of `llms`."""
+    async def get_llm(self, name: str, wrapper_type: str | None = None) -> Any:
+        """One entry of `llms`, as a `workflow.llm.LLM`."""
         if wrapper_type not in (None, "openai"):
             raise NotInThisVersion(
                 f"get_llm({name!r}, wrapper_type={wrapper_type!r}): not in this version of hone. "
@@ -134,12 +128,12 @@ class Builder:
         trained = None if self.served is None else self.served.trained
         return trained is not None and address_of(base_url) in trained.addresses
 
-    async def get_function(self, name: str) -> "Function":
-        """One entry of `functions`."""
+    async def get_function(self, name: str) -> Any:
+        """One entry of `functions`, as a `workflow.function.Function`."""
         return await self._named("function", name, self.document.functions)
 
-    async def get_workflow(self) -> "Function":
-        """The workflow, as a function called `<workflow>`."""
+    async def get_workflow(self) -> Any:
+        """The workflow, as a `workflow.function.Function` called `<workflow>`."""
         config = self.document.workflow
         if config is None:
             raise ConfigError(
@@ -148,8 +142,8 @@ class Builder:
             )
         return await self._get("function", WORKFLOW, config)
 
-    async def get_evaluator(self, name: str) -> "Evaluator":
-        """One entry of `eval.evaluators`."""
+    async def get_evaluator(self, name: str) -> Any:
+        """One entry of `eval.evaluators`, as an `evaluation.base.Evaluator`."""
         return await self._named("evaluator", name, self.document.eval.evaluators)
 
     def get_max_concurrency(self) -> int:
@@ -164,23 +158,17 @@ class Builder:
         """What reads the rows that `config` names."""
         return await self._get("dataset_loader", f"{config.type_name} {id(config):x}", config)
 
-    async def get_trajectory_builder(self, name: str) -> "TrajectoryBuilder":
-        """One entry of `trajectory_builders`."""
+    async def get_trajectory_builder(self, name: str) -> Any:
+        """One entry of `trajectory_builders`, as a `finetune.base.TrajectoryBuilder`."""
         builders = self.document.trajectory_builders
         return await self._named("trajectory_builder", name, builders)
 
-    async def get_trainer_adapter(self, name: str) -> "TrainerAdapter":
-        """One entry of `trainer_adapters`."""
+    async def get_trainer_adapter(self, name: str) -> Any:
+        """One entry of `trainer_adapters`, as a `finetune.base.TrainerAdapter`."""
         return await self._named("trainer_adapter", name, self.document.trainer_adapters)
 
-    async def get_trainer(
-        self,
-        name: str,
-        *,
-        trajectory_builder: "TrajectoryBuilder",
-        trainer_adapter: "TrainerAdapter",
-    ) -> "Trainer":
-        """One entry of `trainers`, bound to its two parts."""
+    async def get_trainer(self, name: str, *, trajectory_builder: Any, trainer_adapter: Any) -> Any:
+        """One entry of `trainers`, as a `finetune.base.Trainer` bound to its two parts."""
         trainer = await self._named("trainer", name, self.document.trainers)
         await trainer.bind_components(trajectory_builder, trainer_adapter)
         return trainer
@@ -249,11 +237,8 @@ class Builder:
             error.add_note(f"while building {kind} {name!r} (_type: {found.name})")
             raise
         self._stack.push_async_callback(self._close, f"{kind} {name!r}", source)
-        if kind == "function":
-            from hone.workflow.function import Function
-
-            return Function.of(name, instance)
-        return instance
+        wrap = registry.WRAPPERS.get(kind)
+        return instance if wrap is None else wrap(name, instance)
 
     def _place(self, kind: str, name: str) -> str:
         """Where the component stands, as the author of the file would look for it."""

@@ -13,15 +13,12 @@ sent, because inside a rollout the server takes it for the policy.
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from hone.capture.scope import host_of
+from hone.capture.base import host_of
 from hone.config.base import LLMBaseConfig
+from hone.config.schema import Document
 from hone.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hone.config.schema import Document
 
 TRAINABLE = "trainable"
 OPENAI_URL = "https://api.openai.com/v1"
@@ -55,7 +52,7 @@ def openai_url(config: LLMBaseConfig) -> str:
     return written or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
 
 
-def choose_policy(document: "Document", trained: Trained, target: str | None = None) -> str | None:
+def choose_policy(document: Document, trained: Trained, target: str | None = None) -> str | None:
     """The key of the policy under `llms`; None where only clients of the agent's own call it.
 
     Raises ConfigError where several entries could be meant, and where the policy's entry asks for
@@ -93,7 +90,7 @@ def sent_name(config: LLMBaseConfig, trained: Trained, *, is_policy: bool) -> st
     return trained.name if is_policy or entry.written is None else entry.written
 
 
-def describe(document: "Document", trained: Trained, policy: str | None) -> str:
+def describe(document: Document, trained: Trained, policy: str | None) -> str:
     """Which entry is trained, which are frozen, and what the base model's name means."""
     others = [key for key in document.llms if key != policy]
     frozen = [

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -33,9 +33,6 @@ from hone.config.base import (
 )
 from hone.config.problems import named
 from hone.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
 
 __all__ = [
     "BASES",
@@ -96,7 +93,8 @@ NOT_YET: dict[str, frozenset[str]] = {
 """Types that the originals or the design have, refused by name. A plugin may register them."""
 
 C = TypeVar("C", bound=ComponentConfig)
-Factory = Callable[[C, "Builder"], AsyncIterator[Any]]
+Factory = Callable[[C, Any], AsyncIterator[Any]]
+"""Takes its configuration and the `config.build.Builder`."""
 Decorator = Callable[[Factory[C]], Factory[C]]
 
 
@@ -108,7 +106,7 @@ class Registered:
     name: str
     """What `_type` says."""
     config_type: type[ComponentConfig]
-    factory: Callable[[Any, "Builder"], AsyncIterator[Any]]
+    factory: Factory[Any]
     """Yields the instance; what stands after the `yield` closes it."""
     package: str
     """The Python package it came from."""
@@ -121,6 +119,9 @@ class Registered:
 
 
 _components: dict[tuple[str, str], Registered] = {}
+
+WRAPPERS: dict[str, Callable[[str, Any], Any]] = {}
+"""Kind -> what makes a component of the key and the instance; other kinds are their instance."""
 
 
 def register_function(config_type: type[C], framework_wrappers: Sequence[str] = ()) -> Decorator[C]:

@@ -11,7 +11,7 @@ been bad.
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Real
@@ -155,6 +155,22 @@ class DatasetLoader(Protocol):
     def load(self, path: Path | None) -> list[dict[str, Any]] | EvalInput:
         """Rows, from which items are made as `structure` says, or items ready made."""
         ...
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `hone eval`."""
+
+    config_file: Path
+    dataset: Path | None = None
+    """Replaces the document's dataset; the extension says of which type it is."""
+    result_json_path: str = "$"
+    skip_workflow: bool = False
+    """Score the answers that are there: in the dataset, or from the last evaluation."""
+    skip_completed_entries: bool = False
+    """Run only the items without an answer."""
+    reps: int = 1
+    override: Sequence[tuple[str, str]] = ()
 
 
 async def score(

@@ -18,20 +18,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hone.config.base import EvalDatasetStructure
 from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
 from hone.config.secrets import Secrets
 from hone.errors import ConfigError, StateError
-from hone.evaluation.base import EvalInputItem, EvalOutput, Score
+from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.lock import DirectoryLock, is_locked
+from hone.evaluation.results import ItemResult
 from hone.evaluation.steps import intermediate_steps, seconds_of, told_in
 from hone.workflow.jsonable import dumps
-
-if TYPE_CHECKING:
-    from hone.evaluation.results import ItemResult
-    from hone.evaluation.run import EvalOptions
 
 log = logging.getLogger("hone")
 
@@ -151,7 +148,7 @@ class OutputDir:
             return []
         return [job for job in self.path.parent.glob("job_*") if (job / WRITTEN).exists()]
 
-    def write_config(self, document: Document, options: "EvalOptions") -> list[Path]:
+    def write_config(self, document: Document, options: EvalOptions) -> list[Path]:
         """The configuration as it was written, as it was used, and what the command line said."""
         secrets = Secrets(document.loaded.data, options.override)
         said = {
@@ -177,7 +174,7 @@ class OutputDir:
 
     # ---- during -------------------------------------------------------------------------------
 
-    def add(self, result: "ItemResult") -> None:
+    def add(self, result: ItemResult) -> None:
         """A finished item; on disk when this returns."""
         self._note(FINISHED)
         scores = {name: _score(one) for name, one in result.scores.items()}
@@ -190,7 +187,7 @@ class OutputDir:
             file.flush()
             os.fsync(file.fileno())
 
-    def entry(self, result: "ItemResult") -> dict[str, Any]:
+    def entry(self, result: ItemResult) -> dict[str, Any]:
         """One entry of workflow_output.json: the row, and what the workflow made of it."""
         item, keys = result.item, self._structure
         row = item.full_dataset_entry if isinstance(item.full_dataset_entry, Mapping) else {}
@@ -218,7 +215,7 @@ class OutputDir:
     # ---- after --------------------------------------------------------------------------------
 
     def write(
-        self, results: Sequence["ItemResult"], outputs: Iterable[tuple[str, EvalOutput]]
+        self, results: Sequence[ItemResult], outputs: Iterable[tuple[str, EvalOutput]]
     ) -> tuple[Path, list[Path]]:
         """All results; the list of finished ones is then needless and goes."""
         whole = self._write(OUTPUT, [self.entry(result) for result in results])

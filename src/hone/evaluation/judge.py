@@ -17,21 +17,19 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from pydantic import Field, model_validator
 
 from hone.capture.base import SeenCall
 from hone.config.base import EvaluatorBaseConfig, LLMRef
+from hone.config.build import Builder
 from hone.config.registry import register_evaluator
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
-    from hone.workflow.llm import LLM
+from hone.workflow.llm import LLM
 
 log = logging.getLogger("hone")
 
@@ -99,7 +97,7 @@ class Judge(BaseEvaluator):
     def __init__(
         self,
         config: LlmJudge | TrajectoryJudge,
-        llm: "LLM",
+        llm: LLM,
         *,
         max_concurrency: int,
         cache_dir: Path | None,
@@ -196,7 +194,7 @@ class Judge(BaseEvaluator):
         return [{"role": "system", "content": rule}, {"role": "user", "content": told}]
 
 
-async def judge(config: LlmJudge | TrajectoryJudge, builder: "Builder") -> AsyncIterator[Judge]:
+async def judge(config: LlmJudge | TrajectoryJudge, builder: Builder) -> AsyncIterator[Judge]:
     name = config.llm or config.llm_name
     assert name is not None, "the schema lets no judge without one"
     where = config.cache_dir or builder.get_output_dir().absolute() / "judge_cache"

@@ -10,19 +10,17 @@ it can be called so is found out when it is built, not in the first epoch.
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, JsonValue
 
 from hone.config.base import EvaluatorBaseConfig, LLMRef
+from hone.config.build import Builder
 from hone.config.registry import register_evaluator
 from hone.errors import ConfigError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem, Score
 from hone.workflow.function import in_thread
 from hone.workflow.target import load_target
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
 
 PARTS: Mapping[str, Callable[[EvalInputItem], Any]] = {
     "item": lambda item: item,
@@ -78,7 +76,7 @@ class PythonEvaluator(BaseEvaluator):
 
 @register_evaluator(config_type=PythonEvaluatorConfig)
 async def python_evaluator(
-    config: PythonEvaluatorConfig, builder: "Builder"
+    config: PythonEvaluatorConfig, builder: Builder
 ) -> AsyncIterator[PythonEvaluator]:
     """A Python function of your own."""
     given: dict[str, Any] = dict(config.args)

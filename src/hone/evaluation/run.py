@@ -14,12 +14,20 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hone.config.build import Builder, build
+from hone.config.schema import read
 from hone.errors import ConfigError, RolloutError
-from hone.evaluation.base import EvalInput, EvalInputItem, Evaluator, Score, score
+from hone.evaluation.base import (
+    EvalInput,
+    EvalInputItem,
+    EvalOptions,
+    Evaluator,
+    Score,
+    score,
+)
 from hone.evaluation.datasets import JsonDataset, as_target, load_items
 from hone.evaluation.files import FINISHED, OutputDir
 from hone.evaluation.paths import json_path
@@ -38,9 +46,6 @@ from hone.workflow.function import Function
 from hone.workflow.loop import ended_together, run_loop
 from hone.workflow.run import RecordedCalls, run_rollout
 from hone.workflow.target import load_target
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
 
 log = logging.getLogger("hone")
 
@@ -208,7 +213,7 @@ class Evaluation:
 
 @asynccontextmanager
 async def evaluation(
-    builder: "Builder",
+    builder: Builder,
     *,
     dataset: Path | None = None,
     result_json_path: str = "$",
@@ -230,14 +235,14 @@ async def evaluation(
     )
 
 
-def _server(builder: "Builder") -> dict[str, Any]:
+def _server(builder: Builder) -> dict[str, Any]:
     """Where the trained model is served, and what that server recorded."""
     served = builder.served
     return {} if served is None else {"host": served.host, "recorded_calls": served.recorded}
 
 
 async def dataset_items(
-    builder: "Builder", dataset: Path | None = None, *, reps: int = 1
+    builder: Builder, dataset: Path | None = None, *, reps: int = 1
 ) -> list[EvalInputItem]:
     """The items of the document's dataset, or of the file that takes its place."""
     config = builder.document.eval.general.dataset
@@ -246,7 +251,7 @@ async def dataset_items(
     return load_items(config, dataset, reps=reps, loader=loader, near=near)
 
 
-async def scoring(builder: "Builder", evaluators: Collection[str] | None = None) -> dict[str, Any]:
+async def scoring(builder: Builder, evaluators: Collection[str] | None = None) -> dict[str, Any]:
     """What an Evaluation needs beside workflow and items, from the `eval:` section."""
     general = builder.document.eval.general
     names = builder.document.eval.evaluators if evaluators is None else evaluators
@@ -258,7 +263,7 @@ async def scoring(builder: "Builder", evaluators: Collection[str] | None = None)
     }
 
 
-async def _evaluator(builder: "Builder", name: str) -> Evaluator:
+async def _evaluator(builder: Builder, name: str) -> Evaluator:
     found = await builder.get_evaluator(name)
     method = getattr(found, "evaluate_item", None)
     if not inspect.iscoroutinefunction(method):
@@ -283,22 +288,6 @@ def _check_item(item: Any) -> None:
 
 
 # ---- hone eval --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """What `hone eval` was asked for."""
-
-    config_file: Path
-    dataset: Path | None = None
-    """Instead of the document's; any type, by its extension."""
-    result_json_path: str = "$"
-    skip_workflow: bool = False
-    """Score the answers that are there: in the dataset, or from the last evaluation."""
-    skip_completed_entries: bool = False
-    """Run only what has no answer yet."""
-    reps: int = 1
-    override: Sequence[tuple[str, str]] = ()
 
 
 def evaluate(options: EvalOptions) -> EvalSummary:
@@ -326,9 +315,6 @@ def evaluate(options: EvalOptions) -> EvalSummary:
 
 
 async def _evaluate(options: EvalOptions) -> EvalSummary:
-    from hone.config.build import build
-    from hone.config.schema import read
-
     began = time.monotonic()
     document = read(options.config_file, options.override)
     general = document.eval.general
@@ -374,7 +360,7 @@ async def _run_into(
         )
 
 
-async def _workflow(builder: "Builder", *, skipped: bool) -> Function:
+async def _workflow(builder: Builder, *, skipped: bool) -> Function:
     if skipped:
 
         async def never(input: Any) -> Any:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from hone.backends.local import LocalBackend
 from hone.backends.remote import RemoteBackend
-from hone.capture.scope import host_of
+from hone.capture.base import host_of
 from hone.config.build import Served
 from hone.config.registry import register_trainer_adapter
 from hone.errors import ConfigError, Conflict, HoneError, NotFound, ServerError, Unreachable

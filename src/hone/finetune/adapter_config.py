@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from hone.capture.scope import host_of
+from hone.capture.base import host_of
 from hone.config.base import Strict
 from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig

@@ -19,6 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 
 from hone.capture.scope import kept_open, within
+from hone.config.registry import WRAPPERS
 from hone.errors import ConfigError, NotInThisVersion
 from hone.workflow.fit import Fit
 
@@ -108,6 +109,9 @@ class Function:
 
     def __repr__(self) -> str:
         return f"Function({self.name!r})"
+
+
+WRAPPERS["function"] = Function.of
 
 
 async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from hone.capture.scope import current, host_of
+from hone.capture.base import current, host_of
+from hone.config.build import Builder
 from hone.config.policy import openai_url
 from hone.config.registry import LLMBaseConfig, register_llm_provider
 from hone.errors import ConfigError
@@ -26,8 +27,6 @@ from hone.model import CONNECT_S, MAX_CONNECTIONS, TIMEOUT_S
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from openai.types.chat import ChatCompletion
-
-    from hone.config.build import Builder
 
 MAX_RETRIES = 10
 
@@ -337,7 +336,7 @@ class TrainableConfig(_OpenAIFields, name="trainable"):
 
 
 @register_llm_provider(config_type=OpenAIConfig)
-async def openai_llm(config: OpenAIConfig, builder: "Builder") -> AsyncIterator[LLM]:
+async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[LLM]:
     """A model behind an OpenAI API."""
     llm = _made(config, builder, openai_url(config))
     yield llm
@@ -345,7 +344,7 @@ async def openai_llm(config: OpenAIConfig, builder: "Builder") -> AsyncIterator[
 
 
 @register_llm_provider(config_type=TrainableConfig)
-async def trainable_llm(config: TrainableConfig, builder: "Builder") -> AsyncIterator[LLM]:
+async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncIterator[LLM]:
     """The model that is trained, wherever it is served."""
     if config.base_url is not None:
         llm = _made(config, builder, config.base_url)
@@ -370,7 +369,7 @@ async def trainable_llm(config: TrainableConfig, builder: "Builder") -> AsyncIte
 
 
 def _made(
-    config: OpenAIConfig | TrainableConfig, builder: "Builder", url: str, key: str | None = None
+    config: OpenAIConfig | TrainableConfig, builder: Builder, url: str, key: str | None = None
 ) -> LLM:
     """The entry's model at this address; `key` counts where the entry has none."""
     name = _name_of(config, builder)
@@ -383,7 +382,7 @@ def _made(
     )
 
 
-def _name_of(config: LLMBaseConfig, builder: "Builder") -> str:
+def _name_of(config: LLMBaseConfig, builder: Builder) -> str:
     """The entry's key."""
     return next((key for key, held in builder.document.llms.items() if held is config), "")
 

@@ -11,17 +11,15 @@ signature would otherwise fail every rollout of the first epoch.
 import inspect
 from collections.abc import AsyncIterator, Callable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import Field, JsonValue
 
+from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, FunctionRef, LLMRef, register_function
 from hone.errors import ConfigError
 from hone.workflow.function import FunctionInfo
 from hone.workflow.target import load_target
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
 
 
 class PythonFunctionConfig(FunctionBaseConfig, name="python"):
@@ -41,7 +39,7 @@ class PythonFunctionConfig(FunctionBaseConfig, name="python"):
 
 @register_function(config_type=PythonFunctionConfig)
 async def python_function(
-    config: PythonFunctionConfig, builder: "Builder"
+    config: PythonFunctionConfig, builder: Builder
 ) -> AsyncIterator[FunctionInfo]:
     """A Python function of your own."""
     where = f"target {config.target!r}"

@@ -19,6 +19,8 @@ from typing import Any
 from hone.capture.base import Recorder, SeenCall, Step
 from hone.capture.recorded import unseen_calls
 from hone.capture.scope import Rollout, recorded
+from hone.config.build import build
+from hone.config.schema import read
 from hone.errors import ConfigError, HoneError
 from hone.types import RecordedCall
 from hone.workflow.failure import RolloutFailure, raised, timed_out
@@ -128,9 +130,6 @@ def run_inputs(options: RunOptions) -> list[RolloutResult]:
 
 
 async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutResult]:
-    from hone.config.build import build  # here: a workflow is also run without any YAML
-    from hone.config.schema import read
-
     document = read(options.config_file, options.override)
     async with build(document) as builder:
         await builder.serve()

@@ -17,10 +17,9 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hone.capture.base import Scope
+from hone.capture.base import Scope, current, host_of
 from hone.capture.branches import Branch
 from hone.capture.openai import Exchange
-from hone.capture.scope import current, host_of
 
 LIBRARIES = ("httpx", "httpx2")
 _PATHS = ("/chat/completions", "/completions", "/responses")
