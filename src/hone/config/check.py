@@ -19,6 +19,7 @@ from hone.config import shape
 from hone.config.base import Strict
 from hone.config.load import Loaded
 from hone.config.problems import Path, Problem, dotted, named
+from hone.redact import is_secret
 
 D = TypeVar("D", bound=BaseModel)
 
@@ -147,8 +148,8 @@ def _message(error: ErrorDetails, path: Path, loaded: Loaded, root: type[BaseMod
         return said
     what = _SHORT.get(kind) or said.replace("Input should be ", "expected ", 1)
     what = what.partition(", unable to parse")[0]
-    secret = any(word in str(path[-1:]) for word in ("key", "password", "secret", "token"))
-    return f"got {'something else' if secret else named(error['input'])}; {what}"
+    hidden = path and is_secret(str(path[-1]))
+    return f"got {'something else' if hidden else named(error['input'])}; {what}"
 
 
 def _unknown_key(path: Path, loaded: Loaded, root: type[BaseModel]) -> str:

@@ -3,30 +3,20 @@
 In:   a configuration as it was read, the options of the command line, the environment
 Out:  the same values with every secret replaced by HIDDEN
 
-A secret is the value of a key, an option or an environment variable whose name says so (`api_key`,
-`HF_TOKEN`, `Authorization`). It is hidden wherever it occurs: a key may also stand inside a header or
-an address.
+A secret is the value of a key, an option or an environment variable whose name says so (redact.py).
+It is hidden wherever it occurs: a header or an address may hold it too.
 """
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-HIDDEN = "<hidden>"
-_NAME = re.compile(
-    r"(^|[_.-])((api|access|secret|private)[_-]?key|token|secret|password|authorization|credentials?)$",
-    re.IGNORECASE,
-)
+from hone.redact import HIDDEN, is_secret
+
 _SHORTEST = 8
 """A shorter value may occur by chance in another text. Under its own key it is hidden all the same."""
 _PUBLIC = frozenset({"default"})
 """The key that servers take from anyone on their own machine."""
-
-
-def is_secret(name: str) -> bool:
-    """Whether a key, an option or a variable of this name holds a secret."""
-    return _NAME.search(name) is not None
 
 
 class Secrets:

@@ -9,7 +9,6 @@ not add up.
 
 import json
 import logging
-import re
 import sys
 import time
 from logging.handlers import RotatingFileHandler
@@ -18,11 +17,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from hone.logs import log
+from hone.redact import HIDDEN, redact
 from hone.server.settings import Settings
 
 MAX_REASON = 1000
 """Characters of a refusal that are logged."""
-_SECRET = re.compile(r"(?i)((?:bearer |sk-|hf_|api[_-]?key['\": =]+))[\w-]{8,}")
 
 
 class Metrics:
@@ -63,8 +62,7 @@ def refusal_text(body: bytes, key: str | None = None) -> str:
         message = json.loads(body)["error"]["message"] if len(body) < 2**20 else ""
     except (ValueError, KeyError, TypeError):  # another's shape
         return ""
-    text = str(message).replace(key, "***") if key else str(message)
-    text = _SECRET.sub(r"\1***", text)
+    text = redact(str(message).replace(key, HIDDEN) if key else str(message))
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 

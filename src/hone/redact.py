@@ -1,0 +1,28 @@
+"""Which texts are secrets, by the name they stand under or by their form.
+
+In:   the name of a key, an option, a header or an environment variable; text of a message
+Out:  whether a value of that name is a secret; the text without the secrets in it
+
+A file or a log line that hone writes holds no secret: the configuration, the server's log and the
+messages about wrong values all ask here.
+"""
+
+import re
+
+HIDDEN = "<hidden>"
+_NAMES = r"(?:api|access|secret|private)[_-]?key|token|secret|password|authorization|credentials?"
+_NAME = re.compile(rf"(?:^|[_.-])(?:{_NAMES})$", re.IGNORECASE)
+_IN_TEXT = re.compile(
+    rf"((?<!\w)(?:bearer |sk-|hf_|(?:{_NAMES})['\"]?\s*[:=]\s*['\"]?|api[_-]?key ))[\w-]{{8,}}",
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key, an option or a variable of this name holds a secret."""
+    return _NAME.search(name) is not None
+
+
+def redact(text: str) -> str:
+    """The text without what looks like a secret: `Bearer ...`, `sk-...`, `api_key=...`."""
+    return _IN_TEXT.sub(rf"\1{HIDDEN}", text)

@@ -1,0 +1,33 @@
+"""What counts as a secret, by its name and by its form."""
+
+import pytest
+
+from hone.redact import HIDDEN, is_secret, redact
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "HF_TOKEN", "Authorization", "llms.a.api_key", "db_password", "secret-key"],
+)
+def test_a_name_that_says_so_holds_a_secret(name: str):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["id_key", "max_tokens", "question_key", "keys", ""])
+def test_other_names_do_not(name: str):
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("got Bearer abcdefghij", f"got Bearer {HIDDEN}"),
+        ("the key sk-0123456789 is wrong", f"the key sk-{HIDDEN} is wrong"),
+        ("hf_abcdefgh: no access", f"hf_{HIDDEN}: no access"),
+        ("api_key='12345678'", f"api_key='{HIDDEN}'"),
+        ('{"password": "correct-horse"}', f'{{"password": "{HIDDEN}"}}'),
+        ("a task-oriented model of 12345678 tokens", "a task-oriented model of 12345678 tokens"),
+    ],
+)
+def test_a_secret_in_a_text_is_hidden(text: str, redacted: str):
+    assert redact(text) == redacted
