@@ -103,7 +103,9 @@ def test_blank_questions_are_left_out_and_counted(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         items = loaded(tmp_path, rows)
     assert [item.input_obj for item in items] == ["a", 7]
-    assert "3 of 5 rows have no question and are left out: 2, 3, 5" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        loaded(tmp_path, rows)  # a command reads it to check it, and again to run on it
+    assert caplog.text.count("3 of 5 rows have no question and are left out: 2, 3, 5") == 1
 
 
 def test_other_columns_by_either_spelling(tmp_path: Path):

@@ -107,7 +107,7 @@ def test_checks_of_whole_sections_run_where_another_section_is_broken(refused: R
     ("rows", "message"),
     [
         ("", "a.yml:13: eval.general.dataset.file_path: train.jsonl: no row is left to run"),
-        ('{"prompt": "?"}', "a.yml:11: eval.general.dataset.structure.question_key: train.jsonl: no"),
+        ('{"prompt": "?", "answer": "!"}', "a.yml:11: eval.general.dataset.structure.question_key: train.jsonl: no"),
         ('{"question": "?", "anwser": "!"}', "a.yml:11: eval.general.dataset.structure.answer_key: "
          "reward.py:score takes `expected`, and no row has a 'answer'. Did you mean 'anwser'?"),
     ],
@@ -116,6 +116,13 @@ def test_rows_that_do_not_fit(refused: Refused, rows: str, message: str):
     Path("train.jsonl").write_text(rows)
     (said,) = refused()
     assert said.startswith(message)
+
+
+def test_a_missing_question_does_not_hide_a_missing_answer(refused: Refused):
+    Path("train.jsonl").write_text('{"prompt": "?", "anwser": "!"}')
+    question, answer = refused()
+    assert question.startswith("a.yml:11: eval.general.dataset.structure.question_key: ")
+    assert answer.startswith("a.yml:11: eval.general.dataset.structure.answer_key: ")
 
 
 def test_columns_that_are_named_must_be_there(refused: Refused):
@@ -162,6 +169,9 @@ def test_files_that_the_command_names(tmp_path: Path):
     (problem,) = check_file("--dataset", tmp_path / "none.jsonl", None)
     assert str(problem) == f"--dataset {tmp_path / 'none.jsonl'}: no such file"
     assert check_file("--dataset", None, None) == []
+    (tmp_path / "torn.jsonl").write_text('{"question": "?"}\n{"question"')
+    (problem,) = check_file("--dataset", tmp_path / "torn.jsonl", None)
+    assert str(problem).startswith(f"--dataset {tmp_path / 'torn.jsonl'}:2: not JSON: Expecting")
 
 
 def test_files_that_the_command_names_have_the_reward_s_columns(refused: Refused):

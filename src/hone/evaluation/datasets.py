@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ from hone.workflow.target import load_target, said_at
 log = logging.getLogger("hone")
 
 WHERE = "eval.general.dataset"
+
+
+class MissingQuestion(ConfigError):
+    """No row has the column of the workflow's input; `columns` are those that the rows have."""
+
+    def __init__(self, message: str, columns: Sequence[str]) -> None:
+        super().__init__(message)
+        self.columns = columns
 
 
 class JsonDataset(DatasetBaseConfig, name="json"):
@@ -208,22 +217,28 @@ def _items(found: Sequence[Row], config: DatasetBaseConfig, where: str) -> list[
     structure = config.structure
     if not structure.disable:
         if kept and structure.question_key not in columns:
-            raise ConfigError(
+            raise MissingQuestion(
                 f"{where}: no row has a {structure.question_key!r}; there are: "
                 f"{', '.join(columns)}. Name the column of the workflow's input in "
-                f"{WHERE}.structure.question_key."
+                f"{WHERE}.structure.question_key.",
+                columns,
             )
         blank = [n for n, row in kept if _blank(row.get(structure.question_key))]
         if blank:
-            log.warning(
-                "%s: %d of %d rows have no %s and are left out: %s",
-                *(where, len(blank), len(kept), structure.question_key),
-                ", ".join(map(str, blank[:10])) + (" ..." if len(blank) > 10 else ""),
-            )
+            _warn_of_blank(where, structure.question_key, tuple(blank), len(kept))
         kept = [(n, row) for n, row in kept if n not in set(blank)]
     items = [_item(row, n, config, f"{where}: row {n}") for n, row in kept]
     _check_ids(items, [f"row {n}" for n, _ in kept], where)
     return items
+
+
+@cache  # once, although a command reads its dataset to check it and again to run on it
+def _warn_of_blank(where: str, column: str, blank: Sequence[int], total: int) -> None:
+    log.warning(
+        "%s: %d of %d rows have no %s and are left out: %s",
+        *(where, len(blank), total, column),
+        ", ".join(map(str, blank[:10])) + (" ..." if len(blank) > 10 else ""),
+    )
 
 
 def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalInputItem:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hone.config.problems import Path as Keys
 from hone.config.problems import Place, Problem
 from hone.errors import ConfigError
-from hone.evaluation.datasets import WHERE, JsonDataset, load_items
+from hone.evaluation.datasets import WHERE, JsonDataset, MissingQuestion, load_items
 from hone.finetune.checks import FILES, Check, adapter_of
 from hone.finetune.targets import Target, targets_of
 from hone.workflow.target import load_target
@@ -25,7 +25,6 @@ from hone.workflow.target import load_target
 if TYPE_CHECKING:
     from hone.config.base import DatasetBaseConfig
     from hone.config.schema import Document
-    from hone.evaluation.base import EvalInputItem
 
 DATASET = ("eval", "general", "dataset")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -70,14 +69,15 @@ def check_file(
         return [Problem(place, (), "no such file")]
     if config is not None and not isinstance(config, FILES):
         return []  # a function, or a plugin's loader, reads the file
-    items, problem = _read(config or JsonDataset(), file, None)
-    if problem is not None:
-        return [Problem(place, (), problem.removeprefix(f"{file}: "))]
-    if document is None or config is None:
-        return []
-    return [
-        Problem(place, (), check.message) for check in _misfits(document, config, items, reward)
-    ]
+    columns, error = _read(config or JsonDataset(), file, None)
+    problems = []
+    if error is not None:
+        line, message = _at_line(str(error), file)
+        problems.append(Problem(Place(place.file, line), (), message))
+    if document is not None and config is not None:
+        misfits = _misfits(document, config, columns, reward)
+        problems += [Problem(place, (), check.message) for check in misfits]
+    return problems
 
 
 def reward_of(document: "Document | None") -> str | None:
@@ -122,26 +122,25 @@ def _dataset(document: "Document", reward: str | None) -> Iterator[Check]:
     config = document.eval.general.dataset
     if not isinstance(config, FILES) or config.file_path is None:
         return
-    items, problem = _read(config, None, document.file.parent)
-    if problem is not None:
-        key = ("structure", "question_key") if "structure.question_key" in problem else None
-        path = (*DATASET, *(key or ("file_path",)))
-        yield Check("dataset", False, problem.removeprefix(f"{WHERE}.file_path: "), path=path)
-        return
-    yield from _misfits(document, config, items, reward)
+    columns, error = _read(config, None, document.file.parent)
+    if error is not None:
+        is_column = isinstance(error, MissingQuestion)
+        path = (*DATASET, *(("structure", "question_key") if is_column else ("file_path",)))
+        message = str(error).removeprefix(f"{WHERE}.file_path: ")
+        yield Check("dataset", False, message, path=path)
+    yield from _misfits(document, config, columns, reward)
 
 
 def _misfits(
     document: "Document",
     config: "DatasetBaseConfig",
-    items: Sequence["EvalInputItem"],
+    columns: Sequence[str],
     reward: str | None,
 ) -> Iterator[Check]:
     """Columns that the configuration names, or the reward needs, and no row has."""
     structure = config.structure
-    if structure.disable:
+    if structure.disable or not columns:
         return
-    columns = sorted({str(column) for item in items for column in _columns(item)})
     written = structure.model_fields_set
     for key in ("answer_key", "expected_trajectory_key"):
         column = getattr(structure, key)
@@ -179,18 +178,23 @@ def _no_column(column: str, columns: Sequence[str], path: Keys) -> Check:
     return Check("dataset", False, message, path=path)
 
 
-def _columns(item: "EvalInputItem") -> Sequence[str]:
-    row: Any = item.full_dataset_entry
-    return list(row) if isinstance(row, dict) else []
-
-
 def _read(
     config: Any, override: Path | None, near: Path | None
-) -> tuple[list["EvalInputItem"], str | None]:
+) -> tuple[Sequence[str], ConfigError | None]:
+    """The columns of a dataset, and why it cannot be used; no columns where it cannot be read."""
     try:
-        return load_items(config, override, near=near), None
+        rows = [item.full_dataset_entry for item in load_items(config, override, near=near)]
     except ConfigError as error:
-        return [], str(error)
+        return (error.columns if isinstance(error, MissingQuestion) else ()), error
+    return sorted({str(column) for row in rows if isinstance(row, dict) for column in row}), None
+
+
+def _at_line(message: str, file: Path) -> tuple[int | None, str]:
+    """The line and the rest of `FILE:LINE: ...` or `FILE: ...`."""
+    match = re.fullmatch(rf"{re.escape(str(file))}(?::(\d+))?: (.*)", message, re.DOTALL)
+    if match is None:
+        return None, message
+    return int(match[1]) if match[1] else None, match[2]
 
 
 # ---- base models --------------------------------------------------------------------------------
