@@ -1,18 +1,18 @@
-"""Fit one input to the parameters of a function.
+"""One input -> the arguments of a function, as its annotations say.
 
 In:   a function's signature; an input: text, JSON text, a dict, a model, anything
 Out:  the arguments to call it with; the schema of what it takes
 
-Datasets hold text and rows, tool calls hold JSON text, agents hold objects: a function says with
-its annotations which of them it wants. What does not fit raises pydantic's ValidationError, which
-after an answer of the model counts as the model's doing (workflow/run.py).
+Datasets hold text and rows, tool calls hold JSON text, agents hold objects: the annotations decide
+which of them the function gets. An input that does not fit raises pydantic's ValidationError, which
+counts as a failure of the policy if the model has answered before (workflow/failure.py).
 """
 
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from pydantic import (
     BaseModel,
@@ -31,6 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named."""
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ANY = inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY, annotation=Any)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +40,29 @@ class Fit:
 
     name: str
     parameters: tuple[inspect.Parameter, ...]
-    """With annotations resolved; `*args` and `**kwargs` left out."""
+    """With annotations resolved; without `*args` and `**kwargs`."""
     schema: type[BaseModel] | None
-    """Of a model that is the only parameter, or of several parameters together."""
-    given: type[BaseModel] | None
-    """The schema, where the author gave one: the function gets an instance of it."""
+    """The model that is the only parameter, or a model of several parameters; otherwise None."""
+    declared: type[BaseModel] | None
+    """The schema that the author declared: the function gets an instance of it."""
 
     @classmethod
-    def of(cls, name: str, fn: Callable[..., Any], given: type[BaseModel] | None = None) -> "Fit":
-        parameters = _parameters(name, fn)
-        if given is not None:
-            return cls(name, parameters, given, given)
+    def of(
+        cls, name: str, fn: Callable[..., Any], declared: type[BaseModel] | None = None
+    ) -> "Fit":
+        parameters = _parameters(fn)
+        if declared is not None:
+            return cls(name, parameters, declared, declared)
         if len(parameters) == 1:
             annotation = parameters[0].annotation
             return cls(name, parameters, annotation if _is_model(annotation) else None, None)
         return cls(name, parameters, _schema(name, parameters) if parameters else None, None)
 
     def arguments(self, input: Any, *, by_name: bool = False) -> Arguments:
-        """The input as arguments; `by_name`: it is a dict of them already."""
+        """The input as arguments; with `by_name` it is a dict of them already."""
         try:
-            if self.given is not None:
-                return (_as_model(self.given, input),), {}
+            if self.declared is not None:
+                return (_as_model(self.declared, input),), {}
             if len(self.parameters) > 1:
                 return self._call(self._several(input))
             only = next(iter(self.parameters), None)
@@ -78,7 +81,7 @@ class Fit:
         fields = _object(input)
         fits = fields is not None and {p.name for p in required} <= set(fields) <= names
         if not fits and len(required) <= 1:
-            # Text for the one parameter that must be given, or for the first.
+            # The input is the value of the one parameter without a default, or of the first one.
             only = required[0] if required else self.parameters[0]
             return {only.name: _fitted(only, input)}
         checked = self.schema.model_validate(input if fields is None else fields)
@@ -91,31 +94,33 @@ class Fit:
         return positional, values
 
     def _takes(self) -> str:
-        if self.given is not None:
-            return self.given.__name__
+        if self.declared is not None:
+            return self.declared.__name__
         return ", ".join(str(p) for p in self.parameters)
 
 
-def _parameters(name: str, fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """Its signature with resolved annotations; an annotation that names nothing becomes Any."""
     try:
-        signature = inspect.signature(fn)
-    except ValueError:  # written in C without one
-        return (inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY, annotation=Any),)
-    try:
-        hints = get_type_hints(fn if inspect.isroutine(fn) else type(fn).__call__)
+        return inspect.signature(fn, eval_str=True)
     except (NameError, TypeError, AttributeError):
-        hints = {}  # annotations that name nothing here; the input is passed as it is
-    found = [p for p in signature.parameters.values() if p.kind not in _MANY]
-    if not found and any(p.kind in _MANY for p in signature.parameters.values()):
-        return (inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY, annotation=Any),)
-    return tuple(p.replace(annotation=_annotation(p, hints)) for p in found)
+        written = inspect.signature(fn)
+    parameters = [
+        p.replace(annotation=Any) if isinstance(p.annotation, str) else p
+        for p in written.parameters.values()
+    ]
+    return written.replace(parameters=parameters)
 
 
-def _annotation(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
-    raw = parameter.annotation
-    if raw is parameter.empty:
-        return Any
-    return hints.get(parameter.name, Any if isinstance(raw, str) else raw)
+def _parameters(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    try:
+        every = signature_of(fn).parameters.values()
+    except ValueError:  # a function written in C, without a signature
+        return (_ANY,)
+    named = [p for p in every if p.kind not in _MANY]
+    if not named and every:
+        return (_ANY,)
+    return tuple(p.replace(annotation=Any) if p.annotation is p.empty else p for p in named)
 
 
 def _schema(name: str, parameters: tuple[inspect.Parameter, ...]) -> type[BaseModel]:
@@ -140,7 +145,7 @@ def _schema(name: str, parameters: tuple[inspect.Parameter, ...]) -> type[BaseMo
 
 
 def _fitted(parameter: inspect.Parameter, input: Any) -> Any:
-    """The input as the parameter's annotation wants it."""
+    """The input, converted to the parameter's annotation."""
     wanted = parameter.annotation
     if wanted is Any or wanted is object:
         return input
@@ -151,15 +156,14 @@ def _fitted(parameter: inspect.Parameter, input: Any) -> Any:
     try:
         adapter = TypeAdapter(wanted)
     except PydanticUserError:
-        return input  # a class of the user's own, about which pydantic knows nothing
+        return input  # a class of the user's that pydantic has no schema for
     try:
         return adapter.validate_python(input)
     except ValidationError:
-        if isinstance(input, str):
-            read = _json(input)
-            if read is not None:
-                return adapter.validate_python(read)
-        raise
+        value = _json(input) if isinstance(input, str) else None
+        if value is None:
+            raise
+        return adapter.validate_python(value)
 
 
 def _as_model(wanted: type[BaseModel], input: Any) -> BaseModel:
@@ -182,15 +186,15 @@ def _as_text(input: Any) -> str:
 
 
 def _object(input: Any) -> dict[str, Any] | None:
-    """The input as an object: itself, or what it says in JSON; None if it is none."""
+    """The input as a dict of fields, read from JSON if it is text; None if it is no object."""
     if isinstance(input, BaseModel):
         return input.model_dump()
-    read = _json(input) if isinstance(input, str) else input
-    return dict(read) if isinstance(read, Mapping) else None
+    value = _json(input) if isinstance(input, str) else input
+    return dict(value) if isinstance(value, Mapping) else None
 
 
 def _json(text: str) -> Any:
-    """What the text says in JSON; None if it is none."""
+    """The value of JSON text; None if the text is not JSON."""
     try:
         return from_json(text)
     except ValueError:

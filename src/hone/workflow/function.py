@@ -76,7 +76,7 @@ class Function:
             return cls(name, fn.fn, description=said, input_schema=fn.input_schema)
         if isinstance(fn, Function):
             said = description or fn.description
-            return cls(name, fn._fn, description=said, input_schema=fn._fit.given)
+            return cls(name, fn._fn, description=said, input_schema=fn._fit.declared)
         if not callable(fn):
             raise ConfigError(
                 f"function {name!r}: its factory yielded {fn!r}; it must yield an async callable, "

@@ -11,13 +11,14 @@ signature would otherwise fail every rollout of the first epoch.
 import inspect
 from collections.abc import AsyncIterator, Callable
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any
 
 from pydantic import Field, JsonValue
 
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, FunctionRef, LLMRef, register_function
 from hone.errors import ConfigError
+from hone.workflow.fit import signature_of
 from hone.workflow.function import FunctionInfo
 from hone.workflow.target import load_target
 
@@ -77,7 +78,7 @@ def bound(fn: Callable[..., Any], given: dict[str, Any], where: str) -> Callable
 
 def _left(fn: Callable[..., Any], given: dict[str, Any], where: str) -> list[inspect.Parameter]:
     """The parameters that are not given, with resolved annotations; an error if it cannot be called."""
-    parameters = inspect.signature(fn).parameters
+    parameters = signature_of(fn).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {
         n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -100,11 +101,7 @@ def _left(fn: Callable[..., Any], given: dict[str, Any], where: str) -> list[ins
             f"{where} takes no input: its parameters are ({', '.join(parameters)}); the first must "
             "be what the workflow is run on"
         )
-    try:
-        hints = get_type_hints(fn if inspect.isroutine(fn) else type(fn).__call__)
-    except (NameError, TypeError, AttributeError):
-        hints = {}
-    return [p.replace(annotation=hints.get(p.name, p.annotation)) for p in left]
+    return left
 
 
 def _not_taken(where: str, name: str, known: set[str]) -> str:
