@@ -1,4 +1,4 @@
-"""README.md and docs/architecture.md against the disk: trees, links, and measurements."""
+"""Check README.md and docs/architecture.md against the repository: trees, links, measurements."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from bench.report import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
 DOWNLOADS = {"0.3 GB", "0.09 GB", "2.7 GB"}
-"""Sizes of what an index serves; no run of ours makes them."""
+"""Download sizes from a package index; benchmarks do not measure them."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
@@ -18,20 +18,20 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 def test_every_file_is_in_a_tree():
     listed = _listed(ARCHITECTURE)
     parents = {str(parent) for path in listed for parent in Path(path).parents}
-    closed = listed - parents  # a folder listed without its contents stands for them
+    closed = listed - parents  # a folder listed without its files stands for all of them
     missing = [
         path
         for path in _on_disk(ROOT)
         if path not in listed
-        and not path.startswith("src/")  # docs/build.py writes that tree
+        and not path.startswith("src/")  # docs/build.py generates that tree
         and not any(str(parent) in closed for parent in Path(path).parents)
     ]
-    assert not missing, f"the tree of docs/architecture.md lacks {missing}; give each its one line"
+    assert not missing, f"the tree of docs/architecture.md lacks {missing}; add one line for each"
 
 
 def test_everything_in_the_tree_exists():
     gone = sorted(path for path in _listed(ARCHITECTURE) if not (ROOT / path).exists())
-    assert not gone, f"the tree of docs/architecture.md names {gone}, which are not there"
+    assert not gone, f"the tree of docs/architecture.md names {gone}, which do not exist"
 
 
 def test_links_and_named_files_exist():
@@ -69,8 +69,8 @@ def test_measurements_are_told_from_other_numbers():
         "```\n3.2 s\n```\n"
         "from 0.250 to 1.000 in 4.5 minutes, 3.8x as fast, 1,204 tokens/s, 12% more, 0.3 GB"
     )
-    found = [number for _, number in _measurements(text)]
-    assert found == ["5", "0.250", "1.000", "4.5", "3.8", "1,204", "12", "0.3"]
+    numbers = [number for _, number in _measurements(text)]
+    assert numbers == ["5", "0.250", "1.000", "4.5", "3.8", "1,204", "12", "0.3"]
     assert _says("0.250", 0.2499) and not _says("0.250", 0.2494)
     assert _says("1,204", 1204.3) and _says("12", 0.12) and not _says("12", 13)
 
@@ -81,7 +81,7 @@ def test_the_tree_is_read_by_its_indentation():
 
 
 def _measurements(text: str) -> list[tuple[str, str]]:
-    """Numbers of the prose that have decimals or a unit, with it; versions have neither here."""
+    """Numbers in the prose with decimals or a unit, without versions: (text with unit, number)."""
     prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.S)
     prose = re.sub(r"Python \d+\.\d+|\d+\.\d+\.\d+", " ", prose)
     units = r"x|times|ms|s|seconds|minutes|hours|[MG]i?B|%|tokens/s"
@@ -94,14 +94,14 @@ def _measurements(text: str) -> list[tuple[str, str]]:
 
 
 def _says(number: str, value: float) -> bool:
-    """Whether the text is this value rounded to the digits it shows, as it is or as a percentage."""
+    """Whether `number` is `value` rounded to its digits, as it is or as a percentage."""
     digits = len(number.partition(".")[2])
     stated = float(number.replace(",", ""))
     return any(round(v, digits) == stated for v in (value, 100 * value))
 
 
 def _listed(text: str) -> set[str]:
-    """Paths of the tree: two spaces of indentation a level, name first, then its one line."""
+    """Paths of a tree: two spaces of indentation per level, the name, then its description."""
     block = text.split("<!-- tree -->")[1].split("<!-- /tree -->")[0]
     paths: set[str] = set()
     above: list[str] = []
@@ -116,19 +116,19 @@ def _listed(text: str) -> set[str]:
 
 
 def _on_disk(folder: Path) -> list[str]:
-    """Every file that git would not ignore; works without git, as in an unpacked archive."""
+    """Every file that git does not ignore; also works without git, as in an unpacked archive."""
     if (folder / ".git").exists() and shutil.which("git"):
         listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listing, cwd=folder, capture_output=True, text=True, check=True)
-        return [name for name in names.stdout.splitlines() if (folder / name).exists()]
+        done = subprocess.run(listing, cwd=folder, capture_output=True, text=True, check=True)
+        return [name for name in done.stdout.splitlines() if (folder / name).exists()]
     lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     ignored = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
-    found: list[str] = []
+    names: list[str] = []
     for path in sorted(folder.iterdir()):
         relative = path.relative_to(ROOT).as_posix()
         if path.name == ".git" or any(
             fnmatch(relative if "/" in pattern else path.name, pattern) for pattern in ignored
         ):
             continue
-        found += _on_disk(path) if path.is_dir() else [relative]
-    return found
+        names += _on_disk(path) if path.is_dir() else [relative]
+    return names

@@ -1,4 +1,4 @@
-"""`make test-docs`, when all of it passed, goes into bench/results.json."""
+"""Record the result of `make test-docs` in bench/results.json if all tests passed."""
 
 import os
 from time import monotonic

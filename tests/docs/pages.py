@@ -1,19 +1,19 @@
-"""A page of documentation as a list of code blocks, and a place to run them in.
+"""Read the code blocks of a documentation page, and run them.
 
-In:   a Markdown file; marks in HTML comments right above a block
-Out:  Blocks; Stage.run(block), in a directory of the page's own, top to bottom
+In:   a Markdown file; marks in HTML comments directly above a block
+Out:  Blocks; Stage.run(block) runs them from top to bottom in a directory for that page
 
-A block says by its language what is done with it: `python` and `bash` are run, `yaml`, `json`,
-`jsonl` and `toml` are parsed. A block without a language, or in `text`, is a picture and not code. Marks:
+The language of a block determines what happens: `python` and `bash` are run, `yaml`, `json`, `jsonl`
+and `toml` are parsed. A block without a language, or with `text`, is not code. Marks:
 
-    <!-- file: agent.py -->       written to that file; python is compiled, yaml must be a valid
-                                  configuration of hone
-    <!-- from: tests/x.py -->     quoted: every line stands in that file, in this order
-    <!-- slow -->                 runs in `make test-docs` only
+    <!-- file: agent.py -->       write the block to that file; python is compiled, yaml must be a
+                                  valid configuration
+    <!-- from: tests/x.py -->     a quotation: every line is in that file, in this order
+    <!-- slow -->                 run only in `make test-docs`
 
-Commands run as a reader would type them, except that a model of a megabyte stands in for the real
-one, ports are free ones, and `hone serve` is started beside the rest and stopped with the page.
-`make` verbs are not run: they are what runs this.
+Commands run as a reader would type them, with three exceptions: a model of one megabyte replaces the
+real one, ports are free ones, and `hone serve` runs in the background until the page ends. `make`
+commands are not run, because `make` runs these tests.
 """
 
 import json
@@ -62,14 +62,14 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Every block of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    result = []
     for match in _FENCE.finditer(text):
         indent = len(match["indent"])
         lines = [line[indent:] for line in match["code"].splitlines()]
         line = text.count("\n", 0, match.start()) + 1
         marks = _marks(text[: match.start()])
-        found.append(Block(page, line, match["language"], "\n".join(lines) + "\n", marks))
-    return found
+        result.append(Block(page, line, match["language"], "\n".join(lines) + "\n", marks))
+    return result
 
 
 def _marks(above: str) -> dict[str, str]:
@@ -81,7 +81,7 @@ def _marks(above: str) -> dict[str, str]:
 
 
 class Stage:
-    """The directory a page is played in."""
+    """The directory in which the blocks of a page run."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory = directory
@@ -91,13 +91,13 @@ class Stage:
         self._env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def played(self, text: str) -> str:
-        """The text with what a test cannot have exchanged."""
+        """The text with the model name and the ports replaced."""
         for real, here in self._swap.items():
             text = re.sub(rf"(?<![\w.-]){re.escape(real)}(?![\w.-])", here, text)
         return text.replace(".venv/bin/", "")
 
     def run(self, block: Block) -> None:
-        """Do with the block what its language and marks say."""
+        """Run, write, parse or compare the block, depending on its language and marks."""
         if source := block.marks.get("from"):
             _check_quoted(block, ROOT / source)
         elif name := block.marks.get("file"):
@@ -111,7 +111,7 @@ class Stage:
             _parse(block)
 
     def check_configs(self) -> None:
-        """Every YAML file the page wrote is a configuration without a problem."""
+        """Raise if a YAML file of the page is not a valid configuration."""
         for path in self._configs:
             read(path)
 
@@ -148,9 +148,9 @@ class Stage:
             timeout=COMMAND_S,
             stdin=subprocess.DEVNULL,
         )
-        said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        output = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         assert done.returncode == 0, (
-            f"{block}: {command[-1]!r} ended with {done.returncode}\n{said}"
+            f"{block}: {command[-1]!r} ended with {done.returncode}\n{output}"
         )
 
     def _serve(self, block: Block, command: str) -> None:
@@ -171,7 +171,7 @@ class Stage:
 
 
 def _commands(code: str) -> list[str]:
-    """The commands of a block; a line that ends in a backslash goes on in the next."""
+    """The commands of a block; a backslash at the end of a line continues it."""
     joined = code.replace("\\\n", " ")
     return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
@@ -190,7 +190,7 @@ def _parse(block: Block) -> None:
 
 
 def _check_quoted(block: Block, source: Path) -> None:
-    """Its lines stand in the file in this order; a line of three dots leaves some out."""
+    """Check that the lines are in the file in this order; a line of three dots skips some."""
     text, at = source.read_text(encoding="utf-8").splitlines(), 0
     for line in block.code.splitlines():
         if line.strip() in {"", "..."}:

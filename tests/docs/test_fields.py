@@ -1,4 +1,4 @@
-"""What an agent and a reward get is documented, field by field; the quickstart can be judged."""
+"""The docs list every field that an agent and a reward receive; the quickstart has enough rows."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ QUICKSTART, REWARD = ROOT / "docs/quickstart.md", ROOT / "docs/guides/reward.md"
 
 
 def table(text: str, head: str) -> list[str]:
-    """The names in the first column of the table under this head."""
+    """The names in the first column of the table with this header."""
     rows = text.partition(f"| `{head}` | is |\n|---|---|\n")[2].partition("\n\n")[0]
     return [re.match(r"\| `(?:llm\.)?(\w+)", row)[1] for row in rows.splitlines()]  # pyright: ignore[reportOptionalSubscript]
 

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs; the slow ones in `make test-docs`."""
+"""Run every code block of README.md, docs/ and the examples; slow ones only in `make test-docs`."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tests.docs.pages import ROOT, Block, Stage, blocks
 
-# The reference is generated; what it quotes of --help is held up to date by `make check`.
+# The reference is generated; `make check` keeps it up to date.
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "reference"]
 PAGES += [ROOT / "README.md"]
 PAGES += sorted(ROOT.glob("examples/*/README.md"))
@@ -21,7 +21,7 @@ ALL = os.environ.get("HONE_DOCS") == "all"
 @pytest.fixture
 def stage(tmp_path: Path, tiny_model: Path) -> Iterator[Stage]:
     stage = Stage(tmp_path, tiny_model)
-    # Commands of the pages name files of the project, as one who cloned it would.
+    # Commands on the pages name files of the repository.
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for config in (tmp_path / "examples").rglob("*.yml"):
         config.write_text(stage.played(config.read_text(encoding="utf-8")), encoding="utf-8")
@@ -44,9 +44,9 @@ def test_its_code_runs(page: Path, stage: Stage):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_says_what_it_is(page: Path):
-    """A block without a language is not run, so it must not be something one could run."""
+    """A block without a language is not run, so it must not look like code."""
     for block in blocks(page):
-        assert block.language in RUN | {"", "text"}, f"{block}: nobody runs {block.language!r}"
+        assert block.language in RUN | {"", "text"}, f"{block}: {block.language!r} is not run"
         if block.language not in RUN:
             code = re.search(
                 r"^(import |from \w+ import|hone |\.venv/bin/|curl |pip )", block.code, re.M
