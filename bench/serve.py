@@ -117,7 +117,8 @@ class _Server:
     async def _up(self, root: Path, *, instant: bool) -> tuple[Any, str]:
         from tests.fakes import ScriptedEngine
 
-        from hone.models.find import find, load_tokenizer
+        from hone.models.files import load_tokenizer
+        from hone.models.find import find
         from hone.server.app import create_apps
         from hone.server.listen import serving
         from hone.server.run import lasting

@@ -42,7 +42,8 @@ class Setting:
 @contextmanager
 def prepared(*, repeats: int, quick: bool, without: frozenset[str]) -> Iterator[Setting]:
     """Find the model, make an adapter for it."""
-    from hone.models.find import find, load_tokenizer
+    from hone.models.files import load_tokenizer
+    from hone.models.find import find
 
     files = find(MODEL)
     tokenizer = load_tokenizer(files)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hone.errors import ModelNotFound
-from hone.models.find import find, load_tokenizer
+from hone.models.files import load_tokenizer
+from hone.models.find import find
 
 pytestmark = pytest.mark.usefixtures("own_home")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hone.errors import ModelTooLarge
-from hone.models.find import ModelFiles, find
+from hone.models.files import ModelFiles
+from hone.models.find import find
 from hone.models.fit import (
     available_memory,
     cgroup_available,

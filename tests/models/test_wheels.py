@@ -12,7 +12,8 @@ import pytest
 from hone.errors import ModelNotFound, ServerError
 from hone.models import wheels
 from hone.models.catalogue import pull
-from hone.models.find import find, load_tokenizer
+from hone.models.files import load_tokenizer
+from hone.models.find import find
 
 pytestmark = pytest.mark.usefixtures("own_home")
 

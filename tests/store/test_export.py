@@ -16,7 +16,8 @@ from hone.inference.embedded import EmbeddedEngine
 from hone.learner.optim import AdamW
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Decoder
-from hone.models.find import ModelFiles, find
+from hone.models.files import ModelFiles
+from hone.models.find import find
 from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS

@@ -34,7 +34,8 @@ from hone.inference.runner import ModelRunner
 from hone.inference.scheduler import Scheduler
 from hone.inference.scoring import Scorer, check_sequences
 from hone.models.decoder import Decoder
-from hone.models.find import find, load_tokenizer
+from hone.models.files import load_tokenizer
+from hone.models.find import find
 from hone.models.fit import available_memory, require_fit
 from hone.models.lora import Lora
 from hone.models.machine import choose

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hone.errors import ModelNotFound
 from hone.models import cache, wheels
 from hone.models.architecture import DecoderConfig
-from hone.models.find import ModelFiles, find, missing_file
+from hone.models.files import ModelFiles, missing_file
+from hone.models.find import find
 from hone.models.fit import available_memory, estimate, gib, parameters
 from hone.models.gguf import Progress
 from hone.models.known import KNOWN, Known

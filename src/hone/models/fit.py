@@ -15,7 +15,7 @@ from typing import Any
 
 from hone.errors import ModelTooLarge
 from hone.models.architecture import DecoderConfig
-from hone.models.find import ModelFiles
+from hone.models.files import ModelFiles
 from hone.models.known import KNOWN
 
 HEAD_ROWS = 1024

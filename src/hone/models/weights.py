@@ -27,7 +27,7 @@ from hone.disk import move, storage, sync
 from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
 from hone.models.cache import cache_home
-from hone.models.find import weight_files
+from hone.models.files import weight_files
 
 Tensors = dict[str, Tensor]
 LAYOUT = 2

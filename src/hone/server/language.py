@@ -24,7 +24,8 @@ from typing import Any
 from hone.chat.reply import ByteDecoder, TextDecoder, WindowDecoder, byte_pieces
 from hone.chat.template import ChatTemplate
 from hone.errors import Conflict, ModelUnsupported
-from hone.models.find import ModelFiles, find, load_tokenizer
+from hone.models.files import ModelFiles, load_tokenizer
+from hone.models.find import find
 from hone.store.checkpoints import Checkpoint
 
 PARTS = ("weights", "tokenizer", "chat template", "template arguments", "date")

@@ -21,7 +21,7 @@ from hone.chat.messages import check_messages
 from hone.chat.reply import byte_pieces
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, Conflict
-from hone.models.find import ModelFiles, load_tokenizer
+from hone.models.files import ModelFiles, load_tokenizer
 from hone.server.openai import ChatRequest, CompletionRequest, read_json
 
 VALUES_PER_TOKEN = 16

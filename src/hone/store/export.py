@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import Conflict, NotFound
-from hone.models.find import ModelFiles, find
+from hone.models.files import ModelFiles
+from hone.models.find import find
 from hone.models.wheels import WHEELS
 from hone.store import models
 from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
