@@ -1,11 +1,11 @@
-"""AdamW over an adapter's leaves, with a state that survives the process.
+"""AdamW over an adapter's parameters, with a state that is saved with every checkpoint.
 
-In:   named leaves with gradients
-Out:  moved leaves; optimizer.safetensors
+In:   named parameters with gradients
+Out:  updated parameters; optimizer.safetensors
 
-A run that resumes without its moments takes steps of the wrong size for as long as they take to
-build up again, and nobody sees it. So the state is saved with every checkpoint, by parameter
-name, without pickle, and a resumed run continues bit for bit.
+A run that resumes without its moments takes steps of the wrong size until they have built up again,
+and nothing shows it. So the state is saved by parameter name, without pickle, and a resumed run
+continues bit for bit.
 """
 
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from hone.errors import ConfigError
 
@@ -24,10 +25,10 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 class AdamW:
-    """torch's fused AdamW kernel, with a state made at once, so that saved and fresh look alike.
+    """torch.optim's function `adamw`, with a state that exists before the first step.
 
-    The kernel and not the class torch.optim.AdamW: making the first one of those imports torch's
-    compiler, which takes five seconds, half of a learner's start. A test holds both to one result.
+    Not the class torch.optim.AdamW: to construct one imports torch's compiler, which takes five
+    seconds, half of a learner's start. A test compares both bit for bit.
     """
 
     def __init__(self, parameters: list[tuple[str, Tensor]]) -> None:
@@ -43,15 +44,14 @@ class AdamW:
         moved = [(leaf, self._state[n]) for n, leaf in self.parameters if leaf.grad is not None]
         if not moved:
             return
-        steps = [state["step"] for _, state in moved]
-        torch.ops.aten._foreach_add_(steps, 1)
-        torch.ops.aten._fused_adamw_(
+        adamw(
             [leaf for leaf, _ in moved],
             self.grads,
             [state["exp_avg"] for _, state in moved],
             [state["exp_avg_sq"] for _, state in moved],
             [],
-            steps,
+            [state["step"] for _, state in moved],
+            fused=True,
             lr=learning_rate,
             beta1=BETAS[0],
             beta2=BETAS[1],
@@ -66,7 +66,7 @@ class AdamW:
             leaf.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of the state, live, as `parameter/part`."""
+        """Every tensor of the state, not copied, as `parameter/part`."""
         return {
             f"{name}/{part}": self._state[name][part]
             for name, _ in self.parameters
@@ -74,12 +74,12 @@ class AdamW:
         }
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the leaves and of the state."""
+        """Copies of the parameters and of the state."""
         leaves = {name: leaf.detach() for name, leaf in self.parameters}
         return {name: tensor.clone() for name, tensor in (leaves | self.state()).items()}
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
-        """Put leaves and state back to what they were."""
+        """Set parameters and state to a snapshot."""
         with torch.no_grad():
             for name, tensor in (dict(self.parameters) | self.state()).items():
                 tensor.copy_(snapshot[name])
@@ -90,7 +90,7 @@ class AdamW:
 
     @staticmethod
     def save_fresh(parameters: list[tuple[str, Tensor]], directory: Path) -> None:
-        """What a new optimizer would save."""
+        """Write the state of a new optimizer."""
         AdamW(parameters).save(directory)
 
     def load(self, directory: Path) -> None:
@@ -100,18 +100,19 @@ class AdamW:
                 f"{path}: no optimizer state beside the adapter. Load it with optimizer=False to "
                 "begin with fresh moments, knowing that this is no exact continuation."
             )
-        found, ours = load_file(path), self.state()
+        saved, state = load_file(path), self.state()
+        shapes = {name: tensor.shape for name, tensor in saved.items()}
         if wrong := sorted(
             name
-            for name in found.keys() | ours.keys()
-            if name not in found or name not in ours or found[name].shape != ours[name].shape
+            for name in saved.keys() | state.keys()
+            if name not in state or shapes.get(name) != state[name].shape
         ):
             raise ConfigError(
                 f"{path}: {len(wrong)} tensors do not fit this adapter, the first being "
                 f"{wrong[0]!r}. It belongs to another model or rank."
             )
-        for name, tensor in ours.items():
-            tensor.copy_(found[name])
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])
 
 
 def _fresh(leaf: Tensor) -> dict[str, Tensor]:

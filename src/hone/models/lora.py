@@ -1,10 +1,10 @@
-"""LoRA adapters: their tensors in memory, PEFT's files on disk, and the hash that names them.
+"""LoRA adapters: tensors in memory, PEFT's files on disk, and the hash that names them.
 
 In:   a DecoderConfig, or a directory PEFT wrote
 Out:  Lora, which the decoder adds to its frozen layers
 
-An adapter is identified by the hash of its tensors' bytes. Names and step numbers have been
-reused, and servers were seen answering with last week's weights under today's name.
+An adapter is identified by the hash of its tensors' bytes, because names and step numbers are
+reused: a server could answer with last week's weights under today's name.
 """
 
 import hashlib
@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -69,15 +68,14 @@ class Lora:
     def load(
         cls, directory: Path, config: DecoderConfig, *, device: str | torch.device = "cpu"
     ) -> "Lora":
-        """From PEFT's files; what this decoder would silently leave out is refused."""
+        """Load PEFT's files; refuses an adapter that this decoder would compute only in part."""
         settings = json.loads((directory / "adapter_config.json").read_text())
         _check(settings, where=directory / "adapter_config.json")
         rank = settings["r"]
-        tensors = _read(directory / "adapter_model.safetensors", device)
+        tensors = load_file(directory / "adapter_model.safetensors", device=str(device))
 
         def take(name: str, *shape: int) -> Tensor:
-            found = _matching(tensors.pop(name, None), shape, name, directory)
-            return found.to(torch.float32)
+            return _matching(tensors.pop(name, None), shape, name, directory).to(torch.float32)
 
         factors: dict[str, Factors] = {}
         for layer in range(config.layers):
@@ -121,9 +119,9 @@ class Lora:
         return self._factors[key]
 
     def fused(self, key: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [inputs, parts * rank] and block-diagonal B [parts * rank, outputs], for sampling.
+        """A [inputs, parts * rank] and block-diagonal B [parts * rank, outputs], for inference.
 
-        Kept for an adapter that is only served; one in training changes under any copy of it.
+        Kept for an adapter that is served; not for one in training, whose tensors change.
         """
         if key in self._fused:
             return self._fused[key]
@@ -134,17 +132,14 @@ class Lora:
         return fused
 
     def fuse(self, dtype: torch.dtype, between: Callable[[], None] = lambda: None) -> "Lora":
-        """Prepare every layer for sampling now rather than at the first request.
-
-        `between` two layers somebody else may want the cores.
-        """
+        """Fuse every layer now rather than at the first request; calls `between` after each layer."""
         for key in self._factors:
             self.fused(key, dtype)
             between()
         return self
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under PEFT's name for it, in one fixed order; those of A are views."""
+        """Every tensor with PEFT's name, in a fixed order; those of A are views."""
         for layer in range(self.config.layers):
             for key, parts in self.config.projections.items():
                 a, b = self._factors[f"{layer}.{key}"]
@@ -154,7 +149,7 @@ class Lora:
                     yield f"{stem}.lora_B.weight", b[i]
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """The leaves an optimizer moves, under names of our own, in one fixed order."""
+        """The parameters that an optimizer updates, with names of our own, in a fixed order."""
         leaves = []
         for key, (a, b) in self._factors.items():
             leaves.append((f"{key}.a", a))
@@ -162,7 +157,7 @@ class Lora:
         return leaves
 
     def trainable_(self) -> "Lora":
-        """Turn the tensors into leaves with gradients, and forget copies made for serving."""
+        """Make the tensors require gradients, and drop the fused copies."""
         self._fused.clear()
         for _, tensor in self.parameters():
             tensor.requires_grad_(True)
@@ -170,16 +165,16 @@ class Lora:
 
     @property
     def sha256(self) -> str:
-        """Of the tensors, by PEFT name, shape and bytes."""
+        """Hash of the tensors: PEFT names, shapes and bytes."""
         return tensors_sha256(dict(self.named()))
 
     @property
     def served_sha256(self) -> str:
-        """The hash, after checking that the fused copies really are these tensors."""
+        """The hash, after checking that the fused copies equal the tensors."""
         for key, (a, b) in self._fused.items():
-            ours, theirs = self._factors[key]
-            same_a = torch.equal(a, ours.detach().t().to(a.dtype))
-            if not (same_a and torch.equal(b, _block_diagonal(theirs).to(b.dtype))):
+            plain_a, plain_b = self._factors[key]
+            same_a = torch.equal(a, plain_a.detach().t().to(a.dtype))
+            if not (same_a and torch.equal(b, _block_diagonal(plain_b).to(b.dtype))):
                 return f"corrupt:{key}"
         return self.sha256
 
@@ -206,42 +201,22 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
 
 
 def _stem(layer: int, path: str) -> str:
-    """What PEFT calls a linear layer."""
+    """PEFT's name of a linear layer."""
     return f"base_model.model.model.layers.{layer}.{path}"
 
 
-def _read(file: Path, device: str | torch.device) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; of float32 on a CPU as views of one buffer.
-
-    The library makes hundreds of tensors one by one with the interpreter's lock held, which
-    requests that are being sampled meanwhile feel.
-    """
-    data = np.fromfile(file, dtype=np.uint8)
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
-    header.pop("__metadata__", None)
-    plain = all(entry["dtype"] == "F32" for entry in header.values())
-    if torch.device(device).type != "cpu" or not plain:
-        return load_file(file, device=str(device))
-    values = torch.from_numpy(data[start:]).view(torch.float32)
-    spans = {name: [at // 4 for at in entry["data_offsets"]] for name, entry in header.items()}
-    return {
-        name: values[begin:end].view(header[name]["shape"]) for name, (begin, end) in spans.items()
-    }
-
-
-def _matching(found: Tensor | None, shape: tuple[int, ...], name: str, directory: Path) -> Tensor:
-    if found is None:
+def _matching(tensor: Tensor | None, shape: tuple[int, ...], name: str, directory: Path) -> Tensor:
+    if tensor is None:
         raise ConfigError(
             f"{directory}: the adapter has no tensor {name!r}. hone serves and trains adapters "
             "over all linear layers; this one covers fewer, or belongs to another model."
         )
-    if found.shape != shape:
+    if tensor.shape != shape:
         raise ConfigError(
-            f"{directory}: {name!r} has shape {tuple(found.shape)}, this model needs "
+            f"{directory}: {name!r} has shape {tuple(tensor.shape)}, this model needs "
             f"{shape}. The adapter belongs to another model."
         )
-    return found
+    return tensor
 
 
 _NO_EFFECT = frozenset(
@@ -265,8 +240,8 @@ _NO_EFFECT = frozenset(
         "runtime_config",
     ]
 )
-"""Fields of adapter_config.json that are read elsewhere, checked by the tensors, or matter only in
-training."""
+"""Fields of adapter_config.json that are read elsewhere, that the tensors prove, or that matter only
+in training."""
 _ONLY: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -276,7 +251,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 def _check(settings: dict[str, object], *, where: Path) -> None:
-    """Refuse whatever makes the adapter more, or other, than x + alpha / r * B A x."""
+    """Refuse an adapter that is not exactly x + alpha / r * B A x."""
     for key, value in settings.items():
         if key in _NO_EFFECT or value is None:
             continue
