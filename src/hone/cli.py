@@ -199,10 +199,10 @@ def show_model(name: Name, log_level: LogLevel = None) -> None:
 
         hone models show ./my-model
     """
-    from hone.models.catalogue import facts
+    from hone.models.catalogue import describe
 
     with _progress(name) as progress:
-        rows = facts(name, progress=progress)
+        rows = describe(name, progress=progress)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -34,14 +34,14 @@ def test_a_conversion_is_made_once(tmp_path, make_gguf, own_home):
 
 def test_hone_json_says_where_it_came_from(tmp_path, make_gguf):
     make_gguf(tmp_path / "tiny.gguf")
-    said = cache.about(cache.converted(tmp_path / "tiny.gguf", "tiny"))
-    assert said is not None
-    assert (said["source"], said["quantisation"], said["pre_tokenizer"]) == (
+    origin = cache.read_origin(cache.converted(tmp_path / "tiny.gguf", "tiny"))
+    assert origin is not None
+    assert (origin["source"], origin["quantisation"], origin["pre_tokenizer"]) == (
         "tiny.gguf",
         "F32",
         "smollm",
     )
-    assert len(said["source_sha256"]) == 64
+    assert len(origin["source_sha256"]) == 64
 
 
 def test_other_content_gets_another_directory(tmp_path, make_gguf):

@@ -1,11 +1,10 @@
-"""Turn rewards into advantages: how much better than its peers a call was.
+"""Turn rewards into advantages: how much better a call was than its peers.
 
 In:   one row of values per trajectory, as the chosen credit assigns them
-Out:  advantages in the same shape, or None where nothing was better than anything
+Out:  advantages in the same shape, or None where all rewards are equal
 
-Equality is judged with a relative tolerance: rewards that differ in the seventh digit come from
-rounding, and dividing by their standard deviation would turn that rounding into full-sized
-advantages.
+Equality has a relative tolerance: rewards that differ in the seventh digit differ by rounding, and
+dividing by their standard deviation would turn that rounding into full-sized advantages.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ EPS = 1e-6
 def advantages(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]] | None:
     """Values minus their column's mean, over its population standard deviation if `scale`.
 
-    Column i holds the i-th call of every trajectory that got so far. None: every column is flat.
+    Column i has the i-th call of every trajectory that is long enough. None: every column is flat.
     """
     columns = max((len(row) for row in values), default=0)
     result = [[0.0] * len(row) for row in values]

@@ -1,16 +1,15 @@
-"""Attention in which a token of a trie sees its ancestors and itself, and nothing else.
+"""Trie attention: a token sees its ancestors and itself.
 
 In:   a PackedRow and the decoder's per-layer windows
-Out:  an Attend for Decoder.hidden, good for every layer of that row
+Out:  an Attend for Decoder.hidden_for_training, for every layer of that row
 
-This is the seam for kernels. Here, for CPUs (and any device without FlexAttention): segment by
-segment, over the keys of the path above. On a GPU with FlexAttention the block mask will be
-(k <= q) and (q < leave[k]), from PackedRow.leave. A dense mask over a row would compute every
-pair of unrelated branches only to throw it away.
+Attention runs segment by segment over the keys of the path above. A dense mask over a row would
+compute every pair of unrelated branches and discard it. (A GPU kernel with block masks can use
+(k <= q) and (q < leave[k]), from PackedRow.leave.)
 
-Position is depth, so the keys of the path that leads to a segment fit one buffer indexed by
-depth: walking depth-first, each segment overwrites the part its elder sibling used. Every key is
-copied once, and attention reads a slice.
+Position is depth, so one buffer indexed by depth holds the keys of the path to a segment: in
+depth-first order each segment overwrites the part of its earlier sibling. Every key is copied once, and
+attention reads a slice.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Attend
 
 BLOCK = 48
-"""Queries computed together. A long segment in blocks skips most of its future: a block reads keys
-up to its own end. 32 to 64 measured alike (4.4 against 7.5 ms for 256 tokens in one block)."""
+"""Queries computed together. A block reads keys up to its own end, so a long segment in blocks skips
+most of its masked pairs: 4.4 ms instead of 7.5 for 256 tokens. 32 to 64 measured alike."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -35,7 +34,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries start..stop of a row, whose first stands at `depth`."""
+    """Queries start..stop of a row; the first is at `depth`."""
 
     start: int
     stop: int
@@ -44,21 +43,21 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Who sees whom in a row under one window; made once, used by every layer that has it."""
+    """The attention pattern of a row under one window, shared by all layers with that window."""
 
     parts: tuple[tuple[Segment, tuple[_Block, ...]], ...]
     window: int | None
     longest: int
     """Tokens of the longest path."""
-    mask: Tensor  # [BLOCK, longest + BLOCK], 0 where seen, -inf elsewhere; see `masked`
+    mask: Tensor  # [BLOCK, longest + BLOCK], 0 or -inf; see `masked`
 
     def keys(self, block: _Block) -> tuple[int, int]:
-        """Depths of the keys that some query of the block sees."""
+        """Range of depths that the queries of the block see."""
         low = 0 if self.window is None else max(0, block.depth - self.window + 1)
         return low, block.depth + block.stop - block.start
 
     def masked(self, block: _Block) -> Tensor:
-        """The block's mask [queries, keys]: one table, cut so that its diagonal is the block's."""
+        """The block's mask [queries, keys]: a slice of `mask` with the block's diagonal."""
         low, high = self.keys(block)
         queries = block.stop - block.start
         left = self.longest - (high - low - queries)
@@ -93,7 +92,7 @@ def _plan(row: PackedRow, window: int | None, device: torch.device, dtype: torch
         )
         parts.append((segment, blocks))
     longest = max(s.depth + s.stop - s.start for s in row.segments)
-    # Column j of the table stands `longest` before the first query's own place.
+    # Column j is the key at distance j - longest from the first query.
     query = torch.arange(BLOCK, device=device)[:, None]
     key = torch.arange(-longest, BLOCK, device=device)[None, :]
     seen = key <= query
@@ -106,8 +105,8 @@ def _plan(row: PackedRow, window: int | None, device: torch.device, dtype: torch
 class _OnCpu(torch.autograd.Function):
     """All segments of a row for one layer.
 
-    Written as one function because autograd's own graph would add a full-sized gradient per slice
-    of q, k and v: as many of them as there are segments.
+    One autograd function, because autograd's own graph would add a full-sized gradient of q, k and v
+    per segment.
     """
 
     @staticmethod
@@ -163,7 +162,7 @@ class _OnCpu(torch.autograd.Function):
 
 
 class _PathBuffer:
-    """Keys and values of the path from the root to the segment entered last, by depth."""
+    """Keys and values of the path from the root to the current segment, by depth."""
 
     def __init__(self, k: Tensor, v: Tensor, longest: int) -> None:
         self._sources = k, v
@@ -186,7 +185,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _add_along_path(total: Tensor, part: Tensor, segment: Segment, low: int, high: int) -> None:
-    """Add gradients of the keys at depths low..high to the rows those keys came from."""
+    """Add gradients of the keys at depths low..high to the rows of these keys."""
     depth = 0
     for start, stop in (*segment.ancestors, (segment.start, segment.stop)):
         first, last = max(low, depth), min(high, depth + stop - start)
@@ -196,7 +195,7 @@ def _add_along_path(total: Tensor, part: Tensor, segment: Segment, low: int, hig
 
 
 def _anywhere(q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
-    """The same for devices without the CPU's kernel, through autograd's own graph."""
+    """Attention for devices without the CPU's kernel, by autograd's own graph."""
     parts = []
     for segment, blocks in plan.parts:
         ranges = (*segment.ancestors, (segment.start, segment.stop))

@@ -1,14 +1,14 @@
-"""The child of worker.py: a learner that answers requests on stdin until it ends.
+"""The learner's process itself: answers requests on stdin until stdin ends.
 
 In:   JSON lines, each followed by as many bytes as it names; see LearnerProcess
-Out:  JSON lines on what was its stdout: progress, results, and the errors of hone
+Out:  JSON lines on its original stdout: progress, results, and hone's errors
 
-It fixes what decides bits: thread count and deterministic algorithms. It ends when its stdin does,
-so it cannot outlive the parent; an error hone does not know ends it too, and its last words reach
-the parent on stderr.
+It sets what determines bits: thread count and deterministic algorithms. It ends when its stdin ends, so
+it cannot outlive the parent. An error that is not hone's ends it too, with a traceback on stderr.
 
-A child launched ahead of its first job loads on a thread that gives way to who samples meanwhile.
-That thread ends with it: only the superuser can take a niceness back, and jobs have the parent's.
+A child launched before its first job loads on a low-priority thread, so that samples are not slowed
+down. That thread ends after loading: only the superuser can raise a priority again, and jobs need the
+parent's.
 """
 
 import json
@@ -31,12 +31,12 @@ from hone.niceness import give_way
 from hone.types import TrainConfig
 
 NICENESS = 10
-"""Of a load that gives way: where no core is free it still gets a tenth of one, and comes to its
-end before the job that waits for it gives it up."""
+"""Niceness of loading at low priority: without a free core it still gets a tenth of one, and ends before
+the job that waits for it times out."""
 
 
 class _Inbox:
-    """The child's stdin, read on a thread so that a cancellation is seen during a job."""
+    """The child's stdin, read on a thread, so that a cancellation arrives during a job."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -65,20 +65,19 @@ class _Inbox:
 
 
 def main() -> None:
-    """The child: answer requests until stdin ends."""
+    """Answer requests until stdin ends."""
     # Libraries print to stdout; give them stderr, and keep the real one for messages.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Ctrl-C, and a stop that systemd sends to every process of a service, are the parent's to act
-    # on: it gives the running job back and then closes stdin.
+    # The parent handles Ctrl-C, and a stop that systemd sends to every process of a service: it
+    # returns the running job and then closes stdin.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Not sys.stdin, which Python closes at the end and cannot while a thread reads from it: an error
-    # would end the process with SIGABRT.
+    # Not sys.stdin: Python closes it at exit, which fails with SIGABRT while a thread reads from it.
     inbox = _Inbox(open(0, "rb", closefd=False))  # noqa: SIM115  read until the process ends
 
     def send(event: str, job: int, **body: Any) -> None:
-        # The leading newline ends whatever was printed before without one.
+        # The leading newline ends an unfinished line that a library printed.
         out.write("\n" + MARK + json.dumps({"event": event, "id": job, **body}) + "\n")
         out.flush()
 
@@ -122,7 +121,7 @@ def _answer(
         probe_tokens=request["probe_tokens"],
         label_logprobs=request["label_logprobs"],
     )
-    # Of every label: for the picture, which is drawn here.
+    # The log-probabilities are only for the picture, which this process draws.
     return asdict(replace(result, logprobs=None))
 
 
@@ -136,11 +135,11 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
     from hone.models.lora import Lora
 
     torch.set_num_threads(spec.threads)
-    # What torch.use_deterministic_algorithms does, less the compiler it imports to tell it too:
-    # five seconds of a learner's ten, for something that never runs here.
+    # torch.use_deterministic_algorithms does the same and imports torch's compiler, which never runs
+    # here: five seconds of a learner's ten.
     torch._C._set_deterministic_algorithms(True, warn_only=False)
-    # Else every new tensor is first filled with NaN, to make reads of unset memory repeatable;
-    # we make none, and it costs a tenth of the step.
+    # Otherwise every new tensor is filled with NaN, to make reads of unset memory repeatable; hone
+    # has no such reads, and it costs a tenth of the step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     decoder = Decoder.load(spec.model_dir, device=spec.device, dtype=getattr(torch, spec.dtype))
     lora = Lora.init(

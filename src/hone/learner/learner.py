@@ -1,11 +1,11 @@
-"""A job in, a better adapter out: the loop that owns gradients.
+"""The learner: trains an adapter on the groups of a job.
 
 In:   TrajectoryGroups and a TrainConfig
-Out:  the adapter moved in place, and a StepResult
+Out:  the adapter, updated in place, and a StepResult
 
-A job happens whole or not at all: whatever ends it early (a non-finite loss, a cancellation,
-an error) leaves adapter and optimizer as they were when it began. A half-trained adapter under
-an old step number could not be told from the real one.
+A job is atomic: whatever ends it early (a non-finite loss, a cancellation, an error) leaves adapter and
+optimizer as they were before. A half-trained adapter under an old step number would look like the real
+one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ from hone.types import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a job stands; sent before every micro-batch (one row)."""
+    """The progress of a job; sent before every micro-batch (one row)."""
 
     phase: str
     step: int
@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a job did."""
+    """The result of a job."""
 
     steps: int
     """Optimizer steps taken."""
@@ -55,11 +55,11 @@ class StepResult:
     dropped: dict[str, int]
     """Completion tokens without a label, by reason."""
     movement: Movement
-    """What the publisher compares the engine with."""
+    """Probe tokens that the publisher compares with the engine's."""
     sha256: str
-    """Of the adapter as it is now."""
+    """Hash of the adapter after the job."""
     logprobs: tuple[float, ...] | None = None
-    """Of every label under the weights the job began with, in the samples' order; if asked for."""
+    """Log-probabilities of all labels before the job, in the samples' order, if requested."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -74,7 +74,7 @@ class Learner:
         self.base_model = base_model
         self.lora = lora.trainable_()
         self.optimizer = AdamW(self.lora.parameters())
-        self._drawable: tuple[Samples, TrainConfig, tuple[float, ...] | None] | None = None
+        self._last_job: tuple[Samples, TrainConfig, tuple[float, ...] | None] | None = None
 
     def train(
         self,
@@ -86,7 +86,7 @@ class Learner:
         probe_tokens: int = 32,
         label_logprobs: bool = False,
     ) -> StepResult:
-        """Learn from the groups; `should_stop` is asked before every row."""
+        """Train on the groups; calls `should_stop` before every row."""
         shape = self.decoder.config
         row_tokens = config.row_tokens or self.most_row_tokens()
         clock = Clock()
@@ -97,7 +97,7 @@ class Learner:
             batches = [pack(s, row_tokens=row_tokens) for s in by_optimizer_step(samples, config)]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
         probe = ProbeCalls.choose(samples.samples if probe_tokens else (), self.decoder.dtype)
-        with self._whole_or_not_at_all():
+        with self._atomic():
             with clock.phase("probe"):
                 before = probe.logprobs(self.decoder, self.lora)
             job.run()
@@ -107,13 +107,13 @@ class Learner:
         metrics["learn/row_tokens"] = float(row_tokens)
         busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)
         metrics["learn/tokens_per_s"] = metrics["learn/logical_tokens"] / busy
-        logprobs = tuple(torch.cat(job.priced).tolist()) if job.priced else None
+        logprobs = tuple(torch.cat(job.old_logprobs).tolist()) if job.old_logprobs else None
         if label_logprobs:
             pinned = config.model_copy(update={"row_tokens": row_tokens})
-            self._drawable = (samples, pinned, logprobs)
+            self._last_job = (samples, pinned, logprobs)
         return StepResult(
             steps=len(batches),
-            reason="" if batches else _why_nothing(samples, len(groups)),
+            reason="" if batches else _why_no_step(samples, len(groups)),
             metrics=metrics,
             dropped=dict(samples.dropped),
             movement=probe.movement(before, after, limit=probe_tokens),
@@ -122,7 +122,7 @@ class Learner:
         )
 
     def most_row_tokens(self) -> int:
-        """What `row_tokens: null` means for this learner."""
+        """The value that `row_tokens: null` stands for."""
         decoder = self.decoder
         return fit.row_tokens(
             decoder.config.raw,
@@ -132,22 +132,22 @@ class Learner:
         )
 
     def save(self, directory: Path, *, picture: bool = False) -> None:
-        """Adapter in PEFT's format and optimizer state; equal learners write equal bytes.
+        """Write the adapter in PEFT's format and the optimizer state; equal learners write equal bytes.
 
-        `picture` adds one of the last job, which was trained with `label_logprobs`.
+        `picture` adds a picture of the last job, which must have run with `label_logprobs`.
         """
         self.lora.save(directory, base_model=self.base_model)
         self.optimizer.save(directory)
         if picture:
             from hone.learner.picture import PICTURE, draw  # loads matplotlib only when it draws
 
-            assert self._drawable is not None, "train with label_logprobs first"
-            samples, config, logprobs = self._drawable
+            assert self._last_job is not None, "train with label_logprobs first"
+            samples, config, logprobs = self._last_job
             draw(samples, config, directory / PICTURE, learner_logprobs=logprobs)
-            self._drawable = None
+            self._last_job = None
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         lora = Lora.load(directory, self.decoder.config, device=self.decoder.device).trainable_()
         state = AdamW(lora.parameters())
         if optimizer:
@@ -155,7 +155,7 @@ class Learner:
         self.lora, self.optimizer = lora, state
 
     @contextmanager
-    def _whole_or_not_at_all(self) -> Iterator[None]:
+    def _atomic(self) -> Iterator[None]:
         start = self.optimizer.snapshot()
         done = False
         try:
@@ -167,7 +167,7 @@ class Learner:
 
 
 class _Job:
-    """One call of train: passes over rows, in order."""
+    """One call of `train`: the passes over its rows."""
 
     def __init__(
         self,
@@ -186,23 +186,23 @@ class _Job:
         self.clock = clock
         self.totals = Totals()
         self.keep = keep
-        self.priced: list[Tensor] = []
-        """Per optimizer step, of every label under the weights at the start; if they are kept."""
+        self.old_logprobs: list[Tensor] = []
+        """Per optimizer step, log-probabilities of its labels before the job, if requested."""
         self._on_progress = on_progress
         self._should_stop = should_stop
 
     def run(self) -> None:
         config, batches = self.config, self.batches
-        # With one optimizer step the policy at the start is the one being differentiated; only
-        # the penalty's mean over the step needs its values before the first row is trained.
-        ahead = len(batches) > 1 or config.kl_penalty_coef > 0
-        asked = config.beta > 0 or config.kl_penalty_coef > 0
+        # With one optimizer step the old policy is the one being differentiated; only the penalty's
+        # mean over the step needs its values before the first row is trained.
+        needs_old = len(batches) > 1 or config.kl_penalty_coef > 0
+        needs_reference = config.beta > 0 or config.kl_penalty_coef > 0
         old: list[Tensor | None] = [None] * len(batches)
         reference: list[Tensor | None] = [None] * len(batches)
-        if ahead:
-            old = [self._price(i, "old", self.learner.lora) for i in range(len(batches))]
-        if asked:
-            reference = [self._price(i, "reference", None) for i in range(len(batches))]
+        if needs_old:
+            old = [self._score(i, "old", self.learner.lora) for i in range(len(batches))]
+        if needs_reference:
+            reference = [self._score(i, "reference", None) for i in range(len(batches))]
         for i in range(len(batches)):
             self._step(i, old[i], reference[i])
 
@@ -218,12 +218,12 @@ class _Job:
             assert old is not None and reference is not None, "run() prices both for the penalty"
             advantage = penalised(advantage, old, reference, config.kl_penalty_coef)
         if self.keep:
-            self.priced.append(torch.empty(len(batch.labels), dtype=torch.float64))
+            self.old_logprobs.append(torch.empty(len(batch.labels), dtype=torch.float64))
         optimizer.zero_grad()
         norm = torch.zeros(())
         loss_of_step = 0.0
         for r, row in enumerate(batch.rows):
-            self._tell("train", index, r)
+            self._report("train", index, r)
             where = f"optimizer step {index}, micro-batch {r}"
             with self.clock.phase("forward"):
                 new, entropy = row_logprobs(decoder, row, batch.labels, lora)
@@ -237,7 +237,7 @@ class _Job:
                     reference=None if reference is None else reference[row.label],
                 )
                 if self.keep:
-                    self.priced[index][row.label] = picked.old
+                    self.old_logprobs[index][row.label] = picked.old
                 loss, sums = row_loss(cpu, picked, config)
                 value = _finite(float(loss.detach()), "the loss", where)
             with self.clock.phase("backward"):
@@ -253,18 +253,18 @@ class _Job:
         self.totals.close_step(batch.labels, loss=loss_of_step, grad_norm=float(norm))
 
     @torch.no_grad()
-    def _price(self, index: int, phase: str, lora: Lora | None) -> Tensor:
-        """Log-probabilities of all labels of a step, without gradients, [M] float64."""
+    def _score(self, index: int, phase: str, lora: Lora | None) -> Tensor:
+        """Log-probabilities of all labels of an optimizer step, without gradients, [M] float64."""
         batch = self.batches[index]
         values = torch.empty(len(batch.labels), dtype=torch.float64)
         for r, row in enumerate(batch.rows):
-            self._tell(phase, index, r)
+            self._report(phase, index, r)
             with self.clock.phase(phase):
-                priced, _ = row_logprobs(self.learner.decoder, row, batch.labels, lora)
-                values[row.label] = priced.double().cpu()
+                scored, _ = row_logprobs(self.learner.decoder, row, batch.labels, lora)
+                values[row.label] = scored.double().cpu()
         return values
 
-    def _tell(self, phase: str, step: int, row: int) -> None:
+    def _report(self, phase: str, step: int, row: int) -> None:
         if self._should_stop is not None and self._should_stop():
             raise Cancelled(
                 f"optimizer step {step}, micro-batch {row} ({phase}): the job was asked to stop; "
@@ -298,15 +298,15 @@ def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
         "learn/computed_tokens": computed,
         "learn/shared_tokens": logical - computed,
     }
-    answered_by = [call.step for sample in samples.samples for call in sample.calls]
-    if answered_by:  # staleness is the job's base step minus the oldest
-        counts |= {"learn/oldest_call_step": min(answered_by)}
-        counts |= {"learn/newest_call_step": max(answered_by)}
+    call_steps = [call.step for sample in samples.samples for call in sample.calls]
+    if call_steps:  # staleness is the job's base step minus the oldest
+        counts |= {"learn/oldest_call_step": min(call_steps)}
+        counts |= {"learn/newest_call_step": max(call_steps)}
     dropped = {f"learn/labels_dropped/{why}": n for why, n in samples.dropped.items()}
     return {name: float(n) for name, n in (counts | dropped).items()}
 
 
-def _why_nothing(samples: Samples, groups: int) -> str:
+def _why_no_step(samples: Samples, groups: int) -> str:
     reasons = ", ".join(f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()))
     return (
         f"no gradient step: {samples.flat_groups} of {groups} groups have equal rewards and "

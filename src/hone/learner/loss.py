@@ -1,12 +1,11 @@
-"""GRPO and its relatives: pure functions of tensors over labels.
+"""The losses: GRPO, DAPO, Dr. GRPO and CISPO, as pure functions of tensors over labels.
 
-In:   log-probabilities under the weights being trained, at the start of the job, of the sampler
-      and of the base model; advantages
+In:   log-probabilities under the weights being trained, those at the start of the job, the sampler
+      and the base model; advantages
 Out:  a row's share of the step's loss, and sums for its metrics
 
-Every label gets its weight before packing, from the labels of the whole step; a row then sums
-weight x term and divides by nothing. A mean over a row would make the loss depend on which labels
-happened to be packed together.
+Every label gets its weight from the labels of the whole step; a row only sums weight x term. A mean
+over a row would make the loss depend on which labels are packed together.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ Weighing = Callable[[Labels, TrainConfig], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one label costs, and how labels add up."""
+    """The term of one label, and the weights of labels."""
 
     term: Term
     weights: Weighing
@@ -36,7 +35,7 @@ class Loss:
 def clipped(
     new: Tensor, old: Tensor, advantage: Tensor, config: TrainConfig
 ) -> tuple[Tensor, Tensor]:
-    """PPO's: the gain is capped once the ratio leaves [1 - epsilon, 1 + epsilon_high]."""
+    """PPO's term: no gain once the ratio leaves [1 - epsilon, 1 + epsilon_high]."""
     ratio = torch.exp(new - old)
     low, high = 1 - config.epsilon, 1 + config.clip_high
     term = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -46,25 +45,25 @@ def clipped(
 def capped(
     new: Tensor, old: Tensor, advantage: Tensor, config: TrainConfig
 ) -> tuple[Tensor, Tensor]:
-    """CISPO's: the ratio is a constant weight with a cap, so that no token loses its gradient."""
+    """CISPO's term: the ratio is a capped constant weight, so every token keeps its gradient."""
     ratio = torch.exp(new.detach() - old)
     high = 1 + config.clip_high
     return -ratio.clamp(max=high) * advantage * new, (ratio > high) & (advantage > 0)
 
 
 def per_sequence(labels: Labels, config: TrainConfig) -> Tensor:
-    """Every sequence counts the same, whatever its length: 1 / (labels in it x sequences)."""
+    """Equal weight for every sequence: 1 / (labels in it x sequences)."""
     counts = torch.bincount(sequences(labels, config))
     return 1.0 / (counts[sequences(labels, config)] * (counts > 0).sum()).double()
 
 
 def per_label(labels: Labels, config: TrainConfig) -> Tensor:
-    """Every label counts the same: 1 / labels of the step."""
+    """Equal weight for every label: 1 / labels of the step."""
     return torch.full((len(labels),), 1.0 / len(labels), dtype=torch.float64)
 
 
 def constant(labels: Labels, config: TrainConfig) -> Tensor:
-    """1 / (sequences x dr_grpo_tokens): length changes nothing, neither does the label count."""
+    """1 / (sequences x dr_grpo_tokens), whatever the length and the number of labels."""
     count = len(sequences(labels, config).unique())
     return torch.full((len(labels),), 1.0 / (count * config.dr_grpo_tokens), dtype=torch.float64)
 
@@ -78,7 +77,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def sequences(labels: Labels, config: TrainConfig) -> Tensor:
-    """Which sequence each label belongs to, [M]."""
+    """Index of the sequence of each label, [M]."""
     return labels.call if config.unit == "call" else labels.rollout
 
 
@@ -88,30 +87,30 @@ def weights(labels: Labels, config: TrainConfig) -> Tensor:
 
 
 def importance(old: Tensor, sampler: Tensor, exact: Tensor, cap: float | None) -> Tensor:
-    """min(pi_old / pi_sampler, cap), and 1 where the sampler's own value is not known exactly."""
+    """min(pi_old / pi_sampler, cap); 1 where the sampler's log-probability is not exact."""
     if cap is None:
         return torch.ones_like(old)
     return torch.where(exact, torch.exp(old - sampler).clamp(max=cap), 1.0).detach()
 
 
 def k3(policy: Tensor, other: Tensor) -> Tensor:
-    """Unbiased, never negative estimate of KL(policy || other) from the policy's own tokens."""
+    """Unbiased, non-negative estimate of KL(policy || other) from the policy's own tokens."""
     difference = other - policy
     return torch.exp(difference) - difference - 1
 
 
 def penalised(advantage: Tensor, old: Tensor, reference: Tensor, coef: float) -> Tensor:
-    """ART's penalty: tokens that left the base model further than the step's mean lose advantage."""
+    """ART's penalty: tokens further from the base model than the step's mean lose advantage."""
     kl = (old - reference).detach()
     return advantage + coef * (kl.mean() - kl)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLabels:
-    """What a row's m labels bring to the loss; float64, no gradients."""
+    """The loss inputs of a row's m labels; float64, no gradients."""
 
     old: Tensor  # [m]
-    sampler: Tensor  # [m], anything where not exact
+    sampler: Tensor  # [m], unused where not exact
     exact: Tensor  # [m] bool
     advantage: Tensor  # [m]
     weight: Tensor  # [m]

@@ -1,9 +1,9 @@
-"""What a job measured: sums over labels, means over steps, seconds by phase.
+"""Metrics of a job: sums over labels, means over steps, seconds by phase.
 
 In:   sums of each row, totals of each optimizer step
 Out:  one flat mapping of `learn/quantity` to a number
 
-Means are over labels and never over rows, so that they do not depend on packing either.
+Means are over labels and never over rows, so that they do not depend on packing.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from hone.types import TrainConfig
 
 
 class Clock:
-    """Seconds by phase since it was made."""
+    """Seconds by phase, and since construction."""
 
     def __init__(self) -> None:
         self._start = perf_counter()
@@ -48,12 +48,12 @@ class Totals:
         self._grad_norm = 0.0
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
-        """One row's sums."""
+        """Add one row's sums."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def close_step(self, labels: Labels, *, loss: float, grad_norm: float) -> None:
-        """One optimizer step's loss and unclipped gradient norm."""
+        """Add one optimizer step's loss and unclipped gradient norm."""
         self._steps += 1
         self._labels += len(labels)
         self._exact += int(labels.exact.sum())
@@ -62,7 +62,7 @@ class Totals:
         self._grad_norm += grad_norm
 
     def metrics(self, config: TrainConfig) -> dict[str, float]:
-        """Means; what no label could tell is left out rather than shown as zero."""
+        """Means; a quantity without any label is left out rather than shown as zero."""
         labels = {
             "learn/labels": float(self._labels),
             "learn/labels_exact": float(self._exact),

@@ -1,10 +1,10 @@
-"""The groups of a job as bytes: what the server stores, and the learner's process reads.
+"""The groups of a job as bytes, for the server's store and the learner's process.
 
 In:   TrajectoryGroups
-Out:  compressed JSON, and the same groups again
+Out:  compressed JSON, and back
 
-Packing and unpacking a large job takes seconds and holds the interpreter's lock. The server hands
-the bytes on as they are; unpack them in another process where the event loop must go on.
+Packing and unpacking a large job takes seconds and holds the GIL. The server passes the bytes on
+unread; processes with an event loop let another process unpack them.
 """
 
 import json
@@ -15,7 +15,7 @@ from hone.trajectory import TrajectoryGroup
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
-    # Plain json and not pydantic's: a NaN must come back as one, for the learner to refuse.
+    # json rather than pydantic, which would turn a NaN into null; the learner refuses NaN.
     plain = json.dumps([group.model_dump() for group in groups])
     return zlib.compress(plain.encode(), 1)
 

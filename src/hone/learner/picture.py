@@ -1,12 +1,12 @@
-"""Draw what a job was trained on: its packed rows, as one PNG.
+"""Draw the packed rows of a job as one PNG.
 
-In:   the job's samples, its TrainConfig and, if they were kept, the learner's logprobs
-Out:  the PNG, and beside it the learner's logprobs as a plain array (LOGPROBS)
+In:   the job's samples, its TrainConfig and optionally the learner's logprobs
+Out:  the PNG, and the learner's logprobs as a plain array (LOGPROBS)
 
-Runs in the learner's process, so that the server need not unpack the job. The rows are laid out
-again by the functions the learner uses, which depend on nothing else, so the picture shows what was
-computed. A label stands where its token is predicted: at its parent.
-Several labels may stand at one place (the answers to a shared prompt); their mean is shown.
+It runs in the learner's process, so that the server need not unpack the job. It packs the samples again
+by the learner's own functions, so the picture shows what was computed. A label is drawn where its token
+is predicted: at its parent. Where several labels have one parent (completions of a shared prompt), the
+picture shows their mean.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from hone.types import TrainConfig
 
 PICTURE = "packed_rows.png"
 LOGPROBS = "learner_logprobs.npy"
-"""Of every label in the order of the samples, float64; see StepResult.logprobs."""
+"""Log-probabilities of all labels in the samples' order, float64; see StepResult.logprobs."""
 
 MAX_ROWS = 120
-"""More cannot be told apart on one page; the title says how many there are."""
+"""More rows are not legible on one page; the title has their number."""
 WIDE = 4
-"""More rows than this stand in two columns."""
+"""More rows than this are drawn in two columns."""
 
 Floats = NDArray[np.float64]
 
@@ -42,15 +42,15 @@ _INK, _FAINT, _PAPER = "#2b2f36", "#8b949e", "#e4e7eb"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed row as numbers to be drawn; NaN where there is nothing."""
+    """One packed row as numbers to draw; NaN where there is nothing."""
 
     name: str
     kinds: Floats  # [L], index into KINDS
     depth: NDArray[np.int64]  # [L]
     edges: list[tuple[int, int]]
-    """Places (parent, child) that a branch connects."""
+    """Places (parent, child) of every branch."""
     learned: dict[str, Floats]
-    """[L] each: advantage, sampler, learner, difference; at the place that predicts."""
+    """[L] each: advantage, sampler, learner, difference; at the predicting place."""
 
 
 def draw(
@@ -60,7 +60,7 @@ def draw(
     *,
     learner_logprobs: Sequence[float] | None = None,
 ) -> bool:
-    """Write the picture to `path`; False, and no picture, where the job has no labels."""
+    """Write the picture to `path`; False, without a picture, if the job has no labels."""
     if not samples.samples:
         return False
     learner = None if learner_logprobs is None else np.asarray(learner_logprobs, dtype=np.float64)
@@ -77,14 +77,14 @@ def draw(
 def lay_out(
     samples: Samples, config: TrainConfig, learner: Floats | None
 ) -> tuple[list[Row], int, str]:
-    """The rows to draw, how many there are, and one line that says what they are."""
+    """The rows to draw, the number of all rows, and a title."""
     # It loads torch, which a server without a job to draw never needs.
     from hone.learner.trie import pack
 
     rows: list[Row] = []
     total = labels = logical = computed = 0
     steps = by_optimizer_step(samples, config)
-    assert config.row_tokens is not None, "pinned when the job was taken"
+    assert config.row_tokens is not None, "the learner sets it before it draws"
     for s, part in enumerate(steps):
         batch = pack(part, row_tokens=config.row_tokens)
         mine = None if learner is None else learner[labels : labels + len(batch.labels)]
@@ -111,7 +111,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _kinds(samples: Sequence[Any]) -> dict[bytes, int]:
-    """What the node is that a path of ids leads to, by the hash of that path's bytes."""
+    """The kind of the node at the end of each path of ids, by the hash of the path."""
     rollouts: dict[bytes, set[int]] = {}
     sampled: set[bytes] = set()
     for r, sample in enumerate(samples):
@@ -178,7 +178,7 @@ def _paint(rows: list[Row], title: str, path: Path) -> None:
 
     known = [key for key in _MAPS if key in rows[0].learned]
     wide = len(rows) > WIDE
-    names = ["kinds", "tree", *(known if wide else sorted(known, key=_DOWN.index))]
+    names = ["kinds", "tree", *(known if wide else sorted(known, key=_ONE_COLUMN.index))]
     columns = 2 if wide else 1
     lines = -(-len(names) // columns)
     strip = min(9.0, max(0.6, 0.3 * len(rows)))
@@ -203,7 +203,7 @@ def _paint(rows: list[Row], title: str, path: Path) -> None:
     width = max(len(row.kinds) for row in rows)
     for i, name in enumerate(names):
         axis = figure.add_subplot(grid[divmod(i, columns)])
-        _dress(axis, rows, width)
+        _style(axis, rows, width)
         if name in _MAPS:
             _paint_map(axis, name, rows, width)
         else:
@@ -213,7 +213,7 @@ def _paint(rows: list[Row], title: str, path: Path) -> None:
     figure.savefig(path, metadata={"Software": None}, facecolor="white")
 
 
-def _dress(axis: Any, rows: list[Row], width: int) -> None:
+def _style(axis: Any, rows: list[Row], width: int) -> None:
     axis.set_xlim(-0.5, width - 0.5)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_facecolor(_PAPER)
@@ -255,7 +255,7 @@ def _paint_kinds(axis: Any, rows: list[Row], width: int) -> None:
 
 
 def _paint_tree(axis: Any, rows: list[Row], width: int) -> None:
-    """Depth over place: a path climbs, a branch goes back to the depth where it left its parent."""
+    """Depth over place: a path climbs, a branch starts at the depth of its parent."""
     from matplotlib.collections import LineCollection
 
     deepest = max(int(row.depth.max()) for row in rows) or 1
@@ -286,9 +286,9 @@ _MAPS = {
     "sampler": ("Log-probability, sampler", "when it was sampled", "viridis"),
     "learner": ("Log-probability, learner", "before the job", "viridis"),
 }
-"""Title, note and colours, in the order they stand in two columns."""
-_DOWN = ("advantage", "sampler", "learner", "difference")
-"""And in one."""
+"""Title, note and colours, in the order of two columns."""
+_ONE_COLUMN = ("advantage", "sampler", "learner", "difference")
+"""The order of one column."""
 
 
 def _paint_map(axis: Any, key: str, rows: list[Row], width: int) -> None:

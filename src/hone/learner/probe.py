@@ -1,11 +1,11 @@
-"""What a job moved most: the tokens by which a publisher can tell the new adapter from the old.
+"""The learner's probe: the tokens whose log-probabilities a job changed most.
 
 In:   the job's samples, the decoder, the adapter before and after
 Out:  Movement: a few sequences, up to 32 of their tokens with both log-probabilities, and some
-      more by which noise can be told
+      others that show the noise
 
-Values are at temperature 1, whatever the call was sampled at, because that is what an engine
-reports for a given sequence.
+A publisher compares them with the engine's, to tell the new adapter from the old one. Values are at
+temperature 1, whatever the call was sampled at, because an engine reports these for a sequence.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ from hone.models.lora import Lora
 Ints = NDArray[np.int64]
 
 OTHERS = 32
-"""So many more tokens of the same calls are priced, whether they moved or not."""
+"""Number of other tokens of the same calls that are scored, whether they moved or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How much is looked at: two extra forward passes over it, here and in the engine."""
+    """How much the probe computes: two more forward passes, here and in the engine."""
 
     calls: int
     tokens: int
-    """Of all calls together, what they share counted once; one call at least."""
+    """Of all calls together, shared prefixes counted once; at least one call."""
     context: int | None = None
     """Tokens before the first trained one; None: all of them."""
     span: int | None = None
@@ -43,14 +43,14 @@ class Reach:
 
 WHOLE = Reach(calls=4, tokens=320)
 SHORT = Reach(calls=4, tokens=96, context=24, span=24)
-"""In a window tokens move half as far as in the context they were trained in. In float32 that is
-still sixty times what two programs differ by (SmolLM2, learning rate 1e-5), for a third of the work.
-In bfloat16 they differ by as much as a step moves: there the whole calls are looked at."""
+"""In a window tokens move half as far as in their whole context. In float32 that is still sixty times
+the numerical difference of two programs (SmolLM2, learning rate 1e-5), for a third of the work. In
+bfloat16 that difference is as large as a step's movement, so whole calls are scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedToken:
-    """`sequences[sequence][place]`, given what stands before it."""
+    """The token `sequences[sequence][place]`, with its log-probability before and after the job."""
 
     sequence: int
     place: int
@@ -60,25 +60,25 @@ class MovedToken:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """Trained tokens and how far their log-probabilities went, furthest first."""
+    """Trained tokens with their log-probabilities before and after, furthest moved first."""
 
     sequences: tuple[tuple[int, ...], ...]
     tokens: tuple[MovedToken, ...]
     others: tuple[MovedToken, ...] = ()
-    """Some more, prompts included, evenly spread: the moved ones are too few to tell from them how
-    far two programs' arithmetic differs, and in bfloat16 that is as much as a small step moves."""
+    """Other tokens, prompts included, evenly spread. They show the numerical difference of learner and
+    engine, which in bfloat16 is as large as a small step's movement."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeCalls:
-    """The calls that are looked at, labelled where their tokens are priced."""
+    """The calls of the probe, with labels at the tokens to score."""
 
     calls: tuple[LabelledCall, ...]
     trained: Tensor  # [M] bool, per label of the calls: whether the job trains it
 
     @classmethod
     def choose(cls, samples: Sequence[Sample], dtype: torch.dtype) -> "ProbeCalls":
-        """Calls with the largest advantages, shorter ones first: those the step pushes hardest."""
+        """The calls with the largest advantages, shorter ones first."""
         reach = SHORT if dtype in (torch.float32, torch.float64) else WHOLE
         calls = [call for sample in samples for call in sample.calls if call.advantage != 0]
         calls.sort(key=lambda call: (-abs(call.advantage), len(call.ids)))
@@ -102,14 +102,14 @@ class ProbeCalls:
 
     @torch.no_grad()
     def logprobs(self, decoder: Decoder, lora: Lora) -> Tensor:
-        """Of every label of the calls, in their order, under this adapter."""
+        """Log-probabilities of all labels of the calls, in order, under this adapter."""
         if not self.calls:
             return torch.empty(0, dtype=torch.float64)
         batch = pack([Sample(0, 0, self.calls)], row_tokens=WHOLE.tokens)
         values = torch.empty(len(batch.labels), dtype=torch.float64)
         for row in batch.rows:
-            priced, _ = row_logprobs(decoder, row, batch.labels, lora)
-            values[row.label] = priced.double().cpu()
+            scored, _ = row_logprobs(decoder, row, batch.labels, lora)
+            values[row.label] = scored.double().cpu()
         return values
 
     def movement(self, before: Tensor, after: Tensor, *, limit: int) -> Movement:
@@ -129,13 +129,13 @@ class ProbeCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A stretch of a call; its tokens are priced as if nothing stood before it."""
+    """Part of a call, scored without the tokens before it."""
 
     call: LabelledCall
     ids: Ints
     own: Ints  # places of the window that the job trains and no other window has
     known: int
-    """So many tokens at its front are another window's too."""
+    """Length of the prefix it shares with another window."""
 
     @classmethod
     def cut(cls, call: LabelledCall, reach: Reach, others: Sequence[Ints]) -> "_Window":
@@ -150,11 +150,11 @@ class _Window:
 
     @property
     def rest(self) -> Ints:
-        """Places that are not trained, and not another window's."""
+        """Places that are not trained and belong to no other window."""
         return np.setdiff1d(np.arange(max(1, self.known), len(self.ids)), self.own)
 
     def watched(self, extra: Ints) -> tuple[LabelledCall, NDArray[np.bool_]]:
-        """A call at temperature 1, labelled at its own places and some more; which are its own."""
+        """A call at temperature 1 with labels at its own places and `extra`, and which are its own."""
         places = np.union1d(self.own, extra)
         labelled = replace(
             self.call, ids=self.ids, prompt=1, places=places - 1, logprobs=None, temperature=1.0
@@ -163,7 +163,7 @@ class _Window:
 
 
 def _spread(windows: Sequence[_Window]) -> list[Ints]:
-    """OTHERS of the places that are not trained, evenly from all windows."""
+    """OTHERS places that are not trained, evenly from all windows."""
     rests = [window.rest for window in windows]
     total = sum(map(len, rests))
     picked = np.linspace(0, total - 1, min(OTHERS, total)).round().astype(int)
@@ -175,7 +175,7 @@ def _spread(windows: Sequence[_Window]) -> list[Ints]:
 
 
 def _same(ids: Ints, other: Ints) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     length = min(len(ids), len(other))
     differ = np.nonzero(ids[:length] != other[:length])[0]
     return int(differ[0]) if len(differ) else length

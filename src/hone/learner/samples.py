@@ -5,7 +5,8 @@ Out:  Samples; a group whose rewards are all equal yields none
 
 Token ids are copied from the recorded calls, never encoded again from text. A turn encoded
 twice can differ by one merge at its border, and its logprobs would then describe other tokens.
-What cannot be trained on is counted by reason; what would be wrong to train on is refused.
+Tokens that cannot be trained on are counted by reason; samples that would train something wrong are
+refused.
 """
 
 from collections import Counter
@@ -41,7 +42,7 @@ class LabelledCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory as tokens, logprobs and advantages. `group` and `trajectory` say which."""
+    """One trajectory as tokens, logprobs and advantages; `group` and `trajectory` are its indices."""
 
     group: int
     trajectory: int
@@ -50,13 +51,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What a job is trained on, and what was left out of it."""
+    """The samples of a job, and counts of what was dropped."""
 
     samples: tuple[Sample, ...]
     dropped: Counter[str]
     """Completion tokens without a label, by reason."""
     groups: int
-    """Groups that gave at least one sample."""
+    """Groups with at least one sample."""
     flat_groups: int
     long_rollouts: int
 
@@ -64,10 +65,10 @@ class Samples:
 def make_samples(
     groups: Sequence[TrajectoryGroup], config: TrainConfig, *, vocab: int, max_positions: int
 ) -> Samples:
-    """Samples of every group that can teach something."""
+    """The samples of every group with unequal rewards."""
     dropped: Counter[str] = Counter()
     limit = min(config.max_seq_length, max_positions)
-    kept: list[list[tuple[int, Trajectory]]] = []
+    short: list[list[tuple[int, Trajectory]]] = []
     long_rollouts = 0
     for g, group in enumerate(groups):
         rest = []
@@ -81,10 +82,10 @@ def make_samples(
                 dropped["too_long"] += _completion_tokens(trajectory)
             else:
                 rest.append((t, trajectory))
-        kept.append(rest)
+        short.append(rest)
     samples: list[Sample] = []
     flat_groups = 0
-    for g, (rest, rows) in enumerate(zip(kept, _compare(kept, config), strict=True)):
+    for g, (rest, rows) in enumerate(zip(short, _compare(short, config), strict=True)):
         if rows is None:
             flat_groups += bool(rest)
             dropped["flat_group"] += sum(_completion_tokens(trajectory) for _, trajectory in rest)
@@ -114,17 +115,17 @@ def by_optimizer_step(samples: Samples, config: TrainConfig) -> list[list[Sample
 
 
 def _compare(
-    kept: list[list[tuple[int, Trajectory]]], config: TrainConfig
+    groups: list[list[tuple[int, Trajectory]]], config: TrainConfig
 ) -> list[list[list[float]] | None]:
-    """Per group the advantages of its trajectories; None where it teaches nothing."""
+    """The advantages of every group's trajectories; None where its rewards are equal."""
     values = [
-        [call_values(t.reward, t.shaped_rewards, config.credit) for _, t in rest] for rest in kept
+        [call_values(t.reward, t.shaped_rewards, config.credit) for _, t in rest] for rest in groups
     ]
     if config.baseline == "group":
         return [advantages(rows, scale=config.divides_by_spread) for rows in values]
     together = advantages([row for rows in values for row in rows], scale=config.divides_by_spread)
     if together is None:
-        return [None] * len(kept)
+        return [None] * len(groups)
     rest = iter(together)
     return [[next(rest) for _ in rows] for rows in values]
 
@@ -132,7 +133,7 @@ def _compare(
 def _labelled(
     trajectory: Trajectory, row: list[float], config: TrainConfig, dropped: Counter[str]
 ) -> tuple[LabelledCall, ...]:
-    """The calls that carry labels. Advantages count trained calls, whether labelled or not."""
+    """The calls with labels. `row` has an advantage per trained call, labelled or not."""
     calls: list[LabelledCall] = []
     index = 0
     for call in trajectory.calls:
@@ -164,7 +165,7 @@ def _labelled(
 
 
 def _check(trajectory: Trajectory, config: TrainConfig, *, vocab: int, where: str) -> None:
-    """Refuse what would train on something else than was sampled."""
+    """Refuse a trajectory that would train on something else than was sampled."""
     if config.credit != "outcome" and trajectory.shaped_rewards is None:
         raise SampleRefused(
             f"{where}: credit is {config.credit!r} and shaped_rewards is missing. Send one value "

@@ -1,11 +1,11 @@
-"""How far behind the step that is trained its answers may be.
+"""The staleness limit: how many steps behind a trained call may be.
 
 In:   the steps that answered trained calls; the step a job starts from; TrainConfig.max_staleness
-Out:  None, or why it is refused and what to do
+Out:  None, or the reason for the refusal and what to do
 
-An answer of an older step was sampled from another distribution than the one the job moves; the
-importance weight corrects for that only in part, and nobody sees it in the loss. Looked at twice:
-while a job waits in the queue, the one before it may publish a step.
+A call of an older step was sampled from another distribution than the one the job trains; the
+importance weight corrects for that only in part, and the loss does not show it. The limit is checked
+twice, because another job may publish a step while this one waits in the queue.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from hone.types import TrainConfig
 
 
 def too_stale(step: int, base: int, config: TrainConfig) -> str | None:
-    """What is wrong with an answer of this step in a job that starts from `base`."""
+    """Why a call of this step is refused in a job that starts from `base`; None if it is not."""
     limit = config.max_staleness
     if limit is None or 0 <= base - step <= limit:
         return None
-    said = f"was answered by step {step}, and the job starts from step {base}"
+    cause = f"was answered by step {step}, and the job starts from step {base}"
     if step > base:
-        return f"{said}, which is older. Run the rollout again with the step that is served now."
+        return f"{cause}, which is older. Run the rollout again with the step that is served now."
     return (
-        f"{said}: {base - step} behind, and max_staleness is {limit}. Run the rollout again with "
+        f"{cause}: {base - step} behind, and max_staleness is {limit}. Run the rollout again with "
         f"the newest step, or set config max_staleness: {base - step} (null for any)."
     )
 
@@ -32,7 +32,7 @@ def too_stale(step: int, base: int, config: TrainConfig) -> str | None:
 def check_fresh(
     job_id: str, groups: Sequence[TrajectoryGroup], base: int, config: TrainConfig
 ) -> None:
-    """Raises SampleRefused for the first trained call that the job may not be trained on."""
+    """Raise SampleRefused for the first trained call that is too stale."""
     for g, group in enumerate(groups):
         for t, trajectory in enumerate(group.trajectories):
             for c, call in enumerate(trajectory.calls):

@@ -1,14 +1,14 @@
-"""Lay samples out as one trie over token ids, and cut it into rows that fit a token budget.
+"""Pack samples as one trie over token ids, cut into rows of limited length.
 
 In:   Samples of one optimizer step
-Out:  a Batch: PackedRows (what is computed) and Labels (what is learned from it)
+Out:  a Batch: PackedRows (what is computed) and Labels (what is trained)
 
-A node is shared by every call whose ids agree up to it, so a shared prompt is computed once. What
-is trained stands beside the trie, as labels that belong to calls: two calls that sampled the same
-token keep two labels on one edge, and a completion quoted in a later prompt is only context there.
-Nodes below which nothing is labelled are left out; the last token of a call is one of them.
+All calls whose ids agree up to a node share it, so a shared prompt is computed once. Labels are stored
+beside the trie and belong to calls: two calls that sampled the same token have two labels on one edge,
+and a completion quoted in a later prompt is only context there. Nodes without a label below them are
+left out; the last token of a call is one of them.
 
-Layout is a function of the set of paths alone (they are sorted), not of the order they came in.
+The layout depends on the set of paths alone (they are sorted), not on their order.
 """
 
 from collections.abc import Sequence
@@ -24,22 +24,22 @@ from hone.learner.samples import LabelledCall, Sample
 Ints = NDArray[np.int64]
 
 ROW = 1024
-"""Tokens up to which a row takes what it shares nothing with: longer ones are no faster on a CPU, and
-need more memory."""
-WORTH = 8
-"""A subtree is kept whole, as far as the budget goes, up to so many times the prefix that another row
-would have to repeat: cutting a larger one costs less than an eighth."""
+"""Tokens up to which a row takes unrelated subtrees: longer rows are no faster on a CPU and need more
+memory."""
+KEEP_WHOLE = 8
+"""A subtree that fits the budget is kept whole up to so many times the prefix that another row would
+repeat: cutting a larger one costs less than an eighth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """The M tokens an optimizer step learns from, in the order of the samples' calls."""
+    """The M tokens that an optimizer step trains, in the order of the samples' calls."""
 
     target: Tensor  # [M] int64, the sampled id
     call: Tensor  # [M] int64, index over the labelled calls of the step
     rollout: Tensor  # [M] int64, index over the samples of the step
     sampler_logprob: Tensor  # [M] float64, NaN where unknown
-    exact: Tensor  # [M] bool, sampler_logprob is known and of the unmasked distribution
+    exact: Tensor  # [M] bool, whether sampler_logprob is known, of the unmasked distribution
     temperature: Tensor  # [M] float64
     advantage: Tensor  # [M] float64
 
@@ -49,7 +49,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a row without branches; depths are positions in the path it belongs to."""
+    """A part of a row without branches; depths are positions in its path."""
 
     start: int
     stop: int
@@ -60,11 +60,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """L nodes in depth-first order, every one below all of its ancestors; m of the labels."""
+    """L nodes in depth-first order, each after all of its ancestors; m of the labels."""
 
     token_ids: Tensor  # [L] int64
     positions: Tensor  # [L] int64, depth in the trie
-    leave: Tensor  # [L] int64, where the node's subtree ends: k sees into q iff k <= q < leave[k]
+    leave: Tensor  # [L] int64, end of the node's subtree: q sees k iff k <= q < leave[k]
     segments: tuple[Segment, ...]
     query_node: Tensor  # [Q] int64, row index; one query per distinct (parent, temperature)
     query_temperature: Tensor  # [Q] float64
@@ -82,7 +82,7 @@ class Batch:
     rows: tuple[PackedRow, ...]
     labels: Labels
     logical_tokens: int
-    """Tokens of all labelled calls, as an unshared computation would count them."""
+    """Tokens of all labelled calls, without sharing."""
 
     @property
     def computed_tokens(self) -> int:
@@ -101,7 +101,7 @@ class _Trie:
 def pack(samples: Sequence[Sample], *, row_tokens: int) -> Batch:
     """All calls of the samples as rows of at most `row_tokens`, or the longest path if longer."""
     calls = [call for sample in samples for call in sample.calls]
-    # A path ends at the last label's parent; nothing below it would be read.
+    # A path ends at the last label's parent; nothing below it is needed.
     paths = [call.ids[: call.prompt + call.places[-1]] for call in calls]
     trie, nodes = _build(paths)
     parent = np.concatenate([n[c.prompt + c.places - 1] for n, c in zip(nodes, calls, strict=True)])
@@ -141,8 +141,8 @@ def _labels(samples: Sequence[Sample]) -> Labels:
 
 def _build(paths: Sequence[Ints]) -> tuple[_Trie, list[Ints]]:
     """The trie, and for each path its nodes in order."""
-    # Big-endian bytes compare as the ids do; in sorted order a path adds only what lies beyond
-    # its common prefix with the one before it, and the walk is depth-first by itself.
+    # Big-endian bytes compare as the ids do. In sorted order a path adds only the nodes after its
+    # common prefix with the previous path, and the order of nodes is depth-first.
     order = sorted(range(len(paths)), key=lambda i: paths[i].astype(">u4").tobytes())
     nodes: list[Ints] = [paths[0]] * len(paths)
     tokens: list[Ints] = []
@@ -185,7 +185,7 @@ def _common_prefix(a: Ints, b: Ints) -> int:
 
 @dataclass(slots=True)
 class _Bin:
-    """A row being filled: the path down to `tip`, and whole subtrees below points of that path."""
+    """A row being filled: the path down to `tip`, and whole subtrees below that path."""
 
     tip: int
     used: int
@@ -195,9 +195,9 @@ class _Bin:
 def _bins(trie: _Trie, budget: int) -> list[Ints]:
     """Segments of each row, ascending, ancestors included.
 
-    A subtree that fits stays whole. One that does not is cut below its first segment: children
-    that are cut themselves come first, in rows of their own; the others are then put, first fit,
-    into any row made below that segment, since all of those repeat the same prefix.
+    A subtree that fits stays whole. One that does not is cut below its first segment: children that
+    are cut themselves come first, in rows of their own; the others go, first fit, into any row below
+    that segment, since all of those repeat the same prefix.
     """
     lengths = (trie.stops - trie.starts).tolist()
     depth = trie.depth[trie.starts].tolist()
@@ -208,8 +208,8 @@ def _bins(trie: _Trie, budget: int) -> list[Ints]:
     roots: list[int] = []
 
     def fitting(prefix: int) -> int:
-        """Tokens of a row that shares such a prefix with the next one."""
-        return min(budget, max(ROW, WORTH * prefix))
+        """Limit of a row that shares a prefix of this length with the next one."""
+        return min(budget, max(ROW, KEEP_WHOLE * prefix))
 
     def fill(tip: int, used: int, below: list[int]) -> list[_Bin]:
         whole = [s for s in below if s not in cut]
@@ -223,7 +223,7 @@ def _bins(trie: _Trie, budget: int) -> list[Ints]:
             target.used += sizes[s]
         return bins
 
-    for s in reversed(range(len(parents))):  # children stand behind their parents
+    for s in reversed(range(len(parents))):  # children come after their parents
         children[s].reverse()
         prefix = depth[s] + lengths[s]
         if children[s] and depth[s] + sizes[s] > fitting(prefix):
@@ -247,7 +247,7 @@ def _bins(trie: _Trie, budget: int) -> list[Ints]:
 def _rows(
     trie: _Trie, bins: list[Ints], parent: Ints, temperature: NDArray[np.float64]
 ) -> tuple[PackedRow, ...]:
-    """Lay out each row and give every label to the first row that computes its parent."""
+    """Build the rows; each label belongs to the first row that computes its parent."""
     order = np.argsort(parent, kind="stable")
     ordered = parent[order]
     first = np.searchsorted(ordered, trie.starts)

@@ -1,12 +1,12 @@
-"""A learner in its own process, so that one that runs out of memory takes nothing else down.
+"""The learner's process, seen from the parent: start, train, save, load, cancel, close.
 
 In:   a LearnerSpec; then jobs, one at a time
 Out:  StepResults, Progress, checkpoints on disk; LearnerDied if the process ends under a job
 
-The two sides speak JSON lines over the child's stdin and a private copy of its stdout: no pickle,
-and nothing of the parent's main module is imported again. A request may be followed by bytes, whose
-number it names: the groups of a job are passed on as they are stored, and only the child unpacks
-them. See child.py for the other side.
+A learner that runs out of memory ends its own process only. Both sides exchange JSON lines over the
+child's stdin and a private copy of its stdout: no pickle, and no second import of the parent's main
+module. A request may be followed by bytes, with their number in the request: the groups of a job are
+passed on as stored, and only the child unpacks them. child.py is the other side.
 """
 
 import json
@@ -31,18 +31,18 @@ from hone.types import Strict, TrainConfig
 STDERR_LINES = 40
 
 MARK = "\x1e"
-"""Begins every message (ASCII's record separator). Anything else on the pipe was printed by a
-library before the child's own first line ran."""
+"""The first character of every message (ASCII's record separator). Other lines on the pipe were printed
+by libraries before the child's own code ran."""
 
 
 class LearnerSpec(Strict):
-    """What a learner's process loads, and the settings that decide its bits."""
+    """The model and adapter of a learner's process, and the settings that determine its bits."""
 
     model_dir: Path
     base_model: str
     """Written into the adapter's configuration."""
     adapter_dir: Path | None = None
-    """Checkpoint to go on from; None draws a fresh adapter."""
+    """Checkpoint to continue from; None: a new random adapter."""
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0)
     seed: int = 0
@@ -52,7 +52,7 @@ class LearnerSpec(Strict):
 
 
 class WorkerInfo(Strict):
-    """What the child really runs with; goes into the checkpoint's manifest."""
+    """The settings that the child really uses, for the checkpoint's manifest."""
 
     pid: int
     torch: str
@@ -64,17 +64,17 @@ class WorkerInfo(Strict):
 
 
 class LearnerProcess:
-    """The parent's side. One request at a time, after `ready`; `cancel` may come from any thread."""
+    """The parent's side. One request at a time, after `ready`; any thread may call `cancel`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.info: WorkerInfo | None = None
-        """What the child runs with; known once it has started."""
+        """The child's settings, once it has loaded."""
         self._process = process
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._turn = threading.Lock()
         self._writing = threading.Lock()
-        self._asked = 0
+        self._last_id = 0
         self._running: int | None = None
         self._ending = threading.Lock()
         self._when_ended: Callable[[], object] | None = None
@@ -90,7 +90,7 @@ class LearnerProcess:
     def launch(
         cls, spec: LearnerSpec, *, gives_way: bool = False, env: Mapping[str, str] | None = None
     ) -> "LearnerProcess":
-        """Start the child, with `env` added to its environment, and let it load; see `ready`."""
+        """Start the child, with `env` added to its environment; `ready` waits until it has loaded."""
         process = subprocess.Popen(
             [sys.executable, "-m", "hone.learner.child"],
             stdin=subprocess.PIPE,
@@ -101,7 +101,7 @@ class LearnerProcess:
         )
         worker = cls(process)
         body = {"spec": spec.model_dump(mode="json"), "gives_way": gives_way}
-        worker._write({"do": "start", "id": worker._asked, **body})
+        worker._write({"do": "start", "id": worker._last_id, **body})
         return worker
 
     @classmethod
@@ -122,7 +122,7 @@ class LearnerProcess:
         return self._process.poll() is None
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call this once the child has ended, on another thread; at once if it has ended already."""
+        """Call `call` on another thread once the child has ended; at once if it has ended already."""
         with self._ending:
             if not self._ended:
                 self._when_ended = call
@@ -130,7 +130,7 @@ class LearnerProcess:
         call()
 
     def ready(self, *, deadline_s: float = 300.0) -> WorkerInfo:
-        """Wait until the model is loaded; a child that could not is closed, and says why here."""
+        """Wait until the model is loaded; a child that fails to load is closed, and its error raised."""
         with self._turn:
             if self.info is not None:
                 return self.info
@@ -153,10 +153,10 @@ class LearnerProcess:
         probe_tokens: int = 32,
         label_logprobs: bool = False,
     ) -> dict[str, Any]:
-        """Train on packed groups; a StepResult as a mapping.
+        """Train on packed groups; returns a StepResult as a mapping.
 
-        Groups with answers that are too stale for a job that starts from `base_step` are refused.
-        A child silent for `silence_s` is taken for dead and killed.
+        Groups with calls that are too stale for a job that starts from `base_step` are refused. A
+        child that is silent for `silence_s` is killed.
         """
         body = {
             "config": config.model_dump(),
@@ -165,30 +165,30 @@ class LearnerProcess:
             "probe_tokens": probe_tokens,
             "label_logprobs": label_logprobs,
         }
-        return self._ask("train", body, silence_s, on_progress, groups)
+        return self._request("train", body, silence_s, on_progress, groups)
 
     def save(self, directory: Path, *, picture: bool = False, deadline_s: float = 120.0) -> str:
-        """Write a checkpoint's files and return the hash of the adapter they hold.
+        """Write a checkpoint's files; returns the adapter's hash.
 
-        `picture` adds one of what the last job trained on, if it was trained with `label_logprobs`.
+        `picture` adds a picture of the last job, which must have run with `label_logprobs`.
         """
         body = {"directory": str(directory), "picture": picture}
-        return self._ask("save", body, deadline_s)["sha256"]
+        return self._request("save", body, deadline_s)["sha256"]
 
     def load(self, directory: Path, *, optimizer: bool = True, deadline_s: float = 120.0) -> str:
-        """Go on from a checkpoint; the hash of the adapter it held."""
+        """Continue from a checkpoint; returns the adapter's hash."""
         body = {"directory": str(directory), "optimizer": optimizer}
-        return self._ask("load", body, deadline_s)["sha256"]
+        return self._request("load", body, deadline_s)["sha256"]
 
     def cancel(self) -> None:
-        """Ask the running job to stop; it raises Cancelled within one micro-batch."""
+        """Ask the running job to stop; `train` raises Cancelled within one micro-batch."""
         if (running := self._running) is not None:
             self._write({"do": "cancel", "id": running})
 
     def close(self, *, deadline_s: float = 10.0) -> None:
-        """End the child: politely, then by force once the deadline has passed.
+        """End the child by closing its stdin, and kill it after the deadline.
 
-        One that has not loaded yet has nothing to end, and would do so only when it has.
+        A child that has not loaded yet is killed at once.
         """
         if self.info is None:
             deadline_s = 0
@@ -206,7 +206,7 @@ class LearnerProcess:
             if pipe:
                 pipe.close()
 
-    def _ask(
+    def _request(
         self,
         what: str,
         body: dict[str, Any],
@@ -215,8 +215,8 @@ class LearnerProcess:
         data: bytes = b"",
     ) -> dict[str, Any]:
         with self._turn:
-            self._asked += 1
-            self._write({"do": what, "id": self._asked, **body}, data)
+            self._last_id += 1
+            self._write({"do": what, "id": self._last_id, **body}, data)
             return self._answer(what, silence_s, on_progress)
 
     def _answer(
@@ -225,14 +225,14 @@ class LearnerProcess:
         silence_s: float,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """What the child says to the newest request."""
-        self._running = self._asked
+        """Wait for the child's answer to the newest request."""
+        self._running = self._last_id
         answered = False
         try:
             while True:
                 message = self._next(what, silence_s)
-                if message["id"] != self._asked:
-                    continue  # of a request whose caller has left
+                if message["id"] != self._last_id:
+                    continue  # the answer to a request whose caller has left
                 if message["event"] != "progress":
                     answered = True
                     break
@@ -253,7 +253,7 @@ class LearnerProcess:
             self._process.kill()
             raise self._died(what, f"said nothing for {silence_s:g} s and was killed") from None
         if message is None:
-            self._messages.put(None)  # for whoever asks next
+            self._messages.put(None)  # for the next request
             raise self._died(what, "ended")
         return message
 

@@ -1,10 +1,10 @@
-"""What a decoder looks like: sizes and variants read from a model's config.json.
+"""The decoder's architecture: sizes and variants from a model's config.json.
 
 In:   an HF config.json
-Out:  DecoderConfig, or ModelUnsupported with the field that is in the way
+Out:  DecoderConfig, or ModelUnsupported with the unsupported field
 
-A field this file does not understand is refused rather than skipped: a decoder that leaves out
-one factor still writes fluent text, and trains on log-probabilities that nobody sampled.
+An unknown field is refused rather than ignored: a decoder without one factor still writes fluent text,
+but trains on log-probabilities of another model.
 """
 
 import json
@@ -31,9 +31,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     "smollm3": _COMMON | {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }
-"""What transformers assumes for a field that config.json leaves out."""
+"""transformers' defaults of fields that config.json may leave out."""
 _THETA = {"smollm3": 2_000_000.0}
-"""Base of the rotary frequencies where config.json gives none; 10,000 for the other families."""
+"""Default base of the rotary frequencies; 10,000 for the other families."""
 
 _COMPUTED = _words(
     "model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim "
@@ -42,7 +42,7 @@ _COMPUTED = _words(
     "no_rope_layers no_rope_layer_interval rope_theta rope_scaling rope_parameters attention_bias "
     "mlp_bias"
 )
-"""Fields that the decoder follows or refuses by a rule of their own."""
+"""Fields that the decoder implements or that have a check of their own."""
 HARMLESS = _words(
     # names, versions and formats
     "_name_or_path architectures transformers_version dtype torch_dtype tokenizer_class "
@@ -63,7 +63,7 @@ HARMLESS = _words(
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
     "begin_suppress_tokens"
 )
-"""Fields that may have any value: they change nothing the decoder computes."""
+"""Fields that may have any value: they do not change what the decoder computes."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1,),
     "rope_interleaved": (False,),
@@ -75,7 +75,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "chunk_size_feed_forward": (0,),
 }
-"""Fields that are run at these values only."""
+"""Fields that are supported at these values only."""
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
@@ -85,12 +85,12 @@ _ROPE_FIELDS = {
         "mscale_all_dim truncate"
     ),
 }
-"""Kinds of rotary embedding that are run, with their parameters."""
+"""Supported kinds of rotary embedding, with their parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of a decoder and the variants that change what it computes."""
+    """Sizes and variants of a decoder."""
 
     family: str
     layers: int
@@ -105,18 +105,18 @@ class DecoderConfig:
     tied: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
-    """Per layer: how far back a token sees; None is all the way."""
+    """Sliding window per layer; None: full attention."""
     rotary: tuple[bool, ...]
-    """Per layer: whether positions are rotated in (SmolLM3 leaves some layers out)."""
+    """Whether a layer has rotary embeddings (SmolLM3 leaves some out)."""
     biased: frozenset[str]
-    """PEFT paths in the layer of the linear layers that have a bias."""
+    """PEFT paths, within the layer, of linear layers with a bias."""
     rope_theta: float
     raw: dict[str, Any]
-    """The config.json itself, for what only transformers can read (rope scaling)."""
+    """The config.json itself, for transformers' rope functions."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key-value memory of one token in float32."""
+        """KV cache of one token in float32."""
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
     @property
@@ -151,25 +151,25 @@ class DecoderConfig:
             )
         _check_fields(raw, where=where)
         _check_rope(raw, where=where)
-        said = _DEFAULTS[family] | raw
-        layers, heads = said["num_hidden_layers"], said["num_attention_heads"]
+        fields = _DEFAULTS[family] | raw
+        layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         return cls(
             family=family,
             layers=layers,
-            hidden=said["hidden_size"],
+            hidden=fields["hidden_size"],
             heads=heads,
-            kv_heads=said.get("num_key_value_heads") or heads,
-            head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-            intermediate=said["intermediate_size"],
-            vocab=said["vocab_size"],
-            max_positions=said["max_position_embeddings"],
-            norm_eps=said["rms_norm_eps"],
-            tied=said["tie_word_embeddings"],
+            kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            intermediate=fields["intermediate_size"],
+            vocab=fields["vocab_size"],
+            max_positions=fields["max_position_embeddings"],
+            norm_eps=fields["rms_norm_eps"],
+            tied=fields["tie_word_embeddings"],
             qk_norm=family == "qwen3",
-            windows=_windows(said, layers, where),
-            rotary=_rotary(said, layers),
-            biased=_biased(said),
+            windows=_windows(fields, layers, where),
+            rotary=_rotary(fields, layers),
+            biased=_biased(fields),
             rope_theta=float(
                 rope.get("rope_theta") or raw.get("rope_theta") or _THETA.get(family, 10_000.0)
             ),
@@ -178,7 +178,7 @@ class DecoderConfig:
 
 
 def _check_fields(raw: dict[str, Any], *, where: str) -> None:
-    """Refuse what the decoder would leave out; a field that is null is not set."""
+    """Refuse fields that the decoder would ignore; null means not set."""
     family = raw["model_type"]
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelUnsupported(f"{where}: hidden_act {raw['hidden_act']!r}; only 'silu' is run.")
@@ -238,9 +238,13 @@ def _check_rope(raw: dict[str, Any], *, where: str) -> None:
                 )
 
 
-def _windows(said: dict[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+def _windows(fields: dict[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
     """Sliding windows as transformers resolves them: by layer_types, else by the family's rule."""
-    family, window, kinds = said["model_type"], said.get("sliding_window"), said.get("layer_types")
+    family, window, kinds = (
+        fields["model_type"],
+        fields.get("sliding_window"),
+        fields.get("layer_types"),
+    )
     if family in ("llama", "mistral"):
         window = window if family == "mistral" else None
         expected = "full_attention" if window is None else "sliding_attention"
@@ -250,12 +254,12 @@ def _windows(said: dict[str, Any], layers: int, where: str) -> tuple[int | None,
                 f"type {family!r} attend alike in every layer. Choose another model."
             )
         return (window,) * layers
-    if not said.get("use_sliding_window"):
+    if not fields.get("use_sliding_window"):
         window = None
     if not kinds:
-        late = said.get("max_window_layers", layers)
+        late = fields.get("max_window_layers", layers)
         slides = (
-            [not rotary for rotary in _rotary(said, layers)]
+            [not rotary for rotary in _rotary(fields, layers)]
             if family == "smollm3"
             else [i >= late for i in range(layers)]
         )
@@ -270,21 +274,21 @@ def _windows(said: dict[str, Any], layers: int, where: str) -> tuple[int | None,
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rotary(said: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    if said["model_type"] != "smollm3":
+def _rotary(fields: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    if fields["model_type"] != "smollm3":
         return (True,) * layers
-    flags = said.get("no_rope_layers")
+    flags = fields.get("no_rope_layers")
     if flags is None:
-        every = said.get("no_rope_layer_interval", 4)
+        every = fields.get("no_rope_layer_interval", 4)
         flags = [int((i + 1) % every != 0) for i in range(layers)]
     return tuple(bool(flag) for flag in flags[:layers])
 
 
-def _biased(said: dict[str, Any]) -> frozenset[str]:
+def _biased(fields: dict[str, Any]) -> frozenset[str]:
     inputs = {f"self_attn.{name}_proj" for name in "qkv"}
-    biased = inputs if said["model_type"] == "qwen2" else set[str]()
-    if said.get("attention_bias"):
+    biased = inputs if fields["model_type"] == "qwen2" else set[str]()
+    if fields.get("attention_bias"):
         biased = inputs | {"self_attn.o_proj"}
-    if said.get("mlp_bias"):
+    if fields.get("mlp_bias"):
         biased = biased | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     return frozenset(biased)

@@ -1,11 +1,11 @@
-"""Conversions, each made once: from a GGUF file to its HF directory under $HONE_HOME.
+"""The cache of converted models: from a GGUF file to an HF directory under $HONE_HOME.
 
-In:   a GGUF and the name it goes by
-Out:  $HONE_HOME/models/NAME-HASH (default ~/.cache/hone), with hone.json saying where it came from
+In:   a GGUF file and the model's name
+Out:  $HONE_HOME/models/NAME-HASH (default ~/.cache/hone), with its origin in hone.json
 
-A directory under its final name is whole: it is written under another name, synced, and renamed.
-The hash is of the file's content and of the converter's version, so neither an edited file nor an
-improved converter is ever answered with an old conversion.
+A directory under its final name is complete: it is written under another name, synced, and renamed.
+The hash covers the file's content and the converter's version, so an edited file or a newer converter
+never gets an old conversion.
 """
 
 import hashlib
@@ -24,23 +24,23 @@ from hone.errors import ServerError
 from hone.models import gguf
 
 CONVERTER = 1
-"""Raised with every change to what models/gguf.py writes."""
+"""Increased with every change to what models/gguf.py writes."""
 
 _PARTIAL = ".partial"
 
 
 def cache_home() -> Path:
-    """Where hone keeps what it can make again: $HONE_HOME, else the user's cache."""
+    """hone's cache directory: $HONE_HOME, else ~/.cache/hone."""
     return Path(os.environ.get("HONE_HOME") or "~/.cache/hone").expanduser()
 
 
 def models_home() -> Path:
-    """Where conversions are kept."""
+    """The directory of the conversions."""
     return cache_home() / "models"
 
 
 def converted(source: Path, name: str, *, progress: gguf.Progress | None = None) -> Path:
-    """The conversion of `source`, made now if there is none."""
+    """The conversion of `source`; converts it if there is none."""
     with source.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     target = _target(sha256, name)
@@ -49,10 +49,10 @@ def converted(source: Path, name: str, *, progress: gguf.Progress | None = None)
     home = target.parent
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _alone(target):
-            if not is_whole(target):  # another process may have made it while this one waited
-                _sweep(home, but=target)
-                _make(source, sha256, name, target, progress)
+        with _locked(target):
+            if not is_whole(target):  # another process may have converted it while this one waited
+                _remove_partial(home, keep=target)
+                _convert(source, sha256, name, target, progress)
     except OSError as error:
         raise ServerError(
             f"{target}: converting {source} failed ({error}).\n"
@@ -62,13 +62,13 @@ def converted(source: Path, name: str, *, progress: gguf.Progress | None = None)
 
 
 def existing(sha256: str, name: str) -> Path | None:
-    """The conversion of a file known by its hash, which itself need not be here any more."""
+    """The conversion of the file with this hash; the file itself may be gone."""
     target = _target(sha256, name)
     return target if is_whole(target) else None
 
 
-def about(directory: Path) -> dict[str, Any] | None:
-    """What hone.json says of a converted directory; None where there is none to read."""
+def read_origin(directory: Path) -> dict[str, Any] | None:
+    """The hone.json of a converted directory; None if there is none."""
     try:
         return json.loads((directory / "hone.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -76,11 +76,11 @@ def about(directory: Path) -> dict[str, Any] | None:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether every file the conversion wrote is still there at its size."""
-    said = about(directory)
-    return said is not None and all(
+    """Whether every file of the conversion exists with its size."""
+    origin = read_origin(directory)
+    return origin is not None and all(
         (directory / file).is_file() and (directory / file).stat().st_size == size
-        for file, size in said["files"].items()
+        for file, size in origin["files"].items()
     )
 
 
@@ -90,20 +90,20 @@ def _target(sha256: str, name: str) -> Path:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Held by one process at a time; the system lets go of it when that process dies."""
+def _locked(target: Path) -> Iterator[None]:
+    """Hold the conversion's lock file; the system releases it when the process dies."""
     from filelock import FileLock
 
     with FileLock(target.with_name(f".{target.name}.lock")):
         yield
 
 
-def _sweep(home: Path, *, but: Path) -> None:
-    """Remove what killed conversions left: a partial directory whose lock is free."""
+def _remove_partial(home: Path, *, keep: Path) -> None:
+    """Remove partial directories of killed conversions: those whose lock is free."""
     from filelock import FileLock, Timeout
 
     for partial in home.glob(f".*{_PARTIAL}"):
-        if partial.name == f".{but.name}{_PARTIAL}":
+        if partial.name == f".{keep.name}{_PARTIAL}":
             continue
         lock = FileLock(partial.with_name(partial.name.removesuffix(_PARTIAL) + ".lock"))
         try:
@@ -113,28 +113,28 @@ def _sweep(home: Path, *, but: Path) -> None:
             continue
 
 
-def _make(
+def _convert(
     source: Path, sha256: str, name: str, target: Path, progress: gguf.Progress | None
 ) -> None:
     partial = target.with_name(f".{target.name}{_PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        origin = gguf.convert(source, partial, progress=progress)
+        converted = gguf.convert(source, partial, progress=progress)
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        said = {
+        origin = {
             "name": name,
             "source": source.name,
             "source_sha256": sha256,
             "converter": CONVERTER,
             "dtype": "float32",
-            **asdict(origin),
+            **asdict(converted),
             "files": files,
         }
-        (partial / "hone.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        (partial / "hone.json").write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
         for file in (*partial.iterdir(), partial):
             sync(file)
-        if target.exists():  # it was whole once, and something has been removed from it since
+        if target.exists():  # it was complete once, and files have been removed since
             shutil.rmtree(target)
         move(partial, target)
     except BaseException:

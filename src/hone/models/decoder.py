@@ -24,17 +24,17 @@ from hone.models.machine import packs, prefer_blas
 from hone.models.weights import Tensors, read_tensors
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, q [N, heads, head_dim], k [N, kv_heads, head_dim], v alike) -> [N, heads * head_dim]"""
+"""attend(layer, q [N, heads, head_dim], k [N, kv_heads, head_dim], v as k) -> [N, heads * head_dim]"""
 
 Span = tuple[int, int, Lora]
-"""Tokens start..stop are computed with this adapter."""
+"""Tokens start..stop use this adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's frozen weights; linear layers that read the same input are one matrix."""
+    """One layer's frozen weights; linear layers that read the same input are one matrix."""
 
-    input_norm: Tensor | None  # [hidden]; None: it is in the matrix that reads the normed
+    input_norm: Tensor | None  # [hidden]; None: merged into the next matrix
     post_norm: Tensor | None  # [hidden]
     q_norm: Tensor | None  # [head_dim], Qwen3
     k_norm: Tensor | None  # [head_dim], Qwen3
@@ -44,7 +44,7 @@ class Layer:
     down: Projection
 
     def pack(self) -> "Layer":
-        """With a copy of every matrix laid out for sampling."""
+        """A copy with every matrix packed for inference."""
         return replace(
             self,
             qkv=self.qkv.pack(),
@@ -54,11 +54,13 @@ class Layer:
         )
 
     def merged(self, lora: Lora) -> "Layer":
-        """For sampling under this adapter alone: it and the norms' weights are in the matrices.
+        """A copy for inference with this adapter and the norms' weights merged into the matrices.
 
-        Only in float32: added to a coarser type, small changes would round away.
+        Only in float32: in a coarser type small changes would be rounded away.
         """
-        assert self.out.weight.dtype == torch.float32, "in a coarse type it is another adapter"
+        assert self.out.weight.dtype == torch.float32, (
+            "merging in a coarse type changes the adapter"
+        )
         return replace(
             self,
             input_norm=None,
@@ -101,7 +103,7 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Of the matrices, the bulk of the weights."""
+        """Bytes of the matrices, most of the weights."""
         matrices = [p.weight for x in self.layers for p in (x.qkv, x.out, x.gate_up, x.down)]
         return sum(m.nbytes for m in matrices) + self.head.nbytes
 
@@ -113,7 +115,7 @@ class Decoder:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "Decoder":
-        """From an HF directory. On a CPU, processes that load the same model share its pages."""
+        """Load an HF directory. On a CPU, processes that load the same model share its pages."""
         if torch.device(device).type == "cpu" and dtype == torch.float32:
             prefer_blas()
         config = DecoderConfig.read(directory)
@@ -121,7 +123,7 @@ class Decoder:
 
     @classmethod
     def build(cls, config: DecoderConfig, tensors: Tensors) -> "Decoder":
-        """From tensors laid out by models/weights.py."""
+        """Build from the tensors of models/weights.py."""
 
         def projection(layer: int, key: str) -> Projection:
             parts = config.projections[key]
@@ -214,9 +216,9 @@ class Decoder:
         return torch.ops.mkldnn._linear_pointwise(hidden, self._packed_head, None, "none", [], "")
 
     def pack(self) -> "Decoder":
-        """A decoder for sampling, with a copy of every matrix as this machine multiplies it fastest.
+        """A decoder for inference with packed copies of its matrices, where these are faster.
 
-        Ten percent on Arm without SVE, for as much memory as the weights take; elsewhere itself.
+        On Arm without SVE it is a tenth faster and takes twice the memory; elsewhere it is `self`.
         """
         if not packs(self.device, self.dtype):
             return self
@@ -225,7 +227,7 @@ class Decoder:
         return decoder
 
     def with_layers(self, layers: Sequence[Layer]) -> "Decoder":
-        """The same with these layers in place of its own."""
+        """A copy with other layers."""
         decoder = Decoder(
             self.config, embedding=self.embedding, head=self.head, norm=self.norm, layers=layers
         )
@@ -249,7 +251,7 @@ class Decoder:
         return qk[:, : self.config.heads], qk[:, self.config.heads :]
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines with the sign that lets one roll stand for the half-swap; [N, 1, dim]."""
+        """Cosines, and sines signed for a rotation by half the dimensions; [N, 1, head_dim]."""
         if self._tables is None:
             # As transformers: angles in float32 whatever the weights' type, then cast.
             steps = torch.arange(self.config.max_positions, device=self.device).float()
@@ -272,13 +274,13 @@ def _rotate_halves(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _among(wanted: Sequence[int], adapters: Sequence[Span]) -> list[Span]:
-    """The same spans, counted in wanted rows."""
+    """The spans in terms of wanted rows."""
     ends = [(bisect_left(wanted, a), bisect_left(wanted, b), lora) for a, b, lora in adapters]
     return [(start, stop, lora) for start, stop, lora in ends if start < stop]
 
 
 def _frequencies(config: DecoderConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Rotary frequencies; what is not the plain kind is computed by transformers' own functions."""
+    """Rotary frequencies and scale; kinds other than the default come from transformers."""
     raw: dict[str, Any] = config.raw
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"

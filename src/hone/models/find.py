@@ -120,7 +120,7 @@ def _in_directory(
             f"{path}: {wrong}.\nA model directory holds config.json, *.safetensors and "
             "tokenizer.json; copy the missing file there, or name another model."
         )
-    origin = cache.about(path)
+    origin = cache.read_origin(path)
     note = "" if origin is None else _note(origin)
     return ModelFiles(name=name, path=path.absolute(), source="directory", note=note)
 
@@ -134,7 +134,7 @@ def _from_gguf(
 
 
 def _converted_files(path: Path, name: str, source: Place) -> ModelFiles:
-    origin = cache.about(path)
+    origin = cache.read_origin(path)
     assert origin is not None, path
     return ModelFiles(name=name, path=path, source=source, note=_note(origin))
 
@@ -159,7 +159,7 @@ def _in_wheel(
     if file is not None:
         return _from_gguf(file, name, "wheel", name, progress, convert=convert)
     tried.append(f"wheel: {why}")
-    # The hub is not asked: what it might have under this name would be someone else's.
+    # Not searched on the hub, where this name would be another model.
     raise ModelNotFound(
         f"{name!r} is not on this machine.\nTried: {'; '.join(tried)}.\n"
         f"Run `hone models pull {name}`, or `{wheel.command}`."

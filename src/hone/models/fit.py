@@ -1,11 +1,11 @@
-"""How much memory a model needs, how much there is, and a refusal before anything is loaded.
+"""Whether a model fits: the memory it needs, the memory there is, and a refusal before loading.
 
-In:   a config.json and what is to be done with the model
+In:   a config.json and the use of the model
 Out:  Estimate in bytes; ModelTooLarge with needed and available, what to lower, what would fit
 
-The refusal comes first because the alternative is the kernel's: a process killed half an hour
-later, without a word. The estimates are of this project's decoder and are meant to be a little
-high; `activations` was set against a measured run (see ELEMENTS below).
+Without the refusal the kernel kills the process half an hour later, without a message. Estimates are
+for this project's decoder and a little high; `activations` agrees with a measured run (see ELEMENTS
+below).
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ ADAPTER_BYTES = 16
 
 
 LEARNER_SHARE = {"cpu": 1 / 3, "cuda": 1 / 2}
-"""Of a device's total memory, for the learner's weights, adapter and one row. The engine has the rest,
-and on a CPU the agent, its tools and the page cache too."""
+"""Share of a device's total memory for the learner's weights, adapter and one row. The rest is for the
+engine, and on a CPU also for the agent, its tools and the page cache."""
 
-LEAST_ROW_TOKENS = 1024
-"""Rows are no shorter than this on any machine unless `row_tokens` says so."""
+MIN_ROW_TOKENS = 1024
+"""Shortest default of `row_tokens`, on any machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Bytes, by what they are for."""
+    """Bytes by use."""
 
     weights: int
     kv: int
@@ -48,7 +48,7 @@ class Estimate:
 
 
 def parameters(config: DecoderConfig) -> int:
-    """Weights of the model, a tied embedding counted once."""
+    """Number of weights; a tied embedding counts once."""
     linear = sum(out * inp for group in config.projections.values() for _, out, inp in group)
     per_layer = linear + 2 * config.hidden
     if config.family == "qwen2":  # the only family run here whose q, k and v have biases
@@ -78,7 +78,7 @@ def estimate(
     # activation and product. Qwen2.5-3B, bf16, one row of 8,192: 36 GB by this count; 36 GB
     # measured beyond the weights (own LoRA linear, eager, one H200).
     elements = 6 * config.hidden + 2 * (q + 2 * kv) + 4 * config.intermediate
-    kept = train_row_tokens * config.layers * elements * dtype_bytes
+    activations = train_row_tokens * config.layers * elements * dtype_bytes
     logits = 2 * 4 * config.vocab * (min(train_row_tokens, HEAD_ROWS) or 64)
     lora = config.layers * sum(
         rank * (out + inp) for group in config.projections.values() for _, out, inp in group
@@ -86,7 +86,7 @@ def estimate(
     return Estimate(
         weights=parameters(config) * dtype_bytes,
         kv=2 * config.layers * kv * kv_tokens * dtype_bytes,
-        activations=kept + logits,
+        activations=activations + logits,
         adapter=lora * (ADAPTER_BYTES if train_row_tokens else 4),
     )
 
@@ -101,7 +101,7 @@ def row_tokens(
 ) -> int:
     """Tokens of the longest training row that fits into the learner's share of `device`.
 
-    From the total memory and never from what is free: the same job is to give the same bits.
+    From the total memory, never from the free memory: the same job must give the same bits.
     """
     there = total_memory(device) if total is None else total
 
@@ -110,15 +110,15 @@ def row_tokens(
             config_json, dtype_bytes=dtype_bytes, kv_tokens=0, train_row_tokens=tokens, rank=rank
         ).total
 
-    least = needed(LEAST_ROW_TOKENS)
+    least = needed(MIN_ROW_TOKENS)
     # From here on a row of twice as many tokens needs more activations and nothing else.
-    each = (needed(2 * LEAST_ROW_TOKENS) - least) // LEAST_ROW_TOKENS
+    each = (needed(2 * MIN_ROW_TOKENS) - least) // MIN_ROW_TOKENS
     spare = int(there * LEARNER_SHARE[device.partition(":")[0]]) - least
-    return LEAST_ROW_TOKENS + max(0, spare // each)
+    return MIN_ROW_TOKENS + max(0, spare // each)
 
 
 def total_memory(device: str = "cpu") -> int:
-    """Bytes of `device`; on a CPU no more than the control group allows."""
+    """Total bytes of `device`; on a CPU no more than the control group allows."""
     if device.startswith("cuda"):
         import torch
 
@@ -130,7 +130,7 @@ def total_memory(device: str = "cpu") -> int:
 
 
 def available_memory(device: str = "cpu") -> int:
-    """Bytes free on `device` now; on a CPU no more than the control group still allows."""
+    """Free bytes of `device`; on a CPU no more than the control group still allows."""
     if device.startswith("cuda"):
         import torch
 
@@ -146,26 +146,26 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_available(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Bytes left under the tightest limit above this process; None where there is no limit.
+    """Bytes left under the lowest limit above this process; None without a limit.
 
     Version 2 and the `memory` controller of version 1. Inactive file pages count as free,
-    because the kernel gives them up before it kills.
+    because the kernel reclaims them before it kills a process.
     """
-    return min((left for _, left in _cgroup_rooms(root, membership)), default=None)
+    return min((left for _, left in _cgroup_limits(root, membership)), default=None)
 
 
 def cgroup_limit(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """The tightest limit above this process in bytes; None where there is no limit."""
-    return min((most for most, _ in _cgroup_rooms(root, membership)), default=None)
+    """The lowest limit above this process in bytes; None without a limit."""
+    return min((limit for limit, _ in _cgroup_limits(root, membership)), default=None)
 
 
-def _cgroup_rooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[tuple[int, int]]:
-    """Limit, and what is left of it, of every control group above this process that has one."""
+def _cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[tuple[int, int]]:
+    """Limit and remaining bytes of every limited control group above this process."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    rooms: list[tuple[int, int]] = []
+    limits: list[tuple[int, int]] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -183,13 +183,13 @@ def _cgroup_rooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[t
         # A container often sees its own group as the root while /proc names the host's path; the
         # folders that do not exist here are skipped, the root itself is always looked at.
         for folder in [relative, *relative.parents]:
-            room = _room(base / folder, *names)
-            if room is not None:
-                rooms.append(room)
-    return rooms
+            limit = _cgroup(base / folder, *names)
+            if limit is not None:
+                limits.append(limit)
+    return limits
 
 
-def _room(folder: Path, limit: str, usage: str, inactive: str) -> tuple[int, int] | None:
+def _cgroup(folder: Path, limit: str, usage: str, inactive: str) -> tuple[int, int] | None:
     try:
         most = int((folder / limit).read_text())
         used = int((folder / usage).read_text())
@@ -210,7 +210,7 @@ def require_fit(
     device: str = "cpu",
     available: int | None = None,
 ) -> Estimate:
-    """The estimate, or ModelTooLarge; nothing has been loaded when it raises."""
+    """The estimate; raises ModelTooLarge if the memory does not suffice."""
     wanted = {
         "dtype_bytes": dtype_bytes,
         "kv_tokens": kv_tokens,
@@ -230,7 +230,7 @@ def require_fit(
 
 
 def _lower(needed: Estimate, there: int, dtype_bytes: int) -> str:
-    """What to change, largest saving first; weights alone that do not fit leave only one way."""
+    """What to lower, largest saving first."""
     if needed.weights >= there:
         half = dtype_bytes > 2 and needed.weights // 2 < there
         return "The weights alone do not fit" + (
@@ -255,5 +255,5 @@ def _alternative(name: str, there: int, wanted: dict[str, int]) -> str:
 
 
 def gib(size: int) -> str:
-    """A size as people read it."""
+    """A size in MiB or GiB, as text."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

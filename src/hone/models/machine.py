@@ -1,11 +1,11 @@
-"""Which device and number type this machine computes in.
+"""The device and number type for this machine.
 
-In:   the machine, a device if one is asked for
-Out:  a device name, a torch dtype, a switch of torch's set once
+In:   the machine, and a device if the user names one
+Out:  a device name, a torch dtype, one switch of torch
 
-One function decides for the engine and for the learner: where they differ, every importance weight
-corrects for rounding instead of for staleness. A CPU computes in float32 always: without units for
-bfloat16 it runs that a hundred times slower, and says that it supports it all the same.
+One function decides for the engine and for the learner: if they differed, every importance weight would
+correct for rounding instead of for staleness. A CPU always computes in float32: without bfloat16 units
+bfloat16 is a hundred times slower, although torch reports it as supported.
 """
 
 import platform
@@ -17,9 +17,9 @@ import torch
 def prefer_blas() -> None:
     """Send float32 matrix products to BLAS on Arm cores without SVE.
 
-    There torch asks Arm's Compute Library, which is 10 to 30% slower than OpenBLAS at 32 to 128
-    rows (Neoverse-N1, torch 2.13). A rule and not a trial: the learner's bits may not depend on
-    how busy the machine was when it started. Holds for the whole process.
+    There torch uses Arm's Compute Library, which is 10 to 30% slower than OpenBLAS at 32 to 128 rows
+    (Neoverse-N1, torch 2.13). A fixed rule, not a measurement at startup: the learner's bits must not
+    depend on how busy the machine is. Holds for the whole process.
     """
     if _plain_arm():
         with warnings.catch_warnings():
@@ -28,7 +28,7 @@ def prefer_blas() -> None:
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrices laid out beforehand are multiplied faster than BLAS lays them out itself."""
+    """Whether matrices in oneDNN's packed layout are faster than plain ones with BLAS."""
     return device.type == "cpu" and dtype == torch.float32 and _plain_arm()
 
 
@@ -38,11 +38,11 @@ def _plain_arm() -> bool:
 
 
 def choose(device: str | None = None) -> tuple[str, torch.dtype]:
-    """Where to compute and in which number type, for engine and learner alike.
+    """Device and number type for engine and learner.
 
-    By default on CUDA if there is any. bfloat16 on CUDA devices that have units for it, float32
-    elsewhere. A rule and not a trial: two processes of one machine must come to the same answer,
-    and a job to the same bits, however busy the machine is.
+    The default device is CUDA if there is any. The type is bfloat16 on CUDA devices with units for it,
+    float32 elsewhere. A fixed rule: two processes of one machine must get the same answer, and a job
+    the same bits, however busy the machine is.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     coarse = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(

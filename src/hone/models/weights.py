@@ -1,13 +1,12 @@
-"""A model's files -> the tensors of the decoder, linear layers of one input laid end to end.
+"""Read a model's weights as the decoder's tensors, with linear layers of one input joined.
 
 In:   an HF directory with safetensors
 Out:  name -> tensor, as models/decoder.py names them
 
-Every tensor in the files is used or refused: a model with a tensor that the decoder does not know is
-another model. On a CPU the laid-out tensors are written once to hone's cache and mapped from there,
-so engine and learner hold one copy between them and the second start takes no time. A cache file is
-keyed by its sources' paths, sizes and times; it is written whole or not at all, by one process at a
-time, and removed when a source has changed or is gone.
+A model with a tensor that the decoder does not use is refused: it is another model. On a CPU the
+converted tensors are written once to hone's cache and memory-mapped, so that engine and learner share
+one copy and later starts are fast. A cache file is keyed by its sources' paths, sizes and times; it is
+written atomically, by one process at a time, and removed when a source has changed or is gone.
 """
 
 import contextlib
@@ -31,15 +30,15 @@ from hone.models.files import weight_files
 
 Tensors = dict[str, Tensor]
 LAYOUT = 2
-"""Raised when the names, the shapes or the order of the laid-out tensors change."""
+"""Increased when the names, shapes or order of the converted tensors change."""
 SHARE_FROM_BYTES = 64 << 20
-"""Smaller models are laid out in memory at every load: a cache file would save nothing."""
+"""Smaller models are converted in memory at every load: a cache file would save nothing."""
 
 
 def read_tensors(
     directory: Path, config: DecoderConfig, *, dtype: torch.dtype, device: str | torch.device
 ) -> Tensors:
-    """The decoder's tensors, on the device and in the type asked for."""
+    """The decoder's tensors on this device in this type."""
     files = weight_files(directory)
     if not files:
         raise ModelUnsupported(f"{directory}: the weights are missing (*.safetensors)")
@@ -67,9 +66,9 @@ def read_tensors(
 
 
 def prune(home: Path) -> list[Path]:
-    """Remove cache files that no model can use again; returns them.
+    """Remove cache files whose sources have changed or are gone; returns them.
 
-    A process that has mapped one keeps its pages. One that another process is writing stays.
+    A process that has mapped one keeps its pages. A file that another process is writing stays.
     """
     removed: list[Path] = []
     for file in sorted(home.glob("*.safetensors*")):
@@ -78,26 +77,26 @@ def prune(home: Path) -> list[Path]:
             continue
         with contextlib.suppress(Timeout), FileLock(_lock(shared), timeout=0):
             if file == shared:
-                _facts(shared).unlink(missing_ok=True)
+                _identity_file(shared).unlink(missing_ok=True)
             file.unlink(missing_ok=True)
             removed.append(file)
     return removed
 
 
 def _is_current(shared: Path) -> bool:
-    """Whether the sources of a cache file are still what they were when it was written."""
+    """Whether the sources of a cache file are unchanged since it was written."""
     try:
-        identity = json.loads(_facts(shared).read_text(encoding="utf-8"))
-        return identity["layout"] == LAYOUT and identity["files"] == _stated(
+        identity = json.loads(_identity_file(shared).read_text(encoding="utf-8"))
+        return identity["layout"] == LAYOUT and identity["files"] == _stats(
             [Path(path) for path, _, _ in identity["files"]]
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return False
-    except OSError:  # it cannot be read now, which is no reason to remove anything
+    except OSError:  # unreadable now, which does not prove that it is outdated
         return True
 
 
-def _facts(shared: Path) -> Path:
+def _identity_file(shared: Path) -> Path:
     return shared.with_suffix(".json")
 
 
@@ -110,24 +109,24 @@ def _moved(tensor: Tensor | None, dtype: torch.dtype, device: str | torch.device
 
 
 class _Source:
-    """The tensors of a model's files by their HF names, and which of them were taken."""
+    """The tensors of a model's files by HF name; remembers which were used."""
 
     def __init__(self, files: list[Path], stack: contextlib.ExitStack) -> None:
         self._files: dict[str, Any] = {}
         for file in files:
             opened = stack.enter_context(safe_open(file, framework="pt"))
             self._files.update(dict.fromkeys(opened.keys(), opened))
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
 
     def take(self, name: str) -> Tensor | None:
-        """The tensor, or None if the model has none of that name."""
-        self._taken.add(name)
+        """The tensor with this name, or None."""
+        self._used.add(name)
         return self._files[name].get_tensor(name) if name in self._files else None
 
     def require_used(self, config: DecoderConfig, directory: Path) -> None:
-        """Refuse tensors that were not taken, but for copies of what was."""
+        """Refuse files with tensors that were not used, except copies of used ones."""
         extra = {name for name in self._files if not name.endswith(".rotary_emb.inv_freq")}
-        extra -= self._taken
+        extra -= self._used
         if config.tied and "lm_head.weight" in extra:
             head, embedding = self.take("lm_head.weight"), self.take("model.embed_tokens.weight")
             assert head is not None and embedding is not None
@@ -147,7 +146,7 @@ class _Source:
 
 
 def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Tensors:
-    """HF names -> the decoder's names, with the parts of each projection joined."""
+    """Map HF names to the decoder's names and join the parts of each projection."""
 
     def need(name: str) -> Tensor:
         tensor = take(name)
@@ -178,7 +177,7 @@ def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Ten
             out[ours + "k_norm"] = need(hf + "self_attn.k_norm.weight")
         for key, parts in config.projections.items():
             weights = [shaped(f"{hf}{path}.weight", outs, ins) for path, outs, ins in parts]
-            # Inputs first: x @ w is the product every BLAS does best, a tenth faster than x @ w.T.
+            # Inputs first: BLAS computes x @ w a tenth faster than x @ w.T.
             out[f"{ours}{key}.weight"] = torch.cat(weights).t().contiguous()
             biases = [need(f"{hf}{path}.bias") for path, _, _ in parts if path in config.biased]
             if biases:
@@ -187,12 +186,16 @@ def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Ten
 
 
 def _identity(files: list[Path], config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What a cache file depends on."""
-    stated = _stated(files)
-    return {"layout": LAYOUT, "dtype": str(dtype), "config": config.raw, "files": stated}
+    """Everything a cache file depends on."""
+    return {
+        "layout": LAYOUT,
+        "dtype": str(dtype),
+        "config": config.raw,
+        "files": _stats(files),
+    }
 
 
-def _stated(files: list[Path]) -> list[list[Any]]:
+def _stats(files: list[Path]) -> list[list[Any]]:
     return [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
@@ -201,7 +204,7 @@ def _write_whole(tensors: Tensors, identity: dict[str, Any], path: Path) -> None
     try:
         with storage(path):
             save_file(tensors, partial)
-            _facts(path).write_text(json.dumps(identity), encoding="utf-8")
+            _identity_file(path).write_text(json.dumps(identity), encoding="utf-8")
             sync(partial)
             move(partial, path)
     except BaseException:

