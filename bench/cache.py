@@ -1,4 +1,4 @@
-"""The engine's speed as its prefix cache fills: the last thousand distinct prompts beside the first.
+"""The engine's speed as its prefix cache fills: the last 1,000 distinct prompts beside the first.
 
 In:   Setting
 Out:  Results: a ratio of times, and the KV memory reserved and cached as a share of its budget
@@ -19,24 +19,27 @@ from bench.setting import Setting
 
 DEADLINE_S = 1800.0
 PROMPT_TOKENS, ANSWER_TOKENS = 48, 4
-AT_ONCE = 16
-SLOWER_AT_MOST = 1.2
+CONCURRENT = 16
+MAX_SLOWDOWN = 1.2
 
 
 def run(setting: Setting) -> Iterator[Result]:
     calls, compared = (400, 100) if setting.quick else (20_000, 1_000)
     settings = {"scratch": str(setting.scratch / "cache"), "calls": calls}
     with Contender.start("bench.cache", settings, name="hone") as ours:
-        said = ours.measure("calls", calls=calls, compared=compared, deadline_s=DEADLINE_S)
-    setting.say(f"cache: {said}")
+        measured = ours.measure("calls", calls=calls, compared=compared, deadline_s=DEADLINE_S)
+    setting.say(f"cache: {measured}")
     yield result(
         "cache/last_beside_first",
-        [said["last_s"] / said["first_s"]],
+        [measured["last_s"] / measured["first_s"]],
         "x",
-        goal=("value", "<=", SLOWER_AT_MOST),
+        goal=("value", "<=", MAX_SLOWDOWN),
     )
     yield result(
-        "cache/memory_beside_budget", [said["most"] / said["budget"]], "x", goal=("value", "<=", 1)
+        "cache/memory_beside_budget",
+        [measured["most"] / measured["budget"]],
+        "x",
+        goal=("value", "<=", 1),
     )
 
 
@@ -90,7 +93,7 @@ async def _calls(engine: Any, calls: int, compared: int) -> dict[str, float]:
             most = max(most, stats.kv_reserved_bytes + stats.kv_cached_bytes)
 
     times: list[float] = []
-    await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(ask() for _ in range(CONCURRENT)))
     return {
         "first_s": times[2 * compared - 1] - times[compared - 1],
         "last_s": times[-1] - times[-1 - compared],

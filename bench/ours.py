@@ -1,10 +1,10 @@
-"""hone itself, as a contender: its engine sampling, its learner learning, plain packing beside it.
+"""hone as a contender: its engine, its learner, and plain packing in the learner's process.
 
 In:   what to load ("engine" or "learner"), then requests
 Out:  seconds, tokens, bytes
 
-The packing that the trie is compared with runs in the learner's own process, over the same decoder
-and adapter, in turn: the difference asked about is smaller than that between two processes.
+Plain packing, which the trie is compared with, runs in the learner's own process with the same decoder
+and adapter, in turn: the difference is smaller than that between two processes.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def _learner(settings: dict[str, Any]) -> Answer:
     decoder = Decoder.load(Path(settings["model"]))
     lora = Lora.load(Path(settings["adapter"]), decoder.config)
     learner = Learner(decoder, lora, base_model="bench")
-    # Mapped weights are resident once they were read; loaded means all of them.
+    # Memory-mapped weights are resident once they were read.
     for weight in _weights(decoder):
         weight.sum()
     loaded = resident_bytes()
@@ -77,7 +77,7 @@ def _learner(settings: dict[str, Any]) -> Answer:
         if request["do"] == "packed":
             tokens = packed_step(learner, groups, config)
         else:
-            # The probe is publishing's; everything else a job does is in the time.
+            # Without the probe, which belongs to publishing.
             metrics = learner.train(groups, config, probe_tokens=0).metrics
             tokens = metrics["learn/logical_tokens"]
         seconds = perf_counter() - started
