@@ -36,11 +36,11 @@ def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
     assert (report["status"], report["epochs"], report["epochs_planned"]) == ("unfinished", 1, 2)
     text = (command.out / "report.md").read_text()
     assert text.startswith("# The run was interrupted after 1 of 2 epochs\n\nIt is not finished;")
-    assert "\nhone finetune --config_file=train.yml\n" in text.split("## Go on")[1]
+    assert "\nhone finetune --config_file=train.yml\n" in text.split("## Resume the run")[1]
     Parts.builder.reward, Parts.adapter.hangs = rising, False
     assert command(validation_dataset=Path("val.json")) == 0
     assert json.loads((command.out / "report.json").read_text())["status"] == "completed"
-    assert "## Go on" not in (command.out / "report.md").read_text()
+    assert "## Resume the run" not in (command.out / "report.md").read_text()
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(

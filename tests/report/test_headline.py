@@ -8,7 +8,7 @@ from tests.report.test_plots import validation
 from tests.report.test_report import finished, log
 
 from hone.report import plots, report
-from hone.report.report import measure
+from hone.report.outcome import measure
 from hone.report.sections import sections
 
 
@@ -18,15 +18,15 @@ def test_a_run_that_never_got_a_reward_says_so(tmp_path: Path):
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# The run failed after 0 of 5 epochs\n\nThe server is gone.")
     assert json.loads((tmp_path / "report.json").read_text())["gain"] is None
-    assert "Use it" not in text
+    assert "Use the model" not in text
 
 
 def test_one_validation_alone_is_told(tmp_path: Path):
     place = log(tmp_path, started(), validation(0, {"a": [0.5]}, 0.5), finished())
     document = sections(measure(place), brief=True)
-    assert document.headline == "Nothing can be compared"
+    assert document.headline == "There is nothing to compare"
     assert document.basis == (
-        "One validation gave a number, 0.50 before the training. No training rollout gave a reward."
+        "Only one validation has a reward, 0.50 before training. No training rollout has a reward."
     )
 
 
@@ -37,9 +37,9 @@ def basis(tmp_path: Path, *told: dict) -> tuple[str, str]:
 
 def test_one_epoch_without_held_out_examples(tmp_path: Path):
     headline, rests = basis(tmp_path, started(), collected(0, 0.5), job(0), finished())
-    assert headline == "Nothing can be compared"
+    assert headline == "There is nothing to compare"
     assert rests == (
-        "Only epoch 1 gave training rewards (mean 0.50), earned before it was trained on. "
+        "Only epoch 1 has training rewards (mean 0.50), earned before the model was trained on them. "
         "Name held-out examples with --validation_dataset."
     )
 
@@ -52,8 +52,8 @@ def test_jobs_that_moved_nothing_are_no_gain(tmp_path: Path):
     headline, rests = basis(tmp_path, *told, validation(1, right, 1.0), finished())
     assert headline == "Nothing was learned"
     assert rests == (
-        f"No job moved the model: N{why[1:]}. Held-out reward went from 0.00 to 1.00 all the same: "
-        "that is chance, for the model did not change."
+        f"No job changed the model: N{why[1:]}. The held-out reward still went from 0.00 to 1.00, "
+        "which is chance: the model did not change."
     )
     assert measure(tmp_path).verdict == "unclear"
     # One job that did move it is enough.
@@ -63,7 +63,7 @@ def test_jobs_that_moved_nothing_are_no_gain(tmp_path: Path):
     assert headline == "Held-out reward rose from 0.00 to 1.00"
     # Nothing to compare, and nothing learned.
     headline, rests = basis(tmp_path, started(), collected(0, 0.5), job(0, reason=why), finished())
-    assert headline == "Nothing was learned" and "Only epoch 1 gave" in rests
+    assert headline == "Nothing was learned" and "Only epoch 1 has" in rests
 
 
 def test_validations_that_failed_at_the_ends_are_told(tmp_path: Path):
@@ -78,15 +78,15 @@ def test_validations_that_failed_at_the_ends_are_told(tmp_path: Path):
         finished(),
     )
     assert rests.endswith(
-        "so the gain is unlikely to be chance. No validation before the training gave a number: 'before' is "
-        "after 1 epoch. The validation after 5 epochs gave no number: 'after' is after 4 epochs."
+        "The gain is unlikely to be chance. No validation before training has a reward, so 'before' is "
+        "after 1 epoch. The validation after 5 epochs failed, so 'after' is after 4 epochs."
     )
 
 
 def test_examples_that_only_one_validation_scored_are_told(tmp_path: Path):
     first, last = {str(i): [0.0] for i in range(8)}, {str(i): [1.0] for i in range(7)}
     _, rests = basis(tmp_path, started(), validation(0, first, 0.0), validation(1, last, 1.0))
-    assert ", paired over the 7 of 8 examples that both scored, p = 0.016: " in rests
+    assert ", paired over the 7 of 8 examples that both scored, p = 0.016. " in rests
 
 
 def test_examples_that_no_validation_scored_are_told(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_examples_that_no_validation_scored_are_told(tmp_path: Path):
         for i in range(2)
     )
     _, rests = basis(tmp_path, started(), first, last)
-    assert ", paired over the 6 of 12 examples that both scored, p = 0.031: " in rests
+    assert ", paired over the 6 of 12 examples that both scored, p = 0.031. " in rests
 
 
 def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
@@ -111,14 +111,12 @@ def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
     assert headline == "The run was interrupted after 0 of 5 epochs"
     held_out = started(validation_examples=8)
     _, rests = basis(tmp_path, held_out, validation(0, {}, None), *told, finished())
-    assert rests.startswith(
-        "None of 1 validation gave a number, so these are the rewards of epoch 1 "
-    )
+    assert rests.startswith("No validation has a reward, so these are the rewards of epoch 1 ")
     assert "--validation_dataset" not in rests  # it was named
     _, rests = basis(
         tmp_path, held_out, validation(0, {"a": [0.5]}, 0.5), *told, validation(2, {}, None)
     )
-    assert "One validation gave a number, 0.50 before the training, and 1 gave none, so " in rests
+    assert "Only one validation has a reward, 0.50 before training (1 failed), so " in rests
 
 
 def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_path: Path):
@@ -127,10 +125,10 @@ def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_pat
     some = {str(i): [float(i < 4)] for i in range(8)}
     told = [started(), validation(0, zero, 0.0), validation(1, some, 0.5), finished()]
     headline, rests = basis(tmp_path, *told)
-    assert headline == "No certain gain: held-out reward went from 0.00 to 0.50"
+    assert headline == "No significant change: held-out reward went from 0.00 to 0.50"
     assert rests.startswith(
-        "The change is +0.50 (95% interval +0.05 to +0.95), paired over 8 examples, p = 0.12: so it "
-        "may be chance. The interval leaves out 0, but"
+        "The change is +0.50 (95% interval +0.05 to +0.95), paired over 8 examples, p = 0.12. This "
+        "may be chance. The interval excludes 0, but"
     )
     assert measure(tmp_path).verdict == "unclear"
     # All rose, seven of them by little: p = 2 / 2**8, and the interval reaches below 0.
@@ -138,7 +136,7 @@ def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_pat
     told = [started(), validation(0, zero, 0.0), validation(1, uneven, 0.13), finished()]
     headline, rests = basis(tmp_path, *told)
     assert headline == "Held-out reward rose from 0.00 to 0.13"
-    assert "p = 0.008: so the gain is unlikely to be chance. How large it is remains open" in rests
+    assert "p = 0.008. The gain is unlikely to be chance. Its size is uncertain" in rests
     assert measure(tmp_path).verdict == "better"
 
 
@@ -150,14 +148,12 @@ def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
     assert "chosen" not in rests
     _, rests = basis(tmp_path, started(), *told, finished())
     choice = "Step 2 was chosen as the best of 2 validated steps"
-    allows = (
-        f"{choice} by these same answers. The p value allows for that choice; the interval does not"
-    )
-    assert rests.endswith(f"{allows}.")
+    allows = f"{choice} by these same answers. The p value allows for that choice; the interval does not."
+    assert rests.endswith(allows)
     _, rests = basis(tmp_path, started(validation_greedy=True), *told, finished())
-    assert rests.endswith(f"{allows}. (At temperature 0, answering anew would repeat the answers.)")
+    assert rests.endswith(f"{allows} At temperature 0, answering again would repeat the answers.")
     _, rests = basis(tmp_path, started(), *told)
-    assert rests.endswith(f"{allows}. A run that ends well lets both steps answer anew.")
+    assert rests.endswith(f"{allows} At the end of a run both steps answer again.")
     most = {str(i): [float(i < 7)] for i in range(8)}
     anew = [
         validation(0, half, 0.5) | {"type": "final_validation"},
@@ -165,14 +161,12 @@ def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
     ]
     headline, rests = basis(tmp_path, started(), *told, *anew, finished())
     # Three of eight examples rose: p = 2 / 2**3, where the answers that chose the step say 2 / 2**8.
-    assert headline == "No certain gain: held-out reward went from 0.50 to 0.88"
-    assert ", p = 0.25: so it may be chance." in rests
-    assert rests.endswith(
-        f"{choice}; it and the first step then answered every example anew, for this comparison."
-    )
+    assert headline == "No significant change: held-out reward went from 0.50 to 0.88"
+    assert ", p = 0.25. This may be chance." in rests
+    assert rests.endswith(f"{choice}; it and the first step then answered every example again.")
     assert measure(tmp_path).as_dict()["selection"] == {"chosen_of": 2, "fresh_answers": True}
     title, note = plots.headline(measure(tmp_path).history)
-    assert title == "Held-out reward 0.50 \u2192 0.88" and note.endswith(", step 2 answered anew")
+    assert title == "Held-out reward 0.50 \u2192 0.88" and note.endswith(", step 2 answered again")
 
 
 def test_failures_of_the_model_are_told_and_count_alike_on_both_sides(tmp_path: Path):
@@ -184,7 +178,7 @@ def test_failures_of_the_model_are_told_and_count_alike_on_both_sides(tmp_path: 
     headline, rests = basis(tmp_path, started(), told, after, finished())
     assert headline == "Held-out reward rose from \u22120.50 to 1.00"
     assert rests.endswith(
-        "50% of the rollouts failed through the model's own doing before and 0% after; each counts as "
+        "50% of the rollouts failed because of the model before and 0% after; each counts as "
         "\u22120.50 on both sides."
     )
     found = measure(tmp_path).as_dict()

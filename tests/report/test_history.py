@@ -7,7 +7,7 @@ from tests.report.test_plots import validation
 from tests.report.test_report import log
 
 from hone.report.curves import curves
-from hone.report.report import measure
+from hone.report.outcome import measure
 
 
 def validations(*means: float | None) -> list[dict]:

@@ -164,7 +164,7 @@ def test_the_headline_of_gaps_and_of_one_epoch():
     ]
     title, note = plots.headline(history_of(told))
     assert title == "Held-out reward 0.00 \u2192 1.00"
-    assert note.endswith("2 examples, p = 0.50, after 2 epochs already")
+    assert note.endswith("2 examples, p = 0.50, baseline after 2 epochs")
     # Rounds count by what they weigh: (0.2 * 10 + 0.8 * 30) / 40 = 0.65.
     told = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
     assert plots.headline(history_of(told))[0] == "Training reward 0.65"
@@ -173,10 +173,10 @@ def test_the_headline_of_gaps_and_of_one_epoch():
 def test_the_headline_of_one_validation():
     told = [started(), validation(0, {"a": [0.25]}, 0.25)]
     assert plots.headline(history_of(told)) == (
-        *("Held-out reward 0.25 before the training", "of one validation"),
+        *("Held-out reward 0.25 before training", "of one validation"),
     )
     assert plots.headline(history_of([*told, collected(0, 0.5)])) == (
-        *("Training reward 0.50", "of one epoch; held out 0.25 before the training"),
+        *("Training reward 0.50", "of one epoch; held out 0.25 before training"),
     )
     told = [started(), validation(0, {}, None), validation(2, {"a": [0.5]}, 0.5)]
     assert plots.headline(history_of(told))[0] == "Held-out reward 0.50 after 2 epochs"

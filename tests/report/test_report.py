@@ -19,7 +19,7 @@ from hone.report import page, plots, report
 from hone.report.blocks import Document, Picture, Section, Text
 from hone.report.estimate import Estimate
 from hone.report.examples import LONGEST, pick, shown
-from hone.report.report import measure
+from hone.report.outcome import measure
 from hone.report.sections import sections
 
 
@@ -102,17 +102,21 @@ def test_what_measured_is_named(tmp_path: Path):
 # ---- what it says first ---------------------------------------------------------------------------
 
 FIRST = {
-    "good": ("Held-out reward rose from 0.24 to 0.84", "the gain is unlikely to be chance", "good"),
+    "good": ("Held-out reward rose from 0.24 to 0.84", "The gain is unlikely to be chance", "good"),
     "failed": ("The run failed after 6 of 20 epochs", "loss is not finite", "bad"),
     "unfinished": (
         "The run was interrupted after 9 of 20",
-        "not finished; the command below goes on",
+        "not finished; the command below resumes it",
         "unsure",
     ),
-    "worse": ("Held-out reward fell", "the loss is unlikely to be chance", "bad"),
-    "one_epoch": ("No certain gain", "so it may be chance", "unsure"),
-    "few": ("No certain gain", "on fewer than 6 examples nothing is certain", "unsure"),
-    "no_validation": ("Training reward rose", "may learn by heart. Name held-out", "unsure"),
+    "worse": ("Held-out reward fell", "The loss is unlikely to be chance", "bad"),
+    "one_epoch": ("No significant change", "This may be chance", "unsure"),
+    "few": (
+        "No significant change",
+        "Fewer than 6 examples cannot show a significant change",
+        "unsure",
+    ),
+    "no_validation": ("Training reward rose", "can memorize. Name held-out", "unsure"),
 }
 
 
@@ -193,9 +197,9 @@ def test_the_model_is_asked_what_the_agent_asks(tmp_path: Path):
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
-    assert "# ask it what the agent asks\n" in text
+    assert "# send what the agent sends\n" in text
     curl = shlex.split(
-        text.split("# ask it what the agent asks\n")[1].split("\n#")[0].replace("\\\n", "")
+        text.split("# send what the agent sends\n")[1].split("\n#")[0].replace("\\\n", "")
     )
     wanted = {key: value for key, value in records[2]["request"].items() if key != "stream"}
     assert json.loads(curl[-1]) == {"model": "tool_caller@best", **wanted}
@@ -207,7 +211,7 @@ def test_a_server_of_somebody_else_is_asked_where_it_is(tmp_path: Path):
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     assert "curl http://gpu:8000/v1/chat/completions" in text and "hone serve" not in text
-    assert "# on the server's machine, take it elsewhere" in text
+    assert "# on the server's machine, export a PEFT adapter" in text
 
 
 def test_no_trained_step_beats_the_base_model(tmp_path: Path):
@@ -215,17 +219,17 @@ def test_no_trained_step_beats_the_base_model(tmp_path: Path):
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     assert "No trained step beats the untrained model" in text
-    assert "tool_caller@best" not in text.split("## Use it")[1].split("##")[0]
+    assert "tool_caller@best" not in text.split("## Use the model")[1].split("##")[0]
 
 
 @pytest.mark.parametrize("name", ["gaps", "no_validation"])
 def test_no_heading_stands_over_nothing(name: str, tmp_path: Path):
     tell(STORIES[name], tmp_path)
     told = sections(measure(tmp_path))
-    assert "<h2>How the learning went</h2>" in page.html(told)
+    assert "<h2>Training metrics</h2>" in page.html(told)
     lines = [line for line in page.markdown(told).splitlines() if line]
     headings = [i for i, line in enumerate(lines) if line.startswith("## ")]
-    assert "## How the learning went" in lines and "## Where the time went" in lines
+    assert "## Training metrics" in lines and "## Where the time went" in lines
     assert all(not line.startswith("#") for i in headings for line in lines[i + 1 : i + 2])
     assert headings[-1] < len(lines) - 1
 
@@ -276,12 +280,12 @@ def test_a_brief_report_says_that_the_run_is_not_finished_and_how_to_go_on(inter
     assert json.loads((interrupted / "report.json").read_text()) == found
     text = (interrupted / "report.md").read_text()
     assert text.startswith(
-        "# The run was interrupted after 1 of 5 epochs\n\nIt is not finished; the command below goes "
-        "on from there. So far: no certain gain: held-out reward went from 0.25 to 0.75. "
+        "# The run was interrupted after 1 of 5 epochs\n\nIt is not finished; the command below "
+        "resumes it. So far: no significant change: held-out reward went from 0.25 to 0.75. "
     )
     # It does not begin anew.
-    assert text.split("## Go on\n\n")[1].startswith(
-        "```bash\n# go on from there; rollouts and jobs that ended well are kept\n"
+    assert text.split("## Resume the run\n\n")[1].startswith(
+        "```bash\n# resume; finished rollouts and jobs are kept\n"
         "hone finetune --config_file=a.yml\n```\n"
     )
     html = (interrupted / "report.html").read_text()
@@ -294,7 +298,7 @@ def test_a_brief_report_draws_nothing(interrupted: Path):
     names = {path.name for path in interrupted.iterdir()}
     assert names == {"events.jsonl", "report.json", "report.md", "report.html"}
     text = (interrupted / "report.md").read_text()
-    assert "## Reward" not in text and "How the learning went" not in text and "![" not in text
+    assert "## Reward" not in text and "Training metrics" not in text and "![" not in text
     assert "<img" not in (interrupted / "report.html").read_text()
     with pytest.raises(AttributeError, match="png"):
         report.write(interrupted)  # which would draw

@@ -18,7 +18,7 @@ from tests.report.test_plots import validation
 from tests.report.test_report import finished, log
 
 from hone.report import diagnosis, page, plots, report
-from hone.report.report import measure
+from hone.report.outcome import measure
 from hone.report.sections import sections
 
 
@@ -72,8 +72,8 @@ def test_time_counts_from_the_command_and_the_start_is_a_part_of_it(tmp_path: Pa
         "other_s": 15.0,
     }
     assert told(tmp_path, "Where the time went") == (
-        "1 min 40 s in all; 1 rollout, 2 model calls and 400 sampled tokens, 10 a second. Start is "
-        "from the command to the first rollout: server, model, checks.\n\n"
+        "1 min 40 s in total; 1 rollout, 2 model calls and 400 sampled tokens, 10 per second. Start is "
+        "the time from the command to the first rollout: server, model, checks.\n\n"
         "| phase | share | time |\n|---|---|---|\n"
         "| start | 20% | 20 s |\n"
         "| rollouts | 40% | 40 s |\n"
@@ -105,7 +105,7 @@ def test_tokens_that_were_shared_are_told(tmp_path: Path):
     }
     said = told(tmp_path, "Where the time went")
     assert said is not None
-    assert "1,000 tokens to learn from, of which 300 were computed and 700 shared." in said
+    assert "1,000 training tokens, of which 300 were computed and 700 shared." in said
     (tmp_path / "none").mkdir()
     log(tmp_path / "none", started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
     assert measure(tmp_path / "none").as_dict()["trained_tokens"] == {}
@@ -114,7 +114,7 @@ def test_tokens_that_were_shared_are_told(tmp_path: Path):
 def test_a_log_that_does_not_know_the_command_has_no_start(tmp_path: Path):
     log(tmp_path, started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
     assert told(tmp_path, "Where the time went") == (
-        "10 s in all.\n\n| phase | share | time |\n|---|---|---|\n| rollouts | 100% | 10 s |"
+        "10 s in total.\n\n| phase | share | time |\n|---|---|---|\n| rollouts | 100% | 10 s |"
     )
 
 
@@ -137,8 +137,8 @@ def test_what_never_ended_has_its_time_by_stage(tmp_path: Path):
     # 30 s and 70 s: start 10 + 10, rollouts 20 of the killed epoch + 30, learning 15, and 15 of a
     # validation that gave nothing. 20 tokens in 50 + 15 s are 0.3 a second.
     assert told(tmp_path, "Where the time went") == (
-        "1 min 40 s in all, over 2 sessions (the run was started again); 2 rollouts, 2 model calls "
-        "and 20 sampled tokens, 0 a second. Start is from the command to the first rollout: server, "
+        "1 min 40 s in total, over 2 sessions (the run was resumed); 2 rollouts, 2 model calls "
+        "and 20 sampled tokens, 0 per second. Start is the time from the command to the first rollout: server, "
         "model, checks.\n\n"
         "| phase | share | time |\n|---|---|---|\n"
         "| start | 20% | 20 s |\n"
@@ -163,14 +163,14 @@ def test_what_the_jobs_measured_is_told_without_pictures(tmp_path: Path):
     )
     document = sections(measure(tmp_path))
     # Of 5 groups each time: 2, 4, 1, 3. The last job measured nothing, so 0.5 is the last entropy.
-    assert under(page.markdown(document), "How the learning went") == (
-        "| measured in every job | first | last | lowest | highest |\n|---|---|---|---|---|\n"
+    assert under(page.markdown(document), "Training metrics") == (
+        "| metric of the jobs | first | last | lowest | highest |\n|---|---|---|---|---|\n"
         "| groups with equal rewards | 0.4 | 0.6 | 0.2 | 0.8 |\n"
         "| entropy | 0.9 | 0.5 | 0.25 | 0.9 |\n"
         "| clipped tokens | 0.0125 | 0.0125 | 0.0125 | 0.0125 |"
     )
     text = page.html(document)  # which has the picture instead
-    assert 'alt="what the learner measured in every job"' in text and "<th>lowest</th>" not in text
+    assert 'alt="metrics of the training jobs"' in text and "<th>lowest</th>" not in text
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_what_the_jobs_measured_is_told_without_pictures(tmp_path: Path):
     [
         ([], "2e-05"),  # as it was configured
         ([5e-5, 5e-5], "5e-05"),  # as the jobs had it
-        ([5e-5, 3e-5, 1e-5], "5e-05 at first, 1e-05 at last"),
-        ([1e-5, 5e-5, 2e-5], "1e-05 at first, 2e-05 at last, between 1e-05 and 5e-05"),
-        ([1e-5, 5e-5, 1e-5], "1e-05 at first, 1e-05 at last, between 1e-05 and 5e-05"),
+        ([5e-5, 3e-5, 1e-5], "5e-05 in the first job, 1e-05 in the last"),
+        ([1e-5, 5e-5, 2e-5], "1e-05 in the first job, 2e-05 in the last, between 1e-05 and 5e-05"),
+        ([1e-5, 5e-5, 1e-5], "1e-05 in the first job, 1e-05 in the last, between 1e-05 and 5e-05"),
     ],
 )
 def test_a_learning_rate_that_changed_is_told_as_what_it_was(
@@ -190,14 +190,14 @@ def test_a_learning_rate_that_changed_is_told_as_what_it_was(
     for epoch, rate in enumerate(rates):
         jobs += [collected(epoch, 0.5), job(epoch) | {"config": {"learning_rate": rate}}]
     log(tmp_path, started(learning_rate=2e-5), *jobs)
-    assert f"| learning rate | {said} |" in (told(tmp_path, "This run") or "").splitlines()
+    assert f"| learning rate | {said} |" in (told(tmp_path, "Run details") or "").splitlines()
 
 
 # ---- what measured the rewards --------------------------------------------------------------------
 
 READING = (
-    "Band and bars are 95% intervals over examples. A point stands above the epochs its policy had "
-    "been trained for."
+    "The band and the bars are 95% intervals over examples. The x axis counts the epochs that the "
+    "policy was trained for."
 )
 
 
@@ -208,7 +208,7 @@ def beside_its_plot(tmp_path: Path, *events: dict) -> tuple[str | None, str | No
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     reward = under(text, "Reward")
-    return reward and reward.split("\n\n")[1], under(text, "This run")
+    return reward and reward.split("\n\n")[1], under(text, "Run details")
 
 
 def test_two_evaluators_are_named_and_temperature_0_is_too(tmp_path: Path):
@@ -221,15 +221,15 @@ def test_two_evaluators_are_named_and_temperature_0_is_too(tmp_path: Path):
         tmp_path, begun, validation(0, {"a": [0.5]}, 0.5), collected(0, 2.0)
     )
     assert reading == (
-        "Training rewards are measured by r (agent.py:shaped) and held-out ones by r (exact_match): "
-        "each has an axis of its own, and their heights cannot be compared. Held-out examples were "
-        f"answered at temperature 0, training examples at the workflow's. {READING}"
+        "Training rewards are measured by r (agent.py:shaped) and held-out rewards by r "
+        "(exact_match): each has its own axis, and their heights cannot be compared. Held-out examples were "
+        f"answered at temperature 0, training examples at the workflow's temperature. {READING}"
     )
-    assert "| reward | r (agent.py:shaped); held out r (exact_match) |" in (facts or "")
+    assert "| evaluator | r (agent.py:shaped); held out r (exact_match) |" in (facts or "")
     # Without held-out examples, nothing of them.
     begun = started(**named, validation_greedy=True, validation_examples=0)
     reading, facts = beside_its_plot(tmp_path, begun, collected(0, 2.0))
-    assert reading == READING and "| reward | r (agent.py:shaped) |" in (facts or "")
+    assert reading == READING and "| evaluator | r (agent.py:shaped) |" in (facts or "")
 
 
 def test_one_evaluator_is_named_once_and_a_gap_where_there_is_one(tmp_path: Path):
@@ -241,8 +241,8 @@ def test_one_evaluator_is_named_once_and_a_gap_where_there_is_one(tmp_path: Path
         collected(0, 0.5),
         validation(1, {}, None),
     )
-    assert reading == f"{READING} What gave no number is a gap with a cross."
-    assert "| reward | match |" in (facts or "")
+    assert reading == f"{READING} A cross marks what has no reward."
+    assert "| evaluator | match |" in (facts or "")
 
 
 # ---- going on -------------------------------------------------------------------------------------
@@ -252,14 +252,14 @@ def test_a_run_that_failed_goes_on_when_that_is_mended(tmp_path: Path):
     anew: dict[str, Any] = {"command": "hone finetune --config_file=a.yml --fresh"}
     goes_on: dict[str, Any] = anew | {"again": "hone finetune --config_file=a.yml"}
     log(tmp_path, started(**goes_on), finished("failed", message="CUDA out of memory"))
-    assert told(tmp_path, "Go on") == (
-        "```bash\n# go on when that is fixed; rollouts and jobs that ended well are kept\n"
+    assert told(tmp_path, "Resume the run") == (
+        "```bash\n# resume when that is fixed; finished rollouts and jobs are kept\n"
         "hone finetune --config_file=a.yml\n```"
     )
     log(tmp_path, started(command="hone finetune --config_file=old.yml"))  # of before `again`
-    assert "\nhone finetune --config_file=old.yml\n" in (told(tmp_path, "Go on") or "")
+    assert "\nhone finetune --config_file=old.yml\n" in (told(tmp_path, "Resume the run") or "")
     log(tmp_path, started(**goes_on), finished())
-    assert told(tmp_path, "Go on") is None
+    assert told(tmp_path, "Resume the run") is None
 
 
 # ---- warnings -------------------------------------------------------------------------------------
@@ -321,11 +321,13 @@ def test_the_same_warning_of_several_epochs_stands_once(tmp_path: Path):
 def test_groups_that_differ_are_not_counted_among_what_was_left_out(tmp_path: Path):
     lost = collected(0, 0.5, dropped={"evaluator failed": 2})
     log(tmp_path, started(), rollout(0, "a", 0, 0.5), lost)
-    left_out = told(tmp_path, "What was left out, and why") or ""
-    assert left_out.startswith("1 training rollout in 5 groups; 10 trajectories were sent to be ")
+    left_out = told(tmp_path, "What was left out of training") or ""
+    assert left_out.startswith(
+        "1 training rollout in 5 groups; 10 trajectories were submitted for "
+    )
     assert left_out.endswith("|---|---|---|\n| evaluator failed | 2 |  |")
     log(tmp_path, started(), rollout(0, "a", 0, 0.5), lost | {"zero_variance_groups": 3})
     # 3 of 5
-    assert (told(tmp_path, "What was left out, and why") or "").endswith(
+    assert (told(tmp_path, "What was left out of training") or "").endswith(
         "| group with equal rewards: nothing to learn from | 3 | 60.0% |"
     )

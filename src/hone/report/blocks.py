@@ -1,13 +1,16 @@
-"""The pieces of a report, whatever it is written in.
+"""The parts of a report, in any output format.
 
 In:   nothing; values only
 Out:  a Document of Sections of Blocks
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hone.report.examples import Example
-from hone.report.headline import Tone
+
+Tone = Literal["good", "bad", "unsure"]
+"""Colour of the headline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,42 +20,41 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Numbers to be seen first: label, value, note."""
+    """The most important numbers: label, value, note."""
 
     tiles: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns after the first are numbers, unless told otherwise."""
-
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: bool = True
+    """Columns after the first hold numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     wide: bytes
     narrow: bytes | None
-    """The same for a phone, if it was drawn."""
+    """The same picture for a phone, if it was drawn."""
     alt: str
     file: str | None = None
-    """Where it also lies beside the report."""
+    """Name of the picture's own file beside the report."""
     instead: Table | None = None
-    """What it shows, for a report without pictures."""
+    """The same content for a report without pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Parts of a whole: label, share of it, what it comes to."""
+    """Parts of a whole: label, share, amount."""
 
     parts: tuple[tuple[str, float, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What to type, each with what it does."""
+    """What a command does, and the command."""
 
     commands: tuple[tuple[str, str], ...]
 
@@ -74,7 +76,7 @@ class Section:
 @dataclass(frozen=True, slots=True)
 class Document:
     name: str
-    """What the run trained."""
+    """What was trained."""
     headline: str
     basis: str
     """What the headline rests on, in a sentence or two."""

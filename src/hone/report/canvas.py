@@ -1,7 +1,7 @@
-"""How pictures of a run look: their paper, axes, titles and legends.
+"""The common style of the plots: figures, axes, titles, legends.
 
 In:   a size in inches; axes, titles, lines
-Out:  figures dressed alike, and their PNG bytes
+Out:  matplotlib figures and their PNG bytes
 """
 
 import io
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 INK, SOFT, FAINT = "#22303c", "#66727c", "#d5dce1"
 WIDE, NARROW = (10.0, 5.2), (4.6, 4.4)
-"""Inches: for a screen, and for a phone."""
+"""In inches: for a screen, and for a phone."""
 NARROW_BELOW = 7.0
 
 
@@ -24,19 +24,12 @@ def figure(size: tuple[float, float]) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=size, dpi=150 if size[0] > NARROW_BELOW else 200, facecolor="white")
-    FigureCanvasAgg(made)
-    return made
+    figure = Figure(figsize=size, dpi=150 if size[0] > NARROW_BELOW else 200, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
-def one_axis(size: tuple[float, float]) -> tuple["Figure", "Axes"]:
-    made = figure(size)
-    axis = made.add_subplot()
-    dress(axis)
-    return made, axis
-
-
-def dress(axis: "Axes") -> None:
+def style(axis: "Axes") -> None:
     axis.grid(axis="y", color=FAINT, linewidth=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(length=0, labelcolor=INK, labelsize=9)
@@ -45,8 +38,8 @@ def dress(axis: "Axes") -> None:
     axis.spines["bottom"].set_color(FAINT)
 
 
-def title(axis: "Axes", said: str, note: str, *, legend_rows: int = 0) -> None:
-    """Two lines, the second wrapped if need be, and below them room for the legend."""
+def title(axis: "Axes", text: str, note: str, *, legend_rows: int = 0) -> None:
+    """Two lines, the second wrapped if necessary, and below them space for the legend."""
     above = 12 + 17 * legend_rows
     # 10 letters of this size fit into an inch.
     inches = axis.figure.bbox.width / axis.figure.dpi
@@ -54,7 +47,7 @@ def title(axis: "Axes", said: str, note: str, *, legend_rows: int = 0) -> None:
         axis.annotate(plain(line), **_above(above), fontsize=10, color=SOFT)
         above += 15
     above += 3
-    axis.annotate(plain(said), **_above(above), fontsize=13, fontweight="bold", color=INK)
+    axis.annotate(plain(text), **_above(above), fontsize=13, fontweight="bold", color=INK)
 
 
 def _above(points: float) -> dict[str, Any]:
@@ -69,10 +62,10 @@ def _above(points: float) -> dict[str, Any]:
 
 
 def legend(axis: "Axes", handles: list[Any]) -> int:
-    """Above the plot, where no line can run into it; how many rows it takes."""
-    whole = axis.get_figure(root=True)
-    assert whole is not None, "an axis without a figure"
-    room = 0.88 * whole.get_window_extent().width
+    """Put the legend above the plot, where no line crosses it; return its number of rows."""
+    figure = axis.get_figure(root=True)
+    assert figure is not None, "an axis without a figure"
+    width = 0.88 * figure.get_window_extent().width
     for columns in range(len(handles), 0, -1):
         drawn = axis.legend(
             handles=handles,
@@ -88,7 +81,7 @@ def legend(axis: "Axes", handles: list[Any]) -> int:
             columnspacing=1.6,
             labelspacing=0.35,
         )
-        if drawn.get_window_extent().width <= room:
+        if drawn.get_window_extent().width <= width:
             return math.ceil(len(handles) / columns)
     return len(handles)
 
@@ -100,13 +93,13 @@ def whole_numbers(axis: "Axes", most: int = 10) -> None:
 
 
 def plain(text: str) -> str:
-    """As it is: matplotlib takes what stands between two dollar signs for a formula."""
+    """Escape dollar signs: matplotlib reads text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
-def png(made: "Figure", comment: str = "") -> bytes:
-    """`comment` stands in the file as plain text, and is not drawn."""
-    made.tight_layout()
+def png(figure: "Figure", comment: str = "") -> bytes:
+    """`comment` is in the file as plain text, and is not drawn."""
+    figure.tight_layout()
     picture = io.BytesIO()
-    made.savefig(picture, metadata={"Software": None, "Comment": comment}, facecolor="white")
+    figure.savefig(picture, metadata={"Software": None, "Comment": comment}, facecolor="white")
     return picture.getvalue()

@@ -1,10 +1,10 @@
 """The lines of the reward plot, as numbers.
 
 In:   the History of a run
-Out:  Curves: means with 95% intervals, where there are none, and what happened to the run
+Out:  Curves: means with 95% intervals, gaps, and what happened to the run
 
-A reward stands above the number of epochs that the policy which earned it had been trained for, so
-training and validation at one place are of one policy. What failed has no value; it is not 0.
+The x value of a reward is the number of epochs that its policy was trained for, so training and
+validation rewards at the same place belong to the same policy. What failed has no value; it is not 0.
 """
 
 import math
@@ -19,7 +19,7 @@ from hone.report.history import History, Round
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A mean with its interval, at so many epochs of training; no mean where there is none."""
+    """A mean with its interval, or a gap, after `x` epochs of training."""
 
     x: float
     value: Estimate | None
@@ -32,50 +32,50 @@ class Curves:
     training: list[Point]
     held_out: list[Point]
     filtered: list[tuple[float, float | None]]
-    """Mean reward of what was trained on; empty where that is everything."""
+    """Mean reward of what was trained on; empty if that is everything."""
     percentile: list[tuple[float, float]]
-    """Share of the groups that the curriculum admits; empty without one."""
+    """Share of the groups that the curriculum admits; empty without a curriculum."""
     expansions: list[tuple[float, float]]
     """Where that share grew, and to what."""
     resumed: list[float] = field(default_factory=list)
     job_failures: list[float] = field(default_factory=list)
     best: tuple[float, int] | None = None
-    """Where the best step was validated, and which it is."""
+    """Place and number of the best step, if it is not the newest."""
     training_bounds: tuple[float, float] | None = None
-    """The lowest and the highest reward of a rollout."""
+    """The lowest and the highest reward."""
     held_out_bounds: tuple[float, float] | None = None
     names: tuple[str | None, str | None] = None, None
-    """The evaluators of training and of validation."""
+    """Evaluators of training and of validation."""
     greedy: bool = False
-    """Validations ran at temperature 0."""
+    """Validations run at temperature 0."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Of all that is drawn."""
+        """The lowest and the highest reward of all lines."""
         known = [b for b in (self.training_bounds, self.held_out_bounds) if b is not None]
         return (min(b[0] for b in known), max(b[1] for b in known)) if known else None
 
     @property
     def last(self) -> float:
-        """The most epochs of training behind anything drawn."""
+        """The largest x value."""
         return max((p.x for p in (*self.training, *self.held_out)), default=0.0)
 
     @property
     def apart(self) -> bool:
-        """Training and validation were measured by different evaluators."""
+        """Training and validation have different evaluators."""
         first, second = self.names
         return None not in self.names and first != second
 
     @property
     def labels(self) -> tuple[str, str]:
-        """What the two lines are called."""
+        """Labels of the two lines."""
         how = " at temperature 0" if self.greedy else ""
         if not self.apart:
             return "training", f"held out{how}"
         return f"training, by {self.names[0]}", f"held out{how}, by {self.names[1]}"
 
     def by_evaluator(self) -> "list[Curves]":
-        """One, or where two evaluators measured: the held-out line, and the training line."""
+        """One, or with two evaluators: the held-out line, and the training line."""
         if not (self.apart and self.training and self.held_out):
             return [self]
         return [
@@ -93,7 +93,6 @@ class Curves:
 
 
 def curves(history: History) -> Curves:
-    """What is to be drawn."""
     rounds = history.rounds
     shares = [(r.trained, float(r.metrics.get("curriculum_percentile") or 1.0)) for r in rounds]
     with_curriculum = any(share < 1 for _, share in shares)
@@ -126,7 +125,7 @@ def _bounds(rewards: Sequence[float | None]) -> tuple[float, float] | None:
 
 
 def _best(history: History) -> tuple[float, int] | None:
-    """Of the steps that were validated; None where the newest one is the best."""
+    """None if the newest of the validated steps is the best."""
     best = history.best
     if best is None or best is history.scored[-1] or best.step is None:
         return None
@@ -138,7 +137,7 @@ def _mean(r: Round) -> float | None:
 
 
 def _training(r: Round) -> Estimate | None:
-    """The mean that was logged, in the interval of its examples."""
+    """The logged mean, with the interval of its examples."""
     mean = _mean(r)
     if mean is None:
         return None
@@ -147,14 +146,14 @@ def _training(r: Round) -> Estimate | None:
 
 def _estimated(rewards: dict[str, list[float]], mean: float) -> Estimate:
     known = [sum(group) / len(group) for group in rewards.values() if group]
-    found = estimate(known)
-    if found is None or found.low is None or found.high is None:
+    value = estimate(known)
+    if value is None or value.low is None or value.high is None:
         return Estimate(mean, None, None, len(known))
-    return Estimate(mean, min(found.low, mean), max(found.high, mean), found.n)
+    return Estimate(mean, min(value.low, mean), max(value.high, mean), value.n)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean of what is known around each place; a gap stays a gap."""
+    """Moving average of the known values; a gap stays a gap."""
     reach = window // 2
     means = []
     for i, here in enumerate(values):

@@ -1,19 +1,19 @@
-"""How sure a mean or a change of a mean is.
+"""Means with their intervals, and the p value of a change.
 
 In:   rewards by example, of one policy or of two
 Out:  Estimates: a mean with its 95% t interval; for a change also the p value of a permutation test
 
-An example counts once, however often it was run: generations of one example are alike, and counting
-them singly would make every interval too narrow and every p value too small. The p value decides
-whether a change is certain, and the interval says how large it may be. The test is a paired
+An example counts once, no matter how often it was run: generations of one example are alike, and
+counting each would make every interval too narrow and every p value too small. The p value decides
+whether a change is significant, and the interval says how large it may be. The test is a paired
 sign-flip test: if two policies are equally good, each example's change is as likely to be its
-negative. Its level holds for any number of examples and any rewards; tests/finetune/report
-simulates it. Where a step was chosen among several, `tried` names them all and the p value allows
-for the choice. Random draws are seeded, so a report that is written again says the same.
+negative. Its level holds for any number of examples and any rewards; tests/report simulates it.
+Where a step was chosen among several, `tried` names them all and the p value allows for the choice.
+Random draws are seeded, so a report that is written again says the same.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,12 @@ RESAMPLES = 1999
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
 MIN_PAIRS = 6
-"""On fewer examples no change can be certain: 5 changes of one sign have p = 2 / 2**5 = 0.0625."""
+"""With fewer examples no change is significant: 5 changes of one sign have p = 2 / 2**5 = 0.0625."""
 BATCH = 500_000
-"""Numbers that one step of a test holds in memory."""
+"""Numbers that a test keeps in memory at a time."""
 
 Rewards = Mapping[str, Sequence[float]]
-"""By example."""
+"""Rewards by example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +39,38 @@ class Estimate:
 
     mean: float
     low: float | None
-    """None with fewer than two examples: one says nothing about others."""
+    """None with fewer than two examples: one example says nothing about others."""
     high: float | None
     n: int
-    """Examples."""
+    """Number of examples."""
     p: float | None = None
-    """For a change: how often chance alone makes one this large, in either direction."""
+    """For a change: the probability of one at least this large by chance, in either direction."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def certain(self) -> bool:
-        """For a change: chance alone makes one this large in at most 5% of cases."""
+        """For a change: it is significant at the 5% level."""
         return self.p is not None and self.p <= ALPHA
 
     @property
     def leaves_out_0(self) -> bool:
-        """Whether 0 lies outside of the interval."""
+        """The interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
     """The mean of rewards with its t interval; None without values.
 
-    A mean of rewards between 0 and 1 lies there too, so their interval ends there.
+    The interval of rewards between 0 and 1 is cut to that range.
     """
-    found = _interval(values)
-    if found is None or found.low is None or found.high is None:
-        return found
+    mean = _interval(values)
+    if mean is None or mean.low is None or mean.high is None:
+        return mean
     if min(values) >= 0 and max(values) <= 1:
-        return Estimate(found.mean, max(found.low, 0.0), min(found.high, 1.0), found.n)
-    return found
+        return replace(mean, low=max(mean.low, 0.0), high=min(mean.high, 1.0))
+    return mean
 
 
 def _interval(values: Sequence[float]) -> Estimate | None:
@@ -103,30 +103,30 @@ def changes(before: Rewards, after: Rewards) -> dict[str, float]:
 
 
 def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> Estimate | None:
-    """The mean change of the examples that both have, paired: what they differ in cancels out.
+    """The mean change of the examples that both have, paired by example.
 
     `tried`: the rewards of all policies among which `after` was chosen for its mean, itself
-    included. The p value then is that of the largest of their changes. The interval is that of
+    included. The p value is then that of the largest of their changes. The interval is that of
     `after` alone and does not allow for the choice. Rewards between 0 and 1 change by at most 1.
     """
-    found = _interval(list(changes(before, after).values()))
-    if found is None or found.n < 2:
-        return found
+    change = _interval(list(changes(before, after).values()))
+    if change is None or change.low is None or change.high is None:
+        return change
+    low, high = change.low, change.high
     import numpy as np
 
     columns = list(by_example(before))
     rows = []
-    for one in tried if len(tried) > 1 else [after]:
-        of_one = changes(before, one)
-        # A change that is not known counts as none, which no flip alters.
-        row = np.array([of_one.get(example, 0.0) for example in columns])
-        rows.append(row / max(len(of_one), 1))
-    p = float(sign_flip_p(np.array(rows)))
-    low, high = found.low, found.high
-    known = [r for rewards in (before, after) for all_ in rewards.values() for r in all_]
-    if low is not None and high is not None and min(known) >= 0 and max(known) <= 1:
-        low, high = max(low, -1.0), min(high, 1.0)
-    return Estimate(found.mean, low, high, found.n, p)
+    for policy in tried if len(tried) > 1 else [after]:
+        known = changes(before, policy)
+        # An unknown change counts as 0, which no flip alters.
+        row = np.array([known.get(example, 0.0) for example in columns])
+        rows.append(row / max(len(known), 1))
+    change = replace(change, p=float(sign_flip_p(np.array(rows))))
+    rewards = [r for side in (before, after) for all_ in side.values() for r in all_]
+    if min(rewards) >= 0 and max(rewards) <= 1:
+        return replace(change, low=max(low, -1.0), high=min(high, 1.0))
+    return change
 
 
 def sign_flip_p(changes: "ndarray") -> "ndarray":
@@ -162,7 +162,7 @@ def sign_flip_p(changes: "ndarray") -> "ndarray":
 
 
 def unpaired_gain(before: Rewards, after: Rewards) -> Estimate | None:
-    """The change of the mean between different examples: Welch's interval, a permutation test."""
+    """The change of the mean between different examples: Welch's interval and a permutation test."""
     first, last = (list(by_example(rewards).values()) for rewards in (before, after))
     if not first or not last:
         return None

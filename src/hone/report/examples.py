@@ -1,10 +1,10 @@
-"""The same example before and after: what was asked, what was answered, what it was worth.
+"""The same example before and after: input, answers, rewards.
 
-In:   two files of the journal (trajectories/*.jsonl), of the first and the last policy
+In:   two files of rollouts (trajectories/*.jsonl), of the first and the last policy
 Out:  a few Examples: the most improved, and what got worse, still fails or could not be scored
 
 Successes alone would be an advertisement, so what got worse is always among them. A line that cannot
-be read is passed over: examples illustrate, and the numbers do not come from here.
+be read is skipped: examples illustrate, and the numbers do not come from here.
 """
 
 import json
@@ -21,11 +21,10 @@ LONGEST = 700
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One rollout's outcome."""
-
     text: str
+    """What the agent answered, or why the rollout failed."""
     reward: float | None
-    """None: it could not be scored, and the text says why."""
+    """None if it could not be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +42,12 @@ class Example:
 
 
 def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> list[Example]:
-    """Up to seven, the telling ones; none where the files are not there.
+    """Up to seven examples; none if the files do not exist.
 
-    `failure_reward`: what a failure of the model counts as that has no reward of its own.
+    `failure_reward`: reward of a policy failure that has none of its own.
     """
     first, last = _records(before), _records(after)
-    for record in (*first.values(), *last.values()):
-        failure = record.get("failure")
-        if failure and failure.get("kind") == "policy" and record.get("reward") is None:
-            record["reward"] = failure_reward
-    both = [_example(first[id], last[id]) for id in first if id in last]
+    both = [_example(first[id], last[id], failure_reward) for id in first if id in last]
     chosen: list[Example] = []
     for kind, most in MOST.items():
         of_kind = [example for example in both if example.kind == kind]
@@ -61,31 +56,29 @@ def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> l
 
 
 def request(folder: Path) -> dict[str, Any] | None:
-    """The shortest body that the agent sent first for an example; None where none was kept."""
-    files = [*sorted(folder.glob("validation_*.jsonl")), *sorted(folder.glob("epoch_*.jsonl"))]
-    for file in files:
-        kept = [record["request"] for record in _records(file).values() if record.get("request")]
-        if kept:
-            return min(kept, key=lambda body: len(json.dumps(body)))
+    """The shortest first request of an agent; None if none was recorded."""
+    for file in (*sorted(folder.glob("validation_*.jsonl")), *sorted(folder.glob("epoch_*.jsonl"))):
+        bodies = [r["request"] for r in _records(file).values() if r.get("request")]
+        if bodies:
+            return min(bodies, key=lambda body: len(json.dumps(body)))
     return None
 
 
 def _records(path: Path) -> dict[str, dict[str, Any]]:
-    """The first generation of each example, in the order they were written; a later line counts."""
-    found: dict[str, dict[str, Any]] = {}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for line in lines:
+    """The first generation of each example, in the order of the file; a later line counts."""
+    records: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and record.get("generation") == 0 and "example" in record:
-            found[record["example"]] = record
-    return found
+            records[record["example"]] = record
+    return records
 
 
-def _example(first: dict[str, Any], last: dict[str, Any]) -> Example:
-    before, after = _answer(first), _answer(last)
+def _example(first: dict[str, Any], last: dict[str, Any], failure_reward: float | None) -> Example:
+    before, after = _answer(first, failure_reward), _answer(last, failure_reward)
     return Example(
         id=str(first["example"]),
         kind=_kind(before.reward, after.reward),
@@ -96,42 +89,38 @@ def _example(first: dict[str, Any], last: dict[str, Any]) -> Example:
 
 
 def _kind(before: float | None, after: float | None) -> str:
-    if before is None or after is None:  # which says nothing about the model getting better
+    if before is None or after is None:
         return UNSCORED
-    if after > before:
-        return IMPROVED
-    if after < before:
-        return WORSE
-    # Whether a reward that stayed is a bad one is known only for the usual scale.
+    if after != before:
+        return IMPROVED if after > before else WORSE
+    # Whether an unchanged reward is a bad one is known only for the usual scale.
     return FAILING if after <= 0 else SAME
 
 
 def _change(example: Example) -> float:
     before, after = example.before.reward, example.after.reward
-    if before is None or after is None:
-        return 0.0
-    return abs(after - before)
+    return 0.0 if before is None or after is None else abs(after - before)
 
 
-def _answer(record: dict[str, Any]) -> Answer:
-    failure = record.get("failure")
+def _answer(record: dict[str, Any], failure_reward: float | None) -> Answer:
+    reward, failure, output = record.get("reward"), record.get("failure"), record.get("output")
     if failure:
+        if reward is None and failure.get("kind") == "policy":
+            reward = failure_reward
         why = ": ".join(str(failure[k]) for k in ("kind", "reason", "message") if failure.get(k))
-        return Answer(f"failed ({why})", record.get("reward"))
-    output = record.get("output")
-    return Answer(shown(_last_reply(record) if output in (None, "") else output), record["reward"])
+        return Answer(f"failed ({why})", reward)
+    return Answer(shown(_last_reply(record) if output in (None, "") else output), reward)
 
 
 def _last_reply(record: dict[str, Any]) -> Any:
-    """What the model said last, for a workflow that returns nothing."""
-    replies = [m for m in record.get("messages") or [] if m.get("role") == "assistant"]
-    if not replies:
-        return None
-    return replies[-1].get("content") or replies[-1].get("tool_calls")
+    """The model's last message, for a workflow that returns nothing."""
+    messages = record.get("messages") or []
+    last = next((m for m in reversed(messages) if m.get("role") == "assistant"), {})
+    return last.get("content") or last.get("tool_calls")
 
 
 def shown(value: Any) -> str:
-    """A value as text, cut to a length one can read."""
+    """A value as text, cut to a readable length."""
     if value is None:
         return "(nothing)"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,207 +1,196 @@
-"""Whether the model got better: the first words of a report, and what they rest on.
+"""Did the model get better: the first words of a report, and what they rest on.
 
-In:   a Report
-Out:  a headline, a few sentences, and a tone (good, bad or unsure)
+In:   an Outcome
+Out:  a headline, a few sentences, and a tone
 
-A run that failed, was interrupted or learned nothing says that before anything else. Whatever makes two
-numbers less comparable than they look is said with them: which validations failed, which examples
-only one of them scored, that the rewards are of training examples.
+A run that failed, was interrupted or learned nothing says that before anything else. Whatever makes
+two numbers less comparable than they look is said with them: which validations failed, which
+examples only one of them scored, that the rewards are those of training examples.
 """
 
-from typing import TYPE_CHECKING
-
+from hone.report.blocks import Tone
 from hone.report.estimate import MIN_PAIRS, Estimate
+from hone.report.metrics import reward_history
+from hone.report.outcome import Outcome
 from hone.report.text import counted, interval, number, p_value, when
+from hone.report.validations import Validation
 
-if TYPE_CHECKING:
-    from hone.report.report import Report
-    from hone.report.validations import Validation
-
-Tone = str
-"""good, bad or unsure: the colour of the answer."""
-NAME_SOME = "Name held-out examples with --validation_dataset."
+NAME_EXAMPLES = "Name held-out examples with --validation_dataset."
 
 
-def answer(report: "Report") -> tuple[str, str, Tone]:
+def answer(outcome: Outcome) -> tuple[str, str, Tone]:
     """Headline, what it rests on, tone."""
-    history = report.history
-    change, rests, tone = _change(report)
-    planned = history.run.epochs or 0
+    history, planned = outcome.history, outcome.history.run.epochs
+    change, basis, tone = _change(outcome)
     done = f"{len(history.done)} of {counted(planned, 'epoch')}"
-    message = (history.finished and history.finished.message) or ""
+    message = _sentence((history.finished and history.finished.message) or "")
+    so_far = f"{change[:1].lower()}{change[1:]}. {basis}".strip()
+    if history.status == "completed":
+        early = f" {message}" if len(history.done) < planned and message else ""
+        return change, basis + early, tone
     if history.status == "unfinished":
-        head = f"The run was interrupted after {done}"
-        again = "It is not finished; the command below goes on from there."
-        return head, f"{again} So far: {_lower(change)}. {rests}".strip(), "unsure"
-    if history.status == "failed":
-        head = f"The run failed after {done}"
-        return head, f"{_sentence(message)} Until then: {_lower(change)}. {rests}".strip(), "bad"
-    if history.status != "completed":
-        head = f"The run ended as {history.status} after {done}"
-        return head, f"{_sentence(message)} Until then: {_lower(change)}. {rests}".strip(), "unsure"
-    early = f" {_sentence(message)}" if len(history.done) < planned and message else ""
-    return change, rests + early, tone
+        resume = "It is not finished; the command below resumes it."
+        return f"The run was interrupted after {done}", f"{resume} So far: {so_far}", "unsure"
+    failed = history.status == "failed"
+    head = "The run failed" if failed else f"The run ended with the status {history.status}"
+    return f"{head} after {done}", f"{message} Before that: {so_far}", "bad" if failed else "unsure"
 
 
-def _change(report: "Report") -> tuple[str, str, Tone]:
-    first, last, gain = report.baseline, report.tuned, report.gain
+def _change(outcome: Outcome) -> tuple[str, str, Tone]:
+    first, last, gain = outcome.baseline, outcome.tuned, outcome.gain
+    idle = [f"No job changed the model: {_sentence(outcome.idle)}"] if outcome.idle else []
     if first is None or last is None or gain is None:
-        said = [*_idle(report), *_why_nothing(report)]
-        head = "Nothing was learned" if report.idle else "Nothing can be compared"
-        return head, " ".join(said), "unsure"
-    what = "Held-out reward" if report.held_out else "Training reward"
+        head = "Nothing was learned" if idle else "There is nothing to compare"
+        return head, " ".join([*idle, *_why_nothing(outcome)]), "unsure"
+    what = "held-out reward" if outcome.held_out else "training reward"
     moved = f"from {number(first.value.mean)} to {number(last.value.mean)}"
-    chance = f", {p_value(gain)}" if gain.p is not None else ""
-    change = f"The change is {interval(gain)}{_paired(report, gain)}{chance}: "
-    if report.idle:
-        same = f"{what} went {moved} all the same: that is chance, for the model did not change."
-        return "Nothing was learned", " ".join([*_idle(report), same]), "unsure"
-    if report.verdict == "better":
-        head, tone = f"{what} rose {moved}", "good"
-    elif report.verdict == "worse":
-        head, tone = f"{what} fell {moved}", "bad"
-    else:
-        head, tone = f"No certain gain: {_lower(what)} went {moved}", "unsure"
-    if report.held_out:
-        said = [change + _certainty(report, gain), *_choice(report), *_failures(report)]
-        return head, " ".join([*said, *_gaps(report)]), tone
-    rests = f"{_why_training(report)} {change}{_certainty(report, gain)}"
-    return head, rests, "unsure" if tone == "good" else tone
+    if idle:
+        chance = f"The {what} still went {moved}, which is chance: the model did not change."
+        return "Nothing was learned", f"{idle[0]} {chance}", "unsure"
+    head, tone = _verdict(outcome, what, moved)
+    p = f", {p_value(gain)}" if gain.p is not None else ""
+    change = f"The change is {interval(gain)}{_paired(outcome, gain)}{p}."
+    basis = [change, _certainty(outcome, gain)]
+    if not outcome.held_out:
+        return (
+            head,
+            " ".join([_why_training(outcome), *basis]),
+            "unsure" if tone == "good" else tone,
+        )
+    basis += [*_choice(outcome), *_failures(outcome), *_gaps(outcome)]
+    return head, " ".join(basis), tone
 
 
-def _idle(report: "Report") -> list[str]:
-    return [f"No job moved the model: {_sentence(report.idle)}"] if report.idle else []
+def _verdict(outcome: Outcome, what: str, moved: str) -> tuple[str, Tone]:
+    if outcome.verdict == "better":
+        return f"{what.capitalize()} rose {moved}", "good"
+    if outcome.verdict == "worse":
+        return f"{what.capitalize()} fell {moved}", "bad"
+    return f"No significant change: {what} went {moved}", "unsure"
 
 
-def _paired(report: "Report", gain: Estimate) -> str:
-    if not report.deltas:
+def _paired(outcome: Outcome, gain: Estimate) -> str:
+    if not outcome.deltas:
         return " between different examples"
-    assert report.baseline is not None and report.tuned is not None
-    most = max(report.baseline.value.n, report.tuned.value.n)
-    if report.compared is not None:
-        most = max(most, report.compared.before.num_examples, report.compared.after.num_examples)
+    assert outcome.baseline is not None and outcome.tuned is not None
+    most = max(outcome.baseline.value.n, outcome.tuned.value.n)
+    if outcome.compared is not None:
+        most = max(most, outcome.compared.before.num_examples, outcome.compared.after.num_examples)
     if gain.n < most:  # its mean is then not the difference of the two means
         return f", paired over the {gain.n} of {most} examples that both scored"
     return f", paired over {counted(gain.n, 'example')}"
 
 
-def _certainty(report: "Report", gain: Estimate) -> str:
-    """What the p value says. It decides; where the interval seems to disagree, why it may."""
+def _certainty(outcome: Outcome, gain: Estimate) -> str:
+    """What the p value says. It decides; if the interval seems to disagree, the reason."""
     if gain.p is None:
-        return "one example says nothing about others."
+        return "One example says nothing about others."
     if gain.n < MIN_PAIRS:
-        return f"on fewer than {MIN_PAIRS} examples nothing is certain."
+        return f"Fewer than {MIN_PAIRS} examples cannot show a significant change."
+    if not gain.certain and gain.leaves_out_0:
+        return (
+            "This may be chance. The interval excludes 0, but with so few or such uneven changes it is "
+            "too narrow; the test decides. More held-out examples would settle it."
+        )
     if not gain.certain:
-        if gain.leaves_out_0:
-            return (
-                "so it may be chance. The interval leaves out 0, but on so few or such uneven changes "
-                "it is too narrow; the test decides. More held-out examples would settle it."
-            )
-        return "so it may be chance. More held-out examples would narrow the interval."
-    what = "gain" if gain.mean > 0 else "loss"
-    said = f"so the {what} is unlikely to be chance."
+        return "This may be chance. More held-out examples would narrow the interval."
+    text = f"The {'gain' if gain.mean > 0 else 'loss'} is unlikely to be chance."
     if not gain.leaves_out_0:
-        said += " How large it is remains open: a few examples changed by far more than the rest."
-    if gain.mean < 0 and report.held_out:
-        said += " Serve an earlier step instead (NAME@best, NAME@0)."
-    return said
+        text += " Its size is uncertain: a few examples changed by far more than the rest."
+    if gain.mean < 0 and outcome.held_out:
+        text += " Serve an earlier step instead (NAME@best, NAME@0)."
+    return text
 
 
-def _choice(report: "Report") -> list[str]:
+def _choice(outcome: Outcome) -> list[str]:
     """How the step was chosen, and what that means for the numbers."""
-    compared = report.compared
+    compared = outcome.compared
     if compared is None or compared.chosen_of < 2:
         return []
     after = compared.after
     name = f"Step {after.step}" if after.step is not None else f"The policy {when(after.epoch)}"
-    said = f"{name} was chosen as the best of {compared.chosen_of} validated steps"
+    chosen = f"{name} was chosen as the best of {compared.chosen_of} validated steps"
     if compared.fresh:
-        return [
-            f"{said}; it and the first step then answered every example anew, for this comparison."
-        ]
-    said += " by these same answers. The p value allows for that choice; the interval does not"
-    if report.history.run.validation_greedy:
-        return [f"{said}. (At temperature 0, answering anew would repeat the answers.)"]
-    if report.history.status == "completed":
-        return [f"{said}."]
-    return [f"{said}. A run that ends well lets both steps answer anew."]
+        return [f"{chosen}; it and the first step then answered every example again."]
+    basis = [f"{chosen} by these same answers."]
+    basis.append("The p value allows for that choice; the interval does not.")
+    if outcome.history.run.validation_greedy:
+        basis.append("At temperature 0, answering again would repeat the answers.")
+    elif outcome.history.status != "completed":
+        basis.append("At the end of a run both steps answer again.")
+    return basis
 
 
-def _failures(report: "Report") -> list[str]:
-    """What failures of the model count as, and how many there were."""
-    compared = report.compared
+def _failures(outcome: Outcome) -> list[str]:
+    """How many rollouts failed because of the model, and what reward they count as."""
+    compared = outcome.compared
     if compared is None or not (compared.before.policy_failures or compared.after.policy_failures):
         return []
     before, after = compared.before, compared.after
     worth = before.failure_reward if after.failure_reward is None else after.failure_reward
     return [
-        f"{_rate(before)} of the rollouts failed through the model's own doing before and "
-        f"{_rate(after)} after; each counts as {number(worth)} on both sides."
+        f"{_rate(before)} of the rollouts failed because of the model before and {_rate(after)} "
+        f"after; each counts as {number(worth)} on both sides."
     ]
 
 
-def _rate(validation: "Validation") -> str:
+def _rate(validation: Validation) -> str:
     return f"{validation.failure_rate or 0.0:.0%}"
 
 
-def _gaps(report: "Report") -> list[str]:
-    """Where the first or the last validation gave no number, another stands in for it."""
-    assert report.baseline is not None and report.tuned is not None
-    first, last, said = report.baseline.epoch, report.tuned.epoch, []
+def _gaps(outcome: Outcome) -> list[str]:
+    """What is compared instead, if the first or the last validation has no reward."""
+    assert outcome.baseline is not None and outcome.tuned is not None
+    first, last, gaps = outcome.baseline.epoch, outcome.tuned.epoch, []
     if first:
-        said.append(f"No validation before the training gave a number: 'before' is {when(first)}.")
-    newest = report.history.validations[-1]
+        gaps.append(f"No validation before training has a reward, so 'before' is {when(first)}.")
+    newest = outcome.history.validations[-1]
     if newest.mean is None and newest.epoch > last:
-        said.append(f"The validation {when(newest.epoch)} gave no number: 'after' is {when(last)}.")
-    return said
+        gaps.append(f"The validation {when(newest.epoch)} failed, so 'after' is {when(last)}.")
+    return gaps
 
 
-def _why_training(report: "Report") -> str:
-    """Why training rewards stand in for held-out ones."""
-    first, last = report.baseline, report.tuned
+def _why_training(outcome: Outcome) -> str:
+    """Why training rewards are compared."""
+    first, last = outcome.baseline, outcome.tuned
     assert first is not None and last is not None
-    of = f"so these are the rewards of epoch {first.epoch + 1} and epoch {last.epoch + 1} on the "
-    of += "training examples, which a model may learn by heart."
-    if not report.history.run.validation_examples:
-        return f"There are no held-out examples, {of} {NAME_SOME}"
-    return f"{_validations(report)}, {of}"
+    so = f"so these are the rewards of epoch {first.epoch + 1} and epoch {last.epoch + 1} on the "
+    so += "training examples, which a model can memorize."
+    if not outcome.history.run.validation_examples:
+        return f"There are no held-out examples, {so} {NAME_EXAMPLES}"
+    return f"{_validations(outcome)}, {so}"
 
 
-def _validations(report: "Report") -> str:
-    """How many there were, and what they came to; no full stop."""
-    history = report.history
-    failed = len(history.validations) - len(history.scored)
-    scored = history.scored
+def _validations(outcome: Outcome) -> str:
+    """How many validations there were, and their rewards; no full stop."""
+    history, scored = outcome.history, outcome.history.scored
     if not history.validations:
-        return "Held-out examples were not run yet"
+        return "No validation was run yet"
     if not scored:
-        return f"None of {counted(failed, 'validation')} gave a number"
-    one = f"One validation gave a number, {number(scored[0].mean)} {when(scored[0].epoch)}"
-    return f"{one}, and {failed} gave none" if failed else one
+        return "No validation has a reward"
+    failed = len(history.validations) - len(scored)
+    one = f"Only one validation has a reward, {number(scored[0].mean)} {when(scored[0].epoch)}"
+    return f"{one} ({failed} failed)" if failed else one
 
 
-def _why_nothing(report: "Report") -> list[str]:
-    history = report.history
+def _why_nothing(outcome: Outcome) -> list[str]:
+    history = outcome.history
     held_out = bool(history.run.validation_examples or history.validations)
-    said = [f"{_validations(report)}."] if held_out else []
-    found = [(epoch, mean) for epoch, mean in report.epoch_means if mean is not None]
-    if not found:
-        said.append("No training rollout gave a reward.")
-    elif len(found) == 1:
-        epoch, mean = found[0]
-        said.append(
-            f"Only epoch {epoch + 1} gave training rewards (mean {number(mean)}), earned before it "
-            "was trained on."
+    reasons = [f"{_validations(outcome)}."] if held_out else []
+    epochs = [e for e in reward_history(history) if e["avg_reward"] is not None]
+    if not epochs:
+        reasons.append("No training rollout has a reward.")
+    elif len(epochs) == 1:
+        number_, mean = epochs[0]["epoch"] + 1, number(epochs[0]["avg_reward"])
+        reasons.append(
+            f"Only epoch {number_} has training rewards (mean {mean}), earned before the model was "
+            "trained on them."
         )
     if not held_out and history.status == "completed":
-        said.append(NAME_SOME)
-    return said
+        reasons.append(NAME_EXAMPLES)
+    return reasons
 
 
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _sentence(text: str) -> str:
-    text = text.strip()
+def _sentence(text: str | None) -> str:
+    text = (text or "").strip()
     return f"{text[:1].upper()}{text[1:]}{'' if not text or text[-1] in '.!?' else '.'}"

@@ -1,12 +1,11 @@
-"""Draw a run: its rewards, what every example gained, what the learner measured.
+"""Plots of a run: rewards, change of every example, metrics of the learner.
 
 In:   the History of a run
 Out:  reward_plot.png; the same and two more as PNG bytes for the report
 
-What failed is a gap and a cross, never a point at 0. A reward stands above the number of epochs that
-the policy which earned it had been trained for, so training and validation at one place are of one
-policy. Bands and bars are 95% intervals over examples. Colours differ in lightness too, and every
-line has a form of its own, so nothing depends on telling colours apart.
+What failed is a gap and a cross, never a point at 0. Bands and bars are 95% intervals over examples.
+Colours differ in lightness too, and every line has its own marker, so that nobody has to tell colours
+apart.
 """
 
 import math
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["NARROW", "WIDE", "example_changes", "headline", "learning", "reward_plot", "rewards"]
 
 COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4262c"
-"""Training, held-out, what was trained on, held-out numbers, what failed."""
+"""Colours: training, held-out, what was trained on, held-out numbers, failures."""
 MANY = 60
-"""With more points a line is smoothed, and what it smooths is drawn faintly."""
+"""With more points a line is smoothed, and the points are drawn faintly."""
 LONGEST = 24
-"""Letters of an evaluator's name that fit beside an axis."""
+"""Characters of an evaluator's name that fit beside an axis."""
 
 
 # ---- figures --------------------------------------------------------------------------------------
@@ -47,35 +46,35 @@ def reward_plot(history: History, path: Path) -> None:
 
 
 def shows_all(picture: bytes, history: History) -> bool:
-    """Whether it is the reward plot that would be drawn now."""
+    """Whether the picture is the reward plot that would be drawn now."""
     return mark(history).encode() in picture
 
 
 def mark(history: History) -> str:
-    """What a reward plot carries in its file: a hash of everything that is drawn."""
+    """Comment in the file of a reward plot: a hash of everything that is drawn."""
     return _mark(curves(history), headline(history))
 
 
-def _mark(drawn: Curves, said: tuple[str, str]) -> str:
-    return f"[rewards {sha256(repr((drawn, said)).encode()).hexdigest()[:16]}]"
+def _mark(drawn: Curves, titles: tuple[str, str]) -> str:
+    return f"[rewards {sha256(repr((drawn, titles)).encode()).hexdigest()[:16]}]"
 
 
 def rewards(history: History, size: tuple[float, float]) -> bytes:
     """The reward plot as PNG bytes."""
     drawn = curves(history)
-    # What different evaluators gave shares no scale, so it shares no axis.
+    # Rewards of different evaluators have different scales, so they have different axes.
     parts = drawn.by_evaluator()
     heights = [5.0 / len(parts)] * len(parts) + ([1.0] if drawn.percentile else [])
     figure = canvas.figure((size[0], size[1] * (1.0 if len(parts) == 1 else 1.3)))
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     title, note = headline(history)
     for axis, part in zip(axes, parts, strict=False):
-        canvas.dress(axis)
+        canvas.style(axis)
         _frame(axis, part, last=drawn.last)
         rows = canvas.legend(axis, _lines(axis, part) + _marks(axis, part))
-        name = drawn.names[0] if len(parts) == 1 else None  # else the legends say it
-        said = f"reward: {name}" if name and len(name) <= LONGEST else "reward"
-        axis.set_ylabel(canvas.plain(said), color=SOFT, fontsize=10)
+        name = drawn.names[0] if len(parts) == 1 else None  # otherwise the legends name them
+        label = f"reward: {name}" if name and len(name) <= LONGEST else "reward"
+        axis.set_ylabel(canvas.plain(label), color=SOFT, fontsize=10)
         if axis is axes[0]:
             canvas.title(axis, title, note, legend_rows=rows)
     if drawn.percentile:
@@ -85,15 +84,15 @@ def rewards(history: History, size: tuple[float, float]) -> bytes:
 
 
 def headline(history: History) -> tuple[str, str]:
-    """The finding in a few words, and how sure it is."""
+    """The result in a few words, and how certain it is."""
     scored, compared = history.scored, comparison(history)
     if compared is not None:
         first, last = compared.before, compared.after
         title = f"Held-out reward {number(first.mean)} \u2192 {number(last.mean)}"
-        late = f", after {counted(first.epoch, 'epoch')} already" if first.epoch else ""
-        late += f", step {last.step} answered anew" if compared.fresh else ""
+        late = f", baseline {when(first.epoch)}" if first.epoch else ""
+        late += f", step {last.step} answered again" if compared.fresh else ""
         tried = [v.rewards for v in compared.tried]
-        return title, _how_sure(first.rewards, last.rewards, tried) + late + _failing(first, last)
+        return title, _certainty(first.rewards, last.rewards, tried) + late + _failing(first, last)
     epochs = [(e["epoch"], e["avg_reward"]) for e in metrics.reward_history(history)]
     known = [(epoch, mean) for epoch, mean in epochs if mean is not None]
     once = f"{number(scored[0].mean)} {when(scored[0].epoch)}" if scored else ""
@@ -106,28 +105,30 @@ def headline(history: History) -> tuple[str, str]:
         return f"Training reward {number(known[0][1])}", note
     (first, before), (last, after) = known[0], known[-1]
     title = f"Training reward {number(before)} \u2192 {number(after)}"
-    return title, _how_sure(history.rewards(first), history.rewards(last))
+    return title, _certainty(history.rewards(first), history.rewards(last))
 
 
 def _failing(before: Validation, after: Validation) -> str:
-    """How often the model itself failed, where it did."""
+    """Rates of policy failures; empty without any."""
     if not before.policy_failures and not after.policy_failures:
         return ""
     rates = (f"{v.failure_rate or 0.0:.0%}" for v in (before, after))
     return ", failures " + " \u2192 ".join(rates)
 
 
-def _how_sure(before: Rewards, after: Rewards, tried: Sequence[Rewards] = ()) -> str:
-    found = gain(before, after, tried=tried)
-    if found is None or found.low is None:
+def _certainty(before: Rewards, after: Rewards, tried: Sequence[Rewards] = ()) -> str:
+    change = gain(before, after, tried=tried)
+    if change is None or change.low is None:
         return ""
-    chance = f", {p_value(found)}" if found.p is not None else ""
-    return f"{interval(found)}, {counted(found.n, 'example')}{chance}"
+    p = f", {p_value(change)}" if change.p is not None else ""
+    return f"{interval(change)}, {counted(change.n, 'example')}{p}"
 
 
 def example_changes(deltas: Sequence[float], size: tuple[float, float]) -> bytes:
-    """What each held-out example gained or lost, from the most to the least."""
-    figure, axis = canvas.one_axis((size[0], size[1] * 0.8))
+    """Change of each held-out example, the largest first."""
+    figure = canvas.figure((size[0], size[1] * 0.8))
+    axis = figure.add_subplot()
+    canvas.style(axis)
     ordered = sorted(deltas, reverse=True)
     better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
     colours = [COOL if d > 0 else WARM for d in ordered]
@@ -159,11 +160,11 @@ PANELS: tuple[tuple[str, Callable[[Round], float | None]], ...] = (
     ("sampler mismatch (KL)", lambda r: r.learned.get("learn/mismatch_kl")),
     ("learner, tokens per second", lambda r: r.learned.get("learn/tokens_per_s")),
 )
-"""What the learning looked like; only what was measured is drawn."""
+"""Metrics of the jobs; only those that were measured are drawn."""
 
 
 def measured(history: History) -> dict[str, list[tuple[float, float | None]]]:
-    """By panel: epochs trained, and what was measured there; no panel of which nothing was."""
+    """Epochs trained and value, by panel, without panels that have no values."""
     series = {name: [(r.trained, value(r)) for r in history.rounds] for name, value in PANELS}
     return {
         name: points for name, points in series.items() if any(y is not None for _, y in points)
@@ -171,7 +172,7 @@ def measured(history: History) -> dict[str, list[tuple[float, float | None]]]:
 
 
 def learning(history: History, size: tuple[float, float]) -> bytes | None:
-    """Small pictures of what the jobs measured; None where they measured nothing."""
+    """One small plot per metric of the jobs; None without any."""
     series = measured(history)
     if not series:
         return None
@@ -180,7 +181,7 @@ def learning(history: History, size: tuple[float, float]) -> bytes | None:
     figure = canvas.figure((size[0], 0.35 + 1.75 * lines))
     for i, (name, points) in enumerate(series.items()):
         axis = figure.add_subplot(lines, columns, i + 1)
-        canvas.dress(axis)
+        canvas.style(axis)
         xs, ys = [x for x, _ in points], [math.nan if y is None else y for _, y in points]
         many = len(xs) > MANY
         marker = {} if many else {"marker": "o", "markersize": 3.5}
@@ -208,20 +209,20 @@ def _flat_share(r: Round) -> float | None:
 
 
 def _frame(axis: "Axes", drawn: Curves, *, last: float) -> None:
-    """Axes that show the whole range of rewards where it is known to end."""
+    """Axes from 0 to 1 for rewards in that range, else from the lowest to the highest."""
     pad = max(0.25, 0.02 * last)
     axis.set_xlim(-pad, max(last, 1.0) + pad * 2.2)
     canvas.whole_numbers(axis, 12)
     low, high = drawn.bounds or (0.0, 1.0)
     if low >= 0 and high <= 1:
         low, high = 0.0, 1.0
-    room = 0.04 * ((high - low) or 1.0)
-    axis.set_ylim(low - room, high + room)
+    margin = 0.04 * ((high - low) or 1.0)
+    axis.set_ylim(low - margin, high + margin)
 
 
 def _share(axis: "Axes", drawn: Curves, *, narrow: bool) -> None:
-    """The curriculum's share in a strip of its own below the rewards, with what it grew to."""
-    canvas.dress(axis)
+    """The curriculum's share in its own strip below the rewards."""
+    canvas.style(axis)
     xs, shares = (list(column) for column in zip(*drawn.percentile, strict=True))
     right = axis.get_xlim()[1]
     heights = [100 * share for share in (*shares, shares[-1])]
@@ -233,7 +234,7 @@ def _share(axis: "Axes", drawn: Curves, *, narrow: bool) -> None:
     span = right - axis.get_xlim()[0]
     levels = [(xs[0], shares[0]), *drawn.expansions]
     apart = span * (0.11 if narrow else 0.05)
-    if any(b[0] - a[0] < apart for a, b in pairwise(levels)):  # too near each other to be read
+    if any(b[0] - a[0] < apart for a, b in pairwise(levels)):  # too close to be read
         levels = [levels[-1]]
     for x, share in levels:
         at: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
@@ -244,7 +245,7 @@ def _lines(axis: "Axes", drawn: Curves) -> list[Any]:
     name, other = drawn.labels
     training = _line(axis, drawn.training, COOL, "o", "-", name)
     held_out = _line(axis, drawn.held_out, WARM, "D", (0, (5, 2)), other)
-    _tell_the_last(axis, drawn)
+    _label_last(axis, drawn)
     handles = [line for line in (training, held_out) if line is not None]
     if any(y is not None for _, y in drawn.filtered):
         xs, ys = [x for x, _ in drawn.filtered], [_nan(y) for _, y in drawn.filtered]
@@ -254,20 +255,21 @@ def _lines(axis: "Axes", drawn: Curves) -> list[Any]:
     return handles
 
 
-def _tell_the_last(axis: "Axes", drawn: Curves) -> None:
-    """The number that the run came to, beside its point."""
+def _label_last(axis: "Axes", drawn: Curves) -> None:
+    """The last reward, beside its point."""
     points, colour = (drawn.held_out, RUST) if drawn.held_out else (drawn.training, DEEP)
     known = [(p.x, p.value.mean) for p in points if p.value]
     if len(known) > 1:
         at: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-        said = number(known[-1][1])
-        axis.annotate(said, known[-1], **at, fontsize=10, fontweight="bold", color=colour)
+        axis.annotate(
+            number(known[-1][1]), known[-1], **at, fontsize=10, fontweight="bold", color=colour
+        )
 
 
 def _line(
     axis: "Axes", points: list[Point], colour: str, marker: str, style: Any, name: str
 ) -> Any:
-    """One line with its intervals: a band, or a bar at every point."""
+    """One line with its intervals as a band, or as a bar at every point."""
     if not any(p.value for p in points):
         return None
     dots = marker == "o"
@@ -307,7 +309,7 @@ def _line(
 
 
 def _marks(axis: "Axes", drawn: Curves) -> list[Any]:
-    """The best step; crosses on the floor for what gave no number; what happened to the run."""
+    """A ring for the best step, crosses for what failed, vertical lines for what happened."""
     handles = []
     floor = axis.get_xaxis_transform()
     for points, colour, name in (
@@ -344,7 +346,7 @@ def _marks(axis: "Axes", drawn: Curves) -> list[Any]:
         )
     for xs, colour, style, name in (
         ([x for x, _ in drawn.expansions], SOFT, (0, (1, 4)), "curriculum grows"),
-        (drawn.resumed, SOFT, (0, (4, 3)), "started again"),
+        (drawn.resumed, SOFT, (0, (4, 3)), "resumed"),
         (drawn.job_failures, WRONG, "-", "job failed"),
     ):
         lines = [

@@ -1,6 +1,6 @@
-"""What stands in a report, in which order, whatever it is written in.
+"""The content of a report, in any output format.
 
-In:   a Report
+In:   an Outcome
 Out:  a Document: a headline, what it rests on, and sections of blocks
 
 It leads with the answer, and a run that failed or did not improve says that before anything else.
@@ -9,11 +9,9 @@ It leads with the answer, and a run that failed or did not improve says that bef
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from hone.report import diagnosis, plots
+from hone.report import plots
 from hone.report.blocks import (
     Bar,
     Block,
@@ -27,221 +25,195 @@ from hone.report.blocks import (
     Tiles,
 )
 from hone.report.curves import curves
-from hone.report.estimate import Estimate
+from hone.report.diagnosis import FLAT, diagnosis
 from hone.report.headline import answer
+from hone.report.outcome import Outcome, PolicyReward
 from hone.report.text import counted, duration, number, signed
-
-if TYPE_CHECKING:
-    from hone.report.report import Measured, Report
-
 
 SHORTEST_S = 0.05
 """A phase that would be shown as 0.0 s is not shown."""
 SHOWN = 8
-"""Of the epochs with the same warning, so many are named."""
+"""Largest number of epochs named beside a warning."""
 
 
-def sections(report: "Report", picture: bytes | None = None, *, brief: bool = False) -> Document:
+def sections(outcome: Outcome, picture: bytes | None = None, *, brief: bool = False) -> Document:
     """The whole report; `picture` is the reward plot, if it is drawn already; `brief` draws none."""
-    headline, basis, tone = answer(report)
+    headline, basis, tone = answer(outcome)
     if picture is None and not brief:
-        picture = plots.rewards(report.history, plots.WIDE)
+        picture = plots.rewards(outcome.history, plots.WIDE)
     parts = (
-        ("", _numbers(report)),
-        ("Go on", _going_on(report)),
-        ("Reward", _reward(report, picture, brief=brief)),
-        ("Why the reward does not rise", _flat(report)),
-        ("Before and after", _examples(report)),
-        ("Use it", _commands(report)),
-        ("What was left out, and why", _left_out(report)),
-        ("Where the time went", _time(report)),
-        ("How the learning went", () if brief else _learning(report)),
-        ("Warnings", _warnings(report)),
-        ("This run", _facts(report)),
+        ("", _numbers(outcome)),
+        ("Resume the run", _resuming(outcome)),
+        ("Reward", _reward(outcome, picture, brief=brief)),
+        ("Why the reward does not rise", _flat(outcome)),
+        ("Before and after", _examples(outcome)),
+        ("Use the model", _commands(outcome)),
+        ("What was left out of training", _left_out(outcome)),
+        ("Where the time went", _time(outcome)),
+        ("Training metrics", () if brief else _learning(outcome)),
+        ("Warnings", _warnings(outcome)),
+        ("Run details", _details(outcome)),
     )
-    found = ((title, tuple(blocks)) for title, blocks in parts)
-    name = report.history.run.name or report.history.run.run_id
-    kept = tuple(Section(title, blocks) for title, blocks in found if blocks)
-    return Document(name, headline, basis, tone, kept)
+    filled = ((title, tuple(blocks)) for title, blocks in parts)
+    return Document(
+        outcome.history.run.name or outcome.history.run.run_id,
+        headline,
+        basis,
+        tone,
+        tuple(Section(title, blocks) for title, blocks in filled if blocks),
+    )
 
 
-def _numbers(report: "Report") -> Iterator[Block]:
-    first, last, gain = report.baseline, report.tuned, report.gain
+def _numbers(outcome: Outcome) -> Iterator[Block]:
+    first, last, gain = outcome.baseline, outcome.tuned, outcome.gain
     if first is None or last is None or gain is None:
         return
-    tiles = [("before", first), ("after", last)]
-    if report.newest is not None:
-        tiles.append(("newest", report.newest))
-    shown = [
-        (label, number(m.value.mean), f"{_range(m.value)}{_of(m.step, m.epoch)}{_failed(m)}")
-        for label, m in tiles
-    ]
-    change = (
-        "change",
-        signed(gain.mean),
-        ""
-        if gain.low is None or gain.high is None
-        else f"{signed(gain.low)} to {signed(gain.high)}",
-    )
-    yield Tiles((*shown[:2], change, *shown[2:]))
-    if any(v.policy_failures and v.dropped for v in report.history.validations):
+    known = gain.low is not None and gain.high is not None
+    ends = f"{signed(gain.low or 0.0)} to {signed(gain.high or 0.0)}" if known else ""
+    tiles = [_tile("before", first), _tile("after", last), ("change", signed(gain.mean), ends)]
+    if outcome.newest is not None:
+        tiles.append(_tile("newest", outcome.newest))
+    yield Tiles(tuple(tiles))
+    if any(v.policy_failures and v.dropped for v in outcome.history.validations):
         yield Text(
-            f"In validations a rollout that failed through the model's own doing counts as "
-            f"{number(report.history.failure_reward)}: the smaller of 0 and the lowest reward of the "
+            f"In validations a rollout that failed because of the model counts as "
+            f"{number(outcome.history.failure_reward)}: the smaller of 0 and the lowest reward of the "
             "run. finetuning.on_policy_failure: {reward: ...} sets another value, also for training."
         )
 
 
-def _range(value: Estimate) -> str:
+def _tile(label: str, policy: PolicyReward) -> tuple[str, str, str]:
+    value = policy.value
     if value.low is None or value.high is None:
-        return counted(value.n, "example")
-    if value.low == value.high:
-        return f"all {value.n} examples alike"
-    return f"{number(value.low)} to {number(value.high)}"
+        note = counted(value.n, "example")
+    elif value.low == value.high:
+        note = f"all {value.n} examples alike"
+    else:
+        note = f"{number(value.low)} to {number(value.high)}"
+    note += f"; epoch {policy.epoch + 1}" if policy.step is None else f"; step {policy.step}"
+    note += f"; {policy.failure_rate:.0%} failed" if policy.failure_rate else ""
+    return label, number(value.mean), note
 
 
-def _failed(measured: "Measured") -> str:
-    return f"; {measured.failure_rate:.0%} failed" if measured.failure_rate else ""
-
-
-def _of(step: int | None, epoch: int) -> str:
-    return f"; epoch {epoch + 1}" if step is None else f"; step {step}"
-
-
-def _going_on(report: "Report") -> Iterator[Block]:
-    run, status = report.history.run, report.history.status
+def _resuming(outcome: Outcome) -> Iterator[Block]:
+    run, status = outcome.history.run, outcome.history.status
     command = run.again or run.command
     if command and status in ("unfinished", "failed"):
-        when = "go on from there" if status == "unfinished" else "go on when that is fixed"
-        yield Commands(((f"{when}; rollouts and jobs that ended well are kept", command),))
+        what = "resume" if status == "unfinished" else "resume when that is fixed"
+        yield Commands(((f"{what}; finished rollouts and jobs are kept", command),))
 
 
-def _reward(report: "Report", picture: bytes | None, *, brief: bool) -> Iterator[Block]:
-    history = report.history
+def _reward(outcome: Outcome, picture: bytes | None, *, brief: bool) -> Iterator[Block]:
+    history, deltas = outcome.history, list(outcome.deltas.values())
     if picture is not None and (history.rounds or history.validations):
         narrow = None if brief else plots.rewards(history, plots.NARROW)
         yield Picture(picture, narrow, plots.headline(history)[0], "reward_plot.png")
-        yield Text(" ".join(_how_to_read(report)))
-    if len(report.deltas) > 1 and report.held_out and not brief:
-        deltas = list(report.deltas.values())
-        wide, small = (plots.example_changes(deltas, size) for size in (plots.WIDE, plots.NARROW))
-        better, worse = sum(d > 0 for d in deltas), sum(d < 0 for d in deltas)
-        counts = (("better", better), ("worse", worse), ("unchanged", len(deltas) - better - worse))
-        rows = tuple((name, str(n)) for name, n in counts)
-        told = Table(("held-out examples", "how many"), rows)
-        yield Picture(wide, small, "change of every held-out example", instead=told)
+        yield Text(" ".join(_how_to_read(outcome)))
+    if len(deltas) > 1 and outcome.held_out and not brief:
+        wide, narrow = (plots.example_changes(deltas, size) for size in (plots.WIDE, plots.NARROW))
+        rows = tuple((name, str(n)) for name, n in outcome.counts.items())
+        table = Table(("held-out examples", "number"), rows)
+        yield Picture(wide, narrow, "change of every held-out example", instead=table)
 
 
-def _how_to_read(report: "Report") -> Iterator[str]:
-    drawn = curves(report.history)
+def _how_to_read(outcome: Outcome) -> Iterator[str]:
+    drawn = curves(outcome.history)
     if drawn.apart and drawn.held_out and drawn.training:
         training, held_out = drawn.names
         yield (
-            f"Training rewards are measured by {training} and held-out ones by {held_out}: each has "
-            "an axis of its own, and their heights cannot be compared."
+            f"Training rewards are measured by {training} and held-out rewards by {held_out}: each has "
+            "its own axis, and their heights cannot be compared."
         )
     if drawn.greedy and drawn.held_out:
         yield (
-            "Held-out examples were answered at temperature 0, training examples at the workflow's."
+            "Held-out examples were answered at temperature 0, training examples at the workflow's "
+            "temperature."
         )
     yield (
-        "Band and bars are 95% intervals over examples. A point stands above the epochs its policy "
-        "had been trained for."
+        "The band and the bars are 95% intervals over examples. The x axis counts the epochs that the "
+        "policy was trained for."
     )
-    if report.compared is not None and report.compared.fresh:
-        yield (
-            "The curve shows the validations that chose the step; the title shows the fresh answers."
-        )
+    if outcome.compared is not None and outcome.compared.fresh:
+        yield "The curve shows the validations that chose the step; the title shows the new answers."
     if any(p.value is None for p in (*drawn.training, *drawn.held_out)):
-        yield "What gave no number is a gap with a cross."
+        yield "A cross marks what has no reward."
 
 
-def _flat(report: "Report") -> Iterator[Block]:
-    """As it stands at the end; what was said on the way may have passed."""
-    if report.verdict != "better" and (said := diagnosis.diagnosis(report.history)):
-        yield Text(said)
+def _flat(outcome: Outcome) -> Iterator[Block]:
+    """As it is at the end; what was logged before may have passed."""
+    if outcome.verdict != "better" and (text := diagnosis(outcome.history)):
+        yield Text(text)
 
 
-def _examples(report: "Report") -> Iterator[Block]:
-    if report.examples:
-        what = "held-out" if report.held_out else "training"
+def _examples(outcome: Outcome) -> Iterator[Block]:
+    if outcome.examples:
+        what = "held-out" if outcome.held_out else "training"
         yield Text(
-            f"A few {what} examples: the most improved, then what got worse, still fails or "
-            "could not be scored, if any."
+            f"A few {what} examples: the most improved first, then examples that got worse, still fail "
+            "or could not be scored, if there are any."
         )
-        yield Pairs(tuple(report.examples))
+        yield Pairs(tuple(outcome.examples))
 
 
-def _commands(report: "Report") -> Iterator[Block]:
-    run, model = report.history.run, report.model
-    if model is None or not report.step:
+def _commands(outcome: Outcome) -> Iterator[Block]:
+    run, model = outcome.history.run, outcome.model
+    if model is None or not outcome.step:
         return
-    name, best = run.name, report.best_step
-    if not best:
-        none = "" if best is None else "No trained step beats the untrained model held out. "
-        newest = f"{name} is the newest step, {report.step}; {name}@0 is the untrained model."
-        yield Text(none + newest)
-    else:
-        newest = "the same" if best == report.step else f"the newest one, step {report.step}"
-        yield Text(
-            f"{model} is step {best}, the best on held-out examples{_so_far(report)}; {name} alone is {newest}, "
-            f"and {name}@0 the untrained model."
-        )
-    place = f" --root {shlex.quote(run.root)}" if run.root else ""
-    served = run.base_url
-    asked = report.request or {"messages": [{"role": "user", "content": "Hello"}]}
+    yield Text(_steps(outcome))
+    root = f" --root {shlex.quote(run.root)}" if run.root else ""
+    body = outcome.request or {"messages": [{"role": "user", "content": "Hello"}]}
     # A terminal shows a whole answer better than a stream of events.
-    body = {"model": model, **{k: v for k, v in asked.items() if not k.startswith("stream")}}
-    url = shlex.quote(f"{served or 'http://127.0.0.1:8000/v1'}/chat/completions")
-    talk = f"curl {url} -H 'Content-Type: application/json' \\\n  -d "
-    talk += shlex.quote(json.dumps(body, ensure_ascii=False))
-    taken = f"hone export {shlex.quote(model)} {shlex.quote(f'./{name}-adapter')}{place}"
-    serve = [] if served else [("serve it", f"hone serve{place}")]
-    where = "on the server's machine, take it elsewhere" if served else "take it elsewhere"
+    body = {"model": model, **{k: v for k, v in body.items() if not k.startswith("stream")}}
+    url = shlex.quote(f"{run.base_url or 'http://127.0.0.1:8000/v1'}/chat/completions")
+    curl = f"curl {url} -H 'Content-Type: application/json' \\\n  -d "
+    curl += shlex.quote(json.dumps(body, ensure_ascii=False))
+    export = f"hone export {shlex.quote(model)} {shlex.quote(f'./{run.name}-adapter')}{root}"
+    serve = [] if run.base_url else [("serve the model", f"hone serve{root}")]
+    where = "on the server's machine, " if run.base_url else ""
     yield Commands(
         (
             *serve,
-            ("ask it what the agent asks" if report.request else "ask it", talk),
-            (f"{where}: a PEFT adapter, or with --merge a model of its own", taken),
+            ("send what the agent sends" if outcome.request else "send a request", curl),
+            (f"{where}export a PEFT adapter, or with --merge a whole model", export),
         )
     )
 
 
-def _so_far(report: "Report") -> str:
-    return "" if report.history.status == "completed" else " so far"
+def _steps(outcome: Outcome) -> str:
+    """Which step each name of the model means."""
+    name, best, step = outcome.history.run.name, outcome.best_step, outcome.step
+    if not best:
+        none = "No trained step beats the untrained model on held-out examples. "
+        names = f"{name} is the newest step, {step}; {name}@0 is the untrained model."
+        return names if best is None else none + names
+    so_far = "" if outcome.history.status == "completed" else " so far"
+    newest = "the same step" if best == step else f"the newest step, {step}"
+    return (
+        f"{outcome.model} is step {best}, the best on held-out examples{so_far}; {name} is {newest}, "
+        f"and {name}@0 is the untrained model."
+    )
 
 
-def _left_out(report: "Report") -> Iterator[Block]:
-    history = report.history
-    rounds = history.rounds
+def _left_out(outcome: Outcome) -> Iterator[Block]:
+    history, rounds = outcome.history, outcome.history.rounds
     groups = sum(r.metrics.get("num_groups") or 0 for r in rounds)
     flat = sum(r.num_flat for r in rounds)
-    rows: list[tuple[str, ...]] = []
     attempts = sum(len(r.rewards.keys() | r.failures.keys()) for r in rounds)
-    for why, n in Counter(history.failures).most_common():
-        rows.append((f"rollout failed, {why}", f"{n:,}", _share(n, attempts)))
-    for why, n in history.dropped.most_common():
-        rows.append((why, f"{n:,}", ""))
-    if flat:
-        rows.append(
-            ("group with equal rewards: nothing to learn from", f"{flat:,}", _share(flat, groups))
+    rows = [
+        *((f"rollout failed, {why}", n, attempts) for why, n in history.failures.most_common()),
+        *((why, n, 0) for why, n in history.dropped.most_common()),
+        ("group with equal rewards: nothing to learn from", flat, groups),
+        ("validation rollout failed", sum(v.failures for v in history.validations), 0),
+    ]
+    counts = [(why, f"{n:,}", f"{n / of:.1%}" if of else "") for why, n, of in rows if n]
+    if counts:
+        submitted = sum(r.metrics.get("filtered_trajectories") or 0 for r in rounds)
+        yield Text(
+            f"{counted(attempts, 'training rollout')} in {counted(groups, 'group')}; {submitted:,} "
+            "trajectories were submitted for training. A failed rollout is left out and counted; it "
+            "does not get a reward of 0."
         )
-    invalid = sum(v.failures for v in history.validations)
-    if invalid:
-        rows.append(("validation rollout failed", f"{invalid:,}", ""))
-    if not rows:
-        return
-    kept = sum(r.metrics.get("filtered_trajectories") or 0 for r in rounds)
-    yield Text(
-        f"{counted(attempts, 'training rollout')} in {counted(groups, 'group')}; "
-        f"{kept:,} trajectories were sent to be learned from. What failed is left out and counted, never "
-        "taken for a reward of 0."
-    )
-    yield Table(("what", "how many", "share"), tuple(rows))
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else ""
+        yield Table(("reason", "number", "share"), tuple(counts))
 
 
 PHASE_NAMES = {
@@ -253,94 +225,87 @@ PHASE_NAMES = {
 }
 
 
-def _time(report: "Report") -> Iterator[Block]:
-    seconds, phases = report.history.seconds, report.history.phases
-    if seconds <= 0:
-        return
-    parts = ((PHASE_NAMES[name], spent) for name, spent in phases.items() if spent >= SHORTEST_S)
-    yield Text(_speed(report))
-    yield Bar(tuple((name, spent / seconds, duration(spent)) for name, spent in parts))
+def _time(outcome: Outcome) -> Iterator[Block]:
+    seconds, phases = outcome.history.seconds, outcome.history.phases
+    if seconds > 0:
+        parts = [(PHASE_NAMES[name], s) for name, s in phases.items() if s >= SHORTEST_S]
+        yield Text(_speed(outcome))
+        yield Bar(tuple((name, s / seconds, duration(s)) for name, s in parts))
 
 
-def _speed(report: "Report") -> str:
-    history = report.history
+def _speed(outcome: Outcome) -> str:
+    history, tokens = outcome.history, outcome.trained_tokens
     sampling = history.phases["rollout_s"] + history.phases["validate_s"]
-    text = f"{duration(history.seconds)} in all"
+    text = f"{duration(history.seconds)} in total"
     if history.sessions > 1:
-        text += f", over {history.sessions} sessions (the run was started again)"
+        text += f", over {history.sessions} sessions (the run was resumed)"
     if sampling > 0 and history.tokens:
         text += (
             f"; {counted(history.rollouts, 'rollout')}, {counted(history.calls, 'model call')} and "
-            f"{counted(history.tokens, 'sampled token')}, {history.tokens / sampling:,.0f} a second"
+            f"{counted(history.tokens, 'sampled token')}, {history.tokens / sampling:,.0f} per second"
         )
-    if trained := report.trained_tokens():
+    if tokens:
         text += (
-            f"; {counted(trained['logical'], 'token')} to learn from, of which {trained['computed']:,} "
-            f"were computed and {trained['shared']:,} shared"
+            f"; {counted(tokens['logical'], 'training token')}, of which {tokens['computed']:,} were "
+            f"computed and {tokens['shared']:,} shared"
         )
-    start = history.phases["start_s"] >= SHORTEST_S
-    why = " Start is from the command to the first rollout: server, model, checks." if start else ""
-    return f"{text}.{why}"
+    if history.phases["start_s"] >= SHORTEST_S:
+        text += ". Start is the time from the command to the first rollout: server, model, checks"
+    return f"{text}."
 
 
-def _learning(report: "Report") -> Iterator[Block]:
-    wide, narrow = (plots.learning(report.history, size) for size in (plots.WIDE, plots.NARROW))
+def _learning(outcome: Outcome) -> Iterator[Block]:
+    wide, narrow = (plots.learning(outcome.history, size) for size in (plots.WIDE, plots.NARROW))
     if wide is None:
         return
     rows = []
-    for name, points in plots.measured(report.history).items():
+    for name, points in plots.measured(outcome.history).items():
         known = [y for _, y in points if y is not None]
         ends = known[0], known[-1], min(known), max(known)
         rows.append((name, *(f"{y:.3g}" if abs(y) < 1000 else f"{y:,.0f}" for y in ends)))
-    told = Table(("measured in every job", "first", "last", "lowest", "highest"), tuple(rows))
-    yield Picture(wide, narrow, "what the learner measured in every job", instead=told)
+    table = Table(("metric of the jobs", "first", "last", "lowest", "highest"), tuple(rows))
+    yield Picture(wide, narrow, "metrics of the training jobs", instead=table)
 
 
-_OF_EPOCH = re.compile(r"epoch (\d+): (.*)", re.S)
+_EPOCH_WARNING = re.compile(r"(?:epoch (\d+): )?(.*)", re.S)
 
 
-def _warnings(report: "Report") -> Iterator[Block]:
-    """Each once, with its epochs; why the reward is flat stands in a section of its own."""
-    found: dict[str, list[str]] = {}
-    for message in report.history.warnings:
-        if not message.startswith(diagnosis.FLAT):
-            match = _OF_EPOCH.fullmatch(message)
-            epoch, said = match.groups() if match else ("", message)
-            found.setdefault(said, []).append(epoch)
-    for said, epochs in found.items():
+def _warnings(outcome: Outcome) -> Iterator[Block]:
+    """Each once, with its epochs; the diagnosis of a flat reward has its own section."""
+    by_text: dict[str, list[str]] = {}
+    for message in outcome.history.warnings:
+        match = _EPOCH_WARNING.fullmatch(message)
+        if match is not None and not message.startswith(FLAT):
+            by_text.setdefault(match[2], []).append(match[1] or "")
+    for text, epochs in by_text.items():
         known = list(dict.fromkeys(epoch for epoch in epochs if epoch))
         if len(known) == 1:
-            yield Text(f"Epoch {known[0]}: {said}")
+            yield Text(f"Epoch {known[0]}: {text}")
         elif known:
             listed = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
-            yield Text(f"{len(known)} epochs ({listed}): {said}")
+            yield Text(f"{len(known)} epochs ({listed}): {text}")
         else:
-            yield Text(f"{said}{f' ({len(epochs)} times)' if len(epochs) > 1 else ''}")
+            yield Text(f"{text}{f' ({len(epochs)} times)' if len(epochs) > 1 else ''}")
 
 
-def _learning_rate(report: "Report") -> str | float | None:
-    """What the jobs used; the first and the last where that changed, and the bounds beyond them."""
-    used = [(job.config or {}).get("learning_rate") for job in report.history.jobs]
-    rates = [rate for rate in used if rate is not None]
+def _learning_rate(outcome: Outcome) -> str | float | None:
+    """Learning rate of the jobs; the first, the last and the bounds if it changed."""
+    configs = [job.config or {} for job in outcome.history.jobs]
+    rates = [c["learning_rate"] for c in configs if c.get("learning_rate") is not None]
     if len(set(rates)) < 2:
-        return rates[0] if rates else report.history.run.learning_rate
-    said = f"{rates[0]:g} at first, {rates[-1]:g} at last"
+        return rates[0] if rates else outcome.history.run.learning_rate
+    text = f"{rates[0]:g} in the first job, {rates[-1]:g} in the last"
     if {rates[0], rates[-1]} != {min(rates), max(rates)}:
-        said += f", between {min(rates):g} and {max(rates):g}"
-    return said
+        text += f", between {min(rates):g} and {max(rates):g}"
+    return text
 
 
-def _evaluators(report: "Report") -> str | None:
-    training, held_out = report.history.run.evaluators
-    if training == held_out or not report.history.run.validation_examples:
-        return training
-    return f"{training}; held out {held_out}"
-
-
-def _facts(report: "Report") -> Iterator[Block]:
-    history, run = report.history, report.history.run
+def _details(outcome: Outcome) -> Iterator[Block]:
+    history, run = outcome.history, outcome.history.run
     used = next((job.config for job in reversed(history.jobs) if job.config), {})
-    facts = {
+    training, held_out = run.evaluators
+    two = training != held_out and run.validation_examples
+    details = {
         "model": f"{run.project}/{run.name}" if run.name else None,
         "base model": run.base_model,
         "run": run.run_id,
@@ -349,15 +314,14 @@ def _facts(report: "Report") -> Iterator[Block]:
         "seed": run.seed,
         "epochs": f"{len(history.done)} of {run.epochs}",
         "training examples": run.examples,
-        "generations of each": run.generations,
+        "generations per example": run.generations,
         "held-out examples": run.validation_examples,
-        "reward": _evaluators(report),
-        "learning rate": _learning_rate(report),
+        "evaluator": f"{training}; held out {held_out}" if two else training,
+        "learning rate": _learning_rate(outcome),
         "loss": used.get("loss"),
         "beta": used.get("beta"),
         "row_tokens": used.get("row_tokens"),
     }
-    rows = tuple(
-        (k, f"{v:g}" if isinstance(v, float) else str(v)) for k, v in facts.items() if v is not None
-    )
-    yield Table(("", ""), rows, numbers=False)
+    known = ((k, v) for k, v in details.items() if v is not None)
+    rows = ((k, f"{v:g}" if isinstance(v, float) else str(v)) for k, v in known)
+    yield Table(("", ""), tuple(rows), numbers=False)

@@ -1,4 +1,4 @@
-"""Numbers as people read them.
+"""Numbers as text.
 
 In:   rewards, changes with their intervals, seconds, counts
 Out:  text
@@ -11,36 +11,32 @@ MINUS = "\u2212"
 
 
 def number(value: float | None) -> str:
-    """A reward in words."""
+    """A reward, with two decimals."""
     if value is None:
         return "none"
     text = f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
     return "0.00" if text == "-0.00" else text.replace("-", MINUS)
 
 
-def interval(found: Estimate) -> str:
-    """A change with its interval, in words."""
-    change = signed(found.mean)
-    if found.low is None or found.high is None:
-        return change
-    return f"{change} (95% interval {signed(found.low)} to {signed(found.high)})"
+def interval(change: Estimate) -> str:
+    """A change with its interval."""
+    if change.low is None or change.high is None:
+        return signed(change.mean)
+    ends = f"{signed(change.low)} to {signed(change.high)}"
+    return f"{signed(change.mean)} (95% interval {ends})"
 
 
-def p_value(found: Estimate) -> str:
-    """How often chance alone makes such a change, in words; empty where that is not known."""
-    if found.p is None:
+def p_value(change: Estimate) -> str:
+    """Empty if the p value is not known."""
+    if change.p is None:
         return ""
-    return (
-        "p < 0.001"
-        if found.p < 0.001
-        else f"p = {found.p:.3f}"
-        if found.p < 0.1
-        else f"p = {found.p:.2f}"
-    )
+    if change.p < 0.001:
+        return "p < 0.001"
+    return f"p = {change.p:.{3 if change.p < 0.1 else 2}f}"
 
 
 def failed(validation: Validation) -> str:
-    """Failures of the model and examples without a reward, in words; empty for none."""
+    """Policy failures and examples without a reward; empty for none."""
     unscored = ""
     if validation.unscored:
         unscored = f", {validation.unscored} of {validation.num_examples} examples not scored"
@@ -71,10 +67,10 @@ def duration(seconds: float) -> str:
 
 
 def when(epochs: int) -> str:
-    """Of something measured when so many epochs were trained."""
-    return f"after {counted(epochs, 'epoch')}" if epochs else "before the training"
+    """When a policy was measured that was trained for so many epochs."""
+    return f"after {counted(epochs, 'epoch')}" if epochs else "before training"
 
 
 def counted(number: int, noun: str) -> str:
-    """With its plural."""
+    """A number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
