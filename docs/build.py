@@ -24,7 +24,7 @@ from yaml_reference import bound, yaml_reference
 
 from hone.cli import EXITS, app
 from hone.events import TYPES as EVENTS
-from hone.finetune.base import FailureRecord, RolloutRecord, StepRecord
+from hone.finetune.records import FailureRecord, RolloutRecord, StepRecord
 from hone.server.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State

@@ -15,8 +15,6 @@ from typing import Any
 from hone.config.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
 from hone.errors import EngineError, EngineFailed
 from hone.finetune.base import (
-    FailureRecord,
-    RolloutRecord,
     TrainerAdapter,
     TrainingJobRef,
     TrainingJobStatus,
@@ -25,8 +23,8 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.base import Trajectory as HarnessTrajectory
-from hone.finetune.records import told
-from hone.finetune.rounds import Round
+from hone.finetune.records import FailureRecord, RolloutRecord, event_fields
+from hone.finetune.resume import known_rollouts
 from hone.inference.base import (
     AdapterRef,
     Delta,
@@ -246,17 +244,18 @@ class ScriptedBuilder(TrajectoryBuilder):
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         assert meta is not None
         journal, epoch, round = meta["journal"], meta["epoch"], meta["round"]
-        known = Round.of(
-            run_id, meta["items"], meta, generations=self.num_generations, smallest=1
-        ).known
+        generations = range(self.num_generations or 1)
+        wanted = [(item.id, k) for item in meta["items"] for k in generations]
+        failed = meta.get("failed_before", True)
+        known = known_rollouts(journal, epoch, round, wanted, smallest=1, failed_before=failed)
         self._records = []
         for item in meta["items"]:
-            for generation in range(self.num_generations):
+            for generation in generations:
                 record = known.get((item.id, generation))
                 if record is None:
                     record = self._rollout(run_id, epoch, round, item.id, generation)
                     journal.add(record)
-                    meta["events"].append("rollout", **told(record))
+                    meta["events"].append("rollout", **event_fields(record))
                 self._records.append(record)
 
     def _rollout(
@@ -272,7 +271,6 @@ class ScriptedBuilder(TrajectoryBuilder):
         elif isinstance(reward, str):
             failure = FailureRecord(kind="policy", reason=reward)
         id = f"{run_id}:{epoch}.{example}.{generation}"
-        worth, said = float(0 if failure else reward or 0), {"id": example, "rollout": id}
         return RolloutRecord(
             epoch=epoch,
             round=round,
@@ -280,11 +278,9 @@ class ScriptedBuilder(TrajectoryBuilder):
             example=example,
             generation=generation,
             rollout=id,
-            reward=None if failure else worth,
+            reward=None if failure else float(reward or 0),
             failure=failure,
-            trajectory=(
-                None if failure else HarnessTrajectory(episode=[], reward=worth, metadata=said)
-            ),
+            episode=None if failure else [],
         )
 
     async def finalize(
@@ -293,10 +289,10 @@ class ScriptedBuilder(TrajectoryBuilder):
         groups: dict[str, list[HarnessTrajectory]] = {}
         self.dropped.clear()
         for record in self._records:
-            if record.trajectory is None:
+            if not record.is_trained:
                 self.dropped[record.failure.reason if record.failure else "unscored"] += 1
                 continue
-            groups.setdefault(record.example, []).append(record.trajectory)
+            groups.setdefault(record.example, []).append(record.trajectory())
         return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id)
 
     def log_progress(

@@ -11,10 +11,10 @@ import pytest
 from tests.finetune.worlds import Length, metadata, world
 
 from hone import LocalBackend
-from hone.errors import PolicyFailure, Unavailable
+from hone.errors import ConfigError, PolicyFailure, Unavailable
 from hone.events import EventLog, WarningLogged, read
 from hone.finetune.base import EpisodeItemRole
-from hone.finetune.journal import Journal, RunFacts
+from hone.finetune.journal import Journal, RunFingerprint
 
 USER = EpisodeItemRole.USER
 ASSISTANT = EpisodeItemRole.ASSISTANT
@@ -43,8 +43,6 @@ async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
         assert sorted(id.rpartition(".")[2] for id in rollouts) == ["s1", "s1r1"]
         assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0", "e1"]
         assert w.builder.dropped == {"infrastructure/connection": 2}
-        assert w.builder.last_stats is not None
-        assert w.builder.last_stats.infrastructure == 2
 
 
 async def test_an_evaluator_that_fails_is_no_zero_and_no_second_rollout(
@@ -88,7 +86,7 @@ async def test_a_server_that_cannot_be_asked_is_a_failure_of_the_world(
         async def recorded(rollout: str) -> Any:
             raise Unavailable("closing")
 
-        w.builder.recorded = recorded
+        w.adapter.recorded = recorded
         w.bind(w.say, ["one"])
         assert (await w.collect()).trajectories == []
         assert w.builder.dropped == {"infrastructure/server_error": 2}
@@ -136,7 +134,7 @@ async def test_rollouts_in_the_journal_are_not_run_again(
             return await w.say(question)
 
         w.bind(agent, ["one", "two"])
-        facts = RunFacts(0, {})
+        facts = RunFingerprint(0, {})
         with Journal.open(tmp_path, facts) as journal:
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             first = await w.collect(meta)
@@ -147,15 +145,19 @@ async def test_rollouts_in_the_journal_are_not_run_again(
             second = await w.collect(meta)
         # Those that ended well are read; those that their world failed are run, as session 2.
         assert w.ran == {"one": 2, "two": 4}
+        # The journal refers to recorded calls; their text is fetched for those who read it.
+        assert not any(t.is_readable for t in second.trajectories[0])
+        with pytest.raises(ConfigError, match="was not fetched from the server"):
+            _ = second.trajectories[0][0].episode
+        await w.builder.load_episodes(second)
         assert second.trajectories[0] == first.trajectories[0]
         assert [metadata(t)["rollout"][-3:] for t in second.trajectories[1]] == [".s2", ".s2"]
-        assert w.builder.last_stats is not None
-        assert w.builder.last_stats.resumed == 2
         with Journal.open(tmp_path, facts) as journal:
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             third = await w.collect(meta)
             # Another epoch, another round: nothing is known of them.
             other = await w.collect({**meta, "round": 1})
+        await w.builder.load_episodes(third)
         assert third == second
         assert w.ran == {"one": 4, "two": 6}
         assert metadata(other.trajectories[0][0])["rollout"].startswith(f"{w.run_id}:0.1.0.")
@@ -176,7 +178,7 @@ async def test_a_round_that_came_to_nothing_is_run_anew(
         w.bind(agent, ["one", "two"], max_concurrency=1)
         collection = None
         for _ in range(2):
-            with Journal.open(tmp_path, RunFacts(0, {})) as journal:
+            with Journal.open(tmp_path, RunFingerprint(0, {})) as journal:
                 meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
                 collection = await w.collect(meta)
             broken = False
@@ -203,7 +205,6 @@ async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
         urllib.request.urlopen(request).close()
 
     async with world(server, tiny_model) as w:
-        w.builder.unmarked = w.adapter.unmarked
 
         async def agent(question: str) -> str:
             await asyncio.to_thread(unseen, question)
@@ -229,7 +230,8 @@ async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
         assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == told
         # A server that cannot be asked costs the count, not the epoch.
         w.adapter.backend.patience_s, w.adapter.backend.base_url = 0.2, "http://127.0.0.1:1"
-        assert await w.adapter.unmarked.count(w.run_id) == Counter()
+        assert w.builder.unscoped is not None
+        assert await w.builder.unscoped.count(w.run_id) == Counter()
         assert "Calls without a rollout were not counted" in caplog.text
 
 
@@ -241,7 +243,7 @@ async def test_what_was_seen_of_a_foreign_endpoint(
 ):
     """The same server, asked as if nobody could ask it what it recorded."""
     async with world(server, tiny_model, min_group_size=1) as w:
-        w.builder.recorded = None
+        w.builder.server = w.builder.unscoped = None
         w.bind(w.say, ["one"])
         collection = await w.collect()
         # hone's own answers carry no logprobs in what the harness keeps: nothing to train on.

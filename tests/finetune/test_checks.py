@@ -8,7 +8,8 @@ import pytest
 from tests.finetune.rehearsal import document, one
 
 from hone.config.schema import ConfigProblems, read
-from hone.finetune.checks import check_document, check_movement, failures, plan, read_run
+from hone.finetune.checks import check_document, check_movement, failures, plan
+from hone.finetune.documents import read_run
 
 Write = Callable[[str], Path]
 
@@ -248,7 +249,9 @@ def test_a_faster_one_can(tmp_path: Path):
     # 140 x 5e-5 = 7e-3; falling to 0 it is half of that.
     assert not found.warning
     assert "7.0e-03" in found.message
-    assert "3.5e-03" in check_movement(plan(document(tmp_path), 50), falling=True).message
+    falling = {"a": {"training": {"schedule": "linear"}}}
+    planned = plan(document(tmp_path, trainer_adapters=falling), 50)
+    assert "3.5e-03" in check_movement(planned).message
     still = {"a": {"training": {"learning_rate": 0}}}
     assert not check_movement(plan(document(tmp_path, trainer_adapters=still), 50)).warning
 

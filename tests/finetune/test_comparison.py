@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes import MemoryAdapter
 
 from hone import trajectory as sdk
 from hone.config.schema import CurriculumLearningConfig
 from hone.credit import Baseline, Credit
-from hone.finetune.adapter_config import ARTTrainerAdapterConfig
-from hone.finetune.base import Trajectory, TrajectoryCollection
-from hone.finetune.comparison import Comparison
-from hone.finetune.curriculum import Curriculum
+from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.base import Comparison, Trajectory, TrajectoryCollection
+from hone.finetune.curriculum import Curriculum, num_flat, spreads
 from hone.learner.samples import make_samples
 from hone.types import Call, TrainConfig
 
@@ -49,18 +49,17 @@ def test_as_many_groups_are_flat_as_the_learner_says(
     config = TrainConfig(credit=credit, baseline=baseline)
     truth = make_samples(learner(groups), config, vocab=10, max_positions=100)
     comparison = Comparison(credit, baseline)
-    assert comparison.num_flat(harness(groups)) == truth.flat_groups
+    assert num_flat(harness(groups), comparison) == truth.flat_groups
     if baseline == "group":
-        assert sum(s == 0 for s in comparison.spreads(harness(groups))) == truth.flat_groups
+        assert sum(s == 0 for s in spreads(harness(groups), comparison)) == truth.flat_groups
 
 
 def test_it_is_read_from_the_adapter_and_has_the_defaults_of_a_job():
     block: dict[str, Any] = {"backend": {}, "training": {"credit": "per_call", "baseline": "batch"}}
-    assert Comparison.of(ARTTrainerAdapterConfig.model_validate(block)) == Comparison(
-        "per_call", "batch"
-    )
+    adapter = ARTTrainerAdapter(ARTTrainerAdapterConfig.model_validate(block))
+    assert adapter.comparison == Comparison("per_call", "batch")
     job = TrainConfig()
-    assert Comparison.of(None) == Comparison(job.credit, job.baseline) == Comparison()
+    assert MemoryAdapter().comparison == Comparison(job.credit, job.baseline) == Comparison()
 
 
 def chosen(comparison: Comparison, *groups: list[Rollout]) -> list[int]:

@@ -7,7 +7,7 @@ from tests.finetune.worlds import said
 
 from hone.errors import ConfigError, NotInThisVersion
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
-from hone.finetune.convert import sdk_groups, validate_episode_order
+from hone.finetune.rerender import sdk_groups, validate_episode_order
 
 LOGPROBS = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52], "top_logprobs": []}]}
 

@@ -8,8 +8,14 @@ import pytest
 from hone.capture.base import SeenCall, Step
 from hone.capture.openai import LEFT
 from hone.finetune.base import EpisodeItem, Trajectory
-from hone.finetune.convert import conversations
-from hone.finetune.episodes import Sampled, Targets, episode, of_recorded, of_seen, shaped
+from hone.finetune.calls import (
+    SampledCall,
+    Targets,
+    from_recorded,
+    from_seen,
+    shaped_rewards,
+)
+from hone.finetune.rerender import conversations, episode
 from hone.types import Call, RecordedCall
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -84,23 +90,23 @@ def test_why_a_recorded_call_is_not_trained():
         recorded("empty", call={"completion_ids": [], "logprobs": []}),
         recorded("blind", call={"logprobs": None}),
     ]
-    found = of_recorded(calls, (), Targets(frozenset({"<workflow>"}), None, "p/n"))
+    found = from_recorded(calls, (), Targets(frozenset({"<workflow>"}), None, "p/n"))
     assert ids(found) == ["ok", "inner"]
     assert found.dropped == {"abandoned": 1, "other_model": 1, "greedy": 1, "no_logprobs": 2}
-    found = of_recorded(calls, (), Targets(frozenset({"search"}), None, "p/n"))
+    found = from_recorded(calls, (), Targets(frozenset({"search"}), None, "p/n"))
     assert ids(found) == ["inner"]
     assert found.reason is None
-    nothing = of_recorded(calls[1:2], (), Targets())
+    nothing = from_recorded(calls[1:2], (), Targets())
     assert nothing.reason == "abandoned"
-    assert of_recorded([], (), Targets()).reason == "no_calls"
+    assert from_recorded([], (), Targets()).reason == "no_calls"
 
 
 def test_a_target_model_is_what_was_asked_for_and_what_answered_where_nobody_saw():
     calls = [recorded("a"), recorded("b", 1), recorded("unseen", 2)]
     wire = [seen(0, "actor-name", "a"), seen(1, "critic-name", "b")]
     by_name = Targets(models=frozenset({"actor-name"}))
-    assert ids(of_recorded(calls, wire, by_name)) == ["a"]
-    assert ids(of_recorded(calls, wire, Targets(models=frozenset({"critic-name", "p/n"})))) == [
+    assert ids(from_recorded(calls, wire, by_name)) == ["a"]
+    assert ids(from_recorded(calls, wire, Targets(models=frozenset({"critic-name", "p/n"})))) == [
         "b", "unseen",
     ]  # fmt: skip
 
@@ -110,15 +116,17 @@ def test_calls_that_asked_for_a_fixed_step_are_not_trained():
     calls = [
         recorded(id, i, asked=name) for i, (id, name) in enumerate(zip("abcde", names, strict=True))
     ]
-    found = of_recorded(calls, (), Targets(trained="p/n"))
+    found = from_recorded(calls, (), Targets(trained="p/n"))
     assert (ids(found), found.dropped) == (["a", "c"], {"frozen": 3})
     # What the server recorded as asked for needs nobody who saw the request.
-    found = of_recorded(calls, (), Targets(models=frozenset({"n"})))
+    found = from_recorded(calls, (), Targets(models=frozenset({"n"})))
     assert (ids(found), found.dropped) == (["a"], {"frozen": 3, "not_target_model": 1})
 
 
 def test_an_answer_of_a_hone_server_that_is_not_recorded_here_is_counted():
-    found = of_recorded([recorded("a")], [seen(0, "m", "a"), seen(1, "m", "elsewhere")], Targets())
+    found = from_recorded(
+        [recorded("a")], [seen(0, "m", "a"), seen(1, "m", "elsewhere")], Targets()
+    )
     assert (ids(found), found.dropped) == (["a"], {"unrecorded": 1})
 
 
@@ -133,12 +141,12 @@ def test_of_a_foreign_endpoint_only_answers_with_logprobs():
         seen(4, "m", choices=[], status=500, error="broken"),
         seen(5, "m", choices=[with_them], temperature=0.0),
     ]
-    found = of_seen(calls, Targets(frozenset({"<workflow>"}), frozenset({"m"})))
+    found = from_seen(calls, Targets(frozenset({"<workflow>"}), frozenset({"m"})))
     assert ids(found) == ["x.0", "3.0"]
     assert (found.sampled[0].logprobs, found.sampled[0].finish) == (LOGPROBS, "length")
     assert found.dropped == Counter(no_logprobs=1, not_target_model=1, not_chat=1, greedy=1)
-    assert found.foreign and not of_recorded([], [], Targets()).foreign
-    only = of_seen(calls[3:4], Targets(frozenset({"rank"})))
+    assert found.foreign and not from_recorded([], [], Targets()).foreign
+    only = from_seen(calls[3:4], Targets(frozenset({"rank"})))
     assert only.reason == "not_target_function"
 
 
@@ -149,9 +157,11 @@ def step(value: float | None, calls: int) -> Step:
     return Step("move", value, {}, "<workflow>", calls, tuple(reversed(range(calls))))
 
 
-def sampled(place: int, messages: list[dict[str, Any]] | None = None, reply: Any = "4") -> Sampled:
+def sampled(
+    place: int, messages: list[dict[str, Any]] | None = None, reply: Any = "4"
+) -> SampledCall:
     said = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
-    return Sampled(f"call-{place}", place, messages or ASK, said, "stop", {})
+    return SampledCall(f"call-{place}", place, messages or ASK, said, "stop", {})
 
 
 def test_values_go_to_the_last_trained_call_before_them():
@@ -164,15 +174,15 @@ def test_values_go_to_the_last_trained_call_before_them():
         step(4.0, 3),  # after call 2
         step(-1.0, 3),
     ]
-    assert shaped(steps, trained) == [3.0, 3.0]
-    assert shaped([step(None, 1)], trained) is None
-    assert shaped([], trained) is None
+    assert shaped_rewards(steps, trained) == [3.0, 3.0]
+    assert shaped_rewards([step(None, 1)], trained) is None
+    assert shaped_rewards([], trained) is None
 
 
 # ---- episodes -----------------------------------------------------------------------------------
 
 
-def talks(*calls: Sampled) -> list[list[tuple[str, str]]]:
+def talks(*calls: SampledCall) -> list[list[tuple[str, str]]]:
     whole = Trajectory(episode=episode(calls), reward=0.0)
     return [[(i.role.value, i.content) for i in talk] for talk in conversations(whole)]
 
@@ -215,8 +225,8 @@ def test_tool_calls_and_parts_and_roles():
 def test_a_stream_that_the_agent_left_is_named_before_the_server_has_noticed():
     every = Targets(frozenset({"<workflow>"}), None, "p/n")
     left = [seen(0, "base", error=LEFT), seen(1, "base")]
-    assert of_recorded([], left, every).reason == "abandoned"
-    assert of_recorded([], left[1:], every).reason == "no_calls"
+    assert from_recorded([], left, every).reason == "abandoned"
+    assert from_recorded([], left[1:], every).reason == "no_calls"
     # Once it is recorded it counts once.
     both = [recorded("c0", abandoned=True)]
-    assert of_recorded(both, left, every).dropped == {"abandoned": 1}
+    assert from_recorded(both, left, every).dropped == {"abandoned": 1}

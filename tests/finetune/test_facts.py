@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes import MemoryAdapter
 
 from hone.config.build import Served
 from hone.config.schema import Document, FinetuneRunConfig, read
 from hone.config.secrets import HIDDEN
-from hone.finetune.adapter_config import ARTBackendConfig
-from hone.finetune.facts import (
-    address_of,
-    again,
+from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.fingerprint import (
     differences,
     evaluators_of,
-    facts_of,
+    fingerprint_of,
+    resume_arguments,
 )
 
 YAML = """
@@ -43,7 +43,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_keeps_what_is_learned_and_leaves_out_how_long_and_where(file: Path):
-    facts = facts_of(read(file), FinetuneRunConfig())
+    facts = fingerprint_of(read(file), FinetuneRunConfig())
     # sha256 of "[]"
     empty = "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945"
     assert facts == {
@@ -64,11 +64,11 @@ def test_it_keeps_what_is_learned_and_leaves_out_how_long_and_where(file: Path):
 
 
 def test_another_content_of_the_dataset_is_another_run(file: Path):
-    before = facts_of(read(file), FinetuneRunConfig())
+    before = fingerprint_of(read(file), FinetuneRunConfig())
     (file.parent / "rows.json").write_text('[{"question": "?"}]')
-    assert facts_of(read(file), FinetuneRunConfig()) != before
+    assert fingerprint_of(read(file), FinetuneRunConfig()) != before
     moved = FinetuneRunConfig(dataset=Path("elsewhere.json"))
-    assert facts_of(read(file), moved)["command"]["dataset"] == "elsewhere.json"
+    assert fingerprint_of(read(file), moved)["command"]["dataset"] == "elsewhere.json"
 
 
 def test_the_code_of_a_run_is_what_its_functions_are_made_of(file: Path, monkeypatch: Any):
@@ -87,13 +87,13 @@ def test_the_code_of_a_run_is_what_its_functions_are_made_of(file: Path, monkeyp
     (near / "unused.py").write_text("")
     expected = ["agent.py", "late.py", "rows.py"]
     expected += ["tools/__init__.py", "tools/index.py", "tools/search.py"]
-    before = facts_of(read(file), FinetuneRunConfig())
+    before = fingerprint_of(read(file), FinetuneRunConfig())
     assert list(before["code"]) == expected
     (near / "late.py").write_text("changed = True")
-    after = facts_of(read(file), FinetuneRunConfig())
+    after = fingerprint_of(read(file), FinetuneRunConfig())
     assert differences(before, after) == ["late.py: the code has changed"]
     (near / "late.py").unlink()
-    assert differences(before, facts_of(read(file), FinetuneRunConfig())) == [
+    assert differences(before, fingerprint_of(read(file), FinetuneRunConfig())) == [
         "late.py: no longer used"
     ]
 
@@ -102,10 +102,12 @@ def test_how_long_to_go_on_is_free_unless_the_learning_rate_depends_on_it(file: 
     longer = [("finetuning.num_epochs", "9")]
     named = [("finetuning.trainer_adapter", "server")]
     linear = [*named, ("trainer_adapters.server.training.schedule", "linear")]
-    before, after = (facts_of(read(file, o), FinetuneRunConfig()) for o in (named, named + longer))
+    before, after = (
+        fingerprint_of(read(file, o), FinetuneRunConfig()) for o in (named, named + longer)
+    )
     assert differences(before, after) == []
     before, after = (
-        facts_of(read(file, o), FinetuneRunConfig()) for o in (linear, linear + longer)
+        fingerprint_of(read(file, o), FinetuneRunConfig()) for o in (linear, linear + longer)
     )
     assert differences(before, after) == ["finetuning.num_epochs: 3 then, 9 now"]
 
@@ -122,7 +124,7 @@ eval: {general: {dataset: {_type: json, file_path: held.json}}}
     told = FinetuneRunConfig(validation_config_file=near / "val.yml")
 
     def facts() -> dict[str, Any]:
-        return facts_of(read(file), told, read(near / "val.yml"))
+        return fingerprint_of(read(file), told, read(near / "val.yml"))
 
     before = facts()
     (near / "judged.py").write_text("def run(x): return x")
@@ -135,19 +137,25 @@ eval: {general: {dataset: {_type: json, file_path: held.json}}}
 
 def test_where_the_result_is():
     served = Served(base_url="http://gpu:8000/v1", api_key="k", model="m")
-    theirs = ARTBackendConfig.model_validate({"ip": "gpu", "port": 7623})
-    assert address_of(served, theirs) == {"base_url": "http://gpu:8000/v1"}
-    usual = ARTBackendConfig.model_validate({})
-    assert address_of(served, usual) == {}  # `hone serve` finds it without a word
-    own = ARTBackendConfig.model_validate({"root": "runs/server"})
-    assert address_of(served, own) == {"root": "runs/server"}
-    assert address_of(None, None) == {}
+
+    def address(**backend: Any) -> dict[str, Any]:
+        config = ARTTrainerAdapterConfig.model_validate({"backend": backend})
+        adapter = ARTTrainerAdapter(config)
+        adapter.served = served
+        found = adapter.describe()
+        return {key: found[key] for key in ("base_url", "root") if key in found}
+
+    assert address(ip="gpu", port=7623) == {"base_url": "http://gpu:8000/v1"}
+    assert address() == {}  # `hone serve` finds it without a word
+    assert address(root="runs/server") == {"root": "runs/server"}
+    nothing = dict.fromkeys(("name", "project", "base_model", "learning_rate"))
+    assert MemoryAdapter().describe() == nothing
 
 
 def test_the_command_that_goes_on_does_not_begin_anew():
     told = ["finetune", "--config_file=a.yml", "--fresh"]
-    assert again(told, "auto") == ["finetune", "--config_file=a.yml"]
-    assert again(told[:2], "never") == [*told[:2], "-o", "finetuning.resume", "auto"]
+    assert resume_arguments(told, "auto") == ["finetune", "--config_file=a.yml"]
+    assert resume_arguments(told[:2], "never") == [*told[:2], "-o", "finetuning.resume", "auto"]
 
 
 def test_two_evaluators_of_one_name_are_told_apart(tmp_path: Path):

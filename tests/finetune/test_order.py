@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from hone.finetune.order import epoch_of, rounds_of
+from hone.finetune.resume import epoch_of, rounds_of
 
 EXAMPLES = list("abcdefg")
 

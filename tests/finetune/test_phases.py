@@ -2,13 +2,13 @@
 
 import pytest
 
-from hone.finetune.phases import Phases
+from hone.finetune.trainer import Phases
 
 
 def test_what_no_stage_claims_is_other(monkeypatch: pytest.MonkeyPatch):
     # Begun at 0; rollouts from 1 to 4; read at 10: 3 seconds of rollouts, 7 of others.
     clock = iter([0.0, 1.0, 4.0, 10.0, 12.0, 15.0, 15.0])
-    monkeypatch.setattr("hone.finetune.phases.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("hone.finetune.trainer.time.monotonic", lambda: next(clock))
     phases = Phases()
     with phases.timed("rollout_s"):
         pass

@@ -7,8 +7,7 @@ from tests.evaluation.made import call, item, step
 
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult
-from hone.finetune.base import RolloutRecord
-from hone.finetune.records import plain, record_of
+from hone.finetune.records import RolloutRecord, plain, record_of
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
 from hone.workflow.run import RolloutResult

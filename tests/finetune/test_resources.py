@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.config.problems import ConfigProblems
-from hone.finetune.checks import read_run
-from hone.finetune.resources import check_file, check_resources
+from hone.finetune.documents import check_file, read_run
 
 RUN = """\
 llms:
@@ -59,7 +58,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
             text = text.replace(old, new)
         Path("a.yml").write_text(text)
         try:
-            read_run(Path("a.yml"), resources=check_resources)
+            read_run(Path("a.yml"), resources=True)
         except ConfigProblems as error:
             return [str(problem) for problem in error.problems]
         return []

@@ -18,7 +18,7 @@ from hone.config.schema import (
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
 from hone.events import FILE, EpochCollected, EventLog, read
-from hone.finetune.journal import Journal, RunFacts
+from hone.finetune.journal import Journal, RunFingerprint
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.workflow.function import Function
 
@@ -63,7 +63,7 @@ class World:
 
     async def run(self) -> list[Any]:
         """One start of the harness, which may be killed."""
-        journal = Journal.open(self.directory, RunFacts(0, {}))
+        journal = Journal.open(self.directory, RunFingerprint(0, {}))
         events = EventLog(self.directory / FILE)
         try:
             trainer = ARTTrainer(ARTTrainerConfig())

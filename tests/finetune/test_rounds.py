@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hone.evaluation.base import EvalInputItem
-from hone.finetune.base import FailureRecord, RolloutRecord, Trajectory
-from hone.finetune.journal import Journal, RunFacts
-from hone.finetune.rounds import Round, came_to_nothing
+from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.records import FailureRecord, RolloutRecord
+from hone.finetune.resume import gave_nothing, known_rollouts
 
-ITEMS = [EvalInputItem(id=name, input_obj=name) for name in "ab"]
 WANTED = {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
 
 
@@ -23,7 +21,7 @@ def ended(place: str, *, trained: bool = False, failed: str | None = None) -> Ro
         generation=int(place[1]),
         rollout=f"r:{place}",
         reward=1.0 if trained else None,
-        trajectory=Trajectory(episode=[], reward=1.0) if trained else None,
+        trained_calls=["call-1"] if trained else None,
         failure=FailureRecord(kind=failed, reason="x") if failed else None,  # pyright: ignore[reportArgumentType] - one of two words
     )
 
@@ -43,16 +41,16 @@ POLICY = [ended(place, failed="policy") for place in ("a0", "a1", "b0", "b1")]
         ([ended("a0"), ended("a1"), ended("b0"), ended("b1")], 2, True),  # it asked nobody
     ],
 )
-def test_a_round_that_came_to_nothing(records: list[RolloutRecord], smallest: int, nothing: bool):
-    assert came_to_nothing(records, WANTED, smallest) is nothing
+def test_a_round_that_gave_nothing(records: list[RolloutRecord], smallest: int, nothing: bool):
+    assert gave_nothing(records, WANTED, smallest) is nothing
 
 
 def known(directory: Path, *records: RolloutRecord) -> list[str]:
-    with Journal.open(directory, RunFacts(0, {})) as journal:
+    with Journal.open(directory, RunFingerprint(0, {})) as journal:
         for record in records:
             journal.add(record)
-        at = Round.of("r", ITEMS, {"journal": journal}, generations=2, smallest=2)
-    return sorted(f"{example}{k}" for example, k in at.known)
+        places = known_rollouts(journal, 0, 0, WANTED, smallest=2)
+    return sorted(f"{example}{k}" for example, k in places)
 
 
 def test_only_what_can_be_trained_is_kept_of_a_round_that_came_to_nothing(tmp_path: Path):
@@ -60,8 +58,3 @@ def test_only_what_can_be_trained_is_kept_of_a_round_that_came_to_nothing(tmp_pa
     assert known(tmp_path, ended("b1", trained=True)) == ["b1"]
     # Run again, b0 gave something too: now there is a group, and a's failures are its result.
     assert known(tmp_path, ended("b0", trained=True)) == ["a0", "a1", "b0", "b1"]
-
-
-def test_without_a_journal_nothing_is_known():
-    at = Round.of("r", ITEMS, None, generations=2, smallest=2)
-    assert (at.known, at.items, at.epoch, at.session) == ({}, ITEMS, 0, 1)

@@ -3,13 +3,15 @@
 import pytest
 
 from hone.errors import RolloutError
-from hone.finetune.base import FailureRecord, RolloutRecord, Trajectory, TrajectoryCollection
-from hone.finetune.comparison import Comparison
-from hone.finetune.stats import (
+from hone.finetune.base import Comparison, Trajectory, TrajectoryCollection
+from hone.finetune.curriculum import num_flat
+from hone.finetune.records import (
+    FailureRecord,
+    RolloutRecord,
     check_failures,
-    measured,
     none_collected,
     policy_warning,
+    round_metrics,
 )
 
 
@@ -29,7 +31,7 @@ def record(kind: str | None = None, reason: str = "", **fields: object) -> Rollo
 
 def test_means_are_over_trajectories_not_over_groups():
     # (0 + 0 + 0 + 1) / 4 = 0.25, though the groups' means are 0 and 1.
-    found = measured(collection([0, 0, 0], [1]), collection([1]), 0.3)
+    found = round_metrics(collection([0, 0, 0], [1]), collection([1]), 0.3)
     assert (found["avg_reward"], found["filtered_avg_reward"]) == (0.25, 1.0)
     assert (found["num_trajectories"], found["num_groups"]) == (4, 2)
     assert (found["filtered_trajectories"], found["filtered_groups"]) == (1, 1)
@@ -37,13 +39,13 @@ def test_means_are_over_trajectories_not_over_groups():
 
 
 def test_nothing_has_no_mean():
-    found = measured(collection(), collection(), 1.0)
+    found = round_metrics(collection(), collection(), 1.0)
     assert (found["avg_reward"], found["min_reward"], found["num_trajectories"]) == (None, None, 0)
 
 
 def test_equal_rewards_are_counted_also_where_rounding_parts_them():
     groups = collection([0.3, 0.1 + 0.2], [0, 0], [5], [0.3, 0.31]).trajectories
-    assert Comparison().num_flat(groups) == 3
+    assert num_flat(groups, Comparison()) == 3
 
 
 def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():

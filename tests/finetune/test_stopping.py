@@ -1,7 +1,7 @@
 """Early stopping."""
 
 from hone.config.schema import EarlyStoppingConfig
-from hone.finetune.stopping import reason_to_stop
+from hone.finetune.resume import reason_to_stop
 from hone.report.history import Validation
 
 

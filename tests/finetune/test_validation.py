@@ -15,8 +15,9 @@ from hone.errors import PolicyFailure
 from hone.evaluation.run import Evaluation
 from hone.events import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
-from hone.finetune.journal import Journal, RunFacts
-from hone.finetune.validation import validate
+from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.resume import RunState
+from hone.finetune.validation import Validator
 from hone.report.comparison import comparison
 from hone.report.history import History
 
@@ -80,22 +81,16 @@ async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
     async with rehearsal.live(**changes) as run:
         del run.evaluation.items[1:]
         with (
-            Journal.open(tmp_path / "run", RunFacts(0, {})) as journal,
+            Journal.open(tmp_path / "run", RunFingerprint(0, {})) as journal,
             EventLog(tmp_path / "run" / "events.jsonl") as events,
         ):
             groups = await collected(run.adapter, journal.run_id)
             trained = await run.adapter.wait_until_complete(await run.adapter.submit(groups))
             assert (trained.metadata or {})["step"] == 1
-            outcome = await validate(
-                run.evaluation,
-                epoch=step,
-                step=step,
-                config=run.builder.document.finetuning,
-                journal=journal,
-                events=events,
-                history=History(),
-                final=True,
-            )
+            config = run.builder.document.finetuning
+            state = RunState(config)
+            validator = Validator(run.evaluation, config, journal, events, state)
+            outcome = await validator.validate(step, step, final=True)
             [record] = journal.finished("final", step).values()
         calls = await run.adapter.backend.calls(record.rollout)
         await run.adapter.model.close()

@@ -194,7 +194,7 @@ async def world(
     )
     builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=generations))
     await builder.initialize(run)
-    builder.recorded, builder.model = adapter.recorded, adapter.model_name
+    builder.bind_server(adapter)
     try:
         yield World(adapter, builder, llm, run_id)
     finally:

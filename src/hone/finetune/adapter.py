@@ -1,12 +1,10 @@
-"""Bring groups to a hone server and tell what became of them.
+"""Submit groups to a hone server as jobs, and report how the jobs end.
 
 In:   a TrajectoryCollection; which server, which model, how to train
 Out:  a job on the server, its status, and the address where the model in training answers
 
-The only place where the harness's trajectories become the SDK's. A trajectory whose calls the
-server recorded is sent as a reference: its rollout and the ids of the calls that are trained. Only
-where nothing was recorded is its text sent, with log-probabilities, and then its order is checked,
-because the server must render it again.
+A trajectory whose calls the server recorded is sent as a reference: its rollout and the ids of the
+calls that are trained. Only where nothing was recorded is text sent (rerender.py).
 """
 
 import asyncio
@@ -15,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -31,15 +30,15 @@ from hone.finetune.adapter_config import (
     bracketed,
 )
 from hone.finetune.base import (
+    Comparison,
     TrainerAdapter,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
 )
-from hone.finetune.convert import sdk_groups
 from hone.finetune.records import append_line
-from hone.finetune.unmarked import Unmarked
+from hone.finetune.rerender import sdk_groups
 from hone.model import TrainableModel
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo, ModelInfo, RecordedCall, RunSpec
@@ -54,6 +53,8 @@ logger = logging.getLogger("hone")
 
 BACKEND = "openpipe-art"
 """What a TrainingJobRef calls it."""
+USUAL_ROOT = Path(".hone")
+"""Where `hone serve` looks by default."""
 NO_CONNECTION = "Failed to connect to ART backend"
 LESS_MEMORY = (
     "What to do: reduce backend.engine_args.gpu_memory_utilization, reduce "
@@ -69,10 +70,12 @@ class ARTTrainerAdapter(TrainerAdapter):
     adapter_config: ARTTrainerAdapterConfig
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
-        """Contacts nobody."""
+        """Makes no connection yet."""
         super().__init__(adapter_config)
-        self.serves_steps = True
-        config = adapter_config.backend
+        config, training = adapter_config.backend, adapter_config.training
+        self.server = self
+        self.serves_steps, self.reads_episodes = True, False
+        self.comparison = Comparison(credit=training.credit, baseline=training.baseline)
         key = None if config.api_key == "default" and config.ip is None else config.api_key
         self.backend: RemoteBackend = (
             LocalBackend(config.root, api_key=key, log_level="warning")
@@ -84,8 +87,6 @@ class ARTTrainerAdapter(TrainerAdapter):
         """The model as the server sees it; known after `initialize`."""
         self.dropped: Counter[str] = Counter()
         """What the last `submit` left out, by reason."""
-        self.unmarked = Unmarked(self.backend, self.model_name)
-        """What the server knows of calls that named no rollout."""
         self._jobs: dict[str, asyncio.Task[JobInfo]] = {}
 
     @property
@@ -100,7 +101,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         if self.info is not None:
             return
-        await self._meet()
+        await self._connect()
         try:
             await self.model.register(self.backend)
             info = await self.backend.model_info(self.model)
@@ -111,9 +112,9 @@ class ARTTrainerAdapter(TrainerAdapter):
         if not await self.is_healthy():
             raise Unreachable(self.no_connection(f"{self.served.base_url} does not answer"))
         self.info = info
-        self._tell(info)
+        self._log_connection(info)
 
-    async def _meet(self) -> None:
+    async def _connect(self) -> None:
         if isinstance(self.backend, LocalBackend):
             self.backend.share = self.shares_server
         try:
@@ -122,9 +123,9 @@ class ARTTrainerAdapter(TrainerAdapter):
             raise Unreachable(self.no_connection(str(error))) from error
 
     def no_connection(self, why: str) -> str:
-        """What to say, and to do, where the server is not what the configuration says."""
-        said = self.adapter_config.backend.what_to_check(self.backend.base_url, why)
-        return f"{NO_CONNECTION}. {said}"
+        """The error where the server is not what the configuration says, with what to do."""
+        advice = self.adapter_config.backend.what_to_check(self.backend.base_url, why)
+        return f"{NO_CONNECTION}. {advice}"
 
     def _served(self, info: ModelInfo) -> Served:
         base_url, key = self.model.inference_base_url, self.model.inference_api_key
@@ -137,7 +138,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         trained = self.adapter_config.backend.trained(name, *urls)
         return Served(base_url, key, name, host_of(host), trained, self.recorded)
 
-    def _tell(self, info: ModelInfo) -> None:
+    def _log_connection(self, info: ModelInfo) -> None:
         started = isinstance(self.backend, LocalBackend) and not self.backend.shared
         logger.info(
             "%s %s: %s over %s at step %d",
@@ -162,14 +163,48 @@ class ARTTrainerAdapter(TrainerAdapter):
             return False
         return True
 
+    # ---- it is a ModelServer ----------------------------------------------------------------
+
+    @property
+    def base_url(self) -> str:
+        return self.backend.base_url
+
     @property
     def model_name(self) -> str:
-        """PROJECT/NAME, as the server records its calls."""
         return f"{self.model.project}/{self.model.name}"
 
+    @property
+    def base_model(self) -> str:
+        return self.adapter_config.backend.base_model
+
+    async def check(self) -> str:
+        try:
+            health = await self.backend.health()
+            await self.backend.served_models(self.served.base_url if self.served else None)
+        except HoneError as error:
+            raise Unreachable(self.no_connection(str(error))) from error
+        return f"hone {health.get('version', 'unknown')} answers at {self.backend.base_url}"
+
     async def recorded(self, rollout: str) -> list[RecordedCall]:
-        """What the server recorded of a rollout."""
         return await self.backend.calls(rollout)
+
+    async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
+        return await self.backend.unmarked(run_id)
+
+    def describe(self) -> dict[str, Any]:
+        config = self.adapter_config.backend
+        learning_rate = self.adapter_config.training.learning_rate
+        model = config.model_dump(include={"name", "project", "base_model"})
+        return {**model, "learning_rate": learning_rate, **self._address()}
+
+    def _address(self) -> dict[str, str]:
+        """Where the model stays: at a server that runs already, or under the root of our own."""
+        config = self.adapter_config.backend
+        if config.ip is not None:
+            return {} if self.served is None else {"base_url": self.served.base_url}
+        return {} if config.root == USUAL_ROOT else {"root": str(config.root)}
+
+    # ---- the run ----------------------------------------------------------------------------
 
     async def open_run(self, run_id: str, seed: int) -> None:
         await self.backend.open_run(RunSpec(id=run_id, model=self.model_name, seed=seed))
@@ -191,7 +226,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def start_anew(self, old_run_id: str | None) -> None:
         """Rename what was trained under this name before; its steps are kept. Before `initialize`."""
-        await self._meet()
+        await self._connect()
         aside = f"{self.model.name}.{old_run_id or datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
         try:
             await self.backend.rename(self.model, aside)

@@ -9,7 +9,7 @@ server's defaults stay the server's. Only learning_rate and beta have defaults o
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -19,6 +19,9 @@ from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
 from hone.model import TrainableModel
 from hone.types import Name, TrainConfig
+
+if TYPE_CHECKING:
+    from hone.config.schema import Document
 
 
 class ARTBackendConfig(Strict):
@@ -152,6 +155,12 @@ class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_a
 
     backend: ARTBackendConfig
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
+
+
+def art_config_of(document: "Document") -> ARTTrainerAdapterConfig | None:
+    """The block of the run's trainer adapter; None where the adapter is a plugin's own."""
+    config = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
+    return config if isinstance(config, ARTTrainerAdapterConfig) else None
 
 
 def bracketed(host: str) -> str:

@@ -1,6 +1,6 @@
 """TrajectoryBuilder, TrainerAdapter, Trainer: the three parts of the harness.
 
-In:   nothing; abstract classes, and the values they pass on (values.py)
+In:   nothing; abstract classes, one protocol, and the values they pass on (values.py)
 Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
 
 The names are those of NeMo Agent Toolkit's finetuning harness, so that what was written for it
@@ -10,10 +10,11 @@ server's Learner. What hone adds to the classes has defaults that do nothing.
 
 # ruff: noqa: B027  # what a backend need not do is a method that does nothing, not an abstract one
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.config.base import (
     RewardFunctionConfig,
@@ -24,13 +25,11 @@ from hone.config.base import (
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from hone.errors import ConfigError, NotInThisVersion
 from hone.finetune.values import (
+    Comparison,
     DPOItem,
     EpisodeItem,
     EpisodeItemRole,
-    FailureRecord,
     OpenAIMessage,
-    RolloutRecord,
-    StepRecord,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -44,19 +43,20 @@ if TYPE_CHECKING:
     from hone.evaluation.run import Evaluation, EvaluationRunOutput
     from hone.events import EventLog
     from hone.finetune.journal import Journal
+    from hone.finetune.resume import RunState
+    from hone.types import ModelInfo, RecordedCall
 
 __all__ = [
+    "Comparison",
     "CurriculumLearningConfig",
     "DPOItem",
     "EpisodeItem",
     "EpisodeItemRole",
-    "FailureRecord",
     "FinetuneConfig",
     "FinetuneRunConfig",
+    "ModelServer",
     "OpenAIMessage",
     "RewardFunctionConfig",
-    "RolloutRecord",
-    "StepRecord",
     "Trainer",
     "TrainerAdapter",
     "TrainerAdapterConfig",
@@ -71,6 +71,46 @@ __all__ = [
 ]
 
 
+class ModelServer(Protocol):
+    """A server that answers for the model in training and records its calls.
+
+    An adapter whose backend is one names it in `server`. Its runs then get every check of
+    preflight, and its rollouts are trained on the recorded tokens instead of on text.
+    """
+
+    @property
+    def base_url(self) -> str:
+        """Where it is reached, without /v1."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """PROJECT/NAME of the model in training, as the server records its calls."""
+        ...
+
+    @property
+    def base_model(self) -> str:
+        """What the configuration says that the model is trained from."""
+        ...
+
+    @property
+    def info(self) -> "ModelInfo | None":
+        """The model as the server sees it; None before `initialize`."""
+        ...
+
+    async def check(self) -> str:
+        """What answers, and where; raises HoneError with what to do where nothing answers."""
+        ...
+
+    async def recorded(self, rollout: str) -> "list[RecordedCall]":
+        """The calls that it recorded of a rollout."""
+        ...
+
+    async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
+        """Requests to the run's models that named no rollout so far, by model."""
+        ...
+
+
 class TrajectoryBuilder(ABC):
     """Runs the workflow on examples and turns what happened into groups of trajectories."""
 
@@ -81,6 +121,10 @@ class TrajectoryBuilder(ABC):
         """The training set, bound before the first run."""
         self.dropped: Counter[str] = Counter()
         """What the last `finalize` left out, by reason."""
+        self.num_generations: int | None = None
+        """Rollouts per example; None where the builder does not say."""
+        self.evaluation_runs: dict[str, list[asyncio.Task[Any]]] = {}
+        """By run id, the tasks that `start_run` began."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
@@ -122,7 +166,18 @@ class TrajectoryBuilder(ABC):
     @abstractmethod
     def log_progress(
         self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
-    ) -> None: ...
+    ) -> None:
+        """Called after each round with its metrics and the run's output_dir."""
+
+    async def load_episodes(self, trajectories: TrajectoryCollection) -> None:
+        """Fetch the text of trajectories that refer to recorded calls, for those who read it."""
+
+    async def cancel(self) -> None:
+        """End what `start_run` began and nobody waits for any longer."""
+        running = [task for tasks in self.evaluation_runs.values() for task in tasks]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class TrainerAdapter(ABC):
@@ -141,6 +196,13 @@ class TrainerAdapter(ABC):
         `initialize`."""
         self.serves_steps = False
         """Whether an earlier step answers a rollout that names it (the header X-Hone-Step)."""
+        self.server: ModelServer | None = None
+        """What serves the model in training and records its calls; None for a backend that only
+        trains."""
+        self.comparison = Comparison()
+        """How the trajectories of a job are compared."""
+        self.reads_episodes = True
+        """Whether `submit` reads the text of trajectories whose calls were recorded."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
@@ -165,7 +227,15 @@ class TrainerAdapter(ABC):
     @abstractmethod
     def log_progress(
         self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None
-    ) -> None: ...
+    ) -> None:
+        """Called after each job with its metrics and the run's output_dir."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of the model: `name`, `project`, `base_model`, `learning_rate`.
+
+        Also `base_url`, of a server that stays, or `root`, of one that the run starts.
+        """
+        return dict.fromkeys(("name", "project", "base_model", "learning_rate"))
 
     async def open_run(self, run_id: str, seed: int) -> None:
         """Calls of this run's rollouts are kept from now on."""
@@ -202,6 +272,8 @@ class Trainer(ABC):
     """What a killed run needs to go on; there from `initialize` on."""
     events: "EventLog"
     """What happened in the run; there from `initialize` on."""
+    state: "RunState | None" = None
+    """Where the run stands, from its events; None before `initialize`."""
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
         if kwargs:
@@ -223,9 +295,14 @@ class Trainer(ABC):
         self.trajectory_builder = trajectory_builder
         self.trainer_adapter = trainer_adapter
 
-    def bind_run(self, journal: "Journal", events: "EventLog") -> None:
-        """Where this run writes what it does; without it, `initialize` opens them in output_dir."""
-        self.journal, self.events = journal, events
+    def bind_run(
+        self, journal: "Journal", events: "EventLog", state: "RunState | None" = None
+    ) -> None:
+        """Where this run writes what it does; without it, `initialize` opens them in output_dir.
+
+        `state` listens to `events` already; without it, `initialize` reads them.
+        """
+        self.journal, self.events, self.state = journal, events, state
 
     def bind_evaluations(self, training: "Evaluation", validation: "Evaluation | None") -> None:
         """What is run; built after `initialize`, because only then the model can be reached."""
@@ -267,7 +344,8 @@ class Trainer(ABC):
     @abstractmethod
     def log_progress(
         self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None
-    ) -> None: ...
+    ) -> None:
+        """Called after each submission with the round's metrics and the run's output_dir."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         """The reward over the validation set, as it is after so many epochs."""
@@ -280,7 +358,7 @@ class Trainer(ABC):
         return {**measured, "epoch": epoch, "dataset_type": "validation"}
 
     def _calculate_validation_metrics(self, eval_output: "EvaluationRunOutput") -> dict[str, Any]:
-        """Of the reward's scores; what could not be scored is counted and averaged over by nobody."""
+        """Over the reward's scores; what could not be scored is counted and not averaged."""
         wanted = None if self.trainer_config.reward is None else self.trainer_config.reward.name
         items = [
             item

@@ -1,20 +1,23 @@
-"""Turn examples into groups of trajectories: run each several times, score, keep what can be trained.
+"""Turn examples into groups of trajectories: run each several times, score, keep what is trained.
 
-In:   an Evaluation (workflow, items, evaluators), how many generations, what is a target
+In:   an Evaluation (workflow, items, evaluators), the number of generations, the targets
 Out:  a TrajectoryCollection, one group per example; what was left out, counted by reason
 
-    start_run   one task per generation, all rollouts of all of them under the Evaluation's budget
+    start_run   one task per generation; the Evaluation's budget bounds all their rollouts
     finalize    wait, count what failed, group by example
 
-A rollout is in the journal before anybody counts on it, with the trajectory made of it: after a
-kill it is read from there, and not one token is sampled twice.
+A rollout becomes one record, which is in the journal before anything builds on it: after a kill it
+is read from there, and no token is sampled twice. Trajectories refer to records; the text of an
+episode is made when somebody reads it.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -22,29 +25,24 @@ from pydantic import Field
 from hone.capture.scope import apart
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError, Conflict, HoneError
-from hone.finetune import episodes
-from hone.finetune.base import (
+from hone.evaluation.base import EvalOutputItem
+from hone.finetune import calls as call_selection
+from hone.finetune.base import Comparison, ModelServer, TrajectoryBuilder, TrajectoryCollection
+from hone.finetune.calls import EVALUATION, Targets, TrainedCalls, UnscopedCalls
+from hone.finetune.records import (
     FailureRecord,
     RolloutRecord,
-    Trajectory,
-    TrajectoryBuilder,
-    TrajectoryCollection,
-)
-from hone.finetune.comparison import Comparison
-from hone.finetune.groups import Collected, collected, grouped
-from hone.finetune.records import (
     append_line,
+    event_fields,
+    group_by_example,
     plain,
     record_of,
-    rollout_id,
-    told,
-    worth,
-    worth_another,
+    reward_or_substitute,
+    run_recorded,
 )
-from hone.finetune.rounds import Round
-from hone.finetune.unmarked import EVALUATION, Unmarked
+from hone.finetune.rerender import episode
+from hone.finetune.resume import known_rollouts
 from hone.trajectory import failure_of
-from hone.types import RecordedCall
 from hone.workflow.loop import ended_together
 
 if TYPE_CHECKING:
@@ -53,6 +51,10 @@ if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation, ItemResult
+    from hone.events import EventLog
+    from hone.finetune.journal import Journal
+    from hone.finetune.values import EpisodeSource
+    from hone.types import RecordedCall
 
 logger = logging.getLogger("hone")
 
@@ -62,15 +64,33 @@ NO_LOGPROBS = (
     "returns them."
 )
 
-Recorded = Callable[[str], Awaitable[list[RecordedCall]]]
-"""Rollout id -> what the server recorded of it."""
-
 
 class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_traj_builder"):
-    """Runs every example several times and compares what came of it."""
+    """Runs every example several times and compares the results."""
 
     num_generations: int = Field(default=2, ge=1)
     """Rollouts per example. More compare better and cost more."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one `start_run` is about."""
+
+    run_id: str
+    items: list["EvalInputItem"]
+    epoch: int
+    round: int
+    session: int
+    journal: "Journal | None"
+    events: "EventLog | None"
+    known: dict[tuple[str, int], RolloutRecord]
+    """Rollouts that ended before and are not run again, by example and generation."""
+    unscoped: Counter[str]
+    """Requests by model that had named no rollout when the round began."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Calls and rollouts that are not trained, by reason."""
+    sources: dict[str, "EpisodeSource"] = field(default_factory=dict)
+    """By rollout id, what makes the text of its trajectory."""
 
 
 class ARTTrajectoryBuilder(TrajectoryBuilder):
@@ -80,34 +100,30 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig) -> None:
         super().__init__(trajectory_builder_config)
-        self.evaluation_runs: dict[str, list[asyncio.Task[list[RolloutRecord]]]] = {}
-        """By run id, a task for each generation."""
-        self.recorded: Recorded | None = None
-        """What the server recorded of a rollout; None where the model's server is not hone's."""
-        self.unmarked: Unmarked | None = None
-        """What the server knows of calls that named no rollout; None where it cannot tell."""
-        self.model: str | None = None
-        """PROJECT/NAME of the model in training; only its calls are trained. None: all models."""
+        self.num_generations = trajectory_builder_config.num_generations
+        self.server: ModelServer | None = None
+        """What records the model's calls; None where the model's server is not hone's."""
+        self.unscoped: UnscopedCalls | None = None
+        """Counts calls that named no rollout; None where no server can tell."""
         self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
         """The names by which the target's calls ask for their model, of a key or a model's name."""
         self.comparison = Comparison()
         """How the trajectories of a job are compared."""
-        self.last_stats: Collected | None = None
-        self._rounds: dict[str, Round] = {}
-        self._counted: Counter[str] = Counter()
+        self._rounds: dict[str, _Round] = {}
+
+    def bind_server(self, server: ModelServer) -> None:
+        """Train what this server recorded."""
+        self.server, self.unscoped = server, UnscopedCalls(server)
 
     @property
-    def num_generations(self) -> int:
-        return self.trajectory_builder_config.num_generations
-
-    @property
-    def targets(self) -> episodes.Targets:
+    def targets(self) -> Targets:
         """Which calls are trained; `target_model` is a key of `llms` or the name of a model."""
         config = self._config
         models, wanted = None, config.target_model
         if wanted is not None:
             models = self.llm_names(wanted) | {wanted}
-        return episodes.Targets(frozenset(config.target_functions), models, self.model)
+        trained = None if self.server is None else self.server.model_name
+        return Targets(frozenset(config.target_functions), models, trained)
 
     # ---- the two ends of a round --------------------------------------------------------------
 
@@ -116,20 +132,10 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
         evaluation, config = self._evaluation, self._config
-        at = Round.of(
-            run_id,
-            evaluation.items,
-            meta,
-            generations=self.num_generations,
-            smallest=self._smallest,
-            unmarked=None if self.unmarked is None else await self.unmarked.count(run_id),
-        )
+        at = await self._begin(run_id, evaluation.items, meta or {})
         places = {item.id: place for place, item in enumerate(evaluation.items)}
-        logger.info("Starting %d evaluation runs for run_id: %s", self.num_generations, run_id)
-        self._counted = Counter()
-        rollouts: list[list[asyncio.Task[RolloutRecord]]] = [
-            [] for _ in range(self.num_generations)
-        ]
+        logger.info("Starting %d evaluation runs for run_id: %s", self._generations, run_id)
+        rollouts: list[list[asyncio.Task[RolloutRecord]]] = [[] for _ in range(self._generations)]
         # All generations of an example one after the other: they share its prompt.
         for item in at.items:
             for k, of_generation in enumerate(rollouts):
@@ -140,6 +146,31 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             asyncio.create_task(ended_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
             for k, tasks in enumerate(rollouts)
         ]
+
+    async def _begin(
+        self, run_id: str, items: "Sequence[EvalInputItem]", meta: Mapping[str, Any]
+    ) -> _Round:
+        at = _Round(
+            run_id=run_id,
+            items=list(meta.get("items") or items),
+            epoch=int(meta.get("epoch", 0)),
+            round=int(meta.get("round", 0)),
+            session=int(meta.get("session", 1)),
+            journal=meta.get("journal"),
+            events=meta.get("events"),
+            known={},
+            unscoped=Counter() if self.unscoped is None else await self.unscoped.count(run_id),
+        )
+        if at.journal is not None:
+            at.known = known_rollouts(
+                at.journal,
+                at.epoch,
+                at.round,
+                [(item.id, k) for item in at.items for k in range(self._generations)],
+                smallest=self._smallest,
+                failed_before=meta.get("failed_before", True),
+            )
+        return at
 
     async def finalize(
         self, run_id: str, meta: dict[str, Any] | None = None
@@ -153,29 +184,43 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         finally:
             self.evaluation_runs.pop(run_id, None)
             self._rounds.pop(run_id, None)
-        groups, left_out = grouped(records, [item.id for item in at.items], self._smallest)
-        self.dropped = self._counted + left_out
-        if self.unmarked is not None and (found := await self.unmarked.count(run_id) - at.unmarked):
-            self.dropped["call/unmarked"] += found.total()
-            self._warn(at, self.unmarked.first_message(found))
-        resumed = {record.rollout for record in at.known.values()}
-        self.last_stats = stats = collected(records, groups, resumed)
+        examples = [item.id for item in at.items]
+        groups, left_out = group_by_example(records, examples, self._smallest, at.sources)
+        self.dropped = at.dropped + left_out
+        await self._count_unscoped(at)
+        collection = TrajectoryCollection(trajectories=groups, run_id=run_id)
         logger.info(
             "Built %d trajectories across %d examples for run_id: %s",
-            stats.trajectories,
-            stats.groups,
+            collection.count,
+            len(groups),
             run_id,
         )
         if not groups and self.dropped["no_logprobs"]:
             logger.warning("%s", NO_LOGPROBS)
-        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+        return collection
 
-    def _warn(self, at: Round, message: str | None) -> None:
+    async def _count_unscoped(self, at: _Round) -> None:
+        """Count calls that named no rollout; warn about the first of them."""
+        if self.unscoped is None:
+            return
+        counts = await self.unscoped.count(at.run_id) - at.unscoped
+        if counts:
+            self.dropped["call/unmarked"] += counts.total()
+        message = self.unscoped.first_message(counts)
         if message is not None:
             message = f"epoch {at.epoch + 1}: {message}"
             logger.warning("%s", message)
             if at.events is not None:
                 at.events.append("warning", message=message)
+
+    async def load_episodes(self, trajectories: TrajectoryCollection) -> None:
+        for trajectory in (t for group in trajectories.trajectories for t in group):
+            if self.server is None or trajectory.is_readable:
+                continue
+            metadata = trajectory.metadata or {}
+            recorded = await self.server.recorded(metadata["rollout"])
+            calls = call_selection.with_ids(recorded, metadata["calls"])
+            trajectory.read_from(partial(episode, calls))
 
     def log_progress(
         self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
@@ -192,116 +237,118 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     # ---- one rollout ----------------------------------------------------------------------------
 
     async def _rollout(
-        self, at: Round, item: "EvalInputItem", place: int, k: int, config: "FinetuneConfig"
+        self, at: _Round, item: "EvalInputItem", place: int, k: int, config: "FinetuneConfig"
     ) -> RolloutRecord:
-        """From the journal, or run now: again where its world failed it."""
+        """The record of a rollout: from the journal, or of one that runs now."""
         known = at.known.get((item.id, k))
-        if known is not None and (known.trajectory or known.failure or self.recorded):
-            return await self._resumed(at, known)
-        reward = None if config.reward_function is None else config.reward_function.name
-        record = None
-        for retry in range(config.rollout_retries + 1):
-            id = rollout_id(
-                at.run_id,
-                epoch=at.epoch,
-                round=at.round,
-                item=place,
-                generation=k,
-                session=at.session,
-                retry=retry,
-            )
-            result = await self.run_item(item, id, reward)
+        if known is not None and (known.is_trained or known.failure):
+            return known
+        if known is not None and self.server is not None:
+            return await self._with_calls(at, known, ())
+        reward = self._reward_name
+
+        async def run(rollout: str) -> RolloutRecord:
+            result = await self.run_item(item, rollout, reward)
             record = record_of(
                 result,
-                rollout=id,
+                rollout=rollout,
                 split="train",
                 epoch=at.epoch,
                 round=at.round,
                 generation=k,
                 reward_name=reward,
             )
-            record = await self._with_trajectory(at, record, result)
-            if not worth_another(record):
-                break
-        assert record is not None, config.rollout_retries
+            record = await self._with_reward(record, result)
+            ran = result.rollout
+            return await self._with_calls(at, record, () if ran is None else ran.calls, result)
+
+        record = await run_recorded(
+            run,
+            at.run_id,
+            retries=config.rollout_retries,
+            epoch=at.epoch,
+            round=at.round,
+            item=place,
+            generation=k,
+            session=at.session,
+        )
         if at.journal is not None:
             at.journal.add(record)
         if at.events is not None:
-            at.events.append("rollout", **told(record))
+            at.events.append("rollout", **event_fields(record))
         return record
 
     async def run_item(
         self, item: "EvalInputItem", rollout: str, reward: str | None
     ) -> "ItemResult":
-        """One rollout, scored; what its evaluators ask the server is not taken for the agent's."""
+        """One rollout, scored; its evaluators' calls to the server are not the agent's."""
         host = self._evaluation.host
         with nullcontext() if host is None else apart(EVALUATION, host=host):
             return await self._evaluation.run_item(
                 item, rollout=rollout, evaluators=None if reward is None else [reward]
             )
 
-    async def found(
+    async def select_calls(
         self, rollout: str, seen: "Sequence[SeenCall]"
-    ) -> tuple[episodes.Found, list[RecordedCall]]:
-        """What of a rollout can be trained, and what the server recorded of it."""
-        if self.recorded is None:
-            return episodes.of_seen(seen, self.targets), []
-        calls = await self.recorded(rollout)
+    ) -> "tuple[TrainedCalls, list[RecordedCall]]":
+        """What of a rollout is trained, and what the server recorded of it."""
+        if self.server is None:
+            return call_selection.from_seen(seen, self.targets), []
+        calls = await self.server.recorded(rollout)
         if not calls and self._config.allow_foreign_endpoint:
-            return episodes.of_seen(seen, self.targets), []
-        return episodes.of_recorded(calls, seen, self.targets), calls
+            return call_selection.from_seen(seen, self.targets), []
+        return call_selection.from_recorded(calls, seen, self.targets), calls
 
-    async def _resumed(self, at: Round, record: RolloutRecord) -> RolloutRecord:
-        if record.trajectory is not None or record.failure is not None:
+    async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
+        """The record with the reward of `compute_reward`, which others may override."""
+        if record.failure is not None or record.reward is None:
             return record
-        return await self._with_trajectory(at, record, None)
+        score = result.scores[self._reward_name or ""]
+        output = EvalOutputItem(id=record.example, score=score.value, reasoning=score.reasoning)
+        meta = {"epoch": record.epoch, "round": record.round, "rollout": record.rollout}
+        try:
+            reward = await self.compute_reward(output, {**meta, "generation": record.generation})
+        except Exception as error:  # noqa: BLE001  # a plugin's code: whatever it raises is data
+            return _failed(record, "evaluator", error)
+        return record.model_copy(update={"reward": reward})
 
-    async def _with_trajectory(
-        self, at: Round, record: RolloutRecord, result: "ItemResult | None"
+    async def _with_calls(
+        self,
+        at: _Round,
+        record: RolloutRecord,
+        seen: "Sequence[SeenCall]",
+        result: "ItemResult | None" = None,
     ) -> RolloutRecord:
-        """The record with what is trained of it, if anything is."""
-        reward = worth(record, self._config)
+        """The record with the calls that are trained, if any is."""
+        reward = reward_or_substitute(record, self._config)
         if reward is None:
             return record
-        ran = None if result is None else result.rollout
-        seen, steps = ((), ()) if ran is None else (ran.calls, ran.steps)
         try:
-            found, _ = await self.found(record.rollout, seen)
+            trained, _ = await self.select_calls(record.rollout, seen)
         except HoneError as error:
-            said = failure_of(error).model_dump()
-            failure = FailureRecord(kind="infrastructure", reason="server_error", **said)
-            return record.model_copy(update={"reward": None, "failure": failure})
-        self._count(found)
-        if not found.sampled:
+            return _failed(record, "server_error", error)
+        if not trained.sampled:
+            at.dropped[trained.reason or "no_calls"] += 1
             return record.model_copy(update={"reward": reward})
-        names: dict[str, Any] = {
-            "id": record.example,
-            "run_id": at.run_id,
-            "epoch": at.epoch,
-            "round": at.round,
-            "generation": record.generation,
-            "rollout": record.rollout,
-            "calls": None if found.foreign else [one.id for one in found.sampled],
-            "reasoning": _reasoning(result, self._reward_name),
-        }
-        if found.foreign and seen:
-            names["tools"] = plain(seen[0].tools)
-        trajectory = Trajectory(
-            episode=episodes.episode(found.sampled),
-            reward=reward,
-            shaped_rewards=episodes.shaped(steps, found.sampled),
-            metadata=names,
+        at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
+        ran = None if result is None else result.rollout
+        metadata: dict[str, Any] = {"reasoning": _reasoning(result, self._reward_name)}
+        if trained.foreign and seen:
+            metadata["tools"] = plain(seen[0].tools)
+        at.sources[record.rollout] = partial(episode, trained.sampled)
+        return record.model_copy(
+            update={
+                "reward": reward,
+                "trained_calls": None if trained.foreign else [one.id for one in trained.sampled],
+                "episode": episode(trained.sampled) if trained.foreign else None,
+                "shaped_rewards": call_selection.shaped_rewards(
+                    () if ran is None else ran.steps, trained.sampled
+                ),
+                "metadata": metadata,
+            }
         )
-        return record.model_copy(update={"reward": reward, "trajectory": trajectory})
 
-    def _count(self, found: episodes.Found) -> None:
-        """Calls that are not trained of a rollout that is; the others are counted as rollouts."""
-        if found.sampled:
-            self._counted.update({f"call/{why}": n for why, n in found.dropped.items()})
-        else:
-            self._counted[found.reason or "no_calls"] += 1
-
-    # ---- what it was given ----------------------------------------------------------------------
+    # ---- its configuration ----------------------------------------------------------------------
 
     @property
     def _config(self) -> "FinetuneConfig":
@@ -320,18 +367,22 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return self.evaluation
 
     @property
+    def _generations(self) -> int:
+        return self.trajectory_builder_config.num_generations
+
+    @property
     def _smallest(self) -> int:
         """Size of the smallest group that is trained; one trajectory compares with a batch, too."""
         with_batch = self.comparison.baseline == "batch"
         by_default = "min_group_size" not in self._config.model_fields_set
-        if self.num_generations == 1 or (with_batch and by_default):
+        if self._generations == 1 or (with_batch and by_default):
             return 1
         return self._config.min_group_size
 
     @property
     def _reward_name(self) -> str | None:
-        named = self._config.reward_function
-        return None if named is None else named.name
+        reward = self._config.reward_function
+        return None if reward is None else reward.name
 
 
 @register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
@@ -339,30 +390,34 @@ async def art_trajectory_builder(
     config: ARTTrajectoryBuilderConfig, builder: "Builder"
 ) -> AsyncIterator[ARTTrajectoryBuilder]:
     """Groups of rollouts of the same example, with what the server recorded of each."""
-    made = ARTTrajectoryBuilder(config)
+    trajectory_builder = ARTTrajectoryBuilder(config)
 
     def names_of(wanted: str) -> frozenset[str]:
         key = wanted if wanted in builder.document.llms else builder.policy
         sent = None if key is None else builder.get_model_name(key)
         trained = None if builder.served is None else builder.served.trained
         if trained is not None and (sent or wanted) in {*trained.names, trained.base_model}:
-            # All that the server answers with the policy, also to a client of the agent's own.
+            # All names that the server answers with the policy, also to an agent's own client.
             every = {*trained.names, trained.base_model}
             return frozenset(every | {f"{name}@latest" for name in every})
         return frozenset() if sent is None else frozenset({sent})
 
-    made.llm_names = names_of
-    named = builder.document.finetuning.trainer_adapter
-    if named is not None:
-        adapter = await builder.get_trainer_adapter(named)
-        made.recorded = getattr(adapter, "recorded", None)
-        made.unmarked = getattr(adapter, "unmarked", None)
-        made.model = getattr(adapter, "model_name", None)
-        made.comparison = Comparison.of(getattr(adapter, "adapter_config", None))
-    yield made
-    for runs in made.evaluation_runs.values():
-        for task in runs:
-            task.cancel()
+    trajectory_builder.llm_names = names_of
+    adapter_name = builder.document.finetuning.trainer_adapter
+    if adapter_name is not None:
+        adapter = await builder.get_trainer_adapter(adapter_name)
+        trajectory_builder.comparison = adapter.comparison
+        if adapter.server is not None:
+            trajectory_builder.bind_server(adapter.server)
+    yield trajectory_builder
+    await trajectory_builder.cancel()
+
+
+def _failed(record: RolloutRecord, reason: str, error: Exception) -> RolloutRecord:
+    failure = FailureRecord(
+        kind="infrastructure", reason=reason, **plain(failure_of(error).model_dump())
+    )
+    return record.model_copy(update={"reward": None, "failure": failure})
 
 
 def _reasoning(result: "ItemResult | None", name: str | None) -> Any:

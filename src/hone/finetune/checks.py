@@ -1,20 +1,18 @@
-"""What the configuration alone can tell of a run: mistakes, and how much there is to do.
+"""Checks of the configuration alone: its mistakes, and how much there is to do.
 
-In:   a file, or the Document of one; how many examples its dataset has
-Out:  Checks, each with what to change if it failed; a Plan; a Document that a run can begin with
+In:   the Document of a file; how many examples its dataset has
+Out:  Checks, each with what to change if it failed; a Plan
 
-A Document may be valid and no run: what is checked here is what would only show once a run has
-been paid for, such as a target that no call can match, or groups in which nothing can be compared.
+A valid Document may still be no run. Checked here is what would only show once a run has been paid
+for, such as a target that no call can match, or groups in which nothing can be compared.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
-from hone.config.check import WORKFLOW, is_run, lacking, salvage
-from hone.config.load import Loaded
+from hone.config.check import WORKFLOW
 from hone.config.policy import (
     TRAINABLE,
     address_of,
@@ -23,9 +21,9 @@ from hone.config.policy import (
     openai_url,
     sent_name,
 )
-from hone.config.problems import ConfigProblems, Problem, dotted
 from hone.config.problems import Path as Keys
-from hone.config.schema import Document, examine
+from hone.config.problems import dotted
+from hone.config.schema import Document
 from hone.errors import ConfigError
 from hone.evaluation.datasets import (
     CsvDataset,
@@ -34,7 +32,7 @@ from hone.evaluation.datasets import (
     ParquetDataset,
     XlsDataset,
 )
-from hone.finetune.adapter_config import ARTTrainerAdapterConfig
+from hone.finetune.adapter_config import ARTTrainerAdapterConfig, art_config_of
 from hone.finetune.builder import ARTTrajectoryBuilderConfig
 from hone.report.text import counted
 
@@ -74,6 +72,8 @@ class Plan:
     optimizer_steps: int
     learning_rate: float | None
     """None for an adapter that is not hone's."""
+    falling: bool = False
+    """The learning rate falls to 0 over the run."""
 
 
 def failures(checks: Sequence[Check]) -> list[Check]:
@@ -81,89 +81,9 @@ def failures(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if not check.ok]
 
 
-def read_run(
-    file: Path,
-    overrides: Sequence[tuple[str, str]] = (),
-    *,
-    dataset: Path | None = None,
-    resources: Callable[[Document, Path | None], list[Check]] | None = None,
-) -> Document:
-    """Read a file; one that enables finetuning must also have all that `hone finetune` needs.
-
-    Raises ConfigProblems with everything that is wrong, each with its place.
-    """
-    document, problems = examine_run(file, overrides, dataset=dataset, resources=resources)
-    if document is None or problems:
-        raise ConfigProblems(problems)
-    return document
-
-
-def examine_run(
-    file: Path,
-    overrides: Sequence[tuple[str, str]] = (),
-    *,
-    dataset: Path | None = None,
-    resources: Callable[[Document, Path | None], list[Check]] | None = None,
-) -> tuple[Document | None, list[Problem]]:
-    """As much of the file as can be read, and everything wrong with it.
-
-    `dataset` is what the command names instead of the file's; `resources`
-    (resources.check_resources) also looks at what the file refers to. One broken block hides nothing
-    of the others.
-    """
-    try:
-        loaded, document, wrong = examine(file, overrides)
-    except ConfigProblems as error:  # not YAML, or not there
-        return None, error.problems
-    readable = document or salvage(loaded, Document)
-    if readable is not None:
-        readable.remember(loaded)
-    checks, unread = list[Check](), list(wrong)
-    if is_run(loaded):
-        wrong += lacking(loaded, has_dataset=dataset is not None)
-        if readable is not None:
-            broken = set() if document else {problem.path[0] for problem in unread if problem.path}
-            checks += [one for one in check_document(readable) if not _reads(one) & broken]
-            checks += [] if dataset is not None else [_dataset(readable)]
-    elif not loaded.data:
-        message = "the file is empty; expected keys such as `llms:` and `workflow:`"
-        wrong.append(Problem(loaded.place(()), (), message))
-    if readable is not None and resources is not None:
-        checks += resources(readable, dataset)
-    return readable, [*wrong, *unreported(checks, loaded, wrong)]
-
-
-def unreported(
-    checks: Sequence[Check], loaded: Loaded, problems: Sequence[Problem]
-) -> Iterator[Problem]:
-    """Failed checks as problems, unless the same block has one already."""
-    paths = {problem.path for problem in problems}
-    for check in failures(checks):
-        if not any(_within(check.path, path) or _within(path, check.path) for path in paths):
-            paths.add(check.path)
-            yield Problem(loaded.place(check.path), check.path, check.message)
-
-
-_READS = {
-    "reward": {"eval", "finetuning"},
-    "target functions": {"functions", "finetuning"},
-    "target model": {"llms", "trainer_adapters", "finetuning"},
-    "group size": {"trajectory_builders", "trainer_adapters", "finetuning"},
-}
-"""Sections that a check of the whole document compares: one that is broken tells it nothing."""
-
-
-def _reads(check: Check) -> set[str]:
-    return _READS.get(check.name, set())
-
-
-def _within(path: Keys, block: Keys) -> bool:
-    return bool(block) and path[: len(block)] == block
-
-
 def plan(document: Document, examples: int) -> Plan:
     """How many rollouts, jobs and optimizer steps the configuration means for so many examples."""
-    config, adapter = document.finetuning, adapter_of(document)
+    config, adapter = document.finetuning, art_config_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
     of_round = min(config.groups_per_step or of_epoch, of_epoch)
     rounds = math.ceil(of_epoch / of_round) if of_round else 0
@@ -180,10 +100,11 @@ def plan(document: Document, examples: int) -> Plan:
         jobs=rounds * config.num_epochs,
         optimizer_steps=steps * config.num_epochs,
         learning_rate=adapter.training.learning_rate if adapter else None,
+        falling=adapter is not None and adapter.training.schedule == "linear",
     )
 
 
-def check_movement(planned: Plan, *, falling: bool = False) -> Check:
+def check_movement(planned: Plan) -> Check:
     """Whether so many steps at this learning rate can be seen in what the model says."""
     name, rate = "movement", planned.learning_rate
     work = (
@@ -193,7 +114,7 @@ def check_movement(planned: Plan, *, falling: bool = False) -> Check:
     )
     if rate is None:
         return Check(name, True, f"{work}, if every group can be trained")
-    moved = rate * planned.optimizer_steps * (0.5 if falling else 1.0)
+    moved = rate * planned.optimizer_steps * (0.5 if planned.falling else 1.0)
     message = f"{work} at learning_rate {rate:g}: each weight moves by about {moved:.1e} at most"
     if not 0 < moved < HARDLY:
         return Check(name, True, message)
@@ -259,7 +180,7 @@ def _target_functions(document: Document) -> Check:
 
 def _target_model(document: Document) -> Check:
     name, wanted = "target model", document.finetuning.target_model
-    adapter = adapter_of(document)
+    adapter = art_config_of(document)
     if wanted is None:
         if adapter is not None:
             return _policy(document, adapter)
@@ -316,27 +237,13 @@ def _policy(document: Document, adapter: ARTTrainerAdapterConfig) -> Check:
     )
 
 
-def _dataset(document: Document) -> Check:
-    """Whether a dataset that is read from a file names one."""
-    name, found = "dataset", document.eval.general.dataset
-    if not isinstance(found, FILES) or found.file_path is not None:
-        return Check(name, True, "the dataset says what it is read from")
-    return Check(
-        name,
-        False,
-        f"is missing, and a dataset of type {found.type_name!r} is read from a file; name it, or "
-        "start the run with --dataset FILE",
-        path=("eval", "general", "dataset", "file_path"),
-    )
-
-
 def _group_size(document: Document) -> Check:
     name, generations = "group size", _generations(document)
     if generations is None:
         return Check(name, True, "the trajectory builder is a plugin's own")
     path = ("trajectory_builders", document.finetuning.trajectory_builder or "", "num_generations")
     key = dotted(path)
-    smallest, adapter = document.finetuning.min_group_size, adapter_of(document)
+    smallest, adapter = document.finetuning.min_group_size, art_config_of(document)
     if generations == 1:
         if adapter is None or adapter.training.baseline == "batch":
             return Check(name, True, "each rollout is compared with the mean of its batch")
@@ -363,12 +270,6 @@ def _group_size(document: Document) -> Check:
 def _generations(document: Document) -> int | None:
     named = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
     return named.num_generations if isinstance(named, ARTTrajectoryBuilderConfig) else None
-
-
-def adapter_of(document: Document) -> ARTTrainerAdapterConfig | None:
-    """The run's trainer adapter; None where it is a plugin's own."""
-    named = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
-    return named if isinstance(named, ARTTrainerAdapterConfig) else None
 
 
 def _guess(name: str, known: Collection[str]) -> str:

@@ -1,12 +1,14 @@
-"""Which groups to train on this epoch, easy ones first.
+"""Which groups to train on this epoch, easy ones first; and which groups teach anything.
 
-In:   the epoch's groups, the curriculum's configuration, a seed
+In:   the epoch's groups, the curriculum's configuration, how trajectories are compared, a seed
 Out:  the groups that are trained; before that, which examples need to be run at all
 
 How easy an example is, is the mean reward of its group, and examples are known by their ids, never
-by their place in a list: a group that is missing this epoch would move all places behind it. The
-share that is trained depends on the epoch alone, so a run that went on after a kill, or that
-skipped an epoch, is at the same point of the schedule.
+by their place in a list: a missing group would move all places behind it. The share that is trained
+depends on the epoch alone, so a resumed run is at the same point of the schedule. What is learned
+is decided by the learner (learner/samples.py), and followed here: with `credit: per_call` a group
+of equal outcomes can teach much, and with `baseline: batch` a group of equal rollouts is compared
+with those of the other examples.
 """
 
 import math
@@ -16,12 +18,13 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
-from hone.finetune.base import Trajectory, TrajectoryCollection
-from hone.finetune.comparison import Comparison
+from hone.credit import call_values, columns, is_flat
+from hone.finetune.values import Comparison, Trajectory, TrajectoryCollection
 
 if TYPE_CHECKING:
     from hone.config.schema import CurriculumLearningConfig
 
+Groups = Sequence[Sequence[Trajectory]]
 ROUNDING = 1e-9
 """0.5 - 0.4 is less than 0.1 and 0.7 x 10 more than 7; neither is meant."""
 
@@ -88,12 +91,12 @@ class Curriculum:
         epoch: int,
         round: int = 0,
         examples: Collection[str] | None = None,
-        comparison: Comparison = Comparison(),  # noqa: B008  # frozen
+        comparison: Comparison | None = None,
     ) -> TrajectoryCollection:
         """The groups to train on. The same collection in the same epoch gives the same groups.
 
         `examples` are those of this round before `plan`; all that were ever seen, if left out.
-        `comparison` says which groups can teach something.
+        `comparison` says which groups can teach something; by outcome within a group, if left out.
         """
         config, groups = self.config, collection.trajectories
         if not config.enabled:
@@ -106,9 +109,9 @@ class Curriculum:
             return _with(collection, [_drawn(groups[0], config.random_subsample, draw)])
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
-        spreads = comparison.spreads(groups)
+        apart = spreads(groups, comparison or Comparison())
         telling = [
-            i for i, spread in enumerate(spreads) if spread >= config.min_reward_diff - ROUNDING
+            i for i, spread in enumerate(apart) if spread >= config.min_reward_diff - ROUNDING
         ]
         telling = [i for i in telling if rewards[i]]
         telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)
@@ -119,7 +122,7 @@ class Curriculum:
         for i, one in enumerate(rewards):
             if one:
                 excluded = i in telling and i not in chosen
-                self.history[ids[i]] = Measured(fmean(one), spreads[i], epoch, excluded)
+                self.history[ids[i]] = Measured(fmean(one), apart[i], epoch, excluded)
         if telling and not self.state["total_groups"]:
             self.state["total_groups"] = ranked
         if config.random_subsample is not None:
@@ -192,3 +195,40 @@ def _drawn(
 
 def _with(collection: TrajectoryCollection, groups: list[list[Trajectory]]) -> TrajectoryCollection:
     return collection.model_copy(update={"trajectories": groups})
+
+
+# ---- which groups teach anything ----------------------------------------------------------------
+
+
+def num_flat(groups: Groups, comparison: Comparison) -> int:
+    """How many groups nothing can be learned from."""
+    rows = [_rows(group, comparison) for group in groups]
+    if comparison.baseline == "group":
+        return sum(all(map(is_flat, columns(one))) for one in rows)
+    together = [row for one in rows for row in one]
+    return len(groups) if all(map(is_flat, columns(together))) else 0
+
+
+def spreads(groups: Groups, comparison: Comparison) -> list[float]:
+    """How far apart the values of each group lie; from the batch's mean, too, if that counts."""
+    rows = [_rows(group, comparison) for group in groups]
+    means: list[float] = []
+    if comparison.baseline == "batch":
+        means = [fmean(column) for column in columns([row for one in rows for row in one])]
+    return [
+        max((_spread([*column, *means[c : c + 1]]) for c, column in enumerate(columns(one))))
+        if any(one)
+        else 0.0
+        for one in rows
+    ]
+
+
+def _rows(group: Sequence[Trajectory], comparison: Comparison) -> list[list[float]]:
+    """A row of values per trajectory; empty where it has none of the kind that counts."""
+    if comparison.credit == "outcome":
+        return [[one.reward] for one in group]
+    return [call_values(one.reward, one.shaped_rewards or [], comparison.credit) for one in group]
+
+
+def _spread(values: Sequence[float]) -> float:
+    return 0.0 if is_flat(values) else max(values) - min(values)

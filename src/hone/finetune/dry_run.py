@@ -1,4 +1,4 @@
-"""`hone finetune --dry-run`: what would run, and how much of it. Contacts nobody.
+"""`hone finetune --dry-run`: what would run, and how much of it. Makes no connection.
 
 In:   the run's document and the validation's, what the command said beside them
 Out:  lines for a reader; what the configuration alone shows to be wrong
@@ -6,7 +6,6 @@ Out:  lines for a reader; what the configuration alone shows to be wrong
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hone.config.build import build
 from hone.config.schema import Document, FinetuneRunConfig
@@ -14,13 +13,11 @@ from hone.errors import HoneError
 from hone.evaluation.run import dataset_items
 from hone.events import FILE
 from hone.events import read as read_events
+from hone.finetune.adapter_config import art_config_of
 from hone.finetune.checks import Check, Plan, check_document, check_movement, plan
-from hone.finetune.journal import RunFacts, check_free, plan_start
-from hone.finetune.standing import Standing
+from hone.finetune.journal import RunFingerprint, check_free, plan_start
+from hone.finetune.resume import RunState
 from hone.report.text import counted
-
-if TYPE_CHECKING:
-    from hone.config.registry import TrainerAdapterConfig
 
 PREFLIGHT = 2
 """Rollouts before the first epoch that are not used for training."""
@@ -29,18 +26,18 @@ PREFLIGHT = 2
 async def dry_run(
     document: Document,
     validating: Document | None,
-    told: FinetuneRunConfig,
-    facts: RunFacts,
+    options: FinetuneRunConfig,
+    fingerprint: RunFingerprint,
     *,
     fresh: bool,
 ) -> tuple[list[str], list[Check]]:
     """What to say, and what is wrong; `validating` is the validation's own document, if any."""
-    examples = await _count(document, told.dataset)
+    examples = await _count(document, options.dataset)
     held_out = 0
-    if validating is not None or told.validation_dataset is not None:
-        held_out = await _count(validating or document, told.validation_dataset)
+    if validating is not None or options.validation_dataset is not None:
+        held_out = await _count(validating or document, options.validation_dataset)
     planned = plan(document, examples)
-    start, standing, refused = _start(document, facts, fresh=fresh)
+    start, state, refused = _start(document, fingerprint, fresh=fresh)
     checks = [*check_document(document), check_movement(planned), *refused]
     lines = [
         *_where(document),
@@ -49,9 +46,9 @@ async def dry_run(
         f"training      {counted(planned.epochs, 'epoch')} of {counted(planned.rounds, 'round')}: "
         f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
         f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
-        *_validation(document, told, held_out),
+        *_validation(document, options, held_out),
         *start,
-        *(() if standing is None else _left(planned, standing, told, held_out)),
+        *(() if state is None else _left(planned, state, options, held_out)),
         f"output        {document.finetuning.output_dir}",
     ]
     wrong = [check for check in checks if not check.ok]
@@ -60,25 +57,22 @@ async def dry_run(
 
 
 def _where(document: Document) -> Iterator[str]:
-    adapter = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
-    server = getattr(adapter, "backend", None)
-    if server is None:
-        yield f"backend       {_type(adapter)}"
+    adapter = art_config_of(document)
+    if adapter is None:
+        other = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
+        yield f"backend       {'none' if other is None else other.type_name}"
         return
+    server = adapter.backend
     at = f"at {server.ip}:{server.port}" if server.ip else f"on a server of its own ({server.root})"
     yield f"model         {server.project}/{server.name} over {server.base_model} {at}"
 
 
-def _type(adapter: "TrainerAdapterConfig | None") -> str:
-    return "none" if adapter is None else adapter.type_name
-
-
-def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> Iterator[str]:
+def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -> Iterator[str]:
     if not held_out:
         yield "validation    none (--validation_dataset)"
         return
     epochs, reps = document.finetuning.num_epochs, document.finetuning.validation.reps
-    at = sorted({*range(0, epochs, told.validation_interval), epochs})
+    at = sorted({*range(0, epochs, options.validation_interval), epochs})
     yield (
         f"validation    {counted(held_out, 'example')} x {reps} after {', '.join(map(str, at))} "
         f"epochs: {held_out * reps * len(at)} rollouts"
@@ -91,13 +85,13 @@ def _validation(document: Document, told: FinetuneRunConfig, held_out: int) -> I
 
 
 def _start(
-    document: Document, facts: RunFacts, *, fresh: bool
-) -> tuple[list[str], Standing | None, list[Check]]:
+    document: Document, fingerprint: RunFingerprint, *, fresh: bool
+) -> tuple[list[str], RunState | None, list[Check]]:
     """Which run it is and, if it goes on, where it stands; or why the run refuses to start."""
     config = document.finetuning
     try:
         check_free(config.output_dir)
-        start = plan_start(config.output_dir, facts, fresh=fresh)
+        start = plan_start(config.output_dir, fingerprint, fresh=fresh)
     except HoneError as error:
         refused = Check("run", False, str(error))
         return ["run           refuses to start; see below"], None, [refused]
@@ -105,27 +99,27 @@ def _start(
     if start.resumed is None:
         aside = f"; the one before is moved to {start.aside}" if start.aside else ""
         return [preflight, f"run           a new one{aside}"], None, []
-    run_id, standing = start.resumed.run_id, Standing(config, read_events(config.output_dir / FILE))
-    if standing.is_finished(config.num_epochs):
+    run_id, state = start.resumed.run_id, RunState(config, read_events(config.output_dir / FILE))
+    if state.is_finished(config.num_epochs):
         return [f"run           {run_id} is finished, nothing to do"], None, []
-    done = sum(map(standing.is_done, range(config.num_epochs)))
+    done = sum(map(state.is_done, range(config.num_epochs)))
     epochs = counted(done, "epoch") + (" is" if done == 1 else " are")
     goes_on = f"run           goes on with {run_id}, of which {epochs} done"
-    return [*([] if standing.history.rounds else [preflight]), goes_on], standing, []
+    return [*([] if state.history.rounds else [preflight]), goes_on], state, []
 
 
-def _left(planned: Plan, standing: Standing, told: FinetuneRunConfig, held_out: int) -> list[str]:
+def _left(planned: Plan, state: RunState, options: FinetuneRunConfig, held_out: int) -> list[str]:
     """What a run that goes on still does; at most, because rollouts of an open round are kept."""
-    epochs = [epoch for epoch in range(planned.epochs) if not standing.is_done(epoch)]
+    epochs = [epoch for epoch in range(planned.epochs) if not state.is_done(epoch)]
     rollouts = planned.examples * planned.generations * len(epochs)
     line = (
         f"left          {counted(len(epochs), 'epoch')}: at most {counted(rollouts, 'rollout')}, "
         f"{counted(planned.rounds * len(epochs), 'job')}"
     )
-    at = [epoch for epoch in epochs if epoch % told.validation_interval == 0]
-    at = [epoch for epoch in (*at, planned.epochs) if not standing.is_validated(epoch)]
+    at = [epoch for epoch in epochs if epoch % options.validation_interval == 0]
+    at = [epoch for epoch in (*at, planned.epochs) if not state.is_validated(epoch)]
     if held_out and at:
-        answers = held_out * standing.config.validation.reps * len(at)
+        answers = held_out * state.config.validation.reps * len(at)
         line += f"; validation after {', '.join(map(str, at))} epochs: {answers} rollouts"
     return [line]
 

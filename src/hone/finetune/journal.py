@@ -1,15 +1,16 @@
-"""What a killed run needs to go on: which rollouts ended, and what exactly was sent to be trained.
+"""What a killed run needs to go on: which rollouts ended, and what exactly was submitted.
 
 In:   RolloutRecords as they end; each submission before it is sent
 Out:  files under output_dir; the same after a kill, less a torn last line
 
     run.json                        which run this is, from which configuration, how often started
     trajectories/epoch_NNN.jsonl    one line a training rollout; validation_NNN.jsonl for the others
-    submissions/NNN_RRR.json        what is trained in round RRR of epoch NNN
+    submissions/NNN_RRR.json        which rollouts are trained in round RRR of epoch NNN
 
-A submission is on disk before it is sent and is sent again byte for byte under the same key: the
-server then knows it, whenever the harness was killed. What was done already is told by events.jsonl
-and by nothing else, so the two cannot contradict each other.
+A submission refers to rollouts by id, is on disk before it is sent, and is sent again byte for byte
+under the same key: the server then knows it, whenever the harness was killed. What is done is in
+events.jsonl and nowhere else, so the two cannot contradict each other. The rollouts of an epoch are
+read once and indexed; every later one is added to the index.
 """
 
 import fcntl
@@ -18,23 +19,24 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
 from hone.disk import sync
 from hone.errors import ConfigError, Conflict, StateError
-from hone.finetune.base import RolloutRecord, TrajectoryCollection
-from hone.finetune.facts import differences
+from hone.finetune.fingerprint import differences
+from hone.finetune.records import RolloutRecord, Split
+from hone.finetune.values import Trajectory, TrajectoryCollection
 from hone.types import Strict
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
-SHOWN = 8
-"""Of the keys that differ, so many are named."""
+DIFFERENCES_SHOWN = 8
+"""How many of the keys that differ are named."""
 
-Split = Literal["train", "val", "final"]
 Rollouts = dict[tuple[str, int], RolloutRecord]
 """By example and generation."""
 
@@ -52,10 +54,11 @@ class RunFile(Strict):
     replaces: str | None = None
     """The run that was set aside for it."""
     facts: dict[str, Any]
-    """Whatever must not change under a run: its configuration, and what its datasets hold."""
+    """The fingerprint: what must not change under a run, its configuration, data and code."""
 
 
-class Submission(BaseModel):
+@dataclass(frozen=True)
+class Submission:
     """What is trained in one round, and what it was chosen from."""
 
     collection: TrajectoryCollection
@@ -63,8 +66,27 @@ class Submission(BaseModel):
     """The fields of the round's `epoch_collected` event."""
 
 
+class _Reference(Strict):
+    """A trajectory of a rollout that the journal has."""
+
+    rollout: str
+    reward: float
+    shaped_rewards: list[float] | None = None
+
+
+class _SubmissionFile(BaseModel):
+    """A submission as it is on disk."""
+
+    collected: dict[str, Any]
+    run_id: str = ""
+    metadata: dict[str, Any] | None = None
+    groups: list[list[_Reference | Trajectory]] = []
+    collection: TrajectoryCollection | None = None
+    """Instead of the three before it, in what hone wrote before."""
+
+
 @dataclass(frozen=True)
-class RunFacts:
+class RunFingerprint:
     """What makes two starts the same run."""
 
     seed: int
@@ -79,12 +101,15 @@ class Journal:
         self.directory = directory
         self.run = run
         self._lock: int | None = lock
-        self._files: dict[Path, Any] = {}
+        self._written: tuple[Path, BufferedWriter] | None = None
+        """The file that was appended to last."""
+        self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
+        """The file that was asked for last, and its rollouts by round."""
         for path in (directory / "trajectories").glob("*.jsonl"):
             _mend(path)
 
     @classmethod
-    def open(cls, directory: Path, started: RunFacts, *, fresh: bool = False) -> Self:
+    def open(cls, directory: Path, started: RunFingerprint, *, fresh: bool = False) -> Self:
         """The run in this directory, or a new one; `fresh` moves the old one to DIR.RUNID."""
         lock = _locked(directory)
         try:
@@ -93,7 +118,7 @@ class Journal:
                 directory.absolute().rename(start.aside)
                 old, lock = lock, _locked(directory)
                 os.close(old)
-            run = start.resumed or _begun(started, anew=fresh, replaces=start.replaced)
+            run = start.resumed or _new_run(started, anew=fresh, replaces=start.replaced)
             write_whole(directory / RUN_FILE, run.model_dump_json(indent=2))
         except BaseException:
             os.close(lock)
@@ -108,9 +133,9 @@ class Journal:
 
     def close(self) -> None:
         """Let another process have the directory."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        if self._written is not None:
+            self._written[1].close()
+        self._written = None
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -139,26 +164,32 @@ class Journal:
     def add(self, record: RolloutRecord) -> None:
         """On the disk when it returns."""
         path = self._rollouts(record.split, record.epoch)
-        file = self._files.get(path)
-        if file is None:
+        if self._written is None or self._written[0] != path:
+            if self._written is not None:
+                self._written[1].close()
             path.parent.mkdir(exist_ok=True)
-            file = self._files[path] = path.open("ab")
+            self._written = path, path.open("ab")
+        file = self._written[1]
         file.write(record.model_dump_json().encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+        if self._indexed is not None and self._indexed[0] == path:
+            _index(self._indexed[1], record)
 
-    def records(self, split: Split, epoch: int, round: int | None = None) -> list[RolloutRecord]:
+    def records(self, split: Split, epoch: int, round: int = 0) -> list[RolloutRecord]:
         """Every rollout that ended, in that order; of one that was run again, the last."""
-        newest: Rollouts = {}
-        for record in _lines(self._rollouts(split, epoch)):
-            if round is None or record.round == round:
-                newest[record.example, record.generation] = record
-        return list(newest.values())
+        path = self._rollouts(split, epoch)
+        if self._indexed is None or self._indexed[0] != path:
+            rounds: dict[int, Rollouts] = {}
+            for record in _lines(path):
+                _index(rounds, record)
+            self._indexed = path, rounds
+        return list(self._indexed[1].get(round, {}).values())
 
     def finished(self, split: Split, epoch: int, round: int = 0) -> Rollouts:
         """Rollouts that need not be run again.
 
-        One that its world failed is not among them: the server may be back by now.
+        One that its environment failed is not among them: the server may be back by now.
         """
         return {
             (record.example, record.generation): record
@@ -174,21 +205,35 @@ class Journal:
 
     def note_submission(self, epoch: int, round: int, submission: Submission) -> None:
         """Written whole, before it is sent."""
-        path = self._submission(epoch, round)
+        path, sent = self._submission(epoch, round), submission.collection
         path.parent.mkdir(exist_ok=True)
-        write_whole(path, submission.model_dump_json())
+        known = {record.rollout for record in self.records("train", epoch, round)}
+        file = _SubmissionFile(
+            collected=submission.collected,
+            run_id=sent.run_id,
+            metadata=sent.metadata,
+            groups=[[_reference(one, known) for one in group] for group in sent.trajectories],
+        )
+        write_whole(path, file.model_dump_json(exclude={"collection"}))
 
     def submitted(self, epoch: int, round: int) -> Submission | None:
         """What was noted; None where the round has not come so far."""
         path = self._submission(epoch, round)
         try:
-            return Submission.model_validate_json(path.read_bytes())
+            file = _SubmissionFile.model_validate_json(path.read_bytes())
+            if file.collection is not None:
+                return Submission(file.collection, file.collected)
+            known = {record.rollout: record for record in self.records("train", epoch, round)}
+            groups = [[_resolved(one, known) for one in group] for group in file.groups]
         except FileNotFoundError:
             return None
-        except ValidationError as error:
+        except (ValidationError, KeyError) as error:
+            why = _first(error) if isinstance(error, ValidationError) else f"no rollout {error}"
             raise StateError(
-                f"{path}: not a submission ({_first(error)}). Start anew with --fresh."
+                f"{path}: not a submission ({why}). Start anew with --fresh."
             ) from None
+        sent = TrajectoryCollection(trajectories=groups, run_id=file.run_id, metadata=file.metadata)
+        return Submission(sent, file.collected)
 
     def _submission(self, epoch: int, round: int) -> Path:
         return self.directory / "submissions" / f"{epoch:03d}_{round:03d}.json"
@@ -206,7 +251,7 @@ class Start:
     """That run, unless its file is damaged."""
 
 
-def plan_start(directory: Path, started: RunFacts, *, fresh: bool) -> Start:
+def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Start:
     """What starting here does, without doing it; raises what the start would raise.
 
     Both the run and `--dry-run` ask this function.
@@ -214,17 +259,17 @@ def plan_start(directory: Path, started: RunFacts, *, fresh: bool) -> Start:
     if not (directory / RUN_FILE).exists():
         return Start()
     if not fresh:
-        found = _read(directory)
-        return Start() if found is None else Start(resumed=_gone_on(directory, found, started))
+        run = _read(directory)
+        return Start() if run is None else Start(resumed=_resume(directory, run, started))
     try:
-        found = _read(directory)
+        run = _read(directory)
     except StateError:
-        found = None  # it is damaged, and that is why it is set aside
-    run_id = f"damaged_{secrets.token_hex(4)}" if found is None else found.run_id
+        run = None  # it is damaged, and that is why it is set aside
+    run_id = f"damaged_{secrets.token_hex(4)}" if run is None else run.run_id
     aside = directory.absolute().with_name(f"{directory.absolute().name}.{run_id}")
     if aside.exists():
         raise Conflict(f"{aside} exists already, so {directory} cannot be set aside; move it away")
-    return Start(aside=aside, replaced=None if found is None else run_id)
+    return Start(aside=aside, replaced=None if run is None else run_id)
 
 
 def check_free(directory: Path) -> None:
@@ -236,11 +281,11 @@ def check_free(directory: Path) -> None:
         raise _unwritable(directory, "not a directory" if not above.is_dir() else "no permission")
     if not (directory / LOCK_FILE).is_file():
         return
-    held = os.open(directory / LOCK_FILE, os.O_RDONLY)
+    lock = os.open(directory / LOCK_FILE, os.O_RDONLY)
     try:
-        _take(held, directory)
+        _acquire(lock, directory)
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -269,7 +314,9 @@ def _read(directory: Path) -> RunFile | None:
         ) from None
 
 
-def _begun(started: RunFacts, *, anew: bool = False, replaces: str | None = None) -> RunFile:
+def _new_run(
+    started: RunFingerprint, *, anew: bool = False, replaces: str | None = None
+) -> RunFile:
     return RunFile(
         run_id=f"art_run_{secrets.token_hex(4)}",
         seed=started.seed,
@@ -281,26 +328,25 @@ def _begun(started: RunFacts, *, anew: bool = False, replaces: str | None = None
     )
 
 
-def _gone_on(directory: Path, found: RunFile, started: RunFacts) -> RunFile:
-    """The run, started once more; one that has nothing to lose takes what was changed since."""
-    again = {"session": found.session + 1}
-    if not any((directory / "trajectories").glob("*.jsonl")):
-        # Its server was not there, or preflight found the mistake that was mended since.
-        again |= {"seed": started.seed, "facts": dict(started.facts)}
-        return found.model_copy(update=again)
-    _check_same(directory, found, started)
-    return found.model_copy(update=again)
+def _resume(directory: Path, run: RunFile, started: RunFingerprint) -> RunFile:
+    """The run, started once more; one without rollouts takes a changed configuration."""
+    update: dict[str, Any] = {"session": run.session + 1}
+    if any((directory / "trajectories").glob("*.jsonl")):
+        _check_same(directory, run, started)
+    else:  # its server was not there, or preflight found the mistake that was fixed since
+        update |= {"seed": started.seed, "facts": dict(started.facts)}
+    return run.model_copy(update=update)
 
 
-def _check_same(directory: Path, found: RunFile, started: RunFacts) -> None:
-    changed = differences(found.facts, started.facts)
+def _check_same(directory: Path, run: RunFile, started: RunFingerprint) -> None:
+    changed = differences(run.facts, started.facts)
     if not changed:
         return
-    lines = [f"  {line}" for line in changed[:SHOWN]]
-    if len(changed) > SHOWN:
-        lines.append(f"  and {len(changed) - SHOWN} more")
+    lines = [f"  {line}" for line in changed[:DIFFERENCES_SHOWN]]
+    if len(changed) > DIFFERENCES_SHOWN:
+        lines.append(f"  and {len(changed) - DIFFERENCES_SHOWN} more")
     raise Conflict(
-        f"{directory} holds run {found.run_id}, which was started with another configuration:\n"
+        f"{directory} holds run {run.run_id}, which was started with another configuration:\n"
         + "\n".join(lines)
         + "\nUndo the change to go on with it, start anew with --fresh (the old directory is kept), "
         "or name another one with -o finetuning.output_dir DIR."
@@ -311,24 +357,24 @@ def _locked(directory: Path) -> int:
     """Held until it is closed or the process ends, however it ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        held = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from None
     try:
-        _take(held, directory)
+        _acquire(lock, directory)
     except Conflict:
-        os.close(held)
+        os.close(lock)
         raise
-    os.ftruncate(held, 0)
-    os.write(held, str(os.getpid()).encode())
-    return held
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return lock
 
 
-def _take(held: int, directory: Path) -> None:
+def _acquire(lock: int, directory: Path) -> None:
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        who = os.read(held, 32).decode(errors="replace").strip() or "unknown"
+        who = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
         raise Conflict(
             f"{directory} is in use by another `hone finetune` (process {who}). Wait until it has "
             "ended, or name another directory with -o finetuning.output_dir DIR."
@@ -342,11 +388,32 @@ def _unwritable(directory: Path, why: str | None) -> ConfigError:
     )
 
 
-# ---- lines --------------------------------------------------------------------------------------
+# ---- references and lines -----------------------------------------------------------------------
+
+
+def _reference(trajectory: Trajectory, known: set[str]) -> _Reference | Trajectory:
+    """A reference to a rollout that the journal has; the whole trajectory of any other."""
+    rollout = (trajectory.metadata or {}).get("rollout")
+    if not trajectory.refers or rollout not in known:
+        return trajectory
+    return _Reference(
+        rollout=rollout, reward=trajectory.reward, shaped_rewards=trajectory.shaped_rewards
+    )
+
+
+def _resolved(one: _Reference | Trajectory, known: Mapping[str, RolloutRecord]) -> Trajectory:
+    if isinstance(one, Trajectory):
+        return one
+    values = {"reward": one.reward, "shaped_rewards": one.shaped_rewards}
+    return known[one.rollout].trajectory().model_copy(update=values)
+
+
+def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:
+    rounds.setdefault(record.round, {})[record.example, record.generation] = record
 
 
 def _mend(path: Path) -> None:
-    """Cut off a last line that a kill tore, so that the next one does not begin in its middle."""
+    """Cut off a torn last line, so that the next one does not begin in its middle."""
     raw = path.read_bytes()
     whole = raw.rfind(b"\n") + 1
     if whole < len(raw):

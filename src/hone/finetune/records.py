@@ -1,21 +1,33 @@
-"""A rollout that ended -> one line of the journal, and one event.
+"""One record per rollout: what the journal keeps of it, and groups and numbers made of records.
 
 In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
-Out:  a RolloutRecord, what it is worth, whether to run it again; its id; the fields of its event
+Out:  a RolloutRecord; its event; groups by example; the numbers of a round; refusals where too
+      many rollouts failed
 
 A rollout that failed, or that its evaluator failed to score, has no reward: it has a failure, of
-one of two kinds. What the evaluator could not do is never blamed on the model.
+one of two kinds. A failure of the evaluator is never counted against the model. Groups are always
+of one example: comparing answers to different questions would reward the easier question.
 """
 
 import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue, model_validator
 from pydantic_core import to_jsonable_python
 
-from hone.finetune.base import FailureRecord, RolloutRecord, StepRecord
+from hone.errors import RolloutError
+from hone.finetune.values import (
+    EpisodeItem,
+    EpisodeSource,
+    Trajectory,
+    TrajectoryCollection,
+)
+from hone.types import Strict
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
@@ -23,6 +35,117 @@ if TYPE_CHECKING:
     from hone.evaluation.run import ItemResult
 
 Split = Literal["train", "val", "final"]
+POLICY_FAILURES_WARNED = 0.05
+"""Share of policy failures above which dropping them is worth a warning: it rewards them."""
+MESSAGES_SHOWN = 3
+
+
+class FailureRecord(Strict):
+    """Why a rollout, or its scoring, came to nothing."""
+
+    kind: Literal["infrastructure", "policy"]
+    reason: str
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class StepRecord(Strict):
+    """What `hone.step` was told."""
+
+    name: str
+    value: float | None = None
+    calls: int
+    """How many calls the rollout had sent before it."""
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class RolloutRecord(Strict):
+    """One rollout that ended, as the journal keeps it: enough not to run it again."""
+
+    epoch: int
+    round: int = 0
+    split: Split
+    example: str
+    generation: int
+    rollout: str
+    """Its id, under which the server keeps its calls."""
+    reward: float | None
+    """None: it could not be run, or not be scored."""
+    scores: dict[str, float | None] = Field(default_factory=dict)
+    failure: FailureRecord | None = None
+    output: JsonValue = None
+    input: JsonValue = None
+    shaped: list[StepRecord] = Field(default_factory=list)
+    seconds: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+    """Sampled ones."""
+    policy_steps: list[int] = Field(default_factory=list)
+    """Of its calls, each once."""
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    """Its last conversation, for those who read the report."""
+    request: dict[str, Any] | None = None
+    """The body of its first call to the model, without the model's name. Kept for the first rollout
+    of each example, so that a report can show what the agent asks."""
+    trained_calls: list[str] | None = None
+    """Ids of the recorded calls that are trained; None where nothing is, or no server records."""
+    episode: list[EpisodeItem] | None = None
+    """The text that is trained, where no server recorded the calls."""
+    shaped_rewards: list[float] | None = None
+    """One value per trained call."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """More that the trajectory's metadata holds, such as the evaluator's `reasoning`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_trajectory(cls, fields: Any) -> Any:
+        """Read a record that embeds its whole trajectory, as hone wrote it before."""
+        if not isinstance(fields, dict) or "trajectory" not in fields:
+            return fields
+        record = dict(fields)
+        trajectory = record.pop("trajectory")
+        if trajectory is None:
+            return record
+        metadata = dict(trajectory.get("metadata") or {})
+        calls = metadata.pop("calls", None)
+        record |= {"reward": trajectory["reward"], "trained_calls": calls}
+        record |= {"episode": trajectory["episode"]} if calls is None else {}
+        record |= {"shaped_rewards": trajectory.get("shaped_rewards")}
+        return record | {"metadata": {k: v for k, v in metadata.items() if k not in _OF_RECORD}}
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether anything of it can be trained."""
+        return self.trained_calls is not None or self.episode is not None
+
+    @property
+    def num_trained_calls(self) -> int:
+        if self.trained_calls is not None:
+            return len(self.trained_calls)
+        return sum("call" in (item.metadata or {}) for item in self.episode or ())
+
+    def trajectory(self, read_episode: EpisodeSource | None = None) -> Trajectory:
+        """What is trained of it; `read_episode` makes its text from recorded calls, if asked."""
+        return Trajectory.referring(
+            read_episode if self.episode is None else lambda: self.episode or [],
+            reward=self.reward,
+            shaped_rewards=self.shaped_rewards,
+            metadata={
+                "id": self.example,
+                "run_id": self.rollout.rpartition(":")[0],
+                "epoch": self.epoch,
+                "round": self.round,
+                "generation": self.generation,
+                "rollout": self.rollout,
+                "calls": self.trained_calls,
+                **self.metadata,
+            },
+        )
+
+
+_OF_RECORD = ("id", "run_id", "epoch", "round", "generation", "rollout")
+"""What a trajectory's metadata takes from the fields of its record."""
 
 
 def rollout_id(
@@ -55,7 +178,7 @@ def record_of(
     generation: int = 0,
     reward_name: str | None,
 ) -> RolloutRecord:
-    """A rollout that ended, as the journal keeps it; a failed one has no reward."""
+    """The record of a rollout that ended; a failed one has no reward."""
     item, ran = result.item, result.rollout
     calls: tuple[SeenCall, ...] = () if ran is None else ran.calls
     failure = _failure(result, reward_name)
@@ -87,8 +210,8 @@ def record_of(
     )
 
 
-def told(record: RolloutRecord) -> dict[str, Any]:
-    """A rollout as the fields of its event."""
+def event_fields(record: RolloutRecord) -> dict[str, Any]:
+    """The fields of the rollout's event."""
     failure = record.failure
     return {
         **record.model_dump(
@@ -100,15 +223,30 @@ def told(record: RolloutRecord) -> dict[str, Any]:
     }
 
 
-def worth_another(record: RolloutRecord) -> bool:
-    """Whether its world failed it; an evaluator is not asked again by running the agent again."""
+async def run_recorded(
+    run: Callable[[str], Awaitable[RolloutRecord]], run_id: str, *, retries: int, **place: Any
+) -> RolloutRecord:
+    """Run a rollout, again where its environment failed it; each try has an id of its own.
+
+    `place`: what `rollout_id` needs besides the run and the retry.
+    """
+    record = await run(rollout_id(run_id, **place))
+    for retry in range(1, retries + 1):
+        if not _is_retried(record):
+            break
+        record = await run(rollout_id(run_id, **place, retry=retry))
+    return record
+
+
+def _is_retried(record: RolloutRecord) -> bool:
+    """Whether its environment failed it; running the agent again does not fix an evaluator."""
     failure = record.failure
     return (
         failure is not None and failure.kind == "infrastructure" and failure.reason != "evaluator"
     )
 
 
-def worth(record: RolloutRecord, config: "FinetuneConfig") -> float | None:
+def reward_or_substitute(record: RolloutRecord, config: "FinetuneConfig") -> float | None:
     """Its reward, or what `on_policy_failure` gives instead; None where it is left out."""
     failure, instead = record.failure, config.on_policy_failure
     if failure is None:
@@ -179,3 +317,130 @@ def _last_conversation(calls: "tuple[SeenCall, ...]") -> list[dict[str, Any]]:
         if call.messages is not None and call.reply is not None:
             return plain([*call.messages, call.reply])
     return []
+
+
+# ---- groups of records ---------------------------------------------------------------------------
+
+
+def group_by_example(
+    records: Sequence[RolloutRecord],
+    examples: Sequence[str],
+    smallest: int,
+    sources: Mapping[str, EpisodeSource],
+) -> tuple[list[list[Trajectory]], Counter[str]]:
+    """One group per example, in their order; and what is left out, by reason.
+
+    Args:
+        records: the rollouts of a round.
+        examples: ids of its examples.
+        smallest: groups of fewer trajectories are left out.
+        sources: by rollout id, what makes the text of its trajectory.
+    """
+    dropped = Counter[str]()
+    by_example: dict[str, list[RolloutRecord]] = {example: [] for example in examples}
+    for record in records:
+        if record.is_trained:
+            by_example[record.example].append(record)
+        elif record.failure is not None:
+            dropped[f"{record.failure.kind}/{record.failure.reason}"] += 1
+        elif record.reward is None:
+            dropped["no_reward"] += 1
+    for group in by_example.values():
+        if len(group) < smallest:
+            dropped["small_group"] += len(group)
+    kept = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
+    shaped = any(record.shaped_rewards is not None for group in kept for record in group)
+    groups = [
+        [_with_values(record, sources.get(record.rollout), shaped) for record in group]
+        for group in kept
+    ]
+    return groups, +dropped
+
+
+def _with_values(
+    record: RolloutRecord, read_episode: EpisodeSource | None, shaped: bool
+) -> Trajectory:
+    """Where other rollouts noted values, one that noted none earned 0 at each of its calls."""
+    trajectory = record.trajectory(read_episode)
+    if shaped and trajectory.shaped_rewards is None:
+        trajectory.shaped_rewards = [0.0] * record.num_trained_calls
+    return trajectory
+
+
+# ---- numbers of a round -------------------------------------------------------------------------
+
+
+def round_metrics(
+    collected: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
+) -> dict[str, Any]:
+    """Means over trajectories; None where there is none."""
+    return {
+        **_rewards(collected, ""),
+        "num_trajectories": collected.count,
+        "num_groups": len(collected.trajectories),
+        "filtered_trajectories": chosen.count,
+        "filtered_groups": len(chosen.trajectories),
+        **_rewards(chosen, "filtered_"),
+        "curriculum_percentile": percentile,
+    }
+
+
+def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float | None]:
+    rewards = [trajectory.reward for group in collection.trajectories for trajectory in group]
+    return {
+        f"{prefix}avg_reward": fmean(rewards) if rewards else None,
+        f"{prefix}min_reward": min(rewards, default=None),
+        f"{prefix}max_reward": max(rewards, default=None),
+    }
+
+
+def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: float) -> None:
+    """Refuse to go on from rollouts of which too many failed by no fault of the model."""
+    failed = [r for r in records if r.failure and r.failure.kind == "infrastructure"]
+    if len(failed) <= allowed * len(records):
+        return
+    raise RolloutError(
+        f"{where}: {len(failed)} of {len(records)} rollouts failed by no fault of the model "
+        f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
+        f"{allowed:.0%}. Fix what failed and run the same command again: rollouts that ended well "
+        f"are kept. Where the code had to change, add --fresh.\n{_last(failed)}"
+    )
+
+
+def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
+    """What to say where many rollouts failed by the model's own doing and are dropped."""
+    failed = [r for r in records if r.failure and r.failure.kind == "policy" and r.reward is None]
+    if len(failed) <= POLICY_FAILURES_WARNED * len(records):
+        return None
+    return (
+        f"{where}: {len(failed)} of {len(records)} rollouts failed by the model's own doing "
+        f"({reasons(failed)}) and were dropped. Dropping them rewards them: set "
+        "finetuning.on_policy_failure: {reward: 0.0}, or whatever such a failure is worth.\n"
+        f"{_last(failed)}"
+    )
+
+
+def reasons(failed: Sequence[RolloutRecord]) -> str:
+    """How often each, the commonest first."""
+    counted = Counter(r.failure.reason for r in failed if r.failure)
+    return ", ".join(f"{reason}: {n}" for reason, n in counted.most_common())
+
+
+def _last(failed: Sequence[RolloutRecord]) -> str:
+    """What the last few said, each once."""
+    said = dict.fromkeys(
+        f"  {r.failure.type}: {r.failure.message}" for r in reversed(failed) if r.failure
+    )
+    return "\n".join(list(said)[:MESSAGES_SHOWN])
+
+
+def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:
+    """What to say of an epoch without a single trajectory."""
+    why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
+    return (
+        f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "
+        f"finetuning.target_functions {list(targets)!r} names functions that call the trained "
+        "model, and that the reward's evaluator gives a score (`hone eval` shows every one). Fix "
+        "what failed and run the same command again: rollouts that gave nothing to train on are run "
+        "anew, the others are kept. Where the code had to change, add --fresh."
+    )

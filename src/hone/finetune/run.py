@@ -30,22 +30,21 @@ from hone.events import FILE, EventLog
 from hone.events import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import failures
-from hone.finetune.comparison import Comparison
 from hone.finetune.documents import read_documents
 from hone.finetune.dry_run import dry_run
-from hone.finetune.facts import address_of, again, evaluators_of, facts_of
+from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
-from hone.finetune.journal import Journal, RunFacts, write_whole
+from hone.finetune.journal import Journal, RunFingerprint, write_whole
 from hone.finetune.preflight import preflight
-from hone.finetune.standing import Standing
+from hone.finetune.resume import RunState
 from hone.report.display import Display
 from hone.report.text import counted
 from hone.workflow.loop import run_loop
 
 log = logging.getLogger("hone")
 
-TOLD = ("cost", "movement")
-"""Checks that say something even where nothing is wrong."""
+LOGGED_CHECKS = ("cost", "movement")
+"""Checks whose message is logged even where nothing is wrong."""
 COMPLETED = TrainingStatusEnum.COMPLETED
 
 
@@ -64,7 +63,7 @@ class FinetuneOptions:
     dry_run: bool = False
 
     @property
-    def told(self) -> FinetuneRunConfig:
+    def run_config(self) -> FinetuneRunConfig:
         """As the trainer gets it."""
         return FinetuneRunConfig(
             config_file=self.config_file,
@@ -80,21 +79,22 @@ class FinetuneOptions:
 def finetune(options: FinetuneOptions) -> int:
     """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
     began = time.time()
-    document, validating = read_documents(options.config_file, options.told)
-    config = document.finetuning.model_copy(update={"run_configuration": options.told})
-    facts = RunFacts(config.seed, facts_of(document, options.told, validating))
+    document, validating = read_documents(options.config_file, options.run_config)
+    config = document.finetuning.model_copy(update={"run_configuration": options.run_config})
+    values = fingerprint_of(document, options.run_config, validating)
+    fingerprint = RunFingerprint(config.seed, values)
     fresh = options.fresh or config.resume == "never"
     if options.dry_run:
-        return _say_what_would_run(document, validating, options.told, facts, fresh)
+        return _dry_run(document, validating, options.run_config, fingerprint, fresh)
     with (
         Interrupts() as interrupts,
-        Journal.open(config.output_dir, facts, fresh=fresh) as journal,
+        Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
         EventLog(config.output_dir / FILE) as events,
         Display(events),
     ):
         run = Run(document, validating, config, options, journal, events, interrupts, began)
-        if run.standing.is_finished(config.num_epochs):
-            ended = run.standing.history.finished
+        if run.state.is_finished(config.num_epochs):
+            ended = run.state.history.finished
             message = ended and ended.message
             log.info("Run %s is finished, nothing to do. %s", journal.run_id, message)
             return 0
@@ -105,14 +105,14 @@ def finetune(options: FinetuneOptions) -> int:
         return run.interrupted() if interrupts.heard else status
 
 
-def _say_what_would_run(
+def _dry_run(
     document: Document,
     validating: Document | None,
-    told: FinetuneRunConfig,
-    facts: RunFacts,
+    options: FinetuneRunConfig,
+    fingerprint: RunFingerprint,
     fresh: bool,
 ) -> int:
-    lines, wrong = asyncio.run(dry_run(document, validating, told, facts, fresh=fresh))
+    lines, wrong = asyncio.run(dry_run(document, validating, options, fingerprint, fresh=fresh))
     sys.stdout.write("\n".join(lines) + "\n")
     for check in wrong:
         log.error("%s: %s", check.name, check.message)
@@ -138,8 +138,8 @@ class Run:
         self.document, self.validating = document, validating
         self.config, self.options = config, options
         self.journal, self.events = journal, events
-        self.standing = Standing(config, read_events(events.path))
-        events.listeners.append(self.standing.add)
+        self.state = RunState(config, read_events(events.path))
+        events.listeners.append(self.state.add)
 
     async def go(self) -> int:
         """Everything between opening the journal and the exit status."""
@@ -153,13 +153,13 @@ class Run:
             status, message = TrainingStatusEnum.FAILED, str(error)
         if self.interrupts.heard:  # whatever it met on its way out
             raise asyncio.CancelledError
-        found = self.standing.history.best
+        best = self.state.history.best
         self.events.append(
             "run_finished",
             status=status,
             message=message,
-            step=self._last_step(),
-            best_step=None if found is None else found.step,
+            step=self.state.last_step(),
+            best_step=None if best is None else best.step,
             seconds=time.time() - self.began,
         )
         self._report()
@@ -183,7 +183,7 @@ class Run:
         await self._announce(trainer, training)
         if builder.served is not None and builder.served.trained is not None:
             log.info("%s", describe(self.document, builder.served.trained, builder.policy))
-        if not self.standing.history.rounds:
+        if not self.state.history.rounds:
             await self._preflight(builder, trainer, training)
         return await trainer.run(self.config.num_epochs)
 
@@ -197,14 +197,14 @@ class Run:
         trainer = await builder.get_trainer(
             trainer_name, trajectory_builder=trajectories, trainer_adapter=adapter
         )
-        trainer.bind_run(self.journal, self.events)
+        trainer.bind_run(self.journal, self.events, self.state)
         return trainer
 
     async def _evaluation(
         self, stack: AsyncExitStack, builder: Builder, dataset: Path | None
     ) -> Evaluation:
         assert self.config.reward_function is not None
-        found = await stack.enter_async_context(
+        built = await stack.enter_async_context(
             evaluation(
                 builder,
                 dataset=dataset,
@@ -213,9 +213,9 @@ class Run:
                 timeout_s=self.config.rollout_timeout_s,
             )
         )
-        if not found.items:
+        if not built.items:
             raise ConfigError(f"{dataset or 'eval.general.dataset'}: holds no examples")
-        return found
+        return built
 
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
         """The held-out set, if the command named one."""
@@ -233,8 +233,6 @@ class Run:
         adapter, validation = trainer.trainer_adapter, trainer.validation
         assert adapter is not None and trainer.trajectory_builder is not None
         assert self.config.reward_function is not None
-        server = getattr(adapter.adapter_config, "backend", None)
-        learning = getattr(adapter.adapter_config, "training", None)
         resumed, step = self.journal.session > 1, await adapter.policy_step()
         arguments = self._secrets.hide_arguments(sys.argv[1:])
         self.events.append(
@@ -244,27 +242,23 @@ class Run:
             began=self.began,
             config_file=str(self.options.config_file),
             command=shlex.join(["hone", *arguments]),
-            again=shlex.join(["hone", *again(arguments, self.config.resume)]),
-            name=getattr(server, "name", None),
-            project=getattr(server, "project", None),
-            base_model=getattr(server, "base_model", None),
-            **address_of(adapter.served, server),
+            again=shlex.join(["hone", *resume_arguments(arguments, self.config.resume)]),
+            **adapter.describe(),
             step=step,
             epochs=self.config.num_epochs,
             seed=self.config.seed,
             examples=len(training.items),
-            generations=getattr(trainer.trajectory_builder, "num_generations", None),
+            generations=trainer.trajectory_builder.num_generations,
             validation_examples=len(validation.items) if validation else 0,
             validation_interval=self.options.validation_interval,
             validation_greedy=self.config.validation.greedy,
             **evaluators_of(self.config.reward_function.name, self.document, self.validating),
-            learning_rate=getattr(learning, "learning_rate", None),
-            **asdict(Comparison.of(adapter.adapter_config)),
+            **asdict(adapter.comparison),
             output_dir=str(self.config.output_dir),
             resumed=resumed,
         )
         if resumed:
-            done = sum(map(self.standing.is_done, range(self.config.num_epochs)))
+            done = sum(map(self.state.is_done, range(self.config.num_epochs)))
             epochs = counted(done, "epoch") + (" is" if done == 1 else " are")
             log.info("Going on with run %s: %s done", self.journal.run_id, epochs)
         elif step:
@@ -287,14 +281,14 @@ class Run:
         )
         self.events.append("preflight", checks=[asdict(check) for check in checks])
         for check in (one for one in checks if one.ok):  # the others are told at the end
-            quiet = log.info if check.name in TOLD else log.debug
-            say = log.warning if check.warning else quiet
-            say("Preflight: %s: %s", check.name, check.message)
+            quiet = log.info if check.name in LOGGED_CHECKS else log.debug
+            write = log.warning if check.warning else quiet
+            write("Preflight: %s: %s", check.name, check.message)
         wrong = failures(checks)
         if wrong:
-            said = "\n".join(f"{check.name}: {check.message}" for check in wrong)
+            messages = "\n".join(f"{check.name}: {check.message}" for check in wrong)
             failed = counted(len(wrong), "check")
-            raise ConfigError(f"the run was not started; {failed} failed:\n{said}")
+            raise ConfigError(f"the run was not started; {failed} failed:\n{messages}")
 
     # ---- at the end -----------------------------------------------------------------------
 
@@ -306,7 +300,7 @@ class Run:
             return bad[0].status, f"epoch {epoch + 1} of run {run_id}: {bad[0].message}"
         if not statuses:
             return TrainingStatusEnum.FAILED, f"run {run_id}: the trainer trained no epoch"
-        stopped = self.standing.reason_to_stop()
+        stopped = self.state.reason_to_stop()
         if stopped and len(statuses) < self.config.num_epochs:
             return COMPLETED, f"Stopped early after {counted(len(statuses), 'epoch')}: {stopped}"
         epochs = counted(len(statuses), "epoch")
@@ -314,7 +308,7 @@ class Run:
 
     def interrupted(self) -> int:
         """Tell what there is so far; whatever stands in the way of that, the exit status is 130."""
-        run_id, history = self.journal.run_id, self.standing.history
+        run_id, history = self.journal.run_id, self.state.history
         begun = history.run.session == self.journal.session
         if begun and history.finished is not None:
             log.error("Interrupted when run %s had ended already.", run_id)
@@ -332,11 +326,6 @@ class Run:
         log.error("Interrupted. %s same command %s run %s.", how, goes_on, run_id)
         return INTERRUPTED
 
-    def _last_step(self) -> int | None:
-        jobs = [self.standing.last_job(epoch) for epoch in self.standing.history.epochs]
-        steps = [job.step for job in jobs if job is not None]
-        return steps[-1] if steps else self.standing.history.run.step
-
     @property
     def _secrets(self) -> Secrets:
         return Secrets(self.document.loaded.data, self.options.override)
@@ -349,7 +338,7 @@ class Run:
 
     def _report(self, *, brief: bool = False) -> None:
         """Whatever came of it; a run that never started has nothing to tell."""
-        if not self.standing.history.sessions:
+        if not self.state.history.sessions:
             return
         from hone.report import report  # here, because it draws
 

@@ -1,70 +1,148 @@
 """THE CLIENT LOOP. It turns once an epoch: validate, collect, select, submit, wait, log.
 
 In:   a TrajectoryBuilder, a TrainerAdapter, the `finetuning:` section, the run's journal and events
-Out:  one TrainingJobStatus an epoch; everything else stands in events.jsonl
+Out:  one TrainingJobStatus an epoch; everything else is in events.jsonl
 
     run                       every epoch that is not done yet
       _validate                 held-out reward: before the first epoch, at each interval, at the end
-      _epoch                    one epoch: its rounds, which is one unless `groups_per_step` is set
-        run_epoch                 collect -> select -> note -> submit
+      _epoch                    one epoch: its rounds; one round unless `groups_per_step` is set
+        run_epoch                 collect -> select -> journal -> submit
         _wait                     until the job has ended and its step is served
 
-Nothing here remembers what happened: that is asked of standing.py, which knows it from the run's
-events, whether the epochs before this one ran in this process or in one that was killed. What is
-trained is written down before it is sent, under a key by which the server knows it again.
+The trainer remembers nothing itself: resume.py knows from the run's events what is done, whether
+the earlier epochs ran in this process or in one that was killed. What is trained is in the journal
+before it is sent, under a key by which the server recognizes it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.registry import TrainerConfig, register_trainer
-from hone.errors import RolloutError, TrainingFailed
+from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
+from hone.events import FILE, EventLog, read
 from hone.finetune.base import (
+    Trainer,
+    TrainerAdapter,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
+    TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.bound import BoundTrainer
-from hone.finetune.journal import Submission
-from hone.finetune.stats import (
-    check_failures,
-    measured,
-    none_collected,
-    policy_warning,
-)
-from hone.finetune.validation import validate
+from hone.finetune.curriculum import num_flat
+from hone.finetune.journal import Journal, RunFingerprint, Submission
+from hone.finetune.records import check_failures, none_collected, policy_warning, round_metrics
+from hone.finetune.resume import RoundPlan, RunState
+from hone.finetune.validation import Validator
+from hone.report import diagnosis, metrics
 from hone.report.comparison import to_confirm
+from hone.report.writer import Files
 
 if TYPE_CHECKING:
     from hone.config.build import Builder
+    from hone.config.schema import FinetuneConfig
 
 log = logging.getLogger("hone")
 
+BACKEND = "openpipe-art"
+"""What the originals call the backend of this trainer."""
 GRACE_S = 60.0
 """Beyond the adapter's own deadline, which cancels the job as well."""
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
 
-class ARTTrainer(BoundTrainer):
+class ARTTrainer(Trainer):
     """Runs the epochs of a finetuning run, from wherever it stands."""
+
+    _config: "FinetuneConfig"
+    _builder: TrajectoryBuilder
+    _adapter: TrainerAdapter
+    _state: RunState
+    _files: Files
+
+    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
+        super().__init__(trainer_config, **kwargs)
+        self._run_id: str | None = None
+        self._job_refs: list[TrainingJobRef] = []
+        self._step: int | None = None
+        """The policy step that is served now."""
+        self._planned: tuple[int, list[RoundPlan]] | None = None
+        """The rounds of the epoch that was asked for last."""
+        self._phases = Phases()
+        self._opened = ExitStack()
+
+    # ---- start and end --------------------------------------------------------------------
+
+    async def initialize(self, run_config: "FinetuneConfig") -> None:
+        """Reach the backend, and take up the run where its events end."""
+        if not hasattr(self, "journal"):
+            self._open(run_config)
+        self._run_id = self.journal.run_id
+        if self.journal.anew and self.trainer_adapter is not None:
+            await self.trainer_adapter.start_anew(self.journal.run.replaces)
+            self.journal.begun_anew()
+        await super().initialize(run_config)
+        assert self.trajectory_builder is not None and self.trainer_adapter is not None
+        self._config = run_config
+        self._builder, self._adapter = self.trajectory_builder, self.trainer_adapter
+        self._adapter.events = self.events
+        if self.state is None:
+            self.state = RunState(run_config, read(self.events.path))
+            self.events.listeners.append(self.state.add)
+        self._state = self.state
+        self._files = Files(self.events, run_config.output_dir)
+        self._curriculum = self._state.curriculum()
+        self._curriculum_state = self._curriculum.state
+        await self._adapter.open_run(self.journal.run_id, run_config.seed)
+        self._step = await self._adapter.policy_step()
+
+    def _open(self, config: "FinetuneConfig") -> None:
+        """For those who use a trainer without `hone finetune`."""
+        fingerprint = RunFingerprint(config.seed, {})
+        journal = self._opened.enter_context(Journal.open(config.output_dir, fingerprint))
+        self.bind_run(journal, self._opened.enter_context(EventLog(config.output_dir / FILE)))
+
+    async def cleanup(self) -> None:
+        """End what still runs, and wait until the files are written."""
+        if self.trajectory_builder is not None:
+            await self.trajectory_builder.cancel()
+        if hasattr(self, "_files"):
+            await self._files.settle()
+        self._opened.close()
+
+    async def get_metrics(self, run_id: str) -> dict[str, Any]:
+        """The jobs of this process."""
+        jobs: list[dict[str, Any]] = []
+        for ref in self._job_refs:
+            try:
+                jobs.append({"job_ref": ref, "status": await self._adapter.status(ref)})
+            except (HoneError, ValueError) as error:
+                jobs.append({"job_ref": ref, "error": str(error)})
+        return {"run_id": run_id, "total_epochs": len(self._job_refs), "jobs": jobs}
 
     # ---- the loop -------------------------------------------------------------------------
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Every epoch that is not done yet; stops at one that failed."""
-        standing, statuses = self._standing, []
+        if self.run_config is None:
+            raise ConfigError(
+                f"{type(self).__name__} was not initialized; await initialize(run_config) first"
+            )
+        statuses: list[TrainingJobStatus] = []
         self._phases.take()
         for epoch in range(num_epochs):
-            if standing.is_done(epoch):
+            if self._state.is_done(epoch):
                 statuses.append(self._outcome(epoch))
                 continue
             if epoch % self._validation_interval == 0:
                 await self._validate(epoch)
-            if standing.reason_to_stop():
+            if self._state.reason_to_stop():
                 break
             statuses.append(await self._epoch(epoch, num_epochs))
             if statuses[-1].status is not COMPLETED:
@@ -78,50 +156,51 @@ class ARTTrainer(BoundTrainer):
         """One epoch; whatever stops it becomes its status."""
         log.info("Starting epoch %d for run %s", epoch + 1, self._run_id)
         try:
-            for round, visit in enumerate(self._rounds(epoch)):
-                if visit.items and not self._standing.is_over(epoch, round):
+            for round, plan in enumerate(self._rounds(epoch)):
+                if plan.items and not self._state.is_over(epoch, round):
                     job = await self.run_epoch(epoch, self.journal.run_id, round)
                     if job is not None:
                         await self._wait(job, epoch, round)
             status = self._outcome(epoch)
-        except Exception as error:  # noqa: BLE001  # plugins' code: what it raises ends the run, as data
-            status = self._failure(epoch, error)
+        except Exception as error:  # plugins' code: what it raises ends the run, as data
+            if not isinstance(error, HoneError):
+                log.error("epoch %d failed", epoch + 1, exc_info=error)
+            status = self._status(epoch, FAILED, str(error) or type(error).__name__)
         self.events.append(
             "epoch_done", epoch=epoch, status=status.status, phases=self._phases.take()
         )
-        self._say_how_it_went(epoch, num_epochs, status)
+        self._report_epoch(epoch, num_epochs, status)
         return status
 
     async def run_epoch(self, epoch: int, run_id: str, round: int = 0) -> TrainingJobRef | None:
-        """One round: collect, select, note, submit; None where there is nothing to train on."""
-        noted = self.journal.submitted(epoch, round)
-        if noted is None:
+        """One round: collect, select, journal, submit; None where there is nothing to train on."""
+        submission = self.journal.submitted(epoch, round)
+        if submission is None:
             collection = await self._collect(epoch, round)
-            noted = self._select(collection, epoch, round)
+            submission = self._select(collection, epoch, round)
             if collection.trajectories:
-                self.journal.note_submission(epoch, round, noted)
-        self.events.append("epoch_collected", **noted.collected)
-        self._say_what_was_dropped(epoch, noted)
-        if not noted.collection.trajectories:
+                self.journal.note_submission(epoch, round, submission)
+        self.events.append("epoch_collected", **submission.collected)
+        self._report_dropped(epoch, submission)
+        if not submission.collection.trajectories:
             return None
-        job = await self._submit(noted, epoch, round)
-        self.log_progress(epoch, noted.collected["metrics"])
-        await self._log_to_backend(noted)
+        job = await self._submit(submission, epoch, round)
+        self.log_progress(epoch, submission.collected["metrics"], str(self._config.output_dir))
+        await self._log_to_backend(submission)
         return job
 
     # ---- its stages -----------------------------------------------------------------------
 
     async def _validate(self, epoch: int) -> None:
         """The reward on held-out examples after so many epochs, unless it is known."""
-        if self.validation is None or self._standing.is_validated(epoch):
+        if self.validation is None or self._state.is_validated(epoch):
             return
         with self._phases.timed("validate_s"):
-            found = await self.run_validation_evaluation(epoch, self.journal.run_id)
-        found.pop("dataset_type")
-        # By this the server knows which step is NAME@best; so before the event that says it was
-        # done.
-        await self._log_validation(epoch, found)
-        self.events.append("validation", **found)
+            outcome = await self.run_validation_evaluation(epoch, self.journal.run_id)
+        outcome.pop("dataset_type")
+        # Before the event: by this the server knows which step is NAME@best.
+        await self._validator.log(outcome, self._adapter)
+        self.events.append("validation", **outcome)
         self._files.refresh()
 
     async def _confirm(self) -> None:
@@ -129,36 +208,21 @@ class ARTTrainer(BoundTrainer):
         greedy = self._config.validation.greedy  # which would give the same answers again
         if self.validation is None or greedy or not self._adapter.serves_steps:
             return
-        for earlier in to_confirm(self._standing.history):
+        for earlier in to_confirm(self._state.history):
             if earlier.step is None:
                 return
             with self._phases.timed("validate_s"):
-                found = await self._answer_held_out(earlier.epoch, earlier.step, final=True)
-            self._say_final(found)
-            self.events.append("final_validation", **found)
-            if found["error"]:
+                outcome = await self._validator.validate(earlier.epoch, earlier.step, final=True)
+            self._validator.report_final(outcome)
+            self.events.append("final_validation", **outcome)
+            if outcome["error"]:
                 return
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         if self.validation is None:
             return await super().run_validation_evaluation(epoch, run_id)
-        found = await self._answer_held_out(epoch, self._step)
-        return {**found, "dataset_type": "validation"}
-
-    async def _answer_held_out(
-        self, epoch: int, step: int | None, *, final: bool = False
-    ) -> dict[str, Any]:
-        assert self.validation is not None, "there are no held-out examples"
-        return await validate(
-            self.validation,
-            epoch=epoch,
-            step=step,
-            config=self._config,
-            journal=self.journal,
-            events=self.events,
-            history=self._standing.history,
-            final=final,
-        )
+        outcome = await self._validator.validate(epoch, self._step)
+        return {**outcome, "dataset_type": "validation"}
 
     async def _collect(self, epoch: int, round: int) -> TrajectoryCollection:
         """Run the round's examples; refused where too many rollouts failed."""
@@ -171,7 +235,7 @@ class ARTTrainer(BoundTrainer):
             "items": items,
             "journal": self.journal,
             "session": self.journal.session,
-            "failed_before": self._standing.has_failed(epoch),
+            "failed_before": self._state.has_failed(epoch),
             "events": self.events,
             "trainer_config": self.trainer_config,
         }
@@ -181,7 +245,7 @@ class ARTTrainer(BoundTrainer):
             round=round,
             rounds=len(rounds),
             step=self._step,
-            rollouts=len(items) * getattr(self._builder, "num_generations", 1),
+            rollouts=len(items) * (self._builder.num_generations or 1),
             resumed=len(self.journal.finished("train", epoch, round)),
         )
         with self._phases.timed("rollout_s"):
@@ -194,26 +258,26 @@ class ARTTrainer(BoundTrainer):
         return collection
 
     def _select(self, collection: TrajectoryCollection, epoch: int, round: int) -> Submission:
-        """What of it is trained, in the form in which it will be sent."""
+        """What is trained of the collection, in the form in which it will be sent."""
         rounds = self._rounds(epoch)
-        self._curriculum = self._standing.curriculum()
-        chosen = self._curriculum.select(
-            collection, epoch, round, rounds[round].drawn, self._comparison
+        place = {"epoch": epoch, "round": round}
+        plan = {"rounds": len(rounds), "epochs": self._config.num_epochs}
+        self._curriculum = self._state.curriculum()
+        drawn = {**(collection.metadata or {}), **place, "examples": rounds[round].drawn}
+        chosen = self.apply_curriculum_learning(
+            collection.model_copy(update={"metadata": drawn}), epoch
         )
         self._curriculum_state = self._curriculum.state
         state = self.get_curriculum_state() if self._curriculum.config.enabled else None
-        place = {"epoch": epoch, "round": round}
-        plan = {"rounds": len(rounds), "epochs": self._config.num_epochs}
+        percentile = state["current_percentile"] if state else 1.0
         return Submission(
             collection=chosen.model_copy(update={"metadata": {**place, **plan}}),
             collected={
                 **place,
                 "step": self._step,
-                "metrics": measured(
-                    collection, chosen, state["current_percentile"] if state else 1.0
-                ),
+                "metrics": round_metrics(collection, chosen, percentile),
                 "dropped": dict(self._builder.dropped),
-                "zero_variance_groups": self._comparison.num_flat(collection.trajectories),
+                "zero_variance_groups": num_flat(collection.trajectories, self._adapter.comparison),
                 "curriculum_state": state,
                 "curriculum": self._curriculum.snapshot(),
             },
@@ -222,15 +286,26 @@ class ARTTrainer(BoundTrainer):
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
-        """The groups to train on this epoch, for those who have all of them at once."""
-        return self._curriculum.select(trajectory_collection, epoch, comparison=self._comparison)
+        """The groups to train on this epoch.
 
-    async def _submit(self, noted: Submission, epoch: int, round: int) -> TrainingJobRef:
+        `metadata` of the collection has the `round` and the ids of its `examples` before the
+        curriculum skipped any; without them the collection is taken for the whole epoch.
+        """
+        place = trajectory_collection.metadata or {}
+        return self._curriculum.select(
+            trajectory_collection,
+            epoch,
+            place.get("round", 0),
+            place.get("examples"),
+            self._adapter.comparison,
+        )
+
+    async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Send it; sent twice under one key, it is one job."""
-        # A job that failed is not asked for again: the server would answer with the failure.
-        again = self._standing.failed_jobs(epoch, round)
-        key = f"{self._run_id}:{epoch}:{round}" + (f":again{again}" if again else "")
-        sent = noted.collection
+        # A job that failed gets a new key: under the old one the server answers with the failure.
+        failed = self._state.failed_jobs(epoch, round)
+        key = f"{self._run_id}:{epoch}:{round}" + (f":again{failed}" if failed else "")
+        sent = submission.collection
         named = sent.model_copy(update={"metadata": {**(sent.metadata or {}), "key": key}})
         with self._phases.timed("learn_s"):
             job = await self._adapter.submit(named)
@@ -245,13 +320,13 @@ class ARTTrainer(BoundTrainer):
         )
         return job
 
-    async def _log_to_backend(self, noted: Submission) -> None:
+    async def _log_to_backend(self, submission: Submission) -> None:
         """While the job runs: what the policy earned, and room for the next checkpoint."""
-        found = noted.collected["metrics"]
+        collected = submission.collected["metrics"]
         await self._adapter.log_metrics(
-            {"reward": found["avg_reward"], "trajectories": found["num_trajectories"]},
+            {"reward": collected["avg_reward"], "trajectories": collected["num_trajectories"]},
             split="train",
-            step=noted.collected["step"],
+            step=submission.collected["step"],
         )
         if self._config.keep_checkpoints is not None:
             await self._adapter.prune(self._config.keep_checkpoints)
@@ -264,34 +339,144 @@ class ARTTrainer(BoundTrainer):
                 async with asyncio.timeout(limit_s):
                     status = await self._adapter.wait_until_complete(job)
         except TimeoutError:
-            said = f"the adapter did not say within {limit_s:g} s how the job ended"
-            status = self._status(epoch, FAILED, f"{said} (finetuning.job_timeout_s)")
-        told = {"job": None, "step": None, "metrics": {}} | (status.metadata or {})
-        told |= {"epoch": epoch, "round": round}
+            message = f"the adapter did not say within {limit_s:g} s how the job ended"
+            status = self._status(epoch, FAILED, f"{message} (finetuning.job_timeout_s)")
+        outcome = {"job": None, "step": None, "metrics": {}} | (status.metadata or {})
+        outcome |= {"epoch": epoch, "round": round}
         if status.status is not COMPLETED:
             message = status.message or f"the job was {status.status}"
-            self.events.append("job_failed", **told | {"message": message})
+            self.events.append("job_failed", **outcome | {"message": message})
             raise TrainingFailed(message)
-        self._step = self._step if told["step"] is None else told["step"]
-        self.events.append("job_done", **{"seconds": time.monotonic() - started} | told)
+        self._step = self._step if outcome["step"] is None else outcome["step"]
+        self.events.append("job_done", **{"seconds": time.monotonic() - started} | outcome)
         log.info("Training %s completed successfully.", self._run_id)
-        if told.get("reason"):
-            self._warn(f"epoch {epoch + 1}: nothing was learned: {told['reason']}")
+        if outcome.get("reason"):
+            self._warn(f"epoch {epoch + 1}: nothing was learned: {outcome['reason']}")
 
     def _outcome(self, epoch: int) -> TrainingJobStatus:
-        """Of an epoch whose rounds are over."""
-        if not self._standing.collected(epoch):
+        """The status of an epoch whose rounds are over."""
+        if not self._state.collected(epoch):
             targets = self._config.target_functions
-            raise RolloutError(none_collected(epoch, self._standing.dropped(epoch), targets))
-        job = self._standing.last_job(epoch)
+            raise RolloutError(none_collected(epoch, self._state.dropped(epoch), targets))
+        job = self._state.last_job(epoch)
         if job is None:
             return self._status(epoch, COMPLETED, "No trajectories to train on")
-        known = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
-        return self._status(epoch, COMPLETED, None, **known)
+        shown = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
+        return self._status(epoch, COMPLETED, None, **shown)
+
+    def _status(
+        self, epoch: int, status: TrainingStatusEnum, message: str | None, **more: Any
+    ) -> TrainingJobStatus:
+        return TrainingJobStatus(
+            run_id=self.journal.run_id,
+            backend=BACKEND,
+            status=status,
+            progress=100.0 if status is COMPLETED else None,
+            message=message,
+            metadata={"epoch": epoch, **more},
+        )
+
+    # ---- what it knows --------------------------------------------------------------------
+
+    @cached_property
+    def _validator(self) -> Validator:
+        assert self.validation is not None, "there are no held-out examples"
+        return Validator(self.validation, self._config, self.journal, self.events, self._state)
+
+    @property
+    def _validation_interval(self) -> int:
+        options = self._config.run_configuration
+        return 5 if options is None else options.validation_interval
+
+    @property
+    def _reward_history(self) -> list[dict[str, Any]]:
+        return [] if self.state is None else metrics.reward_history(self.state.history)
+
+    @property
+    def _validation_history(self) -> list[dict[str, Any]]:
+        return [] if self.state is None else metrics.validation_history(self.state.history)
+
+    def _rounds(self, epoch: int) -> list[RoundPlan]:
+        """The epoch's examples, round by round."""
+        if self._planned is None or self._planned[0] != epoch:
+            evaluation = self._builder.evaluation
+            if evaluation is None:
+                raise ConfigError(
+                    f"{type(self).__name__} has nothing to run; call bind_evaluations(training, "
+                    "validation) first"
+                )
+            self._planned = epoch, self._state.rounds(evaluation.items, epoch)
+        return self._planned[1]
+
+    # ---- what it reports ------------------------------------------------------------------
+
+    def _report_dropped(self, epoch: int, submission: Submission) -> None:
+        dropped = submission.collected["dropped"]
+        if dropped:
+            counts = ", ".join(f"{reason}: {n}" for reason, n in dropped.items())
+            log.info("Epoch %d left out: %s", epoch + 1, counts)
+        collected = submission.collected["metrics"]["num_trajectories"]
+        if collected and not submission.collection.trajectories:
+            self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
+
+    def _report_epoch(self, epoch: int, num_epochs: int, status: TrainingJobStatus) -> None:
+        self._files.refresh()
+        if status.status is not COMPLETED:
+            log.error("Epoch %d failed: %s", epoch + 1, status.message)
+            return
+        log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
+        due = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
+        if due and (why := diagnosis.diagnosis(self._state.history)):
+            self._warn(why)
+
+    def log_progress(
+        self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None
+    ) -> None:
+        """Log it, and have the metrics files and the plot written in the background."""
+        self._files.output_dir = Path(output_dir or self._config.output_dir)
+        self._files.refresh()
+        average = metrics["avg_reward"]
+        log.info(
+            "Epoch %d progress logged - Avg Reward: %s, Trajectories: %d",
+            epoch + 1,
+            "none" if average is None else f"{average:.4f}",
+            metrics["num_trajectories"],
+        )
+
+    def _warn(self, message: str) -> None:
+        log.warning("%s", message)
+        self.events.append("warning", message=message)
+
+
+class Phases:
+    """Measures where the time of an epoch went."""
+
+    NAMES = ("rollout_s", "learn_s", "validate_s")
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._spent = dict.fromkeys(self.NAMES, 0.0)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """The time inside belongs to this phase; phases do not nest."""
+        assert name in self.NAMES, f"no phase {name!r}; known: {self.NAMES}"
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent[name] += time.monotonic() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call; what no phase claims is `other_s`."""
+        spent, total = self._spent, time.monotonic() - self._begun
+        self._begun += total
+        self._spent = dict.fromkeys(self.NAMES, 0.0)
+        return {**spent, "other_s": max(0.0, total - sum(spent.values()))}
 
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
-    """The loop over epochs; all it needs to know stands in `finetuning:`."""
+    """The loop over epochs; all it needs to know is in `finetuning:`."""
 
 
 @register_trainer(config_type=ARTTrainerConfig)

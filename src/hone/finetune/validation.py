@@ -3,11 +3,12 @@
 In:   an Evaluation of the validation set, the epochs of training behind it, the journal
 Out:  the fields of a `validation` event: mean, bounds, rewards by example, failures, or an error
 
-A rollout that failed through the model's own doing lowers the mean: left out, a policy that breaks
-on half of the examples and solves the rest would score 1. A rollout that its environment failed
+A rollout that failed because of the model lowers the mean: without it, a policy that breaks on half
+of the examples and solves the rest would score 1. A rollout that failed because of its environment
 says nothing about the model and is left out; where too many did, the validation has no mean.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,10 +16,17 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
-from hone.finetune.base import RolloutRecord
-from hone.finetune.records import record_of, rollout_id, told, worth, worth_another
-from hone.finetune.stats import check_failures
-from hone.report.text import counted
+from hone.events import FinalValidationDone, ValidationDone
+from hone.finetune.records import (
+    RolloutRecord,
+    check_failures,
+    event_fields,
+    record_of,
+    reward_or_substitute,
+    run_recorded,
+)
+from hone.report.text import counted, failed
+from hone.report.validations import Validation
 from hone.workflow.loop import ended_together
 
 if TYPE_CHECKING:
@@ -26,127 +34,163 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation
     from hone.events import EventLog
+    from hone.finetune.base import TrainerAdapter
     from hone.finetune.journal import Journal
-    from hone.report.history import History
+    from hone.finetune.resume import RunState
+
+log = logging.getLogger("hone")
 
 
-async def validate(
-    evaluation: "Evaluation",
-    *,
-    epoch: int,
-    step: int | None,
-    config: "FinetuneConfig",
-    journal: "Journal",
-    events: "EventLog",
-    history: "History",
-    final: bool = False,
-) -> dict[str, Any]:
-    """Every example `validation.reps` times; rollouts that ended before a kill are kept.
+class Validator:
+    """Measures the policy of a run on its held-out examples."""
 
-    `final`: `step` answers, which may be an earlier one, instead of the newest.
-    """
-    started, split = time.monotonic(), "final" if final else "val"
-    known = journal.finished(split, epoch)
-    wanted = [
-        (place, item, rep)
-        for place, item in enumerate(evaluation.items)
-        for rep in range(config.validation.reps)
-    ]
-    events.append(
-        "validation_started", epoch=epoch, rollouts=len(wanted), resumed=len(known), final=final
-    )
+    def __init__(
+        self,
+        evaluation: "Evaluation",
+        config: "FinetuneConfig",
+        journal: "Journal",
+        events: "EventLog",
+        state: "RunState",
+    ) -> None:
+        self.evaluation, self.config = evaluation, config
+        self.journal, self.events, self.state = journal, events, state
+        self._logged: dict[int | None, dict[str, float]] = {}
+        """What the backend was told of each validated step."""
 
-    pinned = step if final else None
+    async def validate(
+        self, epoch: int, step: int | None, *, final: bool = False
+    ) -> dict[str, Any]:
+        """Every example `validation.reps` times; rollouts that ended before a kill are kept.
 
-    async def rollout(place: int, item: "EvalInputItem", rep: int) -> RolloutRecord:
-        if (item.id, rep) in known:
-            return known[item.id, rep]
-        record = await _run(evaluation, item, (epoch, place, rep), config, journal, pinned)
-        journal.add(record)
-        events.append("rollout", **told(record))
-        return record
+        `final`: `step` answers, which may be an earlier one, instead of the newest.
+        """
+        started, pinned = time.monotonic(), step if final else None
+        known = self.journal.finished("final" if final else "val", epoch)
+        wanted = [
+            (place, item, rep)
+            for place, item in enumerate(self.evaluation.items)
+            for rep in range(self.config.validation.reps)
+        ]
+        self.events.append(
+            "validation_started", epoch=epoch, rollouts=len(wanted), resumed=len(known), final=final
+        )
 
-    records = await ended_together(rollout(*one) for one in wanted)
-    where = (
-        f"final validation of step {step}"
-        if final
-        else f"validation after {counted(epoch, 'epoch')}"
-    )
-    outcome = _outcome(records, where, config, history)
-    answered = {s for record in records for s in record.policy_steps}  # those of helpers as well
-    if final and answered and pinned not in answered and not outcome["error"]:
-        outcome |= {"avg_reward": None, "error": f"{where}: step {max(answered)} answered instead"}
-    return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
+        async def rollout(place: int, item: "EvalInputItem", rep: int) -> RolloutRecord:
+            if (item.id, rep) in known:
+                return known[item.id, rep]
+            record = await self._run(item, epoch, place, rep, pinned)
+            self.journal.add(record)
+            self.events.append("rollout", **event_fields(record))
+            return record
 
+        records = await ended_together(rollout(*one) for one in wanted)
+        after = f"validation after {counted(epoch, 'epoch')}"
+        where = f"final validation of step {step}" if final else after
+        outcome = self._outcome(records, where)
+        answered = {
+            s for record in records for s in record.policy_steps
+        }  # those of helpers as well
+        if final and answered and pinned not in answered and not outcome["error"]:
+            error = f"{where}: step {max(answered)} answered instead"
+            outcome |= {"avg_reward": None, "error": error}
+        return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
 
-async def _run(
-    evaluation: "Evaluation",
-    item: "EvalInputItem",
-    at: tuple[int, int, int],
-    config: "FinetuneConfig",
-    journal: "Journal",
-    step: int | None,
-) -> RolloutRecord:
-    """One rollout, run again if its world failed it; `at` is epoch, place and repetition.
+    async def _run(
+        self, item: "EvalInputItem", epoch: int, place: int, rep: int, step: int | None
+    ) -> RolloutRecord:
+        """One rollout; `step` is the policy's in a final validation, None for the newest one."""
+        config = self.config
+        assert config.reward_function is not None, "a run without a reward was let through"
+        reward = config.reward_function.name
+        temperature = 0.0 if config.validation.greedy else None
 
-    `step`: of the policy in a final validation; None for the newest one.
-    """
-    epoch, place, rep = at
-    split = "val" if step is None else "final"
-    assert config.reward_function is not None, "a run without a reward was let through"
-    reward = config.reward_function.name
-    record = None
-    for retry in range(config.rollout_retries + 1):
-        rollout = rollout_id(
-            journal.run_id,
+        async def run(rollout: str) -> RolloutRecord:
+            result = await self.evaluation.run_item(
+                item, rollout=rollout, temperature=temperature, step=step, evaluators=[reward]
+            )
+            return record_of(
+                result,
+                rollout=rollout,
+                split="val" if step is None else "final",
+                epoch=epoch,
+                generation=rep,
+                reward_name=reward,
+            )
+
+        record = await run_recorded(
+            run,
+            self.journal.run_id,
+            retries=config.rollout_retries,
+            split="val" if step is None else "final",
             epoch=epoch,
             item=place,
             generation=rep,
-            session=journal.session,
-            retry=retry,
-            split=split,
+            session=self.journal.session,
         )
-        temperature = 0.0 if config.validation.greedy else None
-        result = await evaluation.run_item(
-            item, rollout=rollout, temperature=temperature, step=step, evaluators=[reward]
-        )
-        record = record_of(
-            result, rollout=rollout, split=split, epoch=epoch, generation=rep, reward_name=reward
-        )
-        if not worth_another(record):
-            break
-    assert record is not None, config.rollout_retries
-    return record.model_copy(update={"reward": worth(record, config)})
+        return record.model_copy(update={"reward": reward_or_substitute(record, config)})
 
+    def _outcome(self, records: Sequence[RolloutRecord], where: str) -> dict[str, Any]:
+        rewards: dict[str, list[float | None]] = {}
+        policy_failures = Counter[str]()
+        for record in records:
+            rewards.setdefault(record.example, []).append(record.reward)
+            if record.failure is not None and record.failure.kind == "policy":
+                policy_failures[record.example] += 1
+        instead = self.config.on_policy_failure
+        scored = [record.reward for record in records if record.reward is not None]
+        if instead == "drop" and policy_failures:
+            lowest = min([self.state.history.failure_reward, *scored])
+            scored += [lowest] * policy_failures.total()
+        error = None
+        try:
+            allowed = self.config.max_infrastructure_failures
+            check_failures(records, where=where, allowed=allowed)
+            if not scored:
+                raise RolloutError(f"{where}: no rollout could be scored")
+        except RolloutError as refused:
+            error, scored = str(refused), []
+        return {
+            "avg_reward": fmean(scored) if scored else None,
+            "min_reward": min(scored, default=None),
+            "max_reward": max(scored, default=None),
+            "num_examples": len(rewards),
+            "failures": sum(record.reward is None for record in records),
+            "policy_failures": dict(policy_failures),
+            "on_policy_failure": instead if instead == "drop" else instead.reward,
+            "rewards": rewards,
+            "error": error,
+        }
 
-def _outcome(
-    records: Sequence[RolloutRecord], where: str, config: "FinetuneConfig", history: "History"
-) -> dict[str, Any]:
-    rewards: dict[str, list[float | None]] = {}
-    failed = Counter[str]()
-    for record in records:
-        rewards.setdefault(record.example, []).append(record.reward)
-        if record.failure is not None and record.failure.kind == "policy":
-            failed[record.example] += 1
-    instead = config.on_policy_failure
-    known = [record.reward for record in records if record.reward is not None]
-    if instead == "drop" and failed:
-        known += [min([history.failure_reward, *known])] * failed.total()
-    error = None
-    try:
-        check_failures(records, where=where, allowed=config.max_infrastructure_failures)
-        if not known:
-            raise RolloutError(f"{where}: no rollout could be scored")
-    except RolloutError as refused:
-        error, known = str(refused), []
-    return {
-        "avg_reward": fmean(known) if known else None,
-        "min_reward": min(known, default=None),
-        "max_reward": max(known, default=None),
-        "num_examples": len(rewards),
-        "failures": sum(record.reward is None for record in records),
-        "policy_failures": dict(failed),
-        "on_policy_failure": instead if instead == "drop" else instead.reward,
-        "rewards": rewards,
-        "error": error,
-    }
+    # ---- what is told ---------------------------------------------------------------------
+
+    async def log(self, outcome: dict[str, Any], adapter: "TrainerAdapter") -> None:
+        """Log it, and tell the backend; and what it changes about earlier ones.
+
+        Under `drop` a failure of the model counts as the run's lowest reward. Where that fell,
+        earlier validations are worth less than the backend was told.
+        """
+        history = self.state.history
+        rewards = [r for some in outcome["rewards"].values() for r in some if r is not None]
+        lowest = min([history.failure_reward, min(rewards, default=0.0)])
+        new = Validation.of(ValidationDone(at=0.0, **outcome), lowest)
+        self._report(new, f"Validation after {counted(new.epoch, 'epoch')}")
+        for one in (*history.validations, new):
+            if one.mean is None or (one is not new and not one.policy_failures):
+                continue
+            values = {"reward": one.mean, "failure_rate": one.failure_rate or 0.0}
+            if self._logged.get(one.step) != values:
+                self._logged[one.step] = values
+                await adapter.log_metrics(values, split="val", step=one.step)
+
+    def report_final(self, outcome: dict[str, Any]) -> None:
+        """Log what a step answered anew at the end of the run."""
+        event = FinalValidationDone(at=0.0, **outcome)
+        new = Validation.of(event, self.state.history.failure_reward)
+        self._report(new, f"Final validation of step {new.step}")
+
+    def _report(self, validation: Validation, what: str) -> None:
+        if validation.mean is None:
+            log.warning("%s", validation.error)
+            self.events.append("warning", message=validation.error)
+        else:
+            log.info("%s - Avg Reward: %.4f%s", what, validation.mean, failed(validation))

@@ -1,22 +1,41 @@
-"""What builder, adapter and trainer hand each other, and what the journal keeps of a rollout.
+"""Data classes that builder, adapter and trainer pass to each other.
 
 In:   nothing; values only
-Out:  Trajectory and TrajectoryCollection, TrainingJobRef and TrainingJobStatus, RolloutRecord
+Out:  Trajectory and TrajectoryCollection, TrainingJobRef and TrainingJobStatus
 
-Fields and words are those of NeMo Agent Toolkit. Everything here survives a round through JSON,
-because a submission is written down before it is sent, and a rollout when it ends.
+Fields and words are those of NeMo Agent Toolkit. Everything here survives a round trip through
+JSON, because a submission is on disk before it is sent.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-from hone.types import Strict
+from hone.credit import Baseline, Credit
+from hone.errors import ConfigError
 
 
 class _Value(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the trajectories of a job are compared: `credit` and `baseline` of a job's keys."""
+
+    credit: Credit = "outcome"
+    baseline: Baseline = "group"
 
 
 class TrainingStatusEnum(StrEnum):
@@ -80,6 +99,9 @@ class EpisodeItem(_Value):
         return self
 
 
+EpisodeSource = Callable[[], list[EpisodeItem]]
+
+
 class OpenAIMessage(_Value):
     """A message of a preference pair's prompt."""
 
@@ -99,11 +121,60 @@ class Trajectory(_Value):
     """One rollout as the harness sees it: what was said, and what it was worth."""
 
     episode: list[EpisodeItem] | list[DPOItem]
+    """Of a trajectory that refers to a journaled rollout it is made when somebody reads it."""
     reward: float = Field(allow_inf_nan=False)
     shaped_rewards: list[float] | None = None
     """One value per trained call."""
     metadata: dict[str, Any] | None = None
     """JSON values only: a trajectory is written down before it is sent."""
+    _read_episode: EpisodeSource | None = PrivateAttr(default=None)
+    _episode: list[EpisodeItem] | None = PrivateAttr(default=None)
+
+    @classmethod
+    def referring(cls, read_episode: EpisodeSource | None, **fields: Any) -> Self:
+        """A trajectory that refers to a journaled rollout; `read_episode` makes its text."""
+        trajectory = cls(episode=[], **fields)
+        del vars(trajectory)["episode"]
+        trajectory._read_episode = read_episode
+        return trajectory
+
+    @property
+    def refers(self) -> bool:
+        """Whether its text is that of a journaled rollout."""
+        return "episode" not in self.__dict__
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether its episode is there, or can be made."""
+        return not self.refers or self._read_episode is not None
+
+    def read_from(self, source: EpisodeSource) -> None:
+        """Make the episode with this function when it is read."""
+        self._read_episode = source
+
+    def __getattr__(self, name: str) -> Any:
+        """The episode of a trajectory that refers to a rollout; fields in use never come here."""
+        if name != "episode":
+            return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - pydantic hides it from type checkers
+        if self._read_episode is None:
+            raise ConfigError(
+                f"the text of rollout {(self.metadata or {}).get('rollout')} was not fetched from "
+                "the server; set reads_episodes of the trainer adapter, or await load_episodes() "
+                "of the trajectory builder"
+            )
+        if self._episode is None:
+            self._episode = self._read_episode()
+        return self._episode
+
+    @model_serializer(mode="wrap")
+    def _with_episode(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return serialize(Trajectory.model_construct(**self._fields()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trajectory) and self._fields() == other._fields()
+
+    def _fields(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in Trajectory.model_fields}
 
 
 class TrajectoryCollection(_Value):
@@ -119,55 +190,3 @@ class TrajectoryCollection(_Value):
     def count(self) -> int:
         """Trajectories in all groups."""
         return sum(map(len, self.trajectories))
-
-
-class FailureRecord(Strict):
-    """Why a rollout, or its scoring, came to nothing."""
-
-    kind: Literal["infrastructure", "policy"]
-    reason: str
-    type: str = ""
-    message: str = ""
-    traceback: str = ""
-
-
-class StepRecord(Strict):
-    """What `hone.step` was told."""
-
-    name: str
-    value: float | None = None
-    calls: int
-    """How many calls the rollout had sent before it."""
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
-
-
-class RolloutRecord(Strict):
-    """One rollout that ended, as the journal keeps it: enough not to run it again."""
-
-    epoch: int
-    round: int = 0
-    split: Literal["train", "val", "final"]
-    example: str
-    generation: int
-    rollout: str
-    """Its id, under which the server keeps its calls."""
-    reward: float | None
-    """None: it could not be run, or not be scored."""
-    scores: dict[str, float | None] = Field(default_factory=dict)
-    failure: FailureRecord | None = None
-    output: JsonValue = None
-    input: JsonValue = None
-    shaped: list[StepRecord] = Field(default_factory=list)
-    seconds: float = 0.0
-    calls: int = 0
-    tokens: int = 0
-    """Sampled ones."""
-    policy_steps: list[int] = Field(default_factory=list)
-    """Of its calls, each once."""
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    """Its last conversation, for those who read the report."""
-    request: dict[str, Any] | None = None
-    """The body of its first call to the model, without the model's name. Kept for the first rollout
-    of each example, so that a report can show what the agent asks."""
-    trajectory: Trajectory | None = None
-    """What the builder made of it; None where it makes it anew from what the server recorded."""

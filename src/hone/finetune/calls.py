@@ -1,42 +1,42 @@
-"""What was recorded of one rollout -> a trajectory, or the reason why there is none.
+"""Which calls of a rollout are trained, and which calls named no rollout.
 
-In:   the calls a hone server recorded (or those the harness saw, of a foreign one), what is a target
-Out:  an episode of messages, the ids of the calls that are trained, a value for each of them
+In:   the calls a hone server recorded (or those the harness saw of another one), the targets
+Out:  the calls that are trained, with a value for each; the others, counted by reason
 
-A call is found by its id and never by its text: two answers may say the same, and only one of them
-may be a target. Calls that continue a conversation extend it; what does not continue one exactly
-begins another, so nothing is lost where an agent branches, retries or rewrites its context.
+A call is identified by its id and never by its text: two answers may say the same, and only one of
+them may be a target. An agent may also make calls that hone cannot see: they are missing from the
+trajectory, and under the base model's name they get the untrained model. Only the server counts
+them. Evaluators may call the same server, so their calls say whose they are (`EVALUATION`).
 """
 
-import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hone.capture.openai import LEFT
-from hone.finetune.base import EpisodeItem, EpisodeItemRole
+from hone.errors import HoneError
 from hone.types import RecordedCall
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall, Step
+    from hone.finetune.base import ModelServer
+
+logger = logging.getLogger("hone")
 
 WORKFLOW = "<workflow>"
 """As a target: every call of a rollout, whatever function made it."""
+EVALUATION = "<evaluation>"
+"""The function that calls of evaluators name."""
+UNSEEN = (
+    "An agent's calls are seen if its HTTP client is httpx or httpx2, as that of openai is, and if "
+    "a thread it starts gets the context (contextvars.copy_context().run; thread pools have it); any "
+    "other client, and an agent in a process of its own, must use the base URL "
+    "{root}/rollout/ROLLOUT_ID/v1, which is `llm.rollout_url`"
+)
 
 Message = dict[str, Any]
-
-_ROLES = {
-    "user": EpisodeItemRole.USER,
-    "human": EpisodeItemRole.USER,
-    "assistant": EpisodeItemRole.ASSISTANT,
-    "ai": EpisodeItemRole.ASSISTANT,
-    "system": EpisodeItemRole.SYSTEM,
-    "developer": EpisodeItemRole.SYSTEM,
-    "tool": EpisodeItemRole.TOOL,
-    "function": EpisodeItemRole.FUNCTION,
-}
-_KEPT = ("tool_calls", "tool_call_id", "function_call", "name", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledCall:
     """One answer that could be trained."""
 
     id: str
@@ -71,10 +71,10 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TrainedCalls:
     """What of a rollout is trained."""
 
-    sampled: list[Sampled]
+    sampled: list[SampledCall]
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls that are not trained, by reason."""
     foreign: bool = False
@@ -88,39 +88,41 @@ class Found:
         return self.dropped.most_common(1)[0][0] if self.dropped else "no_calls"
 
 
-def of_recorded(
+def from_recorded(
     recorded: Sequence[RecordedCall], seen: "Sequence[SeenCall]", targets: Targets
-) -> Found:
+) -> TrainedCalls:
     """What a hone server recorded; `seen` tells by which name each call asked for its model."""
     asked, places = _asked(seen)
-    sampled: list[Sampled] = []
+    sampled: list[SampledCall] = []
     dropped = Counter[str]()
     for one in sorted(recorded, key=lambda c: (c.index, c.choice)):
         why = _not_trained(one, asked, targets)
         if why is not None:
             dropped[why] += 1
             continue
-        sampled.append(
-            Sampled(
-                id=one.id,
-                place=places.get(one.id, one.index),
-                messages=one.messages or [],
-                reply=one.reply,
-                finish=one.finish,
-                logprobs={},
-            )
-        )
+        sampled.append(_sampled(one, places.get(one.id, one.index)))
     if not recorded:
         # A server records what its client left when it has noticed that, which may be later.
         dropped["abandoned"] += sum(call.error == LEFT for call in seen)
     ids = {one.id for one in recorded}
     dropped["unrecorded"] += sum(id not in ids for id in asked)
-    return Found(sampled, +dropped)
+    return TrainedCalls(sampled, +dropped)
 
 
-def of_seen(seen: "Sequence[SeenCall]", targets: Targets) -> Found:
+def with_ids(recorded: Sequence[RecordedCall], ids: Sequence[str]) -> list[SampledCall]:
+    """The recorded calls of these ids, in the order in which they were made."""
+    ordered = sorted(recorded, key=lambda c: (c.index, c.choice))
+    return [_sampled(one, one.index) for one in ordered if one.id in ids]
+
+
+def _sampled(one: RecordedCall, place: int) -> SampledCall:
+    messages = one.messages or []
+    return SampledCall(one.id, place, messages, one.reply, one.finish, logprobs={})
+
+
+def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
     """What the harness saw of a foreign server: only answers with log-probabilities count."""
-    sampled: list[Sampled] = []
+    sampled: list[SampledCall] = []
     dropped = Counter[str]()
     for call in seen:
         for place, choice in enumerate(call.choices):
@@ -139,8 +141,10 @@ def of_seen(seen: "Sequence[SeenCall]", targets: Targets) -> Found:
                 finish = choice.get("finish_reason") or "stop"
                 id = f"{call.id or call.index}.{place}"
                 reply, ids = choice["message"], choice.get("token_ids")
-                sampled.append(Sampled(id, call.index, call.messages, reply, finish, logprobs, ids))
-    return Found(sampled, dropped, foreign=True)
+                sampled.append(
+                    SampledCall(id, call.index, call.messages, reply, finish, logprobs, ids)
+                )
+    return TrainedCalls(sampled, dropped, foreign=True)
 
 
 def _asked(seen: "Sequence[SeenCall]") -> tuple[dict[str, str], dict[str, int]]:
@@ -177,7 +181,7 @@ def _not_trained(one: RecordedCall, asked: Mapping[str, str], targets: Targets) 
 # ---- values of steps ------------------------------------------------------------------------
 
 
-def shaped(steps: "Sequence[Step]", sampled: Sequence[Sampled]) -> list[float] | None:
+def shaped_rewards(steps: "Sequence[Step]", sampled: Sequence[SampledCall]) -> list[float] | None:
     """One value per trained call: the sum of the values that were noted for it.
 
     None where no step has a value. A value noted before any trained call was answered belongs to
@@ -193,58 +197,42 @@ def shaped(steps: "Sequence[Step]", sampled: Sequence[Sampled]) -> list[float] |
     return values if valued else None
 
 
-# ---- episodes -------------------------------------------------------------------------------
+# ---- calls that named no rollout -----------------------------------------------------------------
 
 
-def episode(sampled: Sequence[Sampled]) -> list[EpisodeItem]:
-    """Every conversation, one after the other; `metadata["conversation"]` numbers them."""
-    talks: list[list[tuple[Message, Sampled | None]]] = []
-    for one in sampled:
-        talk = next((t for t in reversed(talks) if _continues(one.messages, t)), None)
-        if talk is None:
-            talk = []
-            talks.append(talk)
-        talk += [(message, None) for message in one.messages[len(talk) :]]
-        talk.append((one.reply, one))
-    return [_item(message, by, k) for k, talk in enumerate(talks) for message, by in talk]
+class UnscopedCalls:
+    """Counts the calls that reached a server and named no rollout."""
 
+    def __init__(self, server: "ModelServer") -> None:
+        self._server = server
+        self._is_reported = False
 
-def _continues(messages: list[Message], talk: list[tuple[Message, Sampled | None]]) -> bool:
-    if len(talk) > len(messages):
-        return False
-    return all(_said(a) == _said(b) for a, (b, _) in zip(messages, talk, strict=False))
+    async def count(self, run_id: str) -> Counter[str]:
+        """Requests so far, by model; none where the server does not answer."""
+        try:
+            return Counter(await self._server.unscoped_calls(run_id))
+        except HoneError as error:
+            logger.warning("Calls without a rollout were not counted: %s", error)
+            return Counter()
 
+    def of_trained(self, counts: Counter[str]) -> int:
+        """How many of them the model in training answered: hardly anybody else asks for that."""
+        return counts[self._server.model_name]
 
-def _said(message: Message) -> tuple[Any, ...]:
-    """What makes two messages the same, however a client spells what it leaves out."""
-    calls = [
-        (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
-        for call in message.get("tool_calls") or ()
-    ]
-    return message.get("role"), _text(message.get("content")), calls
+    def message(self, counts: Counter[str]) -> str:
+        """What to tell the user about them."""
+        by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
+        base = [name for name in counts if name != self._server.model_name]
+        stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
+        return (
+            f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
+            f"trained.{stale} {UNSEEN.format(root=self._server.base_url)}. If somebody else used "
+            "the server, nothing is wrong."
+        )
 
-
-def _item(message: Message, by: Sampled | None, conversation: int) -> EpisodeItem:
-    role = _ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
-    kept: dict[str, Any] = {key: message[key] for key in _KEPT if message.get(key)}
-    kept["conversation"] = conversation
-    if by is not None:
-        kept |= {"call": by.id, "finish_reason": by.finish}
-        if by.token_ids is not None:
-            kept["token_ids"] = by.token_ids
-    logprobs = None
-    if role is EpisodeItemRole.ASSISTANT:
-        logprobs = {} if by is None else by.logprobs
-    text = _text(message.get("content"))
-    return EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=kept)
-
-
-def _text(content: Any) -> str:
-    """The text of a message; of one in parts, what can be read of them."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    return json.dumps(content)
+    def first_message(self, counts: Counter[str]) -> str | None:
+        """The message, once; after that only the counts are kept."""
+        if not counts or self._is_reported:
+            return None
+        self._is_reported = True
+        return self.message(counts)

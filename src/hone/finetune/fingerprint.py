@@ -1,0 +1,293 @@
+"""The fingerprint of a run: what must not change, so that the same command can go on with it.
+
+In:   the configuration as it was read, and what the command line said beside it
+Out:  JSON values that run.json keeps and the next start is compared with; the functions that a
+      configuration names
+
+Left out is what does not change what is learned: how long to go on (unless the learning rate falls
+to 0 over the epochs), when to stop, how much runs at a time, how long to wait, and where the servers
+are. Datasets and the user's code count by their content. The code of a function is the file it is
+defined in, and the files that this one imports, directly or not, from the configuration's directory
+or from its own package; imports are read, not executed. Of a package in site-packages only the
+named module counts. Keys that hold a secret are never written.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hone.config import registry
+from hone.config.problems import Path as Keys
+from hone.config.secrets import Secrets
+from hone.evaluation.datasets import CustomDataset, as_target
+from hone.finetune.adapter_config import art_config_of
+from hone.workflow.target import source_of
+
+if TYPE_CHECKING:
+    from hone.config.schema import Document, FinetuneRunConfig
+
+
+FREE = (
+    "finetuning.num_epochs",
+    "finetuning.output_dir",
+    "finetuning.resume",
+    "finetuning.keep_checkpoints",
+    "finetuning.early_stopping",
+    "finetuning.max_infrastructure_failures",
+    "finetuning.rollout_timeout_s",
+    "finetuning.rollout_retries",
+    "finetuning.job_timeout_s",
+    "eval.general.max_concurrency",
+    "eval.general.output_dir",
+    "eval.general.output.dir",
+    "eval.general.output.cleanup",
+    "eval.general.output.job_management",
+    "eval.general.output.workflow_output_step_filter",
+    "trainer_adapters.*.backend.ip",
+    "trainer_adapters.*.backend.port",
+    "trainer_adapters.*.backend.inference_port",
+    "trainer_adapters.*.backend.root",
+    "llms.*.base_url",
+)
+"""Keys that may differ from one start to the next."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+MAX_LABEL = 40
+"""Characters of a value that tells two evaluators apart."""
+CODE = "code"
+"""Under this key: the user's code, file by file."""
+
+
+def fingerprint_of(
+    document: "Document", options: "FinetuneRunConfig", validating: "Document | None" = None
+) -> dict[str, Any]:
+    """What makes two starts the same run; `validating` is the validation's own document, if any."""
+    written = Secrets(document.loaded.data).hide(document.loaded.data)
+    for key in FREE:
+        _remove(written, key.split("."))
+    adapter = art_config_of(document)
+    if adapter is not None and adapter.training.schedule == "linear":
+        # The learning rate of each job depends on how many are planned.
+        written.setdefault("finetuning", {})["num_epochs"] = document.finetuning.num_epochs
+    held_out = _digest(options.validation_dataset, document.file)
+    if held_out is None and validating is not None:
+        held_out = _digest(_file_of(validating), validating.file)
+    code = code_of(document)
+    if validating is not None:
+        code |= {f"{name} (validation)": held for name, held in code_of(validating).items()}
+    return {
+        **written,
+        CODE: code,
+        "command": {
+            "result_json_path": options.result_json_path,
+            "dataset": _digest(options.dataset or _file_of(document), document.file),
+            "validation_dataset": held_out,
+            "validation_config_file": _digest(options.validation_config_file, document.file),
+        },
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed between two starts, a line each."""
+    before, after = dict(_leaves(then)), dict(_leaves(json.loads(json.dumps(now))))
+    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [_difference(key, before.get(key), after.get(key)) for key in changed]
+
+
+def _difference(key: str, then: Any, now: Any) -> str:
+    file = key.removeprefix(f"{CODE}.")
+    if file != key and then and now:
+        return f"{file}: the code has changed"
+    if file != key:
+        return f"{file}: " + ("code that the run did not use" if now else "no longer used")
+    if all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in (then, now)):
+        return f"{key}: the file's content has changed"
+    return f"{key}: {then!r} then, {now!r} now"
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is not itself a table."""
+    if not isinstance(value, dict) or not value:
+        if value != {} or not path.startswith(CODE):
+            yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+
+
+def _file_of(document: "Document") -> Path | None:
+    dataset = document.eval.general.dataset
+    return None if dataset is None else dataset.file_path
+
+
+def resume_arguments(arguments: Sequence[str], resume: str) -> list[str]:
+    """Arguments of the command that goes on with a run: none that would begin anew."""
+    rest = [argument for argument in arguments if argument != "--fresh"]
+    return [*rest, "-o", "finetuning.resume", "auto"] if resume == "never" else rest
+
+
+def evaluators_of(name: str, training: "Document", validation: "Document | None") -> dict[str, str]:
+    """What measures the rewards: two names where the validation's document differs."""
+    if validation is None or validation is training:
+        return {"evaluator": name}
+    documents = [one for one in (training, validation) if name in one.eval.evaluators]
+    if len(documents) < 2:
+        return {"evaluator": name}  # building it says what is missing
+    configs = [one.eval.evaluators[name] for one in documents]
+    keys = [{"": c.type_name} | Secrets().hide(c.model_dump(mode="json")) for c in configs]
+    differing = [key for key in keys[0] | keys[1] if keys[0].get(key) != keys[1].get(key)]
+    directories = {document.file.resolve().parent for document in documents}
+    if not differing and (len(directories) == 1 or ".py" not in str(keys[0].get("target"))):
+        return {"evaluator": name}
+    labels = [document.file.name for document in documents]
+    if differing:
+        labels = [_label(differing[0], one) for one in keys]
+    return {"evaluator": f"{name} ({labels[0]})", "validation_evaluator": f"{name} ({labels[1]})"}
+
+
+def _label(key: str, config: Mapping[str, Any]) -> str:
+    value = str(config.get(key))
+    label = value if key in ("", "target") else f"{key}: {value}"
+    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 3]}..."
+
+
+def _remove(table: Any, path: Sequence[str]) -> None:
+    """Take a key out; `*` is every key of a table."""
+    if not isinstance(table, dict):
+        return
+    for key in list(table) if path[0] == "*" else [path[0]]:
+        if len(path) == 1:
+            table.pop(key, None)
+        else:
+            _remove(table.get(key), path[1:])
+
+
+def _digest(path: str | Path | None, near: Path) -> str | None:
+    """What a file holds, not where it lies; None where there is none, or it is no plain file."""
+    if path is None:
+        return None
+    for place in (Path(path), near.parent / path):
+        if place.is_file():
+            return hashlib.sha256(place.read_bytes()).hexdigest()
+    return str(path)
+
+
+# ---- the user's code ------------------------------------------------------------------------------
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+PREPARE = ("eval", "general", "output", "custom_pre_eval_process_function")
+
+
+class Target(NamedTuple):
+    """A function that the file names."""
+
+    path: Keys
+    """The key that names it."""
+    target: str
+    """`package.module:function` or `file.py:function`."""
+
+
+def targets_of(document: "Document") -> list[Target]:
+    """The functions that a run calls, in the order of the file's sections."""
+    scores, reward = document.eval.evaluators, document.finetuning.reward_function
+    used = {} if reward is None or reward.name not in scores else {reward.name: scores[reward.name]}
+    blocks = [
+        *((("functions", name), config) for name, config in document.functions.items()),
+        (("workflow",), document.workflow),
+        *((("eval", "evaluators", name), config) for name, config in used.items()),
+    ]
+    named = [
+        Target((*path, "target"), config.target)
+        for path, config in blocks
+        if config is not None and config.type_name == "python" and hasattr(config, "target")
+    ]
+    general = document.eval.general
+    if isinstance(general.dataset, CustomDataset):
+        path = ("eval", "general", "dataset", "function")
+        named.append(Target(path, as_target(general.dataset.function)))
+    if general.output is not None and general.output.custom_pre_eval_process_function:
+        named.append(Target(PREPARE, as_target(general.output.custom_pre_eval_process_function)))
+    return named
+
+
+def code_of(document: "Document") -> dict[str, str]:
+    """SHA-256 of each file of code, by its path from the configuration's directory."""
+    directory = document.file.resolve().parent
+    files: dict[Path, Path] = {}  # each with the directory that its imports are looked for in
+    entries = [source_of(target, directory) for _, target in targets_of(document)]
+    entries += [source_of(f"{name}:_", directory) for name in _plugins(document)]
+    queue = [(file, _root(file, directory)) for file in entries if file is not None]
+    while queue:
+        file, root = queue.pop()
+        if file not in files:
+            files[file] = root
+            queue += [(found, root) for found in _imports(file, root)]
+    digests = {
+        os.path.relpath(file, directory if file.is_relative_to(directory) else root): (
+            hashlib.sha256(file.read_bytes()).hexdigest()
+        )
+        for file, root in files.items()
+    }
+    return dict(sorted(digests.items()))
+
+
+def _plugins(document: "Document") -> Iterator[str]:
+    """Modules of the components that are a plugin's."""
+    run, general = document.finetuning, document.eval.general
+    reward = None if run.reward_function is None else run.reward_function.name
+    used = [
+        *(("llm_provider", config) for config in document.llms.values()),
+        *(("function", config) for config in (*document.functions.values(), document.workflow)),
+        ("dataset_loader", general.dataset),
+        ("evaluator", document.eval.evaluators.get(reward or "")),
+        ("trajectory_builder", document.trajectory_builders.get(run.trajectory_builder or "")),
+        ("trainer_adapter", document.trainer_adapters.get(run.trainer_adapter or "")),
+        ("trainer", document.trainers.get(run.trainer or "")),
+    ]
+    for kind, config in used:
+        known = None if config is None else registry.find(kind, config.type_name)
+        if known is not None and known.package != "hone":
+            yield known.factory.__module__
+
+
+def _root(file: Path, directory: Path) -> Path:
+    """Where imports of a file are looked for: beside the YAML, or around the file's package."""
+    if file.is_relative_to(directory) and not INSTALLED & set(file.parts):
+        return directory
+    root = file.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return root
+
+
+def _imports(file: Path, root: Path) -> Iterator[Path]:
+    """Files under `root` that this one imports; none of an installed package."""
+    if INSTALLED & set(file.parts):
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # whoever loads it says so
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files(root, alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            near = file.parents[node.level - 1] if node.level else root
+            parts = node.module.split(".") if node.module else []
+            yield from _files(near, parts)
+            for alias in node.names:
+                yield from _files(near, [*parts, alias.name])
+
+
+def _files(root: Path, parts: list[str]) -> Iterator[Path]:
+    """The module of that dotted name and the packages it is in, as far as they are files here."""
+    for end in range(len(parts) + 1):
+        place = root.joinpath(*parts[:end])
+        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+            if end and file.is_file():
+                yield file.resolve()

@@ -1,0 +1,224 @@
+"""Text where no tokens were recorded: calls -> an episode, an episode -> what the server renders.
+
+In:   sampled calls; trajectories that hold an episode of messages
+Out:  episodes; the SDK's TrajectoryGroups; what could not be converted, counted by reason
+
+A trajectory whose calls a hone server recorded is sent as a reference to them, without its text. Any
+other is sent as text with log-probabilities, and the server renders it again; so its order is
+checked here, where the message can still name the example. Calls that continue a conversation
+extend it; a call that does not continue one exactly begins another.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel
+
+from hone.errors import ConfigError, NotInThisVersion
+from hone.finetune.calls import Message, SampledCall
+from hone.finetune.values import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from hone.trajectory import History, TrajectoryGroup
+from hone.trajectory import Trajectory as SentTrajectory
+
+logger = logging.getLogger("hone")
+
+_EPISODE_ROLES = {
+    "user": EpisodeItemRole.USER,
+    "human": EpisodeItemRole.USER,
+    "assistant": EpisodeItemRole.ASSISTANT,
+    "ai": EpisodeItemRole.ASSISTANT,
+    "system": EpisodeItemRole.SYSTEM,
+    "developer": EpisodeItemRole.SYSTEM,
+    "tool": EpisodeItemRole.TOOL,
+    "function": EpisodeItemRole.FUNCTION,
+}
+_EPISODE_KEYS = ("tool_calls", "tool_call_id", "function_call", "name", "reasoning_content")
+_CHAT_ROLES = {
+    EpisodeItemRole.FUNCTION: "tool",
+    EpisodeItemRole.ENVIRONMENT: "user",
+    EpisodeItemRole.OTHER: "user",
+}
+"""Roles that chat templates do not know, in words that they do."""
+_CHAT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+# ---- calls -> an episode -------------------------------------------------------------------------
+
+
+def episode(sampled: Sequence[SampledCall]) -> list[EpisodeItem]:
+    """Every conversation, one after the other; `metadata["conversation"]` numbers them."""
+    conversations: list[list[tuple[Message, SampledCall | None]]] = []
+    for one in sampled:
+        conversation = next(
+            (t for t in reversed(conversations) if _continues(one.messages, t)), None
+        )
+        if conversation is None:
+            conversation = []
+            conversations.append(conversation)
+        conversation += [(message, None) for message in one.messages[len(conversation) :]]
+        conversation.append((one.reply, one))
+    return [
+        _episode_item(message, call, k)
+        for k, conversation in enumerate(conversations)
+        for message, call in conversation
+    ]
+
+
+def _continues(
+    messages: list[Message], conversation: list[tuple[Message, SampledCall | None]]
+) -> bool:
+    if len(conversation) > len(messages):
+        return False
+    return all(
+        _identity(a) == _identity(b) for a, (b, _) in zip(messages, conversation, strict=False)
+    )
+
+
+def _identity(message: Message) -> tuple[Any, ...]:
+    """What makes two messages the same, however a client spells what it leaves out."""
+    calls = [
+        (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return message.get("role"), _text(message.get("content")), calls
+
+
+def _episode_item(message: Message, call: SampledCall | None, conversation: int) -> EpisodeItem:
+    role = _EPISODE_ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
+    kept: dict[str, Any] = {key: message[key] for key in _EPISODE_KEYS if message.get(key)}
+    kept["conversation"] = conversation
+    if call is not None:
+        kept |= {"call": call.id, "finish_reason": call.finish}
+        if call.token_ids is not None:
+            kept["token_ids"] = call.token_ids
+    logprobs = None
+    if role is EpisodeItemRole.ASSISTANT:
+        logprobs = {} if call is None else call.logprobs
+    text = _text(message.get("content"))
+    return EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=kept)
+
+
+def _text(content: Any) -> str:
+    """The text of a message; of one in parts, what can be read of them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+    return json.dumps(content)
+
+
+# ---- trajectories -> a job -----------------------------------------------------------------------
+
+
+def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup], Counter[str]]:
+    """The groups that can be sent, and what was left out, by reason."""
+    groups, dropped = [], Counter[str]()
+    for group in collection.trajectories:
+        kept = []
+        for trajectory in group:
+            wrong = None if _recorded(trajectory) else _wrong_order(trajectory)
+            if wrong is None:
+                kept.append(_sent(trajectory))
+            else:
+                dropped["message_order"] += 1
+                logger.warning("Dropped a trajectory: %s", wrong)
+        if kept:
+            example = str((group[0].metadata or {}).get("id", ""))
+            groups.append(TrajectoryGroup(kept, example=example))
+        elif group:
+            dropped["empty_group"] += 1
+    return groups, dropped
+
+
+def validate_episode_order(trajectory: Trajectory) -> None:
+    """Refuse a conversation that no chat template expresses."""
+    wrong = _wrong_order(trajectory)
+    if wrong is not None:
+        raise ConfigError(wrong)
+
+
+def _wrong_order(trajectory: Trajectory) -> str | None:
+    example = (trajectory.metadata or {}).get("id")
+    where = "" if example is None else f"example {example!r}: "
+    for episode in conversations(trajectory):
+        if not episode:
+            return f"{where}Trajectory episode is empty."
+        first = episode[0].role
+        if first not in (EpisodeItemRole.USER, EpisodeItemRole.SYSTEM):
+            return (
+                f"{where}the first message is of role {first.value!r}; expected 'user' or 'system', "
+                "since an episode begins with what the model was asked"
+            )
+        for i, (one, other) in enumerate(pairwise(episode)):
+            if one.role is other.role is EpisodeItemRole.ASSISTANT:
+                return (
+                    f"{where}Consecutive assistant messages at positions {i} and {i + 1}; let the "
+                    "agent send one message a turn, or use a hone server, which records what was "
+                    "sampled"
+                )
+    return None
+
+
+def _recorded(trajectory: Trajectory) -> bool:
+    """Whether a hone server holds its tokens."""
+    said = trajectory.metadata or {}
+    return bool(said.get("rollout")) and said.get("calls") is not None
+
+
+def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
+    """The episode, cut where another conversation of the same rollout begins."""
+    found: dict[Any, list[EpisodeItem]] = {}
+    for item in trajectory.episode:
+        if not isinstance(item, EpisodeItem):
+            raise NotInThisVersion(
+                "preference pairs (DPOItem) cannot be trained in this version of hone; the "
+                "trajectory builder must give episodes of EpisodeItem"
+            )
+        found.setdefault((item.metadata or {}).get("conversation", 0), []).append(item)
+    return list(found.values()) or [[]]
+
+
+def _sent(trajectory: Trajectory) -> SentTrajectory:
+    said = trajectory.metadata or {}
+    fields: dict[str, Any] = {
+        "reward": trajectory.reward,
+        "shaped_rewards": trajectory.shaped_rewards,
+        "metadata": {k: v for k, v in said.items() if isinstance(v, float | int | str | bool)},
+    }
+    if _recorded(trajectory):
+        return SentTrajectory(rollout=said["rollout"], trained_calls=list(said["calls"]), **fields)
+    first, *others = conversations(trajectory)
+    tools = said.get("tools")
+    return SentTrajectory(
+        messages_and_choices=[_message(item) for item in first],
+        tools=tools,
+        additional_histories=[
+            History(messages_and_choices=[_message(item) for item in other], tools=tools)
+            for other in others
+        ],
+        **fields,
+    )
+
+
+def _message(item: EpisodeItem) -> dict[str, Any]:
+    """A message, or a choice where it was sampled and is trained."""
+    said = item.metadata or {}
+    message = {
+        "role": _CHAT_ROLES.get(item.role, item.role.value),
+        "content": item.content,
+        **{key: said[key] for key in _CHAT_KEYS if said.get(key)},
+    }
+    if item.role is not EpisodeItemRole.ASSISTANT or not item.logprobs:
+        return message
+    logprobs = item.logprobs
+    if isinstance(logprobs, BaseModel):
+        logprobs = logprobs.model_dump(mode="json", warnings=False)
+    finish = said.get("finish_reason") or "stop"
+    ids = {"token_ids": said["token_ids"]} if said.get("token_ids") else {}
+    return {"index": 0, "finish_reason": finish, "logprobs": logprobs, "message": message, **ids}

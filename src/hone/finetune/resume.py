@@ -1,0 +1,247 @@
+"""Where a run stands: what is done, what comes next, and whether to go on.
+
+In:   the run's events, those of earlier starts and those of this process; the `finetuning:` section
+Out:  which epochs, rounds and rollouts need not be run again, the examples of the next round
+
+Events are the only memory of what happened, and the order of examples depends on the seed alone. A
+resumed run therefore takes the same turns as one that was never interrupted.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from hone.events import EpochCollected, EpochDone, Event, JobDone, JobFailed
+from hone.finetune.curriculum import Curriculum
+from hone.finetune.records import RolloutRecord
+from hone.finetune.values import TrainingStatusEnum
+from hone.report.history import History
+from hone.report.validations import Validation
+
+if TYPE_CHECKING:
+    from hone.config.schema import EarlyStoppingConfig, FinetuneConfig
+    from hone.evaluation.base import EvalInputItem
+    from hone.finetune.journal import Journal
+
+COMPLETED = TrainingStatusEnum.COMPLETED
+
+T = TypeVar("T")
+Place = tuple[int, int]
+"""Epoch and round."""
+
+
+class RoundPlan(NamedTuple):
+    """The examples of one round."""
+
+    items: list["EvalInputItem"]
+    """Examples to run."""
+    drawn: list[str]
+    """Their ids, and the ids of the examples that the curriculum skips."""
+
+
+class RunState:
+    """Listens to the run's events and answers questions about them."""
+
+    def __init__(self, config: "FinetuneConfig", past: Iterable[Event] = ()) -> None:
+        self.config = config
+        self.history = History()
+        self._failed_jobs: Counter[Place] = Counter()
+        self._empty: set[Place] = set()
+        """Rounds that gave no trajectory, unless their epoch has failed since."""
+        for event in past:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Index one more event."""
+        self.history.add(event)
+        match event:
+            case JobFailed():
+                self._failed_jobs[event.epoch, event.round] += 1
+            case EpochCollected():
+                gave_any = bool(event.metrics.get("num_trajectories"))
+                (self._empty.discard if gave_any else self._empty.add)((event.epoch, event.round))
+            case EpochDone() if event.status != COMPLETED:
+                # The epoch is run again, and rounds that gave nothing may now give something.
+                self._empty = {place for place in self._empty if place[0] != event.epoch}
+            case _:
+                pass
+
+    # ---- what is done ---------------------------------------------------------------------
+
+    def is_done(self, epoch: int) -> bool:
+        """Every round of it was trained or rightly skipped, and it was closed."""
+        done = self.history.done.get(epoch)
+        return done is not None and done.status == COMPLETED
+
+    def has_failed(self, epoch: int) -> bool:
+        """The epoch ended with a failure; it is run again."""
+        return epoch in self.history.done and not self.is_done(epoch)
+
+    def is_over(self, epoch: int, round: int) -> bool:
+        """The round was trained, gave nothing, or the curriculum chose none of its groups."""
+        if (epoch, round) in self._empty:
+            return True
+        return any(
+            isinstance(r.job, JobDone)
+            or (r.metrics.get("num_trajectories") and not r.metrics.get("filtered_trajectories"))
+            for r in self.history.rounds_of(epoch)
+            if r.index == round
+        )
+
+    def is_validated(self, epoch: int) -> bool:
+        """The validation after so many epochs gave a number; one that failed is tried again."""
+        return any(v.epoch == epoch and v.error is None for v in self.history.validations)
+
+    def is_finished(self, num_epochs: int) -> bool:
+        """There is nothing left to do, and the run said so."""
+        ended = self.history.finished
+        if ended is None or ended.status != COMPLETED:
+            return False
+        return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
+
+    def failed_jobs(self, epoch: int, round: int) -> int:
+        """How often the round's job failed."""
+        return self._failed_jobs[epoch, round]
+
+    def collected(self, epoch: int) -> int:
+        """How many trajectories the epoch's rounds gave."""
+        rounds = self.history.rounds_of(epoch)
+        return sum(r.metrics.get("num_trajectories") or 0 for r in rounds)
+
+    def dropped(self, epoch: int) -> Counter[str]:
+        """What the epoch's rounds left out, by reason."""
+        rounds = (r.collected for r in self.history.rounds_of(epoch))
+        return sum((Counter(c.dropped) for c in rounds if c), start=Counter[str]())
+
+    def last_job(self, epoch: int) -> JobDone | None:
+        """The `job_done` of the epoch's last round that was trained."""
+        jobs = [r.job for r in self.history.rounds_of(epoch) if isinstance(r.job, JobDone)]
+        return jobs[-1] if jobs else None
+
+    def last_step(self) -> int | None:
+        """The step that the newest job left; the step the run began at where there is none."""
+        jobs = [r.job for r in self.history.rounds if isinstance(r.job, JobDone)]
+        return jobs[-1].step if jobs else self.history.run.step
+
+    # ---- what comes next ------------------------------------------------------------------
+
+    def reason_to_stop(self) -> str | None:
+        """Why early stopping ends the run here, if it does."""
+        return reason_to_stop(self.history.validations, self.config.early_stopping)
+
+    def rounds(self, items: Sequence["EvalInputItem"], epoch: int) -> list[RoundPlan]:
+        """The epoch's examples, round by round."""
+        config = self.config
+        drawn = epoch_of(items, seed=config.seed, epoch=epoch, size=config.examples_per_epoch)
+        # The curriculum as the epoch began: its first rounds must not change its last ones.
+        planned = set(self.curriculum(before=epoch).plan([item.id for item in drawn], epoch))
+        return [
+            RoundPlan([item for item in some if item.id in planned], [item.id for item in some])
+            for some in rounds_of(drawn, config.groups_per_step)
+        ]
+
+    def curriculum(self, before: int | None = None) -> Curriculum:
+        """The curriculum after the rounds so far, or after those before an epoch."""
+        past = (r.collected for r in reversed(self.history.rounds))
+        newest = next((c for c in past if c and (before is None or c.epoch < before)), None)
+        snapshot = (newest and newest.curriculum) or {}
+        return Curriculum.restore(self.config.curriculum_learning, self.config.seed, snapshot)
+
+
+# ---- which examples, in which order -------------------------------------------------------------
+
+
+def epoch_of(examples: Sequence[T], *, seed: int, epoch: int, size: int | None = None) -> list[T]:
+    """The examples of an epoch: `size` of them, or all. One comes again when all were seen."""
+    if size is None or size >= len(examples):
+        everything = list(examples)
+        random.Random(f"{seed}:{epoch}").shuffle(everything)
+        return everything
+    waiting: list[int] = []
+    drawn: list[int] = []
+    for past in range(epoch + 1):
+        drawn, waiting = waiting[:size], waiting[size:]
+        if len(drawn) < size:
+            again = list(range(len(examples)))
+            random.Random(f"{seed}:{past}").shuffle(again)
+            # The examples this epoch began with wait until the others were seen.
+            again.sort(key=set(drawn).__contains__)
+            missing = size - len(drawn)
+            drawn, waiting = drawn + again[:missing], again[missing:]
+    return [examples[i] for i in drawn]
+
+
+def rounds_of(examples: Sequence[T], size: int | None) -> list[list[T]]:
+    """The examples in rounds of `size`, or in one; the last may be smaller."""
+    size = size or max(len(examples), 1)
+    return [list(examples[i : i + size]) for i in range(0, len(examples), size)]
+
+
+# ---- which rollouts of a round are known --------------------------------------------------------
+
+
+def known_rollouts(
+    journal: "Journal",
+    epoch: int,
+    round: int,
+    wanted: Collection[tuple[str, int]],
+    *,
+    smallest: int,
+    failed_before: bool = True,
+) -> dict[tuple[str, int], RolloutRecord]:
+    """Rollouts of a round that are not run again, by example and generation.
+
+    A rollout that gave something to train on is never run again. One that failed through the model,
+    or gave nothing, is a result too and is kept, unless the whole round gave nothing and its epoch
+    failed: with the same failures the run would end there again, whatever was fixed meanwhile.
+
+    Args:
+        journal: holds the rollouts that ended.
+        epoch: of the round.
+        round: of the epoch.
+        wanted: every rollout of the round.
+        smallest: size of the smallest group that is trained.
+        failed_before: whether the epoch may have failed in an earlier start.
+    """
+    known = journal.finished("train", epoch, round)
+    ended = journal.records("train", epoch, round)
+    if failed_before and gave_nothing(ended, set(wanted), smallest):
+        return {place: record for place, record in known.items() if record.is_trained}
+    return known
+
+
+def gave_nothing(
+    ended: Sequence[RolloutRecord], wanted: set[tuple[str, int]], smallest: int
+) -> bool:
+    """Whether every rollout of a round has ended, and no group of them can be trained."""
+    if not wanted <= {(record.example, record.generation) for record in ended}:
+        return False  # it was interrupted, and goes on
+    groups = Counter(record.example for record in ended if record.is_trained)
+    return all(size < smallest for size in groups.values())
+
+
+# ---- early stopping -----------------------------------------------------------------------------
+
+
+def reason_to_stop(
+    validations: Sequence[Validation], config: "EarlyStoppingConfig | None"
+) -> str | None:
+    """Why to stop, if the last `patience` validations brought no improvement."""
+    if config is None:
+        return None
+    top: float | None = None
+    waited = 0
+    for validation in validations:
+        if validation.mean is None:
+            continue  # a validation that failed says nothing either way
+        if top is None or validation.mean > top + config.min_delta:
+            top, waited = validation.mean, 0
+        else:
+            waited += 1
+    if top is None or waited < config.patience:
+        return None
+    return (
+        f"{config.metric} has not risen above {top:.4f} by more than {config.min_delta:g} in "
+        f"{waited} validations (finetuning.early_stopping.patience: {config.patience})"
+    )
