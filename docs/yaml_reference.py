@@ -99,7 +99,7 @@ def _section(
             yield f"| `{name}` | {_type(field_type(model, name))} | {_default(field)} | {_said(field)} |"
         yield ""
     if model.model_config.get("extra") == "allow":
-        yield from ("Any other key goes with every request.", "")
+        yield from ("Any other key is sent with every request.", "")
     if issubclass(model, Strict) and model.not_yet:
         refused = ", ".join(f"`{key}`" for key in model.not_yet)
         yield from (f"Not in this version: {refused}.", "")

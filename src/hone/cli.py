@@ -3,8 +3,8 @@
 In:   arguments
 Out:  results on stdout, progress and errors on stderr; one of the EXITS
 
-A HoneError is printed as its message and never as a traceback: the message already says where,
-what and what to do. Any other exception is a bug of ours and keeps its traceback.
+A HoneError is printed as its message, without a traceback: the message says where, what and what to
+do. Any other exception is a bug in hone and is shown with its traceback.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from hone.config.problems import Problem
 
 EXITS = {
-    0: "What was asked for is done; `hone finetune`: every epoch trained, or had nothing to train on.",
-    1: "It failed, or what was checked or run is not all well; the last lines on stderr say why.",
-    2: "The command line cannot be understood: an unknown command or option, or a value it cannot take.",
-    INTERRUPTED: "Ctrl-C. `hone finetune` has written a report of what there was, and goes on when it is "
-    "given again; a second Ctrl-C leaves at once, without a report.",
+    0: "Success. `hone finetune`: every epoch trained, or had nothing to train on.",
+    1: "Failure, or a problem in what was checked or run; the last lines on stderr say why.",
+    2: "Invalid command line: an unknown command or option, or an invalid value.",
+    INTERRUPTED: "Ctrl-C. `hone finetune` has written a report of the run so far; the same command "
+    "resumes it, and a second Ctrl-C exits at once, without a report.",
 }
-"""What an exit status means; docs/reference/cli.md shows it."""
+"""The meaning of each exit status; docs/reference/cli.md shows it."""
 
 _SERVER_PACKAGES = {"fastapi", "filelock", "gguf", "huggingface_hub", "numpy", "psutil"} | {
     "prometheus_client",
@@ -50,7 +50,7 @@ _SERVER_PACKAGES = {"fastapi", "filelock", "gguf", "huggingface_hub", "numpy", "
 
 
 class _Commands(TyperGroup):
-    """Commands whose HoneErrors become messages."""
+    """Commands that print a HoneError as a message."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -73,7 +73,7 @@ class _Commands(TyperGroup):
 
 
 def _headed(error: HoneError, problems: Sequence["Problem"]) -> str:
-    """A list of problems under their number; any other message, or one of a whole file, as it is."""
+    """Several problems with a heading; any other message, or one about a whole file, unchanged."""
     if not problems or (len(problems) == 1 and not problems[0].path):
         return str(error)
     number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -93,12 +93,12 @@ art = typer.Typer(rich_markup_mode="rich")
 app.add_typer(art, name="art")
 app.add_typer(harness)
 
-Root = Annotated[Path, typer.Option(help="Where state, checkpoints and logs are kept.")]
+Root = Annotated[Path, typer.Option(help="Directory of state, checkpoints and logs.")]
 Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="A name of `hone models list`, a hub name (ORGANISATION/MODEL), a directory, a .gguf.",
+        help="A name from `hone models list`, a hub name (ORG/MODEL), a directory, a .gguf.",
         show_default=False,
     ),
 ]
@@ -114,13 +114,13 @@ def _version(wanted: bool) -> None:
 def _root(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which hone.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
     log_level: LogLevel = None,
 ) -> None:
     """Reinforcement-train the agent you already run, where it runs.
 
-    Say in a YAML file what to train, check the file, train:
+    Describe the training in a YAML file, check the file, train:
 
         hone validate --config_file=train.yml
 
@@ -137,9 +137,9 @@ def _root(
 
 @models.callback()
 def _models() -> None:
-    """Find base models: what is known, what is here, what fits.
+    """List, download and inspect base models.
 
-    A name is looked for in a local directory, an installed wheel, the hub's cache, the hub.
+    A name is looked up in this order: local directory, installed wheel, the hub's cache, the hub.
 
         hone models list
 
@@ -149,7 +149,7 @@ def _models() -> None:
 
 @models.command("list")
 def list_models(log_level: LogLevel = None) -> None:
-    """List the models hone knows and the ones this machine holds.
+    """List the models that hone knows and those on this machine.
 
     Example:
 
@@ -166,12 +166,12 @@ def list_models(log_level: LogLevel = None) -> None:
         size = "" if entry.parameters is None else f"{entry.parameters / 1e6:,.0f}M"
         table.add_row(entry.name, size, entry.license, entry.here or "no")
     print_table(table)
-    typer.echo("\nhone models pull NAME brings one here; other hub names and directories work too.")
+    typer.echo("\nhone models pull NAME downloads one; other hub names and directories work too.")
 
 
 @models.command("pull")
 def pull_model(name: Name, log_level: LogLevel = None) -> None:
-    """Bring a model onto this machine, ready to load; prints its directory.
+    """Download a model, ready to load; prints its directory.
 
     Hub models honour HF_HOME, HF_TOKEN and HF_HUB_OFFLINE; conversions go to HONE_HOME
     (default ~/.cache/hone).
@@ -216,8 +216,8 @@ def show_model(name: Name, log_level: LogLevel = None) -> None:
 def serve_command(**options: Any) -> None:
     """Serve models over the OpenAI API, and train them.
 
-    Models load when they are first asked for. Everything is kept under --root; started again,
-    the server goes on with the jobs it had. Ctrl-C stops it.
+    Models load at their first request. All state is under --root; after a restart the server goes
+    on with its jobs. Ctrl-C stops it.
 
     Examples:
 
@@ -231,7 +231,7 @@ def serve_command(**options: Any) -> None:
 @art.callback(invoke_without_command=True)
 @settings_options(port=7999)
 def art_command(ctx: typer.Context, **options: Any) -> None:
-    """Start the server by ART's command; the same as `hone serve`, on ART's port.
+    """Start the server with ART's command: `hone serve` on ART's port.
 
     Examples:
 
@@ -244,7 +244,7 @@ def art_command(ctx: typer.Context, **options: Any) -> None:
 @art.command("run")
 @settings_options(port=7999)
 def art_run(**options: Any) -> None:
-    """Start the server by ART's command; the same as `hone serve`, on ART's port.
+    """Start the server with ART's command: `hone serve` on ART's port.
 
     Example:
 
@@ -266,14 +266,14 @@ def export_command(
     model: Annotated[str, typer.Argument(metavar="NAME[@N|@best]", show_default=False)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add the adapter into the weights: a model of its own.")
+        bool, typer.Option("--merge", help="Merge the adapter into the weights.")
     ] = False,
     root: Root = Path(".hone"),
     log_level: LogLevel = None,
 ) -> None:
-    """Write a trained step where other programs can load it; prints the directory.
+    """Export a trained step for other programs; prints the directory.
 
-    A PEFT adapter, or with --merge a whole model, with its tokenizer and chat template.
+    Writes a PEFT adapter, or with --merge a whole model, with its tokenizer and chat template.
 
     Examples:
 
@@ -288,7 +288,7 @@ def export_command(
 
 @contextmanager
 def _progress(name: str) -> Iterator[gguf.Progress]:
-    """A bar on stderr that appears with the first report; into a pipe only its first line."""
+    """A progress bar on stderr from the first report on; without a terminal, one line."""
     console = Console(stderr=True, highlight=False)
     bar = Progress(
         TextColumn("{task.description}"),

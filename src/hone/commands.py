@@ -1,10 +1,10 @@
-"""The harness's commands: finetune, eval, run, validate, info.
+"""The commands of the harness: finetune, eval, run, validate, info.
 
 In:   their options
-Out:  each calls one function of the part it belongs to and prints what that returns
+Out:  each calls one function and prints its result
 
-Options keep the spelling of the seed documents (`--config_file`), and take a hyphen as well.
-Libraries load when a command runs, so that `hone --help` stays quick.
+Options keep NeMo Agent Toolkit's spelling (`--config_file`), and accept hyphens too. Libraries are
+imported when a command runs, so that `hone --help` stays quick.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def _refuse_endpoint(ctx: typer.Context, value: str | None) -> str | None:
 
 ConfigFile = Annotated[
     Path,
-    typer.Option("--config_file", metavar="FILE", help="The YAML.", show_default=False),
+    typer.Option("--config_file", metavar="FILE", help="The YAML file.", show_default=False),
 ]
 Override = Annotated[
     list[str] | None,
@@ -45,7 +45,7 @@ Override = Annotated[
         "--override",
         "-o",
         metavar="KEY VALUE",
-        help="Set one key of the YAML, as often as needed: -o finetuning.num_epochs 20.",
+        help="Set a key of the YAML; may be repeated: -o finetuning.num_epochs 20.",
     ),
 ]
 Dataset = Annotated[
@@ -53,7 +53,7 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="FILE",
-        help="Instead of eval.general.dataset; its type by its extension.",
+        help="Replaces eval.general.dataset; the extension names its type.",
     ),
 ]
 ResultPath = Annotated[
@@ -61,7 +61,7 @@ ResultPath = Annotated[
     typer.Option(
         "--result_json_path",
         metavar="JSONPATH",
-        help="Which part of the workflow's output is its answer; $ is all of it.",
+        help="The part of the workflow's output that is its answer; $ is all of it.",
     ),
 ]
 Endpoint = Annotated[str | None, typer.Option("--endpoint", hidden=True, callback=_refuse_endpoint)]
@@ -78,16 +78,16 @@ def finetune_command(
         typer.Option(
             "--validation_dataset",
             metavar="FILE",
-            help="Held-out examples, run before, during and after the training.",
+            help="Held-out examples, run before, during and after training.",
         ),
     ] = None,
     validation_interval: Annotated[
         int,
         typer.Option(
             "--validation_interval",
-            metavar="N",  # the range beside it would leave no room for the names of the options
+            metavar="N",  # showing the range would leave no room for the names of the options
             min=1,
-            help="Epochs from one validation to the next.",
+            help="Epochs between validations.",
         ),
     ] = 5,
     validation_config_file: Annotated[
@@ -95,23 +95,24 @@ def finetune_command(
         typer.Option(
             "--validation_config_file",
             metavar="FILE",
-            help="Another YAML for validations.",
+            help="A YAML file of its own for validations.",
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew at step 0; the old run's files are kept.")
+        bool,
+        typer.Option("--fresh", help="Start again at step 0; the files of the old run are kept."),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what would run; contact nobody."),
+        typer.Option("--dry-run", help="Print what would run; make no requests."),
     ] = False,
     endpoint: Endpoint = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Train the model behind a workflow on the rewards of what it does.
+    """Train the model behind a workflow on the rewards of its rollouts.
 
-    Interrupted (Ctrl-C, or worse), the same command goes on where it was. Exits 0 only if every
-    epoch trained, or had nothing to train on.
+    After an interruption (Ctrl-C or a crash) the same command resumes the run. Exits 0 only if
+    every epoch trained, or had nothing to train on.
 
     Examples:
 
@@ -137,7 +138,7 @@ def finetune_command(
         )
     )
     if status == INTERRUPTED:
-        leave()  # an agent's threads may take as long as they like
+        leave()  # without waiting for an agent's threads
     raise typer.Exit(status)
 
 
@@ -148,24 +149,24 @@ def eval_command(
     result_json_path: ResultPath = "$",
     skip_workflow: Annotated[
         bool,
-        typer.Option("--skip_workflow", help="Score the outputs that the dataset holds."),
+        typer.Option("--skip_workflow", help="Only score the outputs in the dataset."),
     ] = False,
     skip_completed_entries: Annotated[
         bool,
         typer.Option(
             "--skip_completed_entries",
-            help="Run only the rows that hold no output yet.",
+            help="Run only the rows without an output.",
         ),
     ] = False,
-    reps: Annotated[int, typer.Option("--reps", metavar="N", min=1, help="Runs of each row.")] = 1,
+    reps: Annotated[int, typer.Option("--reps", metavar="N", min=1, help="Runs per row.")] = 1,
     override: Override = None,
     endpoint: Endpoint = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Run a workflow over a dataset and score what it returns.
+    """Run a workflow over a dataset and score its outputs.
 
     Writes every output, score and model call to eval.general.output_dir. Exits 1 if a rollout or
-    an evaluator failed: a failure has no score.
+    an evaluator failed.
 
     Examples:
 
@@ -205,9 +206,9 @@ def _print_summary(summary: "EvalSummary") -> None:
     table.add_column("Avg Score", justify="right", no_wrap=True)
     table.add_column("Failures", justify="right", no_wrap=True)
     table.add_column("Output File", overflow="fold")
-    for one in summary.evaluators:
-        score = "none" if one.average_score is None else f"{one.average_score:.4f}"
-        table.add_row(one.name, score, str(one.failures), str(one.output_file))
+    for row in summary.evaluators:
+        score = "none" if row.average_score is None else f"{row.average_score:.4f}"
+        table.add_row(row.name, score, str(row.failures), str(row.output_file))
     print_table(table)
 
 
@@ -216,7 +217,7 @@ def run_command(
     config_file: ConfigFile,
     input: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="TEXT", help="One input; may be given again."),
+        typer.Option("--input", metavar="TEXT", help="An input; may be repeated."),
     ] = None,
     input_file: Annotated[
         Path | None,
@@ -225,13 +226,13 @@ def run_command(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Its text is one more input.",
+            help="A file whose text is one more input.",
         ),
     ] = None,
     override: Override = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Run a workflow on an input and print what it returns.
+    """Run a workflow on an input and print its output.
 
     Examples:
 
@@ -257,8 +258,8 @@ def run_command(
             typer.echo(_shown(result.output).encode("utf-8", "backslashreplace"))
             continue
         failed = True
-        said = result.failure.failure
-        typer.echo(f"hone: the workflow failed: {said.type}: {said.message}", err=True)
+        failure = result.failure.failure
+        typer.echo(f"hone: the workflow failed: {failure.type}: {failure.message}", err=True)
     if failed:
         raise typer.Exit(1)
 
@@ -275,10 +276,11 @@ def _shown(output: Any) -> str:
 def validate_command(
     config_file: ConfigFile, override: Override = None, log_level: LogLevel = None
 ) -> None:
-    """Check a YAML file and say all that is wrong with it, or what is in it.
+    """Check a YAML file: list all its problems, or else its components.
 
-    A file with `finetuning.enabled: true` must have all that `hone finetune` needs. Datasets are read
-    and the functions of `target:` imported; nothing is run or contacted. Exits 1 if anything is wrong.
+    A file with `finetuning.enabled: true` must have everything that `hone finetune` needs. Datasets
+    are read and the functions of `target:` imported; nothing is run, and no request is made. Exits
+    1 if there is a problem.
 
     Examples:
 
@@ -292,18 +294,18 @@ def validate_command(
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for section, said in _sections(document):
-        table.add_row(section, said)
+    for section, text in _sections(document):
+        table.add_row(section, text)
     typer.echo(f"{config_file}: valid\n")
     print_table(table)
 
 
 def _sections(document: "Document") -> list[tuple[str, str]]:
-    """What a document holds, a line for each section."""
+    """The components of a document, a line for each section."""
 
-    def listed(held: Any) -> str:
-        names = ", ".join(f"{name} ({config.type_name})" for name, config in held.items())
-        return f"{len(held)}: {names}" if held else "none"
+    def listed(configs: Any) -> str:
+        names = ", ".join(f"{name} ({config.type_name})" for name, config in configs.items())
+        return f"{len(configs)}: {names}" if configs else "none"
 
     general, run = document.eval.general, document.finetuning
     data = general.dataset
@@ -327,7 +329,7 @@ def _sections(document: "Document") -> list[tuple[str, str]]:
 
 @info.callback()
 def _info() -> None:
-    """Say what this installation has.
+    """Show what is installed.
 
     hone info components
     """
@@ -341,13 +343,13 @@ def components_command(
             "--types",
             "-t",
             metavar="KIND",
-            help="Only these: function, llm_provider, evaluator, dataset_loader, "
+            help="Only this kind (repeatable): function, llm_provider, evaluator, dataset_loader, "
             "trajectory_builder, trainer_adapter or trainer.",
         ),
     ] = None,
     log_level: LogLevel = None,
 ) -> None:
-    """List what a YAML file can name as `_type`, hone's own and the plugins'.
+    """List the values of `_type`: hone's own and those of plugins.
 
     Examples:
 
@@ -357,16 +359,16 @@ def components_command(
     """
     from hone.config import plugins, registry
 
-    for one in kind or ():
-        if one not in registry.KINDS:
-            raise ConfigError(f"-t {one}: no such kind. Known: {', '.join(registry.KINDS)}.")
+    for name in kind or ():
+        if name not in registry.KINDS:
+            raise ConfigError(f"-t {name}: no such kind. Known: {', '.join(registry.KINDS)}.")
     failed = plugins.discover()
     table = Table(box=None, pad_edge=False)
     for title in ("kind", "_type", "package", ""):
         table.add_column(title, no_wrap=title != "", overflow="fold")
-    for found in registry.known():
-        if not kind or found.kind in kind:
-            table.add_row(found.kind, found.name, found.package, found.summary)
+    for component in registry.known():
+        if not kind or component.kind in kind:
+            table.add_row(component.kind, component.name, component.package, component.summary)
     print_table(table)
     for reason in failed:
         typer.echo(f"hone: {reason}", err=True)

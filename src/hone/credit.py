@@ -1,10 +1,10 @@
-"""What trajectories are compared by, and when a comparison says nothing.
+"""The values by which trajectories of a group are compared, and whether they are all equal.
 
-In:   a trajectory's reward and the values of its calls; `credit` of the training configuration
+In:   a trajectory's reward and the rewards of its calls; `credit` of the training configuration
 Out:  one row of values per trajectory; whether values are equal
 
-The learner computes advantages from these functions, and the harness counts groups that teach
-nothing with them: two definitions would disagree about which groups those are.
+The learner computes advantages with these functions, and the harness counts the groups without a
+signal: with two definitions they would disagree.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ FLAT = 1e-6
 def call_values(
     reward: float, shaped_rewards: Sequence[float] | None, credit: Credit
 ) -> list[float]:
-    """What a trajectory is compared by: its reward, or one value per trained call."""
+    """The values of a trajectory: its reward, or one value per trained call."""
     if credit == "outcome":
         return [reward]
     assert shaped_rewards is not None, f"{credit} without shaped_rewards passed samples.py"
@@ -30,12 +30,12 @@ def call_values(
 
 
 def columns(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Column i holds the i-th value of every row that has so many."""
+    """Column i holds the i-th value of every row that has one."""
     longest = max(map(len, values), default=0)
     return [[row[c] for row in values if len(row) > c] for c in range(longest)]
 
 
 def is_flat(values: Sequence[float]) -> bool:
-    """Whether all values are equal but for rounding."""
+    """Whether all values are equal up to rounding."""
     low, high = min(values), max(values)
     return high - low <= FLAT * max(abs(low), abs(high))

@@ -1,48 +1,55 @@
-"""Every exception hone raises on purpose, drawn as a tree.
+"""The exceptions of hone, drawn as a tree.
 
     HoneError
     |-- ConfigError (ValueError)          the author of the YAML or of the call must act
-    |   |-- ModelNotFound                 no weights under that name; says where it looked
-    |   |-- ModelUnsupported              weights found, but of a kind hone cannot run
-    |   |-- ModelTooLarge                 weights found, but they cannot fit in memory
+    |   |-- ModelNotFound                 no weights of that name; says where hone looked
+    |   |-- ModelUnsupported              weights of a kind that hone cannot run
+    |   |-- ModelTooLarge                 weights that do not fit into memory
     |   |-- NotFound                      no model, job, checkpoint or rollout of that name
     |   |   `-- UnknownModel              a request for a model that is not served
-    |   |-- Conflict                      the name or the state is taken; says by what
-    |   |-- Unprocessable                 a request whose fields are wrong; names each of them
-    |   |-- BadRequest                    a request that cannot be answered as it was sent
-    |   |-- NotInThisVersion              known, but not built yet
-    |   `-- Unauthorized                  no key, or not the right one
-    |-- RolloutError (RuntimeError)       the agent or its world must act
-    |   |-- PolicyFailure                 the model, not its world, made the rollout fail
-    |   |-- RequestTooLarge               a request that could never fit the engine
-    |   `-- TemplateError                 messages that the chat template cannot express
+    |   |-- Conflict                      the name is in use, or the state does not allow it
+    |   |-- Unprocessable                 a request with wrong fields; names each of them
+    |   |-- BadRequest                    a request that cannot be answered as sent
+    |   |-- NotInThisVersion              known, but not implemented yet
+    |   `-- Unauthorized                  no API key, or a wrong one
+    |-- RolloutError (RuntimeError)       the agent or its environment must act
+    |   |-- PolicyFailure                 the rollout failed because of the model
+    |   |-- RequestTooLarge               a request that does not fit into the engine
+    |   `-- TemplateError                 messages that the chat template cannot render
     |-- TrainingError (RuntimeError)      the job must be changed
     |   |-- NonFinite                     a loss or a gradient is NaN or infinite
     |   |-- SampleRefused                 a trajectory that cannot be trained on as sent
-    |   |-- Cancelled                     the job was asked to stop
-    |   |-- LearnerDied                   the learner's process ended under the job
-    |   |-- NotProved                     the engine does not serve what was trained
-    |   `-- TrainingFailed                what a client raises for a job that failed on its server
+    |   |-- Cancelled                     the job was cancelled
+    |   |-- LearnerDied                   the learner's process ended during the job
+    |   |-- NotProved                     the engine does not serve the trained adapter
+    |   `-- TrainingFailed                raised by a client for a job that failed on its server
     `-- ServerError (RuntimeError)        the operator must act
-        |-- EngineError                   the engine cannot do what was asked of it
-        |   `-- EngineFailed              the engine broke and is started again; try again
-        |-- Unavailable                   not now: full, loading or closing; try again
+        |-- EngineError                   the engine cannot do what was requested
+        |   `-- EngineFailed              the engine crashed and is restarted; retry
+        |-- Unavailable                   full, loading or closing; retry later
         |   |-- Busy                      too many requests at once
-        |   |-- Unreachable (ConnectionError)   nobody answers at that address
-        |   `-- StorageError (OSError)      a file cannot be read or written just now
-        |       `-- DiskFull                there is no space left
-        `-- StateError                    the state on disk cannot be used as it is
+        |   |-- Unreachable (ConnectionError)   no answer at that address
+        |   `-- StorageError (OSError)      a file cannot be read or written now
+        |       `-- DiskFull                no space left on the disk
+        `-- StateError                    the state on disk cannot be used
 
 A message says where (key, job, file), what (got and expected), and what to do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 from hone.types import FieldError
 
 
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A sentence with the nearest known name, to follow a full stop; empty if none is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 class HoneError(Exception):
-    """Base of everything hone raises on purpose."""
+    """Base class of hone's exceptions."""
 
 
 class ConfigError(HoneError, ValueError):
@@ -50,15 +57,15 @@ class ConfigError(HoneError, ValueError):
 
 
 class ModelNotFound(ConfigError):
-    """No weights under that name."""
+    """No weights of that name."""
 
 
 class ModelUnsupported(ConfigError):
-    """Weights of a kind hone cannot run."""
+    """Weights of a kind that hone cannot run."""
 
 
 class ModelTooLarge(ConfigError):
-    """Weights that cannot fit in memory."""
+    """Weights that do not fit into memory."""
 
 
 class NotFound(ConfigError):
@@ -73,11 +80,11 @@ class UnknownModel(NotFound):
 
 
 class Conflict(ConfigError):
-    """The name, or the state it is in, does not allow it."""
+    """The name is in use, or the state does not allow it."""
 
 
 class Unprocessable(ConfigError):
-    """A request whose fields are wrong, all of them named at once."""
+    """A request with wrong fields; names all of them."""
 
     def __init__(self, fields: Sequence[FieldError]) -> None:
         self.fields = tuple(fields)
@@ -86,7 +93,7 @@ class Unprocessable(ConfigError):
 
 
 class BadRequest(ConfigError):
-    """A request that cannot be answered as it was sent; `param` names the key at fault."""
+    """A request that cannot be answered as sent; `param` names the wrong key."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
@@ -98,35 +105,35 @@ class BadRequest(ConfigError):
 
 
 class NotInThisVersion(ConfigError):
-    """Known, but not built yet; never accepted and ignored."""
+    """Known, but not implemented yet; never accepted and ignored."""
 
 
 class Unauthorized(ConfigError):
-    """No key, or not the right one."""
+    """No API key, or a wrong one."""
 
 
 class RolloutError(HoneError, RuntimeError):
-    """The agent, or the world it acts in, failed."""
+    """The agent or its environment failed."""
 
 
 class PolicyFailure(RolloutError):
-    """The model made the rollout fail: an answer of no use, a limit it ran into.
+    """The rollout failed because of the model: an unusable answer, a limit it reached.
 
-    Agents raise it; `finetuning.on_policy_failure` says what becomes of the rollout.
+    Agents raise it; `finetuning.on_policy_failure` says what to do with the rollout.
     """
 
     def __init__(self, message: str, *, reason: str = "policy") -> None:
-        """`reason` is one word, by which such failures are counted: `step_limit`."""
+        """`reason` is one word, to count failures by, such as `step_limit`."""
         super().__init__(message)
         self.reason = reason
 
 
 class RequestTooLarge(RolloutError):
-    """A request that could never fit the engine, however long it waited."""
+    """A request that does not fit into the engine, however long it waits."""
 
 
 class TemplateError(RolloutError):
-    """Messages the chat template cannot express."""
+    """Messages that the chat template cannot render."""
 
 
 class TrainingError(HoneError, RuntimeError):
@@ -138,19 +145,19 @@ class NonFinite(TrainingError):
 
 
 class SampleRefused(TrainingError):
-    """A trajectory that cannot be trained on as it was sent."""
+    """A trajectory that cannot be trained on as sent."""
 
 
 class Cancelled(TrainingError):
-    """The job was asked to stop, and did."""
+    """The job was cancelled."""
 
 
 class LearnerDied(TrainingError):
-    """The learner's process ended while it had a job."""
+    """The learner's process ended during a job."""
 
 
 class NotProved(TrainingError):
-    """The engine does not serve what was trained."""
+    """The engine does not serve the trained adapter."""
 
 
 class TrainingFailed(TrainingError):
@@ -158,15 +165,15 @@ class TrainingFailed(TrainingError):
 
 
 class ServerError(HoneError, RuntimeError):
-    """The installation or the machine must be mended by its operator."""
+    """The operator must fix the installation or the machine."""
 
 
 class EngineError(ServerError):
-    """The engine cannot do what was asked of it."""
+    """The engine cannot do what was requested."""
 
 
 class EngineFailed(EngineError):
-    """The engine broke under a request. The server starts it again: the request may be repeated."""
+    """The engine crashed during a request. The server restarts it; the request may be retried."""
 
     status = 503
 
@@ -176,7 +183,7 @@ class EngineFailed(EngineError):
 
 
 class Unavailable(ServerError):
-    """Not now: full, loading or closing."""
+    """Full, loading or closing; retry later."""
 
 
 class Busy(Unavailable):
@@ -191,11 +198,11 @@ class Busy(Unavailable):
 
 
 class Unreachable(Unavailable, ConnectionError):
-    """Nobody answers at that address, or not the server that was expected there."""
+    """No answer at that address, or another server than expected."""
 
 
 class StorageError(Unavailable, OSError):
-    """The operating system refuses to read or write a file. The file itself may be in order."""
+    """The operating system refuses to read or write a file. The file itself may be intact."""
 
 
 class DiskFull(StorageError):
@@ -203,4 +210,4 @@ class DiskFull(StorageError):
 
 
 class StateError(ServerError):
-    """The state on disk cannot be used as it is."""
+    """The state on disk cannot be used."""

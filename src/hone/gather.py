@@ -1,11 +1,10 @@
-"""Run many rollouts at once: a budget of failures, progress, results in the order given.
+"""Run many rollouts at once, with progress and a limit on failures.
 
-In:   awaitables of trajectories, or groups made of them
-Out:  trajectories and groups; a rollout that failed is an entry of its group's `exceptions`
+In:   awaitables of trajectories, or groups of them
+Out:  trajectories and groups in the order given; a failed rollout is in its group's `exceptions`
 
-A failure is data, never a reward: it is counted, kept with its traceback, and when there are more
-than `max_exceptions` the first one too many is raised and everything still running is cancelled
-and waited for, so that nothing goes on sampling behind the caller's back.
+A failure is data, never a reward: it is counted and recorded with its traceback. Above
+`max_exceptions` it is raised, after everything that still runs was cancelled (tally.py).
 """
 
 import asyncio
@@ -36,13 +35,13 @@ async def gather_trajectory_groups(
     """Run every rollout of every group at once.
 
     Args:
-        groups: groups made of coroutines, or coroutines that return a group.
-        pbar_desc: in front of the progress bar; None shows none.
-        pbar_total_completion_tokens: show how many tokens the choices hold.
-        max_exceptions: rollouts that may fail; below 1 a share of all of them. One more is raised.
-        max_metrics: of the trajectories' metrics, how many are shown.
-        after_each: awaited with each finished group; what it returns takes the group's place: a
-            group, several, or None to drop it.
+        groups: groups of coroutines, or coroutines that return a group.
+        pbar_desc: label of the progress bar; None shows no bar.
+        pbar_total_completion_tokens: show the number of completion tokens.
+        max_exceptions: number of rollouts that may fail; below 1, a share. One more is raised.
+        max_metrics: number of the trajectories' metrics to show.
+        after_each: awaited with each finished group; returns what replaces the group: a group,
+            several, or None to drop it.
     """
     waiting = list(groups)
     with Progress(pbar_desc) as bar:
@@ -63,12 +62,12 @@ async def gather_trajectories(
     pbar_desc: str | None = "gather",
     max_exceptions: float = 0,
 ) -> list[R | Exception]:
-    """Run rollouts at once; a failure that `max_exceptions` allows stands in its rollout's place.
+    """Run rollouts at once; a failed one is replaced by its exception.
 
     Args:
         trajectories: awaitables of a Trajectory, or of several.
-        pbar_desc: in front of the progress bar; None shows none.
-        max_exceptions: rollouts that may fail; below 1 a share of all of them. One more is raised.
+        pbar_desc: label of the progress bar; None shows no bar.
+        max_exceptions: number of rollouts that may fail; below 1, a share. One more is raised.
     """
     waiting = list(trajectories)
     with Progress(pbar_desc) as bar:
@@ -89,12 +88,12 @@ async def trajectory_group_batches(
     """Batches of groups in the order in which they finish, while the next ones run.
 
     Args:
-        groups: taken one by one as there is room, so it may be a generator without an end.
-        batch_size: groups in a batch; the last one may be smaller.
-        max_batch_exceptions: rollouts of one batch that may fail, as in gather_trajectory_groups.
-        max_concurrent_batches: groups of so many batches run at once.
-        skip_batches: leave out so many at the start, to go on where a run was interrupted.
-        pbar_desc: in front of the progress bar; None shows none.
+        groups: consumed one by one, so it may be an endless generator.
+        batch_size: groups per batch; the last batch may be smaller.
+        max_batch_exceptions: limit on failures in one batch, as in gather_trajectory_groups.
+        max_concurrent_batches: number of batches whose groups run at once.
+        skip_batches: number of batches to skip, to resume an interrupted run.
+        pbar_desc: label of the progress bar; None shows no bar.
     """
     source = iter(groups)
     for skipped in islice(source, skip_batches * batch_size):

@@ -1,10 +1,10 @@
-"""Model and TrainableModel: a name one can call, and perhaps train.
+"""Model and TrainableModel: a named model that can be called, and trained.
 
-In:   a name and where it is served; for a trainable one its base model and a backend
-Out:  an OpenAI client for it; jobs that make its next step
+In:   a name and its address; for a trainable model also its base model and a backend
+Out:  an OpenAI client; training jobs
 
-Nothing is contacted before `register`. A model only knows names and addresses; what happened to
-it is kept by its backend, so two programs that name the same model mean the same one.
+No request is made before `register`. A model holds only names and addresses; its state is in its
+backend, so two programs that use the same name use the same model.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 TIMEOUT_S = 1200.0
-"""Of one answer: requests may be held while a step is published."""
+"""Timeout of one answer: requests may be held while a step is published."""
 CONNECT_S = 30.0
 MAX_CONNECTIONS = 100_000
-"""Rollouts are limited by the server, never by a pool on this side."""
+"""The server limits the rollouts, not the client's connection pool."""
 
 ConfigT = TypeVar("ConfigT", default=Any)
 
@@ -41,11 +41,11 @@ class Model(BaseModel, Generic[ConfigT]):
     name: Name
     project: ProjectName = "default"
     config: ConfigT | None = None
-    """Whatever the user's rollouts want to find on the model; hone does not look at it."""
+    """For the user's rollouts; hone does not use it."""
     inference_base_url: str | None = None
     inference_api_key: str | None = None
     inference_model_name: str | None = None
-    """The name to ask for there, if it is not `name`."""
+    """The model name to send, if it is not `name`."""
 
     _backend: Backend | None = PrivateAttr(default=None)
     _client: Any = PrivateAttr(default=None)
@@ -56,7 +56,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return False
 
     async def register(self, backend: Backend) -> None:
-        """Remember the backend; a model that is not trained needs nothing from it."""
+        """Set the backend; a model that is not trained makes no request."""
         self._backend = backend
 
     def backend(self) -> Backend:
@@ -68,7 +68,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._backend
 
     def openai_client(self) -> "AsyncOpenAI":
-        """An AsyncOpenAI client for this model, made once per event loop."""
+        """An AsyncOpenAI client for this model, one per event loop."""
         loop = _running_loop()
         address = (loop, self.inference_base_url, self.inference_api_key)
         if self._client is None or self._client_of != address:
@@ -84,23 +84,14 @@ class Model(BaseModel, Generic[ConfigT]):
     def _make_client(self) -> "AsyncOpenAI":
         if self.inference_base_url is None or self.inference_api_key is None:
             raise ConfigError(self._no_address())
-        import openai  # here: it takes a second, and `import hone` promises to be light
+        import openai
 
-        timeout = openai.Timeout(TIMEOUT_S, connect=CONNECT_S)
-        # Of the class openai's own HTTP library has: httpx up to version 2, httpx2 from 3 on.
-        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
-            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
-        )
+        connection = connection_to(self.inference_base_url)
         return openai.AsyncOpenAI(
             base_url=self.inference_base_url,
             api_key=self.inference_api_key,
-            timeout=timeout,
-            http_client=openai.DefaultAsyncHttpxClient(
-                timeout=timeout,
-                limits=limits,
-                # No proxy on the way to this machine, whatever the environment says of proxies.
-                trust_env=host_of(urlsplit(self.inference_base_url).hostname or "") != "localhost",
-            ),
+            timeout=connection["timeout"],
+            http_client=openai.DefaultAsyncHttpxClient(**connection),
         )
 
     def _no_address(self) -> str:
@@ -110,7 +101,7 @@ class Model(BaseModel, Generic[ConfigT]):
         )
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """The name to ask the OpenAI API for: the newest step, or a certain one."""
+        """The model name to send: of the newest step, or of the step given."""
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
@@ -126,13 +117,13 @@ class Model(BaseModel, Generic[ConfigT]):
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        """Write the means of these trajectories into the model's history; returns what was written.
+        """Write the mean metrics of these trajectories to the model's history; returns them.
 
         Args:
-            trajectories: groups, or trajectories alone; exceptions stand for rollouts that failed.
-            split: in front of each metric: `val` gives val/reward, by which the best step is found.
-            metrics: more of them.
-            step: which one they are of; the newest if left out.
+            trajectories: groups or trajectories; an exception counts as a failed rollout.
+            split: prefix of each metric; `val` gives val/reward, which decides the best step.
+            metrics: further metrics.
+            step: the step they belong to; the newest one if None.
         """
         raise NotInThisVersion(
             f"model {self.name!r} is not trained, and only trained models have a history: log() "
@@ -141,25 +132,25 @@ class Model(BaseModel, Generic[ConfigT]):
 
 
 class TrainableModel(Model[ConfigT], Generic[ConfigT]):
-    """A model that is trained: a name of its own over a base model."""
+    """A model that is trained: a LoRA adapter with its own name over a base model."""
 
     base_model: str = Field(min_length=1, max_length=512)
-    """A name of `hone models list`, a hub name, or a directory on the server's machine."""
+    """A name from `hone models list`, a hub name, or a directory on the server's machine."""
     rank: int = Field(default=8, gt=0, le=512)
-    """Of the LoRA adapter."""
+    """LoRA rank."""
     alpha: float = Field(default=16.0, gt=0)
     seed: int = Field(default=0, ge=0)
-    """Of the adapter's first weights."""
+    """Seed of the adapter's initial weights."""
     chat_template_kwargs: dict[str, JsonValue] = {}
     """Arguments of the chat template for every call of this model."""
     defaults: dict[str, JsonValue] = {}
     """Keys of TrainConfig that jobs of this model use unless they say otherwise."""
     init_args: dict[str, JsonValue] = {}
-    """How Unsloth would load the base model; max_seq_length becomes every job's default."""
+    """Arguments for loading the base model, as for Unsloth; max_seq_length is the jobs' default."""
     engine_args: dict[str, JsonValue] = {}
-    """What vLLM would be started with; the server names the keys that mean nothing to it."""
+    """Engine arguments, as for vLLM; the server reports the keys that it does not apply."""
     peft_args: dict[str, JsonValue] = {}
-    """PEFT's words for the adapter: r is rank, lora_alpha alpha, random_state seed."""
+    """Adapter arguments, as for PEFT: r is rank, lora_alpha alpha, random_state seed."""
 
     def __init__(self, **fields: Any) -> None:
         if "_internal_config" in fields:
@@ -183,15 +174,15 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         return True
 
     def spec(self) -> ModelSpec:
-        """What the server is told."""
+        """The registration that is sent to the server."""
         return ModelSpec(**self.model_dump(include=set(ModelSpec.model_fields)))
 
     async def register(self, backend: Backend) -> None:
-        """Make it known to the backend and ready to answer; loads the base model if need be."""
+        """Register it with the backend and load the base model if it is not loaded."""
         await backend.register(self)
         self._backend = backend
         self.inference_base_url, self.inference_api_key = await backend.prepare(self)
-        # With its project: a bare name stops being one the day another project uses it too.
+        # With its project: a bare name is ambiguous once another project uses it too.
         self.inference_model_name = f"{self.project}/{self.name}"
 
     def _no_address(self) -> str:
@@ -211,15 +202,15 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """Train on the groups and wait until the new step is served.
 
         Args:
-            trajectory_groups: each the rollouts of one input, compared with each other.
-            config: how; keys left out come from the model's `defaults`, then from hone's.
-            verbose: show progress also where stderr is not a terminal.
-            **keys: keys of TrainConfig, as a shorter way to write `config`.
+            trajectory_groups: groups of rollouts of one input, compared with each other.
+            config: training settings; missing keys come from the model's `defaults`, then hone's.
+            verbose: show progress even if stderr is not a terminal.
+            **keys: keys of TrainConfig, instead of `config`.
         """
         return await self.backend().train(self, trajectory_groups, config, verbose=verbose, **keys)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> list[int]:
-        """Delete all steps but the newest and the best by a logged metric; which were deleted."""
+        """Delete all steps but the newest and the best by a logged metric; returns those deleted."""
         return await self.backend().delete_checkpoints(self, best_checkpoint_metric)
 
     async def log(
@@ -236,6 +227,22 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         step = await self.get_step() if step is None else step
         await self.backend().log(self, written, split=split, step=step)
         return {f"{split}/{name}": value for name, value in written.items()}
+
+
+def connection_to(base_url: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Arguments of the HTTP client under an OpenAI client."""
+    import openai  # here: it takes a second, and `import hone` promises to be light
+
+    # The class of openai's HTTP library: httpx up to version 2, httpx2 from version 3 on.
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
+        max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
+    )
+    return {
+        "timeout": openai.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
+        "limits": limits,
+        # No proxy to this machine, whatever the environment says.
+        "trust_env": host_of(urlsplit(base_url).hostname or "") != "localhost",
+    }
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

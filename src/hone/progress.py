@@ -1,10 +1,10 @@
-"""Counts, shown while one waits: a bar on a terminal, a line now and then elsewhere.
+"""Progress on stderr: a bar on a terminal, a line every ten seconds elsewhere.
 
-In:   how much of how much is done, and a note (a mean reward, a phase)
+In:   the number done, the total, and a note (a mean reward, a phase)
 Out:  text on stderr, never on stdout, which belongs to the user's program
 
-A log file gets one line every ten seconds and one at the end, not a bar drawn a thousand times.
-All that hone says goes through one console, so that a line stands above a bar and never in it.
+All output of hone goes through one console, so that a log line is printed above a bar and never
+inside it.
 """
 
 import sys
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_S = 10.0
-"""How often a line is written where there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 
 class Progress:
-    """Use it as a context manager.
+    """A context manager that shows progress.
 
-    `what` None shows nothing at all; `lines` False nothing where there is no terminal.
+    With `what=None` it shows nothing; with `lines=False`, nothing without a terminal.
     """
 
     def __init__(self, what: str | None, *, lines: bool = True) -> None:
@@ -56,7 +56,7 @@ class Progress:
     def update(
         self, *, done: int | None = None, total: int | None = None, note: str | None = None
     ) -> None:
-        """Show these from now on; what is left out stays."""
+        """Change the numbers that are given; the others stay."""
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
@@ -73,15 +73,12 @@ class Progress:
 
 @cache
 def console() -> "Console":
-    """The only one: what is shown at the same time shares the screen.
-
-    It looks up sys.stderr at every write.
-    """
+    """The only console: everything shares one screen. It looks up sys.stderr at every write."""
     from rich.console import Console  # here for the same reason
 
     return Console(stderr=True)
 
 
 def write(line: str) -> None:
-    """One line, as it is, above whatever is being shown: no markup, no wrapping, no colours."""
+    """Print one line above a live display: no markup, no wrapping, no colours."""
     console().print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)

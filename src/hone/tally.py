@@ -1,10 +1,10 @@
-"""Run awaitables at once under a budget of failures, and count what they return.
+"""Run awaitables at once with a limit on failures, and count their results.
 
 In:   awaitables of trajectories
 Out:  their results in the order given; an exception in place of each one that failed
 
-When more fail than the budget allows, the first one too many is raised, and everything that still
-runs is cancelled and waited for: nothing goes on sampling behind the caller's back.
+When more fail than the limit allows, the last failure is raised after everything that still runs
+was cancelled and awaited: nothing goes on sampling after the call has ended.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Scored(Protocol):
-    """A trajectory, as far as it is counted."""
+    """A trajectory: the fields that are counted."""
 
     reward: float
     metrics: dict[str, float | int | bool]
@@ -39,7 +39,7 @@ class Unfinished(Protocol):
 
 
 class Tally:
-    """What a gather call has seen so far, and how many failures it may still see."""
+    """Counts of one gather call: rollouts, failures, metrics."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Tally:
         self.bar.update(total=self.total)
 
     async def watch(self, rollout: Awaitable[Any], *, kind: type | None = None) -> Any:
-        """The rollout's result, or the exception it raised if the budget allows that."""
+        """The rollout's result, or its exception if the limit allows another failure."""
         try:
             result = await rollout
             if kind is not None and not isinstance(result, kind):

@@ -1,10 +1,10 @@
-"""What all commands share: how options are spelt, the log on stderr, tables on stdout.
+"""Shared by all commands: spelling of options, the log on stderr, tables on stdout.
 
 In:   `-o KEY VALUE`, `--log-level`; log records; tables
-Out:  pairs; `LEVEL - message` lines through the one console; a table as wide as the terminal
+Out:  pairs; `LEVEL - message` lines on the console; a table as wide as the terminal
 
-Only hone's own records follow `--log-level`; other libraries speak from WARNING on, because at
-INFO the HTTP client would write a line for every model call of every rollout.
+`--log-level` applies to hone's own records; other libraries log from WARNING on, because at INFO
+the HTTP client writes a line for every model call.
 """
 
 import logging
@@ -22,9 +22,9 @@ _JOINED = "\0"
 
 
 class Command(TyperCommand):
-    """Takes `-o KEY VALUE`, and each option with hyphens or underscores.
+    """Accepts `-o KEY VALUE`, and each option with hyphens or underscores.
 
-    typer has no option of two values that may be given twice, and would print both spellings.
+    typer has no repeatable option of two values, and would print both spellings.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -54,14 +54,14 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class _ToConsole(logging.Handler):
-    """Above a live display, never into it."""
+    """Prints above a live display, never into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         progress.write(self.format(record))
 
 
 def log_from(level: str | None) -> str | None:
-    """Write the log from this level on; None leaves it as it is."""
+    """Log from this level on; None changes nothing."""
     if level is None:
         return None
     if level.lower() not in LEVELS:
@@ -78,7 +78,7 @@ def log_from(level: str | None) -> str | None:
 
 
 def log_no_more() -> None:
-    """As it was before `log_from`: a program may call a command and go on."""
+    """Undo `log_from`, for a program that calls a command and goes on."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _ToConsole)]:
         root.removeHandler(handler)
@@ -92,14 +92,14 @@ LogLevel = Annotated[
         "--log-level",
         metavar="LEVEL",
         callback=log_from,
-        help="What is logged: debug, info (the default), warning or error.",
+        help="Log level: debug, info (the default), warning or error.",
         show_default=False,
     ),
 ]
 
 
 def print_table(table: Table) -> None:
-    """To a terminal at its width; into a pipe unwrapped, so that `grep` and `awk` see whole lines."""
+    """Print at the terminal's width; into a pipe unwrapped, so that `grep` sees whole lines."""
     console = Console(markup=False, highlight=False)
     if console.is_terminal:
         console.print(table)

@@ -1,14 +1,12 @@
-"""Trajectory and TrajectoryGroup: one conversation with a reward, and those compared with it.
+"""Trajectory and TrajectoryGroup: a conversation with a reward, and a group to compare.
 
-In:   what the user's code sampled, as recorded calls, a rollout's id, or OpenAI messages and
-      choices; and the reward it gave
-Out:  what a training job is made of
+In:   the sampled calls, as tokens, as a rollout's id, or as OpenAI messages and choices; a reward
+Out:  the content of a training job
 
-A trajectory says what was sampled in one of three ways. `calls` carry the tokens themselves;
-`rollout` refers to the calls the server recorded; `messages_and_choices` holds OpenAI messages,
-of which the choices with log-probabilities are trained. The server turns the last two into the
-first, by what it recorded, and refuses to guess. This module knows nothing of tensors, so that
-it loads on a laptop without torch.
+A trajectory names its samples in one of three ways: `calls` holds the tokens; `rollout` refers to
+the calls that the server recorded; `messages_and_choices` holds OpenAI messages, of which the
+choices with log-probabilities are trained. The server turns the last two into the first by its
+records, and refuses to guess. This module needs no torch, so that it loads on a laptop.
 """
 
 import math
@@ -35,13 +33,13 @@ from hone.types import Call, Failure, Strict
 Messages = list[dict[str, Any]]
 """Messages of the OpenAI API."""
 MessagesAndChoices = list[Any]
-"""Messages as dicts; choices as the OpenAI client returned them, or as dicts of the same keys."""
+"""Messages as dicts; choices as the OpenAI client returns them, or as dicts of the same keys."""
 Tools = list[dict[str, Any]]
 """Tools of the OpenAI API."""
 
 
 class History(BaseModel):
-    """One conversation: what was said, and which answers were sampled."""
+    """One conversation: its messages, and the sampled answers among them."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -58,16 +56,16 @@ class History(BaseModel):
 
 
 class Trajectory(History):
-    """One rollout and what it was worth."""
+    """One rollout and its reward."""
 
     calls: list[Call] = []
-    """What was sampled, to the token."""
+    """The sampled calls, as tokens."""
     rollout: str = ""
-    """Id of the rollout whose recorded calls these are."""
+    """Id of a rollout that the server recorded."""
     trained_calls: list[str] | None = None
-    """Ids of the recorded calls of `rollout` to be trained; the others are context. None: all."""
+    """Ids of the recorded calls of `rollout` to train on; the others are context. None: all."""
     additional_histories: list[History] = []
-    """Further conversations of the same rollout, worth the same."""
+    """Further conversations of the same rollout, with the same reward."""
     reward: float = Field(default=0.0, allow_inf_nan=False)
     shaped_rewards: list[float] | None = None
     """One value per trained call, for `credit: per_call` or `return_to_go`."""
@@ -89,7 +87,7 @@ class Trajectory(History):
         self.logs.append(message)
 
     def finish(self) -> Self:
-        """Note how long it took, in `metrics["duration"]`."""
+        """Set `metrics["duration"]` to the seconds since it was created."""
         self.metrics["duration"] = time.monotonic() - self._started
         return self
 
@@ -104,12 +102,12 @@ class Trajectory(History):
             self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - started
 
     def for_logging(self) -> dict[str, Any]:
-        """What a reader of logs wants: no tokens; each message says whether it is trained."""
+        """The trajectory without tokens; each message says whether it is trained."""
         items = self._plain(self.messages_and_choices)
-        said = [_message(item) | {"trainable": _is_sampled(item)} for item in items]
-        kept = {"metrics", "metadata", "tools", "logs"}
+        messages = [_message(item) | {"trainable": _is_sampled(item)} for item in items]
         rollout = {"rollout": self.rollout} if self.rollout else {}
-        return {"reward": self.reward, **rollout, **self.model_dump(include=kept), "messages": said}
+        fields = self.model_dump(include={"metrics", "metadata", "tools", "logs"})
+        return {"reward": self.reward, **rollout, **fields, "messages": messages}
 
     def __str__(self) -> str:
         fields = {"reward": self.reward, "metrics": self.metrics, "metadata": self.metadata}
@@ -119,8 +117,8 @@ class Trajectory(History):
 class TrajectoryGroup(BaseModel):
     """Trajectories of the same input, compared with each other.
 
-    May be made of coroutines: awaiting the group runs them. A rollout that raised becomes an
-    entry of `exceptions` and never a reward.
+    It may hold coroutines: awaiting the group runs them. A rollout that raised becomes an entry of
+    `exceptions`, and never a reward.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -136,18 +134,18 @@ class TrajectoryGroup(BaseModel):
     _pending: list[Any] = PrivateAttr(default_factory=list)
 
     def __init__(self, trajectories: Iterable[Any] = (), **fields: Any) -> None:
-        """`trajectories`: Trajectory, an exception that stands for one, or an awaitable of one."""
-        failed, pending, kept = [], [], trajectories
+        """`trajectories`: Trajectory, an exception in place of one, or an awaitable of one."""
+        failed, pending, finished = [], [], trajectories
         if isinstance(trajectories, Iterable) and not isinstance(trajectories, str | bytes | dict):
-            kept = []
+            finished = []
             for item in trajectories:
                 if isinstance(item, BaseException):
                     failed.append(failure_of(item))
                 else:
-                    (pending if hasattr(item, "__await__") else kept).append(item)
+                    (pending if hasattr(item, "__await__") else finished).append(item)
         if failed:
             fields["exceptions"] = [*fields.get("exceptions", ()), *failed]
-        super().__init__(trajectories=kept, **fields)
+        super().__init__(trajectories=finished, **fields)
         self._pending = pending
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]  # of trajectories, not of fields
@@ -169,11 +167,11 @@ class TrajectoryGroup(BaseModel):
 
     @property
     def unfinished(self) -> int:
-        """How many of its rollouts have not been run."""
+        """Number of its rollouts that have not been run."""
         return len(self._pending)
 
     def take_unfinished(self) -> list[Any]:
-        """Hand over the rollouts that have not been run, to be run by the caller."""
+        """Remove and return the rollouts that have not been run."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -182,35 +180,35 @@ class TrajectoryGroup(BaseModel):
 
 
 class JobRequest(Strict):
-    """A training job as a client asks for it."""
+    """A request for a training job."""
 
     model: str
     """NAME or PROJECT/NAME of a registered model."""
     groups: list[TrajectoryGroup]
     config: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keys of TrainConfig; what is left out comes from the model's defaults, then from hone's."""
+    """Keys of TrainConfig; missing keys come from the model's defaults, then from hone's."""
     idempotency_key: str | None = Field(default=None, min_length=1, max_length=200)
-    """The same key and the same request give the same job, however often it is sent."""
+    """Requests with the same key and content give the same job."""
     seed: int = Field(default=0, ge=0)
     plot_tensors: bool = False
-    """Draw what was trained, beside the checkpoint."""
+    """Plot the trained tokens, beside the checkpoint."""
     advance_when_flat: bool = False
-    """Publish the next step even where nothing could be learned, with the same adapter."""
+    """Publish the next step, with the same adapter, even if there was nothing to learn."""
 
 
 def failure_of(error: BaseException) -> Failure:
     """An exception as data."""
     return Failure(
         type=type(error).__name__,
-        message=_said(error),
+        message=_message_of(error),
         traceback="".join(traceback.format_exception(error)),
     )
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001  # an exception of the user's own may raise anything
+    except Exception as broken:  # noqa: BLE001  # a user's exception may raise anything
         return f"<no text: {type(broken).__name__}>"
 
 
@@ -235,10 +233,10 @@ class _Group(Protocol):
 
 
 def means(items: Iterable[_Group | Trajectory | BaseException]) -> dict[str, float]:
-    """Mean reward and metrics of all trajectories, and how many rollouts failed.
+    """Mean reward and metrics of all trajectories, and the share of failed rollouts.
 
-    `reward_std_dev` is the mean over groups of the standard deviation inside each; metrics of a
-    group are called `group_NAME`. What no number can be said of is left out.
+    `reward_std_dev` is the mean over groups of the standard deviation within each; metrics of a
+    group are called `group_NAME`. Metrics without a finite mean are omitted.
     """
     own: dict[str, list[float]] = defaultdict(list)
     custom: dict[str, list[float]] = defaultdict(list)
@@ -267,7 +265,7 @@ def _number(value: float | None) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NaN of no values, and where the sum is beyond all floats."""
+    """NaN without values, and if the sum is no finite float."""
     known = [value for value in values if not math.isnan(value)]
     try:
         return math.fsum(known) / len(known) if known else math.nan
@@ -276,16 +274,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Of the population."""
+    """Population standard deviation."""
     centre = _mean(values)
     return math.sqrt(_mean([min(abs(value - centre), 1e150) ** 2 for value in values]))
 
 
 def _as_dict(item: Any) -> Any:
-    """An object of the OpenAI client as a dict, the fields it does not know (token_ids) included."""
+    """An object of the OpenAI client as a dict, with unknown fields such as token_ids."""
     if not hasattr(item, "model_dump"):
         return item
-    # The client builds its objects unchecked, and would warn of every field a server fills freely.
+    # The client does not validate its objects, and would warn about every unexpected value.
     return item.model_dump(mode="json", warnings=False)
 
 
@@ -295,11 +293,11 @@ def _is_sampled(item: Mapping[str, Any]) -> bool:
 
 
 def _message(item: Any) -> dict[str, Any]:
-    """A message, or the message of a choice, in the form a client would send it."""
-    said = dict(item["message"]) if "message" in item else dict(item)
-    plain = {"role": said["role"], "content": said.get("content") or ""}
-    kept = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-    more = {key: said[key] for key in kept if said.get(key)}
+    """A message, or the message of a choice, as a client sends it."""
+    message = dict(item["message"]) if "message" in item else dict(item)
+    plain = {"role": message["role"], "content": message.get("content") or ""}
+    optional = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+    more = {key: message[key] for key in optional if message.get(key)}
     if "tool_calls" in more:
         more["tool_calls"] = [_as_dict(call) for call in more["tool_calls"]]
     return plain | more

@@ -60,7 +60,7 @@ def test_what_is_written(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_made_is_named():
     with pytest.raises(
-        ConfigError, match=r"eval.general.output_dir: /proc/x cannot be made \(No su"
+        ConfigError, match=r"eval.general.output_dir: /proc/x cannot be created \(No su"
     ):
         opened(Path("/proc/x"))
 

@@ -154,7 +154,7 @@ async def test_a_broken_entry_of_the_cache_is_asked_again(
     entry.write_text('{"sco')
     with caplog.at_level(logging.WARNING):
         assert (await score(judge(llm, tmp_path), item("x"))).value == 0.6
-    assert "a broken entry of the judge's cache; asking again" in caplog.text
+    assert "a damaged entry of the judge's cache; asking again" in caplog.text
     assert json.loads(entry.read_text())["score"] == 6
 
 

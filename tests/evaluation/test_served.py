@@ -139,7 +139,7 @@ async def test_a_best_step_that_nothing_measured_is_refused(
     bench = Workbench(
         tmp_path, server.base_url, name="unmeasured", base_model=str(tiny_model), rank=4
     )
-    with pytest.raises(ConfigError, match=r"it has @latest, @0; the best step is known once a run"):
+    with pytest.raises(ConfigError, match=r"it has @latest, @0; there is a best step once a run"):
         await bench.evaluate("unmeasured@best")
 
 

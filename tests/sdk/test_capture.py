@@ -255,7 +255,7 @@ def test_ids_are_drawn_and_checked():
     for wrong in ("", "-x", "a b", "a/b", "x" * 201, "a\n"):
         with pytest.raises(ConfigError, match="an id is 1 to 200"):
             hone.rollout(wrong)
-    with pytest.raises(ConfigError, match="travels in a header"):
+    with pytest.raises(ConfigError, match="is sent in a header"):
         hone.rollout(function="two words")
 
 

@@ -131,7 +131,7 @@ async def test_the_seed_s_entry(tmp_path: Path):
 
 
 async def test_the_environment_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"llms\.chat: https://api\.openai\.com/v1 wants a key"):
+    with pytest.raises(ConfigError, match=r"llms\.chat: https://api\.openai\.com/v1 needs a key"):
         await made(tmp_path, "_type: openai, model: gpt")
     monkeypatch.setenv("OPENAI_API_KEY", "from env")
     monkeypatch.setenv("OPENAI_BASE_URL", "https://proxy.example/v1")

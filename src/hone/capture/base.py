@@ -3,8 +3,8 @@
 In:   nothing
 Out:  Scope, current; SeenCall, Step, Recorder; Tap
 
-A SeenCall is what the harness saw on the wire: text, for evaluators, files and reports. The tokens
-that are trained are the server's, which recorded them where they were sampled.
+A SeenCall is a call as the harness saw it on the wire: text, for evaluators, files and reports. The
+trained tokens come from the server, which recorded them where they were sampled.
 """
 
 import threading
@@ -25,39 +25,39 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 @dataclass(frozen=True, slots=True)
 class SeenCall:
-    """One call of a rollout as it was seen on the wire, answered or not."""
+    """One call of a rollout as seen on the wire, answered or not."""
 
     index: int
-    """Its place among the rollout's calls, in the order in which they were sent."""
+    """Its index among the rollout's calls, in the order in which they were sent."""
     function: str
     """Path of the function that made it, outermost first, joined by dots."""
     model: str
-    """The name that was asked for."""
+    """The model name of the request."""
     host: str
-    """Where it went; all names of this machine are `localhost`."""
+    """The host it was sent to; all names of this machine are `localhost`."""
     messages: list[dict[str, Any]] | None
-    """What was asked; None where it was no chat, or cannot be read."""
+    """The messages of the request; None if it was no chat, or cannot be read."""
     tools: list[dict[str, Any]] | None
     choices: list[dict[str, Any]]
-    """The answer's, put together if it was streamed. Where a hone server recorded them (they have
-    a `call_id`) their `logprobs` are left out: a thousand calls of them fill the memory."""
+    """The choices of the answer, assembled if it was streamed. Choices that a hone server recorded
+    (they have a `call_id`) have no `logprobs`: those of a thousand calls would fill the memory."""
     usage: dict[str, int] | None
     id: str | None
-    """The recorded call's where a hone server answered, otherwise the answer's."""
+    """Id of the recorded call if a hone server answered, otherwise of the answer."""
     policy_step: int | None
-    """The step that answered; None where a foreign server did."""
+    """The step that answered; None if another server answered."""
     started_at: float
     """Unix seconds."""
     seconds: float
     """Until the last byte, the client's own retries included; 0 for a call of another process."""
     status: int | None
-    """Of HTTP; None where no answer came."""
+    """HTTP status; None if there was no answer."""
     error: str | None
-    """Why it did not succeed."""
+    """Why it failed."""
     temperature: float | None = None
-    """What was asked for; None leaves it to the server."""
+    """The temperature of the request; None leaves it to the server."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """Everything else that was asked for, such as `max_tokens`, as it was sent."""
+    """The other parameters of the request, such as `max_tokens`."""
 
     @property
     def reply(self) -> dict[str, Any] | None:
@@ -71,34 +71,34 @@ class SeenCall:
 
     @property
     def finish(self) -> str | None:
-        """Why the first choice ended."""
+        """The finish reason of the first choice."""
         return self.choices[0].get("finish_reason") if self.choices else None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something the agent said of its own course, with `hone.step`."""
+    """One `hone.step` call of the agent."""
 
     name: str
     value: float | None
     metadata: dict[str, Any]
     function: str
-    """Path of the function that said it."""
+    """Path of the function that called it."""
     calls: int
-    """How many calls the rollout had sent before it."""
+    """Number of model calls that the rollout had sent before."""
     about: tuple[int, ...] = ()
-    """Indices of the calls that its value can belong to, most likely first; empty without a value."""
+    """Indices of the calls that its value may belong to, likeliest first; empty without a value."""
 
 
 class Unread(Protocol):
     """A call that a tap watches."""
 
     def read(self) -> SeenCall:
-        """What was seen of it so far."""
+        """The call as seen so far."""
         ...
 
     async def close(self) -> None:
-        """The rollout is over: nothing more of its answer is read."""
+        """Stop reading its answer: the rollout is over."""
         ...
 
 
@@ -106,33 +106,33 @@ UnreadT = TypeVar("UnreadT", bound=Unread)
 
 
 class Recorder:
-    """What one rollout did: its calls in the order they were sent, and its steps. Thread-safe."""
+    """The calls and steps of one rollout, in the order in which they were sent. Thread-safe."""
 
     def __init__(self) -> None:
         self.closed = False
         """The rollout is over: calls that would still be marked as its own are refused."""
         self.trunk = Branch()
-        """Where the tree of the rollout's tasks and threads begins."""
+        """Root of the tree of the rollout's tasks and threads."""
         self.is_shared = False
-        """The rollout's URL was handed out: calls may be made that are not seen here."""
+        """The rollout's URL was used: there may be calls that are not seen here."""
         self._calls: list[Unread] = []
         self._steps: list[Step] = []
         self._lock = threading.Lock()
 
     async def close(self) -> None:
-        """The rollout is over; answers that are still streamed to it are closed."""
+        """End the rollout, and close answers that are still streamed to it."""
         self.closed = True
         for call in tuple(self._calls):
             await call.close()
 
     @property
     def sent(self) -> int:
-        """How many calls were sent; a client's own retry is not a new one."""
+        """Number of calls sent; a retry by the client is not a new call."""
         return len(self._calls)
 
     @property
     def calls(self) -> list[SeenCall]:
-        """All calls sent so far; one without an answer yet says so in `error`."""
+        """All calls sent so far; `error` says which have no answer yet."""
         return [call.read() for call in tuple(self._calls)]
 
     @property
@@ -140,22 +140,22 @@ class Recorder:
         return list(self._steps)
 
     def add_call(self, make: Callable[[int], UnreadT]) -> UnreadT:
-        """A call is sent; `make` gets its index."""
+        """Record a call that is sent; `make` gets its index."""
         with self._lock:
             call = make(len(self._calls))
             self._calls.append(call)
         return call
 
-    def resume(self, takes_up: Callable[[Unread], bool]) -> Unread | None:
-        """The newest call that `takes_up` what is sent now, or None."""
+    def resume(self, is_retry: Callable[[Unread], bool]) -> Unread | None:
+        """The newest call that the request is a retry of, or None."""
         with self._lock:
-            return next((call for call in reversed(self._calls) if takes_up(call)), None)
+            return next((call for call in reversed(self._calls) if is_retry(call)), None)
 
     def add_answer(self, index: int, branch: Branch) -> None:
-        """The call that was sent on this branch is answered, or its answer begins."""
+        """Record that the call sent on this branch is answered, or that its answer begins."""
         with self._lock:
-            for one in branch.path():
-                one.answered.append(index)
+            for parent in branch.path():
+                parent.answered.append(index)
 
     def add_step(
         self, name: str, value: float | None, metadata: dict[str, Any], function: str
@@ -167,38 +167,37 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose calls these are."""
+    """The rollout and function that calls belong to."""
 
     rollout: str
-    """Empty for calls that belong to none, and say so by their function."""
+    """Id of the rollout; empty for calls outside any, which carry only their function."""
     function: str = ""
-    """Path of the function that runs, outermost first, joined by dots; empty outside any."""
+    """Path of the running function, outermost first, joined by dots; empty outside any."""
     host: str | None = None
-    """Only calls to this host are marked; None marks calls to any."""
+    """Only calls to this host are marked; None marks calls to any host."""
     recorder: Recorder | None = field(default=None, compare=False)
-    """Where calls are seen; None marks them only."""
+    """Records the calls; None: they are only marked."""
     temperature: float | None = None
-    """What the server samples with, whatever the agent asks for."""
+    """Sampling temperature, whatever the agent asks for."""
     step: int | None = None
-    """The step of the run's model that answers, instead of the newest one."""
+    """The step that answers; None is the newest one."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """What tells the server."""
-        named = {ROLLOUT_HEADER: self.rollout} if self.rollout else {}
+        """The headers that mark a request."""
+        headers = {ROLLOUT_HEADER: self.rollout} if self.rollout else {}
         if self.function:
-            named[FUNCTION_HEADER] = self.function
+            headers[FUNCTION_HEADER] = self.function
         if self.temperature is not None:
-            named[TEMPERATURE_HEADER] = f"{self.temperature:g}"
+            headers[TEMPERATURE_HEADER] = f"{self.temperature:g}"
         if self.step is not None:
-            named[STEP_HEADER] = str(self.step)
-        return named
+            headers[STEP_HEADER] = str(self.step)
+        return headers
 
     def url(self, base_url: str) -> str:
-        """The rollout's own base URL at the server whose base URL this is.
+        """The rollout's own base URL at the server with this base URL.
 
-        It says what the headers say, except for the function: they do not reach the requests of
-        another process.
+        It carries what the headers carry, except the function, for requests of another process.
         """
         segment = self.rollout
         if self.temperature is not None:
@@ -222,12 +221,12 @@ def host_of(name: str) -> str:
 
 
 class Tap(Protocol):
-    """Marks and sees the calls of one library in the scope they are made in."""
+    """Patches one library to mark and record calls with the open scope."""
 
     def attach(self) -> None:
         """Called when the first scope of the process opens."""
         ...
 
     def detach(self) -> None:
-        """Called when the last one closes; leaves the library as it was found."""
+        """Called when the last one closes; restores the library."""
         ...

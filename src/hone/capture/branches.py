@@ -1,12 +1,11 @@
-"""Which call a value of `hone.step` belongs to, when several calls of a rollout are in flight.
+"""The model call that a value of `hone.step` belongs to, when several calls are in flight.
 
 In:   the task or thread that sends a call, gets its answer, or notes a value
-Out:  Branch; for a value, the calls it can belong to, most likely first
+Out:  Branch; for a value, the calls it may belong to, most likely first
 
-A rollout is a tree of tasks and threads. A value belongs to the newest answer of the task or thread
-that notes it, answers to what that one started included; only where there is none, to the newest
-answer of what started it. The order in which calls were sent says nothing: of two calls in flight,
-the one sent first may be the one that is answered and judged first.
+A rollout is a tree of tasks and threads. A value belongs to the newest answer in the task or thread
+that notes it, or in one that it started; if there is none, to the newest answer of its parent. The
+order in which calls were sent does not matter: either of two calls in flight may end first.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from typing import Any
 
 
 class Branch:
-    """One task or thread of a rollout; the trunk of the tree has no worker and no parent."""
+    """One task or thread of a rollout; the root of the tree has no worker and no parent."""
 
     __slots__ = ("_worker", "answered", "parent")
 
@@ -26,18 +25,18 @@ class Branch:
         self.parent = parent
         self._worker = None if worker is None else weakref.ref(worker)
         self.answered: list[int] = []
-        """Indices of calls, in the order of their answers; those of started tasks included."""
+        """Indices of calls in the order of their answers, those of child tasks included."""
 
     @staticmethod
     def here(trunk: "Branch") -> "Branch":
-        """The branch that this code runs on; a task or thread that has none yet begins one."""
-        held, worker = _branch.get(), _current_worker()
-        if held is None or held.trunk is not trunk:  # of another rollout, or of none
-            held = trunk
-        if held._worker is None or held._worker() is not worker:
-            held = Branch(held, worker)
-            _branch.set(held)
-        return held
+        """The branch that this code runs on; it is created if the task or thread has none yet."""
+        branch, worker = _branch.get(), _current_worker()
+        if branch is None or branch.trunk is not trunk:  # of another rollout, or none
+            branch = trunk
+        if branch._worker is None or branch._worker() is not worker:
+            branch = Branch(branch, worker)
+            _branch.set(branch)
+        return branch
 
     @property
     def trunk(self) -> "Branch":
@@ -52,7 +51,7 @@ class Branch:
             branch = branch.parent
 
     def newest_calls(self) -> tuple[int, ...]:
-        """Calls that were answered so far, the one that a value noted here belongs to first."""
+        """The answered calls, starting with the one that a value noted here belongs to."""
         seen: dict[int, None] = {}
         for branch in self.path():
             seen.update(dict.fromkeys(reversed(branch.answered)))

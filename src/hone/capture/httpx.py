@@ -1,12 +1,12 @@
-"""The calls of any httpx or httpx2 client to an OpenAI API: mark them with their scope, see them.
+"""Patch httpx and httpx2 to mark and record calls to an OpenAI API.
 
 In:   the scope that is open where a request is sent
 Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, .../completions and
       .../responses; those calls in the scope's recorder, if it has one
 
-The one seam all clients of the two libraries pass, whatever their transport, is `send`: it is
-replaced on the four client classes and put back. openai 2 speaks httpx, openai 3 speaks httpx2,
-so both are watched; under httpx2's alias they are one library, and its classes are taken once.
+All clients of the two libraries call `send`, whatever their transport: it is replaced on the four
+client classes, and restored. openai 2 uses httpx and openai 3 httpx2, so both are patched; where one
+is an alias of the other, their classes are patched once.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from hone.capture.openai import Exchange
 LIBRARIES = ("httpx", "httpx2")
 _PATHS = ("/chat/completions", "/completions", "/responses")
 _RETRIES = "x-stainless-retry-count"
-"""Where the openai client counts how often it has sent a request before."""
+"""The header in which the openai client counts its retries."""
 
 
 class HttpxTap:
@@ -42,8 +42,8 @@ class HttpxTap:
 
     def detach(self) -> None:
         for kind, original, tapped in self._replaced:
-            # Somebody who patched `send` over us calls ours, which outside scopes does nothing;
-            # taking ours away would take theirs away too.
+            # Another patch over ours calls ours, which does nothing outside scopes; restoring the
+            # original would remove that patch too.
             if kind.__dict__["send"] is tapped:
                 kind.send = original
         self._replaced.clear()
@@ -51,10 +51,10 @@ class HttpxTap:
 
 @functools.cache
 def _clients() -> frozenset[Any]:
-    """The client classes there are."""
-    # Imported although the agent may not have done so yet: it may do it inside the scope.
-    found = [name for name in LIBRARIES if importlib.util.find_spec(name)]
-    libraries = [importlib.import_module(name) for name in found]
+    """The client classes of the installed libraries."""
+    # Imported even if the agent has not imported them yet: it may do so inside the scope.
+    installed = [name for name in LIBRARIES if importlib.util.find_spec(name)]
+    libraries = [importlib.import_module(name) for name in installed]
     return frozenset(kind for lib in libraries for kind in (lib.Client, lib.AsyncClient))
 
 
@@ -70,7 +70,7 @@ def _tapped(send: Callable[..., Any]) -> Callable[..., Any]:
         if exchange is None:
             return send(self, request, *args, **kwargs)
         recorder = scope.recorder
-        assert recorder is not None, "it made the exchange"
+        assert recorder is not None, "it created the exchange"
         branch = Branch.here(recorder.trunk)
 
         def answered(response: Any) -> Any:
@@ -109,16 +109,16 @@ def _mark(scope: Scope, request: Any) -> None:
     if scope.host is not None and host_of(request.url.host) != scope.host:
         return
     if scope.recorder is not None and scope.recorder.closed:
-        # Nothing an agent retries on: the rollout was scored without this call, and the server
-        # would record it as part of it.
+        # Not an error that agents retry on: the rollout was scored without this call, and the
+        # server would record it as part of the rollout.
         raise asyncio.CancelledError(f"rollout {scope.rollout!r} is over; it makes no more calls")
     for name, value in scope.headers.items():
-        # What the agent set itself wins: it may name another rollout on purpose.
+        # A header that the agent set takes precedence: it may name another rollout on purpose.
         request.headers.setdefault(name, value)
 
 
 def _exchange(scope: Scope, request: Any) -> Exchange | None:
-    """The entry in the scope's recorder that this request belongs to."""
+    """The call in the scope's recorder that this request belongs to."""
     recorder, function = scope.recorder, scope.function
     if recorder is None or recorder.closed:
         return None
@@ -127,8 +127,8 @@ def _exchange(scope: Scope, request: Any) -> Exchange | None:
     except RuntimeError:  # a body that is read as it is sent
         sent = b""
     if request.headers.get(_RETRIES, "0") != "0":
-        held = recorder.resume(lambda e: isinstance(e, Exchange) and e.takes_up(function, sent))
-        if isinstance(held, Exchange):
-            return held
+        failed = recorder.resume(lambda e: isinstance(e, Exchange) and e.takes_up(function, sent))
+        if isinstance(failed, Exchange):
+            return failed
     host = host_of(request.url.host)
     return recorder.add_call(lambda index: Exchange(index, function, host, sent))

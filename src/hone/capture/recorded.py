@@ -1,10 +1,10 @@
-"""Calls that a rollout's server recorded and this process did not send -> SeenCalls.
+"""Calls that the server recorded and another process sent -> SeenCalls.
 
-In:   the recorded calls of one rollout; the calls that were seen on the wire
+In:   the recorded calls of one rollout; the calls that were seen here
 Out:  the others as SeenCalls, in the order of their requests
 
-An agent in a process of its own calls the model at the rollout's URL. Evaluators, files and reports
-read SeenCalls, wherever the request was sent from.
+An agent in another process calls the model at the rollout's URL. Evaluators, files and reports read
+SeenCalls, wherever the request was sent from.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from hone.types import RecordedCall
 def unseen_calls(
     recorded: Sequence[RecordedCall], seen: Sequence[SeenCall], *, host: str
 ) -> list[SeenCall]:
-    """One SeenCall per request that is not in `seen`; `host` is the server's."""
+    """One SeenCall per request that is not in `seen`; `host` is the server's host."""
     known = {choice.get("call_id") for call in seen for choice in call.choices}
     ordered = sorted(recorded, key=lambda one: (one.index, one.choice))
     requests = [list(choices) for _, choices in groupby(ordered, key=lambda one: one.index)]

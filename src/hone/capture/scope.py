@@ -4,9 +4,9 @@ In:   `async with hone.rollout() as r:` or `with`, around the agent; `hone.step(
 Out:  calls that carry the id; `r.trajectory(reward=...)` refers to what the server recorded; in
       the harness's rollouts, calls and steps in the scope's recorder
 
-The open scope lives in a ContextVar: rollouts that run at once in one event loop each see their
-own, and code outside sees none. Libraries are patched only while at least one scope is open in
-the process, and calls made outside a scope pass through them unchanged.
+The open scope is a ContextVar: rollouts that run at once in one event loop each see their own, and
+code outside sees none. Libraries are patched only while at least one scope is open in the process,
+and calls made outside a scope pass unchanged.
 """
 
 import math
@@ -44,7 +44,7 @@ class Rollout:
         return self.scope.rollout
 
     def trajectory(self, reward: float = 0.0, **fields: Any) -> Trajectory:
-        """What was sampled in this rollout, as the server recorded it, and what it was worth."""
+        """A trajectory of the calls that the server recorded in this rollout, with its reward."""
         return Trajectory(rollout=self.id, reward=reward, **fields)
 
     def __enter__(self) -> Self:
@@ -63,8 +63,8 @@ class Rollout:
         try:
             open_scope.reset(token)
         except ValueError:
-            # Closed from another context (a fixture, an async generator that was collected): the
-            # variable was never set there, and the one that set it has ended.
+            # Closed from another context (a fixture, a collected async generator), where the
+            # variable was never set; the context that set it has ended.
             pass
         finally:
             _taps.close()
@@ -86,9 +86,9 @@ def rollout(
     """A scope in which any httpx or httpx2 client's calls to an OpenAI API are recorded together.
 
     Args:
-        id: of the rollout; one is drawn if there is none. `RUN:REST` belongs to the open run RUN.
-        function: path of the function whose calls these are.
-        base_url: mark only calls to this host (on any port), so that no other one sees the id.
+        id: id of the rollout; random if None. `RUN:REST` belongs to the open run RUN.
+        function: path of the function that makes the calls.
+        base_url: mark only calls to this host (on any port), so that no other host sees the id.
         backend: the same, for the host of the backend's server.
     """
     address = base_url if backend is None else backend.base_url
@@ -103,7 +103,7 @@ def recorded(
     temperature: float | None = None,
     step: int | None = None,
 ) -> tuple[Rollout, Recorder]:
-    """A rollout of the harness: all its calls are seen here, and those to `host` are marked."""
+    """A rollout of the harness: all its calls are recorded, and those to `host` are marked."""
     recorder = Recorder()
     where = None if host is None else host_of(urlsplit(f"//{host}").hostname or "")
     scope = Scope(
@@ -113,47 +113,46 @@ def recorded(
 
 
 def apart(function: str, *, host: str) -> Rollout:
-    """Calls to `host` made inside belong to no rollout, and tell the server whose they are.
+    """A scope whose calls to `host` belong to no rollout and carry only the function.
 
-    Of a rollout that is opened inside it, calls are the rollout's.
+    Calls of a rollout that is opened inside it belong to that rollout.
     """
     return Rollout(Scope("", _checked(function), host_of(host)))
 
 
 def step(name: str, value: float | None = None, **metadata: Any) -> None:
-    """Say something of the rollout's course: `hone.step("board_score", value=0.4)`.
+    """Note a step of the rollout: `hone.step("board_score", value=0.4)`.
 
-    A value becomes a shaped reward of the last model call that was answered in the task or thread
-    that notes it, or in one that it started: of several calls in flight, each task notes the value
-    of its own. Outside the harness's rollouts nothing happens, so agents may keep the line wherever
-    they run.
+    A value becomes a shaped reward of the last model call that was answered in this task or thread,
+    or in one that it started; so with several calls in flight, each task notes the value of its own
+    call. Outside the harness's rollouts it does nothing, so agents may keep the line everywhere.
 
     Args:
-        name: of what is said.
-        value: what it was worth; a finite number.
-        **metadata: whatever a reader of the run's files should see beside it.
+        name: name of the step.
+        value: its reward; a finite number.
+        **metadata: shown beside it in the run's files.
     """
     if value is not None and not math.isfinite(value):
         raise ConfigError(f"hone.step({name!r}, value={value!r}): a value is a finite number")
     scope = open_scope.get()
     if scope is not None and scope.recorder is not None:
-        worth = None if value is None else float(value)
-        scope.recorder.add_step(name, worth, metadata, scope.function)
+        number = None if value is None else float(value)
+        scope.recorder.add_step(name, number, metadata, scope.function)
 
 
 @contextmanager
 def within(function: str) -> Iterator[None]:
-    """Calls made inside come from this function; functions called by it extend the path."""
+    """Calls made inside carry this function's name; functions called inside extend the path."""
     scope = open_scope.get()
     if scope is None:
         yield
         return
     path = f"{scope.function}.{function}" if scope.function else _checked(function)
-    if len(path) > _MAX_PATH:  # a function that calls itself: the innermost names are kept
+    if len(path) > _MAX_PATH:  # a recursive function: keep the innermost names
         path = "..." + path[3 - _MAX_PATH :].partition(".")[2]
     token = open_scope.set(replace(scope, function=_checked(path)))
     if scope.recorder is not None:
-        Branch.here(scope.recorder.trunk)  # before it starts tasks, which then descend from it
+        Branch.here(scope.recorder.trunk)  # before it starts tasks, which become its children
     try:
         yield
     finally:
@@ -162,7 +161,7 @@ def within(function: str) -> Iterator[None]:
 
 @contextmanager
 def kept_open() -> Iterator[None]:
-    """Libraries stay tapped inside, also when the scope is closed meanwhile by another thread."""
+    """Keep libraries patched, even if another thread closes the scope meanwhile."""
     _taps.open()
     try:
         yield
@@ -184,14 +183,14 @@ def _checked_id(id: str | None) -> str:
 def _checked(function: str) -> str:
     if function and not _FUNCTION.fullmatch(function):
         raise ConfigError(
-            f"function path {function!r}: it travels in a header, so it is at most 200 characters "
+            f"function path {function!r}: it is sent in a header, so it is at most 200 characters "
             "of ASCII without spaces"
         )
     return function
 
 
 class _Taps:
-    """Attaches the taps while at least one scope is open, in whatever thread."""
+    """Attaches the taps while at least one scope is open, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

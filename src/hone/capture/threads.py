@@ -1,12 +1,12 @@
-"""Work given to an executor runs in the scope of whoever gave it.
+"""Patch executors so that submitted work runs in the scope that submitted it.
 
 In:   the scope that is open where `ThreadPoolExecutor.submit` (`map` calls it too) or
-      `loop.run_in_executor` is called, whatever executor the loop is given
-Out:  the work, in a copy of that code's context
+      `loop.run_in_executor` is called, with any executor
+Out:  the work, in a copy of the caller's context
 
-The context goes with each piece of work, never with a thread: a pool's threads outlive the rollout
-in which they were started, and would mark the calls of the next one with its id. For the same reason a
-bare `threading.Thread` is left alone; it can be handed `contextvars.copy_context().run`.
+The context belongs to each piece of work, never to a thread: a pool's threads outlive the rollout
+that started them, and would mark the calls of the next one with its id. For the same reason a bare
+`threading.Thread` is not patched; give it `contextvars.copy_context().run`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from hone.capture.base import current
 
 
 class _InContext:
-    """A function in a copy of the context it was given in; in another process, the function alone."""
+    """A function with a copy of the context; in another process, the function alone."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn, self._context = fn, copy_context()
@@ -55,7 +55,7 @@ _SEAMS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 
 
 class ExecutorTap:
-    """Hands the open scope to work in executors."""
+    """Passes the open scope to work in executors."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -69,7 +69,7 @@ class ExecutorTap:
 
     def detach(self) -> None:
         for kind, name, original, ours in self._replaced:
-            # Somebody who patched it over us calls ours; see capture/httpx.py.
+            # Another patch over ours calls ours; see capture/httpx.py.
             if kind.__dict__[name] is ours:
                 setattr(kind, name, original)
         self._replaced.clear()

@@ -1,10 +1,10 @@
-"""What every component's configuration is made of: the base classes, references, shared blocks.
+"""Base classes of component configurations, references between components, shared blocks.
 
 In:   the keys under one `_type` of the YAML
 Out:  a ComponentConfig of that component
 
-Unknown keys are refused here, once for all components: a misspelt key that is ignored trains a
-run with a default nobody chose, and nothing ever says so.
+Unknown keys are refused here, for all components: a misspelt key that is ignored would train a run
+with a default that nobody chose.
 """
 
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class Strict(BaseModel):
-    """A block of the YAML. Keys it does not have are errors."""
+    """A block of the YAML. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     not_yet: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Keys of the originals that hone knows and refuses, each with what to do instead."""
+    """Keys of NeMo Agent Toolkit that this version refuses, each with what to do instead."""
 
 
 class ComponentConfig(Strict):
     """Base of all component configurations; `class X(FunctionBaseConfig, name="my_type")`."""
 
     type_name: ClassVar[str] = ""
-    """What `_type` says in the YAML."""
+    """The value of `_type` in the YAML."""
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -39,61 +39,61 @@ class ComponentConfig(Strict):
 
 
 class FunctionBaseConfig(ComponentConfig):
-    """A function, or the workflow: what runs on one input."""
+    """A function, or the workflow, which runs on one input."""
 
     not_yet: ClassVar[Mapping[str, str]] = {"middleware": "wrap the function in your own code"}
 
 
 class LLMBaseConfig(ComponentConfig):
-    """A model that functions call. Keys it does not have go with every request."""
+    """A model that functions call. Keys it does not know are sent with every request."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class EvaluatorBaseConfig(ComponentConfig):
-    """What scores the output of one input."""
+    """Scores the output of one input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Annotates text that is the key of a component; `hone validate` checks that it exists."""
+    """Annotates text that is the key of a component; `hone validate` checks that the key exists."""
 
     section: tuple[str, ...]
 
 
 class RewardFunctionConfig(Strict):
-    """Which evaluator's score is the reward."""
+    """The evaluator whose score is the reward."""
 
     name: Annotated[str, Names(("eval", "evaluators"))]
     """A key of `eval.evaluators`."""
 
 
 class TrajectoryBuilderConfig(ComponentConfig):
-    """What runs the workflow and groups what it did."""
+    """Runs the workflow and groups its rollouts."""
 
     reward: RewardFunctionConfig | None = Field(default=None, exclude=True)
     """Filled from `finetuning.reward_function` when a run starts."""
 
 
 class TrainerAdapterConfig(ComponentConfig):
-    """What brings groups to a training backend."""
+    """Sends groups of trajectories to a training backend."""
 
     reward: RewardFunctionConfig | None = Field(default=None, exclude=True)
     """Filled from `finetuning.reward_function` when a run starts."""
 
 
 class TrainerConfig(ComponentConfig):
-    """What runs the epochs."""
+    """Runs the epochs."""
 
     reward: RewardFunctionConfig | None = Field(default=None, exclude=True)
     """Filled from `finetuning.reward_function` when a run starts."""
 
 
 class EvalDatasetStructure(Strict):
-    """Which columns of a dataset mean what. The short spellings (`question`, `id`) work too."""
+    """The columns of a dataset. The short spellings (`question`, `id`) work too."""
 
     disable: bool = False
-    """The input is the whole row, as JSON."""
+    """Give the workflow the whole row, as JSON."""
     id_key: str | None = None
     """The column with the id; the same as `id_key` beside `structure`."""
     question_key: str = "question"
@@ -101,11 +101,11 @@ class EvalDatasetStructure(Strict):
     answer_key: str = "answer"
     """The column with the expected output."""
     generated_answer_key: str = "generated_answer"
-    """Where the workflow's output is written, and read from with `--skip_workflow`."""
+    """The column for the workflow's output; `--skip_workflow` reads it."""
     trajectory_key: str = "intermediate_steps"
-    """Where the model calls and steps are written."""
+    """The column for the model calls and steps."""
     expected_trajectory_key: str = "expected_intermediate_steps"
-    """The column with the steps that were expected."""
+    """The column with the expected steps."""
     pass_full_entry: bool = True
     """Evaluators always get the whole row, as `full_dataset_entry`; only `true` is accepted."""
 
@@ -130,23 +130,23 @@ class EvalDatasetStructure(Strict):
 
 
 class EvalFilterEntry(Strict):
-    """Rows by what is in their columns."""
+    """Selects rows by the values in their columns."""
 
     field: dict[str, list[Any]] = Field(default_factory=dict)
-    """Column to accepted values; `*` and `?` are wildcards."""
+    """Column -> values to match; `*` and `?` are wildcards."""
 
 
 class EvalFilterConfig(Strict):
-    """Which rows of a dataset to use."""
+    """The rows of a dataset to use."""
 
     allowlist: EvalFilterEntry | None = None
-    """Only rows that match in every column named."""
+    """Use only rows that match in every column listed."""
     denylist: EvalFilterEntry | None = None
-    """No rows that match in any column named."""
+    """Skip rows that match in any column listed."""
 
 
 class DatasetBaseConfig(ComponentConfig):
-    """Where inputs come from."""
+    """A dataset: the inputs of the workflow."""
 
     not_yet: ClassVar[Mapping[str, str]] = {
         "s3": "copy the file here and name it in `file_path`",
@@ -154,9 +154,9 @@ class DatasetBaseConfig(ComponentConfig):
     }
 
     file_path: Path | None = None
-    """The file; relative to the directory the command runs in, or else to the YAML's own."""
+    """The file; relative to the current directory, or else to the directory of the YAML."""
     id_key: str = "id"
-    """The column with the id. Rows without one get their number."""
+    """The column with the id. The id of a row without one is its number."""
     structure: EvalDatasetStructure = Field(default_factory=EvalDatasetStructure)
     filter: EvalFilterConfig = Field(default_factory=EvalFilterConfig)
 
@@ -176,7 +176,7 @@ class ComponentRef(str):
     """The key of another component. `hone validate` checks that it exists."""
 
     section: ClassVar[tuple[str, ...]] = ()
-    """Where the key must stand in the YAML."""
+    """The section of the YAML that must have the key."""
 
     @classmethod
     def __get_pydantic_core_schema__(

@@ -1,10 +1,10 @@
-"""A Document -> live components, each made when it is first asked for.
+"""A Document -> live components, each built at its first use.
 
-In:   a checked Document; the factories that the registry holds
+In:   a checked Document; the factories of the registry
 Out:  a Builder: functions, models, evaluators and the three parts of a training run, by name
 
-What was made last is closed first, and everything is closed, even after a failure: the code after
-a factory's `yield` always runs, so a factory needs no `try`. A server that a run started would
+Components are closed in reverse order, all of them, even after a failure: the code after a
+factory's `yield` always runs, so a factory needs no `try`. A server that a run started would
 otherwise outlive it.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,13 +23,13 @@ from hone.config.base import ComponentConfig, DatasetBaseConfig, LLMBaseConfig
 from hone.config.policy import TRAINABLE, Trained, address_of, choose_policy, sent_name
 from hone.config.problems import dotted
 from hone.config.schema import Document
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import ConfigError, NotInThisVersion, did_you_mean
 from hone.types import RecordedCall
 
 logger = logging.getLogger(__name__)
 
 WORKFLOW = "<workflow>"
-"""What the workflow is called among functions."""
+"""The name of the workflow among functions."""
 
 _TITLES = {
     "function": "Function",
@@ -50,7 +49,7 @@ _SECTIONS = {
     "trainer_adapter": ("trainer_adapters",),
     "trainer": ("trainers",),
 }
-"""Where the entries of a kind stand; a dataset has a place of its own."""
+"""The section of the YAML that holds a kind; the dataset has no section."""
 
 Key = tuple[str, str]
 _under: ContextVar[tuple[Key, ...]] = ContextVar("hone_building", default=())
@@ -58,32 +57,32 @@ _under: ContextVar[tuple[Key, ...]] = ContextVar("hone_building", default=())
 
 @dataclass(frozen=True)
 class Served:
-    """Where the model that is trained can be asked."""
+    """Where the trained model is served."""
 
     base_url: str
     """Ends in /v1."""
     api_key: str
     model: str
-    """The name to ask for."""
+    """The model name to send."""
     host: str | None = None
     """The server's host and port, as rollouts address it."""
     trained: Trained | None = None
-    """The model in training, by which `llms` entries are told apart; None: they send what they say."""
+    """The model in training, which decides what `llms` entries send; None: their own name."""
     recorded: Callable[[str], Awaitable[list[RecordedCall]]] | None = None
-    """What the server recorded of a rollout; None where it records none."""
+    """Rollout id -> the calls that the server recorded; None where it records none."""
 
 
 class Builder:
-    """What a Document describes, alive. Factories get it too, to ask for what they need."""
+    """The components of a Document. A factory gets it too, for the components it needs."""
 
     def __init__(self, document: Document, stack: AsyncExitStack) -> None:
         self.document = document
         self.served: Served | None = None
-        """Set once the training server is reached, and before the first `trainable` LLM is made."""
+        """Set once the training server is reached, and before the first `trainable` LLM is built."""
         self.policy: str | None = None
-        """The key of the entry of `llms` that is trained, once `choose_policy` was called."""
+        """The key of the entry of `llms` that is trained; set by `choose_policy`."""
         self.is_training = False
-        """A training run decides what its entries send; elsewhere they send what they say."""
+        """In a training run the policy decides which model name each entry sends."""
         self.close_failures: list[Exception] = []
         self._stack = stack
         self._live: dict[Key, Any] = {}
@@ -106,7 +105,7 @@ class Builder:
     def choose_policy(self, target: str | None = None) -> None:
         """Decide which entry of `llms` is trained; raises ConfigError where that is not clear.
 
-        `target` is the key of another document's policy, and counts where this one has it too.
+        `target` is the key of another document's policy, used if this document has that key.
         """
         if self.served is not None and self.served.trained is not None:
             wanted = self.document.finetuning.target_model
@@ -116,7 +115,7 @@ class Builder:
             self.is_training = True
 
     def get_model_name(self, key: str) -> str | None:
-        """What the requests of an entry of `llms` ask for; None where that is not known yet."""
+        """The model name that an entry of `llms` sends; None where it is not known yet."""
         config, served = self.get_llm_config(key), self.served
         if self.is_training and served is not None and served.trained is not None:
             return sent_name(config, served.trained, is_policy=key == self.policy)
@@ -124,7 +123,7 @@ class Builder:
         return written or (served.model if served is not None else None)
 
     def is_training_server(self, base_url: str) -> bool:
-        """Whether this address is of the server that trains, and records rollouts."""
+        """Whether this is an address of the server that trains and records rollouts."""
         trained = None if self.served is None else self.served.trained
         return trained is not None and address_of(base_url) in trained.addresses
 
@@ -137,7 +136,7 @@ class Builder:
         config = self.document.workflow
         if config is None:
             raise ConfigError(
-                f"{self.document.file}: there is no `workflow:`; add one, for instance "
+                f"{self.document.file}: there is no `workflow:`; add one, for example "
                 f"{{_type: python, target: my_package.agent:run}}"
             )
         return await self._get("function", WORKFLOW, config)
@@ -147,15 +146,15 @@ class Builder:
         return await self._named("evaluator", name, self.document.eval.evaluators)
 
     def get_max_concurrency(self) -> int:
-        """How many rollouts run at a time."""
+        """The number of rollouts that run at a time."""
         return self.document.eval.general.max_concurrency
 
     def get_output_dir(self) -> Path:
-        """Where an evaluation writes."""
+        """The directory that an evaluation writes to."""
         return self.document.eval.general.output_dir
 
     async def get_dataset_loader(self, config: DatasetBaseConfig) -> Any:
-        """What reads the rows that `config` names."""
+        """The loader of a dataset, as an `evaluation.base.DatasetLoader`."""
         return await self._get("dataset_loader", f"{config.type_name} {id(config):x}", config)
 
     async def get_trajectory_builder(self, name: str) -> Any:
@@ -174,7 +173,7 @@ class Builder:
         return trainer
 
     async def serve(self) -> None:
-        """Reach or start the training server, if a model of this document is served only there."""
+        """Connect to or start the training server, if an LLM of this document is served only there."""
         needing = [
             name
             for name, config in self.document.llms.items()
@@ -190,7 +189,7 @@ class Builder:
                 f"set one of them"
             )
         adapter = await self.get_trainer_adapter(finetuning.trainer_adapter)
-        adapter.shares_server = True  # nothing is trained: the server of a run may answer
+        adapter.shares_server = True  # nothing is trained, so the server of a run may answer
         await adapter.initialize(finetuning)
         self.served = adapter.served
 
@@ -206,7 +205,7 @@ class Builder:
             raise ConfigError(
                 f"{self.document.file}: components need each other in a circle: {circle}"
             )
-        # One tree of needs at a time: two that need each other's parts would wait for ever.
+        # One request at a time: two whose components need each other's would deadlock.
         async with nullcontext() if under else self._turn, self._locks[key]:
             if key not in self._live:
                 token = _under.set((*under, key))
@@ -217,31 +216,31 @@ class Builder:
         return self._live[key]
 
     async def _make(self, kind: str, name: str, config: ComponentConfig) -> Any:
-        found = registry.find(kind, config.type_name)
-        if found is None:
+        component = registry.find(kind, config.type_name)
+        if component is None:
             raise ConfigError(registry.unknown(kind, config.type_name))
-        source = cast("AsyncGenerator[Any]", found.factory(config, self))
+        source = cast("AsyncGenerator[Any]", component.factory(config, self))
         try:
             instance = await anext(source)
         except StopAsyncIteration:
             raise ConfigError(
-                f"{kind} {name!r}: the factory of {found.name!r} ended without a yield"
+                f"{kind} {name!r}: the factory of {component.name!r} ended without a yield"
             ) from None
         except BaseException as error:
-            # The innermost component's place is told, once; a message may know its file already.
-            told = bool(getattr(error, "__notes__", ())) or str(error).startswith(
+            # Only the innermost component adds its place, and only to a message without one.
+            has_place = bool(getattr(error, "__notes__", ())) or str(error).startswith(
                 str(self.document.file)
             )
-            if isinstance(error, ConfigError) and not told:
+            if isinstance(error, ConfigError) and not has_place:
                 error.args = (f"{self._place(kind, name)}: {error}",)
-            error.add_note(f"while building {kind} {name!r} (_type: {found.name})")
+            error.add_note(f"while building {kind} {name!r} (_type: {component.name})")
             raise
         self._stack.push_async_callback(self._close, f"{kind} {name!r}", source)
         wrap = registry.WRAPPERS.get(kind)
         return instance if wrap is None else wrap(name, instance)
 
     def _place(self, kind: str, name: str) -> str:
-        """Where the component stands, as the author of the file would look for it."""
+        """File, line and key of the component."""
         path: tuple[str, ...] = ("eval", "general", "dataset")
         if kind in _SECTIONS:
             path = ("workflow",) if name == WORKFLOW else (*_SECTIONS[kind], name)
@@ -262,7 +261,7 @@ class Builder:
 
 @asynccontextmanager
 async def build(document: Document) -> AsyncIterator[Builder]:
-    """Components made on demand while this is open, and closed in reverse at its end."""
+    """Components of the document, built on demand and closed in reverse order on exit."""
     stack = AsyncExitStack()
     builder = Builder(document, stack)
     async with stack:
@@ -274,7 +273,5 @@ async def build(document: Document) -> AsyncIterator[Builder]:
 def _pick(kind: str, name: str, held: Mapping[str, Any]) -> Any:
     if name in held:
         return held[name]
-    guess = get_close_matches(name, list(held), n=1)
-    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
-    names = ", ".join(held) or "none"
+    maybe, names = did_you_mean(name, held), ", ".join(held) or "none"
     raise ConfigError(f"{_TITLES[kind]} {name!r} not found.{maybe} There are: {names}.")

@@ -1,15 +1,14 @@
-"""Loaded values -> a document, or every problem there is.
+"""Loaded values -> a validated document, or every problem in them.
 
-In:   what load.py read, and the document's class
-Out:  the validated document and a list of Problems, one of which is empty; what a run lacks
+In:   the values that load.py read, and the document's class
+Out:  the document, or None and a list of Problems; what a training run lacks
 
-Names are checked on the values as loaded, not on the validated document: a misspelt reward is told
-together with a misspelt key, not after it.
+Names are checked on the values as loaded, not on the validated document: a misspelt reward is
+reported together with a misspelt key, not after it.
 """
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +18,7 @@ from hone.config import shape
 from hone.config.base import Strict
 from hone.config.load import Loaded
 from hone.config.problems import Path, Problem, dotted, named
+from hone.errors import did_you_mean
 from hone.redact import is_secret
 
 D = TypeVar("D", bound=BaseModel)
@@ -28,12 +28,12 @@ SECTION_OF = {
     "trajectory_builder": "trajectory_builders",
     "trainer_adapter": "trainer_adapters",
 }
-"""What `finetuning.X` names a key of."""
+"""The section whose key `finetuning.X` names."""
 WORKFLOW = "<workflow>"
-"""What every target list may name beside functions."""
+"""May be named in every target list, beside functions."""
 
 ATTEMPTS = 20
-"""Each may bring errors to light that those before it hid."""
+"""Each attempt may reveal errors that the ones before it hid."""
 
 _SHORT = {
     "dict_type": "expected a block of keys",
@@ -47,7 +47,7 @@ _SHORT = {
 
 
 def check(loaded: Loaded, root: type[D]) -> tuple[D | None, list[Problem]]:
-    """The document, or None and what is wrong. What load.py has told already is not told again."""
+    """The document, or None and its problems. A problem that load.py reported is not repeated."""
     document, problems = None, []
     try:
         document = root.model_validate(loaded.data)
@@ -55,33 +55,33 @@ def check(loaded: Loaded, root: type[D]) -> tuple[D | None, list[Problem]]:
         problems = _translated(error.errors(include_url=False), loaded, root)
     problems += [Problem(loaded.place(p), p, m) for p, m in _suspects(root, loaded.data)]
     problems += _names(loaded, root)
-    told = [p.path for p in loaded.problems]
-    fresh = [p for p in problems if not any(p.path[: len(t)] == t for t in told if t)]
+    reported = [p.path for p in loaded.problems if p.path]
+    fresh = [p for p in problems if not any(p.path[: len(r)] == r for r in reported)]
     ordered = sorted([*loaded.problems, *fresh], key=lambda p: (p.place.file, p.place.line or 0))
     return document, list(dict.fromkeys(ordered))
 
 
 def salvage(loaded: Loaded, root: type[D]) -> D | None:
-    """The document without what is wrong in it, so that the rest of it can be checked.
+    """The document without its wrong keys, so that the rest of it can be checked.
 
-    A key that is wrong is left out; a block that cannot do without it is left out as a whole.
+    A wrong key is removed; a block that needs it is removed as a whole.
     """
     data = copy.deepcopy(loaded.data)
     for _ in range(ATTEMPTS):
         try:
             return root.model_validate(data)
         except ValidationError as error:
-            wrong = {_path(one, data) for one in error.errors(include_url=False)}
-        # List elements from the last to the first: those before it keep their place.
+            wrong = {_path(detail, data) for detail in error.errors(include_url=False)}
+        # List elements from the last to the first, so that the indices of the others hold.
         for path in sorted(wrong, key=lambda p: [str(part).zfill(9) for part in p], reverse=True):
             if not path:
                 return None
-            _leave_out(data, path)
+            _remove(data, path)
     return None
 
 
-def _leave_out(data: Any, path: Path) -> None:
-    """Remove a key, or the block that misses it."""
+def _remove(data: Any, path: Path) -> None:
+    """Remove a key, or the block that lacks it."""
     *above, last = path
     block: Any = data
     outer: tuple[Any, str | int] | None = None
@@ -97,7 +97,7 @@ def _leave_out(data: Any, path: Path) -> None:
 def _translated(
     errors: Sequence[ErrorDetails], loaded: Loaded, root: type[BaseModel]
 ) -> list[Problem]:
-    """One problem for each place, though pydantic tells a union's failure once per member."""
+    """One problem for each place; pydantic reports a union's failure once per member."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(_path(error, loaded.data), []).append(error)
@@ -105,7 +105,7 @@ def _translated(
     for path, here in by_path.items():
         deeper = any(p[: len(path)] == path and p != path for p in by_path)
         if deeper and isinstance(here[0]["input"], Mapping) and here[0]["type"] != "value_error":
-            continue  # the member of the union that was meant says it better
+            continue  # an error inside the member of the union that was meant is clearer
         messages = list(dict.fromkeys(_message(e, path, loaded, root) for e in here))
         got, same = _common(messages)
         message = got + " or ".join(same) if same else "; ".join(messages)
@@ -137,16 +137,16 @@ def _path(error: ErrorDetails, data: Any) -> Path:
 
 
 def _message(error: ErrorDetails, path: Path, loaded: Loaded, root: type[BaseModel]) -> str:
-    kind, said = error["type"], error["msg"]
+    kind, text = error["type"], error["msg"]
     if kind == "extra_forbidden":
         return _unknown_key(path, loaded, root)
     if kind == "missing":
         return "is missing"
     if kind in ("value_error", "assertion_error"):
-        return said.partition(", ")[2]
+        return text.partition(", ")[2]
     if kind in ("block", "no_type", "unknown_type"):
-        return said
-    what = _SHORT.get(kind) or said.replace("Input should be ", "expected ", 1)
+        return text
+    what = _SHORT.get(kind) or text.replace("Input should be ", "expected ", 1)
     what = what.partition(", unable to parse")[0]
     hidden = path and is_secret(str(path[-1]))
     return f"got {'something else' if hidden else named(error['input'])}; {what}"
@@ -162,15 +162,14 @@ def _unknown_key(path: Path, loaded: Loaded, root: type[BaseModel]) -> str:
         if issubclass(model, Strict) and key in model.not_yet:
             return f"not in this version of hone; {model.not_yet[str(key)]}"
         fields += [name for name, field in model.model_fields.items() if not field.exclude]
-    guess = get_close_matches(str(key), fields, n=1)
-    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    maybe = did_you_mean(str(key), fields)
     return f"unknown key {key!r}.{maybe} Known: {', '.join(fields) or 'none'}."
 
 
 def _suspects(annotation: Any, value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Keys that pydantic accepts and nobody means.
+    """Keys that pydantic accepts although they are wrong.
 
-    They are hone's own ones, and misspelt ones of a block that takes extra keys.
+    They are the keys that hone fills in, and misspelt keys of a block that takes extra keys.
     """
     if not isinstance(value, Mapping):
         return
@@ -181,13 +180,13 @@ def _suspects(annotation: Any, value: Any, path: Path = ()) -> Iterator[tuple[Pa
             if field is not None and field.exclude:
                 yield (*path, key), "is filled in by hone; remove it"
             elif model.model_config.get("extra") == "allow" and field is None and key != "_type":
-                guess = get_close_matches(str(key), list(model.model_fields), n=1, cutoff=0.81)
-                if guess:
-                    yield (*path, key), f"unknown key {key!r}. Did you mean {guess[0]!r}?"
+                maybe = did_you_mean(str(key), model.model_fields, cutoff=0.81)
+                if maybe:
+                    yield (*path, key), f"unknown key {key!r}.{maybe}"
 
 
 def _names(loaded: Loaded, root: type[BaseModel]) -> Iterator[Problem]:
-    """Components that are named but not there, and functions that need each other."""
+    """Names of components that do not exist, and functions that need each other."""
     needs: dict[str, list[str]] = {}
     for path, section, name in shape.names(root, loaded.data):
         held: Any = loaded.data
@@ -195,8 +194,7 @@ def _names(loaded: Loaded, root: type[BaseModel]) -> Iterator[Problem]:
             held = shape.item(held, key)
         keys = [str(k) for k in held] if isinstance(held, Mapping) else []
         if name not in keys:
-            guess = get_close_matches(name, keys, n=1)
-            maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+            maybe = did_you_mean(name, keys)
             message = (
                 f"{dotted(section)} has no {name!r}.{maybe} It has: {', '.join(keys) or 'nothing'}."
             )
@@ -228,15 +226,14 @@ def _circle(needs: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def is_run(loaded: Loaded) -> bool:
-    """Whether the file says `finetuning.enabled: true`; a value of the environment is still text."""
-    said = shape.item(loaded.data.get("finetuning"), "enabled")
-    return str(said).lower() == "true"
+    """Whether the file says `finetuning.enabled: true`; a value from the environment is text."""
+    return str(shape.item(loaded.data.get("finetuning"), "enabled")).lower() == "true"
 
 
 def unnamed(loaded: Loaded) -> list[Problem]:
     """The parts of a run that are not named.
 
-    The same check as FinetuneConfig's own, which pydantic leaves out after any other error.
+    FinetuneConfig makes the same check, which pydantic skips after any other error.
     """
     block = loaded.data.get("finetuning")
     if not is_run(loaded) or not isinstance(block, Mapping):
@@ -247,15 +244,15 @@ def unnamed(loaded: Loaded) -> list[Problem]:
 
 
 def not_named(parts: Sequence[str]) -> str:
-    """What to say of parts of a run that are not set."""
+    """The message for parts of a run that are not set."""
     verb = "is" if len(parts) == 1 else "are"
     sections = ", ".join(f"`{SECTION_OF[part]}`" for part in parts)
     return f"enabled is true, but {', '.join(parts)} {verb} not set; name a key of {sections}"
 
 
 def lacking(loaded: Loaded, *, has_dataset: bool) -> list[Problem]:
-    """What `hone finetune` would miss in a file; `has_dataset`: the command names one."""
-    found: list[tuple[Path, Path, str]] = []
+    """What `hone finetune` needs and a file lacks; `has_dataset`: the command names a dataset."""
+    missing: list[tuple[Path, Path, str]] = []
     switch, reward = ("finetuning", "enabled"), ("finetuning", "reward_function")
     scores = shape.item(loaded.data.get("eval"), "evaluators")
     names = [str(name) for name in scores] if isinstance(scores, Mapping) else []
@@ -264,33 +261,32 @@ def lacking(loaded: Loaded, *, has_dataset: bool) -> list[Problem]:
             "is missing, and finetuning.enabled is true: there is nothing to train. Add `workflow:` "
             "with a `_type`; `hone info components -t function` lists them"
         )
-        found.append((("workflow",), switch, message))
+        missing.append((("workflow",), switch, message))
     if shape.item(loaded.data.get("finetuning"), "reward_function") is None:
         message = (
             f"is missing; name one of eval.evaluators ({', '.join(names) or 'there is none yet'}), "
             "as reward_function: {name: ...}"
         )
-        found.append((reward, reward, message))
+        missing.append((reward, reward, message))
     general = shape.item(loaded.data.get("eval"), "general")
     if shape.item(general, "dataset") is None and not has_dataset:
         message = (
             "is missing, and finetuning.enabled is true: there is nothing to run on. Add "
             "`dataset: {_type: json, file_path: FILE}`, or start the run with --dataset FILE"
         )
-        found.append((("eval", "general", "dataset"), switch, message))
-    problems = [Problem(loaded.place(place), path, message) for path, place, message in found]
+        missing.append((("eval", "general", "dataset"), switch, message))
+    problems = [Problem(loaded.place(place), path, message) for path, place, message in missing]
     return [*problems, *_targets(loaded)]
 
 
 def _targets(loaded: Loaded) -> Iterator[Problem]:
-    """Functions whose calls are to be trained, and that are not there."""
+    """Names in `finetuning.target_functions` that are no function."""
     functions = loaded.data.get("functions")
     known = [WORKFLOW, *(map(str, functions) if isinstance(functions, Mapping) else ())]
     wanted = shape.item(loaded.data.get("finetuning"), "target_functions")
     for i, name in enumerate(wanted if isinstance(wanted, list) else ()):
         if isinstance(name, str) and name not in known:
-            guess = get_close_matches(name, known, n=1)
-            maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+            maybe = did_you_mean(name, known)
             path = ("finetuning", "target_functions", i)
             message = (
                 f"functions has no {name!r}, so no call can be trained.{maybe} There are: "

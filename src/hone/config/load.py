@@ -1,12 +1,12 @@
-"""A YAML file -> plain values, and the place of each.
+"""A YAML file -> plain values, and the file and line of each.
 
 In:   a file; the environment; the files that `base:` and `file://` name
 Out:  Loaded: nested dicts and lists, and file:line of every key
 
-YAML as the seed documents write it: `1e-6` is a number, `${VAR}` and `${VAR:-default}` come from
-the environment, `base: other.yml` is the file underneath this one, and a string `file://prompt.md`
-is that file's text. A value from the environment has no type until the schema gives it one: a key
-of digits stays the text it is, and a port becomes a number.
+The YAML is NeMo Agent Toolkit's: `1e-6` is a number, `${VAR}` and `${VAR:-default}` come from the
+environment, `base: other.yml` is merged under this file, and a string `file://prompt.md` is
+replaced by that file's text. A value from the environment has no type until the schema gives it
+one: an API key of digits stays text, and a port becomes a number.
 """
 
 import os
@@ -22,7 +22,7 @@ from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.problems import Path as Keys
 
 TEXT_SUFFIXES = (".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", ".template")
-"""What `file://` may name."""
+"""Extensions of files that `file://` may name."""
 
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}\n]*))?\}")
 # Stands for a ${...} while YAML is parsed: two characters of the private use area around its number.
@@ -53,19 +53,19 @@ _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+012345678
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A file as it was written, with everything it refers to put in."""
+    """The values of a file, with everything it refers to filled in."""
 
     file: Path
     data: dict[str, Any]
     places: dict[Keys, Place]
-    """Where each key and list element stands, by its path."""
+    """File and line of each key and list element, by its path."""
     untyped: dict[Keys, str] = field(default_factory=dict)
-    """Values that are text because the environment or the command line gave them."""
+    """Values that are text because they come from the environment or the command line."""
     problems: list[Problem] = field(default_factory=list)
-    """What was wrong beside the YAML itself: variables that are not set, files that are not there."""
+    """Problems beyond YAML syntax: variables that are not set, files that do not exist."""
 
     def place(self, path: Keys) -> Place:
-        """Of a key, or of what it would stand in."""
+        """File and line of a key, or of the nearest block around it."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
@@ -73,12 +73,12 @@ class Loaded:
 
 
 def load(file: Path) -> Loaded:
-    """Read a file and those under it; raises ConfigProblems if one of them is not YAML."""
+    """Read a file and its `base:` files; raises ConfigProblems if one of them is not YAML."""
     return _load(Path(file), ())
 
 
 def parsed(text: str) -> Any:
-    """One scalar, as YAML reads it; text that is none stays text."""
+    """A scalar as YAML reads it; text that YAML cannot read stays text."""
     loader = _Yaml("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))
@@ -111,7 +111,7 @@ def _load(file: Path, above: tuple[Path, ...]) -> Loaded:
 
 
 def _merge(under: Loaded, over: Loaded) -> Loaded:
-    """Blocks are merged key by key; anything else above replaces what is below."""
+    """Blocks are merged key by key; any other value of `over` replaces that of `under`."""
     places, untyped = dict(under.places), dict(under.untyped)
 
     def put(below: Any, above: Any, path: Keys) -> Any:
@@ -132,7 +132,7 @@ def _merge(under: Loaded, over: Loaded) -> Loaded:
 
 
 class _Reader:
-    """One file. Nodes become values, and every place is remembered on the way."""
+    """Reads one file: YAML nodes become values, and the place of each is recorded."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

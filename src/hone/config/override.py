@@ -1,7 +1,7 @@
-"""`-o a.b.c value` and text from the environment -> values of the types the schema wants.
+"""`-o a.b.c value` and text from the environment -> values of the schema's types.
 
 In:   dotted paths and text; the document's class
-Out:  the loaded values, changed; problems where a path leads nowhere
+Out:  the loaded values, changed; problems for paths that do not exist
 
 The schema decides what text means, not the text: `-o llms.m.model_name 7` is the name "7", and
 `-o finetuning.num_epochs 7` the number. Element 1 of a list is `a.b.1`; a key with a dot in it
@@ -39,7 +39,7 @@ def apply(
         data, places = copy.deepcopy(loaded.data), dict(loaded.places)
         message = _set(loaded, path, text, root, place) if path else "expected a key such as a.b.c"
         if message is not None:
-            # The blocks that were made on the way would be problems of their own.
+            # Undo it: the blocks created on the way would be reported as problems too.
             loaded.data.clear()
             loaded.data.update(data)
             loaded.places.clear()
@@ -60,16 +60,16 @@ def _split(key: str) -> Path:
 
 
 def _set(loaded: Loaded, keys: Path, text: str, root: type[BaseModel], place: Place) -> str | None:
-    """Walk to the last block, making those the schema knows; a message if there is no way."""
+    """Walk to the last block, creating blocks of the schema; returns what is wrong, or None."""
     value: Any = loaded.data
     annotation: Any = root
     path: Path = ()
-    for i, given in enumerate(keys):
-        key = _key(given, value)
+    for i, part in enumerate(keys):
+        key = _key(part, value)
         if isinstance(value, list):
             if not isinstance(key, int) or key > len(value):
                 size = f"{dotted(path)!r} has {len(value)} elements"
-                return f"{size}; expected a number from 0 to {len(value)}, got {given!r}"
+                return f"{size}; expected a number from 0 to {len(value)}, got {part!r}"
         elif not isinstance(value, dict):
             return f"{dotted(path)!r} is {named(value)}, which has no keys"
         annotation = shape.below(annotation, key, value)
@@ -86,21 +86,18 @@ def _set(loaded: Loaded, keys: Path, text: str, root: type[BaseModel], place: Pl
     return None
 
 
-def _key(given: str | int, value: Any) -> str | int:
-    if (
-        isinstance(given, str)
-        and given.isdigit()
-        and not (isinstance(value, dict) and given in value)
-    ):
-        number = int(given)
+def _key(part: str | int, value: Any) -> str | int:
+    """A part of a path as a key of the value: digits are a list's index, or a numeric key."""
+    if isinstance(part, str) and part.isdigit() and not (isinstance(value, dict) and part in value):
+        number = int(part)
         if isinstance(value, list) or (isinstance(value, dict) and number in value):
             return number
-    return given
+    return part
 
 
 def _is_list(annotation: Any, value: Any) -> bool:
-    found = [get_origin(o) or o for o in shape.options(annotation, value)]
-    return any(o in shape.LISTS for o in found) and dict not in found
+    kinds = [get_origin(o) or o for o in shape.options(annotation, value)]
+    return any(kind in shape.LISTS for kind in kinds) and dict not in kinds
 
 
 def _put(holder: Any, key: str | int, value: Any) -> None:
@@ -117,14 +114,14 @@ def _store(data: Any, path: Path, value: Any) -> None:
 
 
 def _forget(loaded: Loaded, path: Path) -> None:
-    """What stood under a value that is replaced is no longer anywhere."""
+    """Drop the places and problems under a value that is replaced."""
     for old in [p for p in loaded.places if p[: len(path)] == path and p != path]:
         del loaded.places[old]
     loaded.problems[:] = [p for p in loaded.problems if p.path[: len(path)] != path]
 
 
 def typed(annotation: Any, text: str) -> Any:
-    """Text as the schema's type wants it; what does not fit stays as it is, for the check."""
+    """Text as a value of the schema's type; text that does not fit stays, for the check."""
     wanted = [o for o in shape.options(annotation, None) if not isinstance(o, Names)]
     if type(None) in wanted and text.strip() in ("null", "~", "None"):
         return None
@@ -144,7 +141,7 @@ def typed(annotation: Any, text: str) -> Any:
 
 
 def _or_other(wanted: Sequence[Any], text: str) -> Any:
-    """Text, unless it is plainly another of the types allowed: a number for `int | str`."""
+    """Text, unless it reads as another of the types: a number for `int | str`."""
     value = parsed(text)
     return value if type(value) in wanted else text
 
@@ -163,7 +160,7 @@ def _is_text(option: Any) -> bool:
 
 
 def _of_node(annotation: Any, node: yaml.Node | None) -> Any:
-    """A list or block in brackets, each scalar of it by its own type."""
+    """A list or block in brackets; each scalar in it gets its own type."""
     if isinstance(node, yaml.SequenceNode):
         return [_of_node(shape.below(annotation, i, []), n) for i, n in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):

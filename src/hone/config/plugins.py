@@ -1,10 +1,10 @@
-"""Import whatever registers components: hone's own modules, and what is installed beside them.
+"""Import the modules that register components: hone's own, and those of installed plugins.
 
 In:   the entry points of group `hone.components`
 Out:  a filled registry
 
-A plugin that cannot be imported does not stop a run that does not need it. The reason is kept: the
-error about an unknown `_type` repeats it, because that is when somebody looks for it.
+A plugin that cannot be imported does not stop a run that does not need it. The error about an
+unknown `_type` repeats the reason, because that is when somebody looks for it.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def discover() -> tuple[str, ...]:
-    """Import them all, once; returns one line for each plugin that failed."""
+    """Import them all, once; returns one message for each plugin that failed."""
     for module in BUILT_IN:
         import_module(module)
     failed = []
@@ -45,7 +45,7 @@ def discover() -> tuple[str, ...]:
 def _load(entry: EntryPoint) -> str | None:
     try:
         entry.load()
-    except Exception as error:  # noqa: BLE001  # a stranger's module; any failure is the reason told
+    except Exception as error:  # noqa: BLE001  # a third party's module may raise anything
         package = entry.dist.name if entry.dist else "?"
         return (
             f"plugin {entry.name!r} of package {package!r} could not be imported "

@@ -5,9 +5,9 @@ Out:  the key of the policy's entry; for every entry the name that goes with its
 
 One entry is the policy: the one `finetuning.target_model` names, else the `trainable` one, else the
 only one that names the model in training or its base model at the training server. It sends NAME.
-Other entries that name that base send NAME@0, the base weights, which are never trained: a helper
-or a judge on the same base must not change while the policy learns. The bare base name is never
-sent, because inside a rollout the server takes it for the policy.
+Other entries that name that base model send NAME@0, the base weights, which are never trained: a
+judge on the same base model must not change while the policy learns. The bare base name is never
+sent, because inside a rollout the server answers it with the policy.
 """
 
 import os
@@ -32,9 +32,9 @@ class Trained:
     """The model in training, and where it is served."""
 
     name: str
-    """What the policy's requests ask for."""
+    """The model name that the policy's entry sends."""
     names: frozenset[str]
-    """Every spelling of it: NAME and PROJECT/NAME."""
+    """Both spellings of the name: NAME and PROJECT/NAME."""
     base_model: str
     addresses: frozenset[Address]
 
@@ -47,16 +47,16 @@ def address_of(base_url: str) -> Address:
 
 
 def openai_url(config: LLMBaseConfig) -> str:
-    """Where an `openai` entry sends its requests."""
+    """The base URL of an `openai` entry."""
     written = getattr(config, "base_url", None)
     return written or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
 
 
 def choose_policy(document: Document, trained: Trained, target: str | None = None) -> str | None:
-    """The key of the policy under `llms`; None where only clients of the agent's own call it.
+    """The key of the policy under `llms`; None where only the agent's own clients call it.
 
-    Raises ConfigError where several entries could be meant, and where the policy's entry asks for
-    one fixed step. `target` replaces `finetuning.target_model`.
+    Raises ConfigError if several entries match, and if the policy's entry names a fixed step.
+    `target` replaces `finetuning.target_model`.
     """
     entries = {key: _Entry(config, trained) for key, config in document.llms.items()}
     wanted = target or document.finetuning.target_model
@@ -79,7 +79,7 @@ def choose_policy(document: Document, trained: Trained, target: str | None = Non
 
 
 def sent_name(config: LLMBaseConfig, trained: Trained, *, is_policy: bool) -> str | None:
-    """The model name that an entry's requests carry."""
+    """The model name that an entry sends."""
     entry = _Entry(config, trained)
     if not entry.is_at_server:
         return entry.written
@@ -91,7 +91,7 @@ def sent_name(config: LLMBaseConfig, trained: Trained, *, is_policy: bool) -> st
 
 
 def describe(document: Document, trained: Trained, policy: str | None) -> str:
-    """Which entry is trained, which are frozen, and what the base model's name means."""
+    """A sentence: which entry is trained, which are frozen, what the base model's name means."""
     others = [key for key in document.llms if key != policy]
     frozen = [
         key
@@ -115,7 +115,7 @@ def describe(document: Document, trained: Trained, policy: str | None) -> str:
 
 
 class _Entry:
-    """One entry of `llms`, beside the model in training."""
+    """One entry of `llms`, compared with the model in training."""
 
     def __init__(self, config: LLMBaseConfig, trained: Trained) -> None:
         self.written: str | None = getattr(config, "model_name", None)
@@ -123,12 +123,12 @@ class _Entry:
         stem, at, step = (self.written or "").rpartition("@")
         self.stem = stem if at else step
         self.step = step if at and step != "latest" else None
-        """The fixed step it asks for: a number, or `best`."""
+        """The fixed step it names: a number, or `best`."""
         self.is_at_server = self._is_at(config, trained.addresses)
         named = self.stem in trained.names or self.stem == trained.base_model
         unnamed = self.is_trainable and self.written is None
         self.is_it = self.is_at_server and self.step is None and (named or unnamed)
-        """It asks for the model in training or for its base, and for no fixed step."""
+        """It names the model in training or its base model, and no fixed step."""
 
     def _is_at(self, config: LLMBaseConfig, addresses: Collection[Address]) -> bool:
         if self.is_trainable and getattr(config, "base_url", None) is None:

@@ -1,10 +1,10 @@
-"""Everything that is wrong with a file, all of it at once, each with its place.
+"""A problem of a configuration: its file and line, its key, and what to change.
 
-In:   pydantic's errors on a document, and where each of its keys stands
-Out:  Problems: file:line, the dotted key, what was got and expected, the nearest known name
+In:   errors of a document, and the place of each key
+Out:  Problems, and ConfigProblems, which raises all of them at once
 
-A problem is told at the place the author can change. So a key that came from `base:` names the
-base's line, and one that came from `-o` names the option.
+A problem names the place that the author can change: a key that came from `base:` names the line in
+the base file, and one that came from `-o` names the option.
 """
 
 from collections.abc import Iterable
@@ -39,12 +39,13 @@ class Problem:
 
     def __str__(self) -> str:
         key = dotted(self.path)
-        said = not key or self.place.file == f"-o {key}"
-        return f"{self.place}: {self.message}" if said else f"{self.place}: {key}: {self.message}"
+        if not key or self.place.file == f"-o {key}":
+            return f"{self.place}: {self.message}"
+        return f"{self.place}: {key}: {self.message}"
 
 
 class ConfigProblems(ConfigError):
-    """All that is wrong with a configuration, one problem a line, in the order of each file."""
+    """All problems of a configuration, one a line, in the order of each file."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         distinct = list(dict.fromkeys(problems))
@@ -56,11 +57,11 @@ class ConfigProblems(ConfigError):
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """As `-o` takes it: keys that hold a dot in quotes."""
+    """A path as `-o` takes it: keys that contain a dot are quoted."""
     return ".".join(f'"{key}"' if "." in str(key) else str(key) for key in path)
 
 
 def named(value: Any, limit: int = 60) -> str:
-    """A value as an error shows it: in short."""
+    """A value as an error shows it, shortened."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

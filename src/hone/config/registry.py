@@ -1,16 +1,15 @@
-"""(kind, `_type`) -> configuration class and factory: the project's only global.
+"""The components that a YAML file can name: (kind, `_type`) -> configuration class and factory.
 
 In:   `@register_function(config_type=MyConfig)` over an async generator that yields the instance
-Out:  what schema.py checks a block against, and what build.py makes of it
+Out:  the class that schema.py validates a block with, and the factory that build.py calls
 
-A `_type` is registered once. Of two with one name, the order of imports would choose the reward
-that a run is trained on.
+A `_type` is registered once. With two of one name, the order of imports would decide which reward
+a run is trained on.
 """
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, SerializationInfo, ValidationError
@@ -32,7 +31,7 @@ from hone.config.base import (
     TrajectoryBuilderConfig,
 )
 from hone.config.problems import named
-from hone.errors import ConfigError
+from hone.errors import ConfigError, did_you_mean
 
 __all__ = [
     "BASES",
@@ -90,7 +89,7 @@ NOT_YET: dict[str, frozenset[str]] = {
     "trainer_adapter": frozenset({"nemo_customizer_trainer_adapter"}),
     "trainer": frozenset({"nemo_customizer_trainer"}),
 }
-"""Types that the originals or the design have, refused by name. A plugin may register them."""
+"""Types of NeMo Agent Toolkit or of later versions, refused by name. A plugin may register them."""
 
 C = TypeVar("C", bound=ComponentConfig)
 Factory = Callable[[C, Any], AsyncIterator[Any]]
@@ -104,18 +103,18 @@ class Registered:
 
     kind: str
     name: str
-    """What `_type` says."""
+    """The value of `_type`."""
     config_type: type[ComponentConfig]
     factory: Factory[Any]
-    """Yields the instance; what stands after the `yield` closes it."""
+    """Yields the instance; the code after the `yield` closes it."""
     package: str
-    """The Python package it came from."""
+    """The Python package that registered it."""
 
     @property
     def summary(self) -> str:
-        """The first line of what it says of itself."""
-        said = inspect.getdoc(self.factory) or self.config_type.__dict__.get("__doc__") or ""
-        return said.strip().partition("\n")[0]
+        """The first line of its docstring."""
+        text = inspect.getdoc(self.factory) or self.config_type.__dict__.get("__doc__") or ""
+        return text.strip().partition("\n")[0]
 
 
 _components: dict[tuple[str, str], Registered] = {}
@@ -196,7 +195,7 @@ def _register(kind: str, config_type: type[C]) -> Decorator[C]:
 
 
 def known(kind: str | None = None) -> list[Registered]:
-    """What is registered, in the order of KINDS and then by name."""
+    """The registered components, in the order of KINDS and then by name."""
     kinds = KINDS if kind is None else (kind,)
     return [r for k in kinds for r in sorted(_of(k), key=lambda r: r.name)]
 
@@ -213,20 +212,18 @@ def find(kind: str, name: str) -> Registered | None:
 
 
 def unknown(kind: str, name: str) -> str:
-    """What to say of a `_type` that is not registered, and of plugins that may have held it."""
+    """The message for an unknown `_type`; it names the plugins that failed to load."""
     names = [r.name for r in known(kind)]
+    first, maybe = f"no {kind} is called {name!r}", did_you_mean(name, names)
     if name in NOT_YET[kind]:
-        first, guess = f"{kind} {name!r}: not in this version of hone", []
-    else:
-        first, guess = f"no {kind} is called {name!r}", get_close_matches(name, names, n=1)
-    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+        first, maybe = f"{kind} {name!r}: not in this version of hone", ""
     failed = "".join(f" Note: {reason}." for reason in plugins.discover())
     return f"{first}.{maybe} Known: {', '.join(names) or 'none'}.{failed}"
 
 
 @dataclass(frozen=True, slots=True)
 class ByType:
-    """Annotates a block whose `_type` says which configuration class reads it."""
+    """Annotates a block whose configuration class is named by its `_type`."""
 
     kind: str
 
@@ -241,7 +238,7 @@ class ByType:
         )
 
     def read(self, block: Any) -> ComponentConfig:
-        """The block as its class; pydantic puts its errors under the block's own path."""
+        """The block as its configuration; pydantic reports its errors under the block's path."""
         if isinstance(block, BASES[self.kind]):
             return block
         if not isinstance(block, Mapping):
@@ -252,8 +249,8 @@ class ByType:
         if key is None:
             names = ", ".join(r.name for r in known(self.kind))
             raise PydanticCustomError("no_type", "`_type` is missing; known: {n}", {"n": names})
-        found = find(self.kind, block[key]) if isinstance(block[key], str) else None
-        if found is None:
+        component = find(self.kind, block[key]) if isinstance(block[key], str) else None
+        if component is None:
             raise ValidationError.from_exception_data(
                 self.kind,
                 [
@@ -266,7 +263,7 @@ class ByType:
                     }
                 ],
             )
-        return found.config_type.model_validate({k: v for k, v in block.items() if k != key})
+        return component.config_type.model_validate({k: v for k, v in block.items() if k != key})
 
     @staticmethod
     def _write(config: ComponentConfig, info: SerializationInfo) -> dict[str, Any]:
@@ -274,5 +271,5 @@ class ByType:
 
 
 def type_key(block: Mapping[str, Any]) -> str | None:
-    """`_type`; or `type`, which the originals read too."""
+    """The key that names the type: `_type`, or `type`, which NeMo Agent Toolkit accepts too."""
     return next((key for key in ("_type", "type") if key in block), None)

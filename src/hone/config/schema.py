@@ -1,10 +1,10 @@
-"""The document: every section of the YAML, its fields, defaults and bounds.
+"""The schema of the YAML: every section, its fields, defaults and bounds.
 
 In:   a file and `-o` overrides
 Out:  a Document whose blocks are the configuration objects of their components
 
-The whole file is checked before anything is started, against the types that are registered: a
-mistake on the last line must not cost the epoch that came before it.
+The whole file is validated against the registered types before anything starts: a mistake on the
+last line must not cost an epoch.
 """
 
 import re
@@ -70,57 +70,56 @@ FunctionName = Annotated[str, AfterValidator(_function_name)]
 
 
 class CurriculumLearningConfig(Strict):
-    """Which groups are trained on, by how well their example is answered already."""
+    """Selects the groups to train on by the rewards of their examples so far."""
 
     enabled: bool = False
-    """Train on all groups unless true."""
+    """If false, train on all groups."""
     initial_percentile: float = Field(default=0.3, gt=0, le=1)
-    """The share of examples that the first epochs train on."""
+    """Share of the examples that the first epochs train on."""
     increment_percentile: float = Field(default=0.2, gt=0, le=1)
-    """What each expansion adds to that share."""
+    """Added to that share at each expansion."""
     expansion_interval: int = Field(default=5, ge=1)
     """Epochs between expansions."""
     min_reward_diff: float = Field(default=0.1, ge=0)
-    """Groups whose rewards lie closer together are left out: they say nothing."""
+    """Skip groups whose rewards differ by less: there is nothing to learn from them."""
     sort_ascending: bool = False
     """Start with the examples of the lowest reward instead of the highest."""
     random_subsample: float | None = Field(default=None, gt=0, le=1)
-    """Train on this share of the groups, drawn anew each epoch; of the trajectories if there is
-    one group."""
+    """Train on this share of the groups, sampled anew each epoch; with one group, on this share of
+    its trajectories."""
     skip_excluded: bool = False
-    """Do not run examples that the curriculum would leave out anyway, as far as the history of
-    their rewards tells."""
+    """Do not run examples that the curriculum would exclude, judging by their rewards so far."""
 
 
 class EarlyStoppingConfig(Strict):
-    """When to stop before `num_epochs`."""
+    """Stops a run before `num_epochs`."""
 
     metric: Literal["val/reward"] = "val/reward"
-    """What must improve: the mean reward on the validation dataset."""
+    """The metric that must improve: the mean reward on the validation dataset."""
     patience: int = Field(ge=1)
-    """So many validations in a row may pass without improvement."""
+    """Number of validations in a row without improvement after which the run stops."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Less than this is no improvement."""
+    """Smallest change that counts as an improvement."""
 
 
 class PolicyFailureReward(Strict):
-    """What a rollout earns that failed through the model's own doing."""
+    """The reward of a rollout that failed because of the model."""
 
     reward: float
-    """Instead of the evaluator's score, which there is not."""
+    """Used in place of the evaluator's score."""
 
 
 class ValidationConfig(Strict):
     """How the validation dataset is run."""
 
     greedy: bool = False
-    """At temperature 0, whatever the workflow asks for."""
+    """Sample at temperature 0, whatever the workflow asks for."""
     reps: int = Field(default=1, ge=1)
-    """Rollouts of each example."""
+    """Rollouts per example."""
 
 
 class FinetuneRunConfig(Strict):
-    """What the command line said; filled by `hone finetune`."""
+    """The options of `hone finetune`, filled in by the command."""
 
     not_yet: ClassVar[Mapping[str, str]] = {
         "endpoint": "run the workflow here",
@@ -140,7 +139,7 @@ class FinetuneConfig(Strict):
     """The training run."""
 
     enabled: bool = False
-    """`hone finetune` runs only if true; the other commands do not look."""
+    """`hone finetune` runs only if true; other commands ignore it."""
     trainer: Annotated[str, Names(("trainers",))] | None = None
     """A key of `trainers`."""
     trajectory_builder: Annotated[str, Names(("trajectory_builders",))] | None = None
@@ -149,49 +148,50 @@ class FinetuneConfig(Strict):
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
-    """Train on the model calls of these functions; `<workflow>` is every call of a rollout."""
+    """Train on the model calls of these functions; `<workflow>` means every call of a rollout."""
     target_model: str | None = None
-    """The model to train: a key of `llms`, or a model's name. Not needed where one entry alone is
-    `trainable`, or alone names the model in training or its base at the training server. Other
-    entries that name that base get the base weights and are not trained."""
+    """The model to train: a key of `llms`, or a model's name. Not needed if only one entry is
+    `trainable`, or only one names the model in training or its base model at the training server.
+    Other entries that name that base model get the base weights and are not trained."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     num_epochs: int = Field(default=1, ge=1)
-    """Times round: collect, select, train, publish."""
+    """Number of epochs. One epoch: collect, select, train, publish."""
     output_dir: Path = Path(".tmp/nat/finetuning")
-    """Where metrics, plots, trajectories and the report are written, and the run's journal."""
+    """Directory of the run: metrics, plots, trajectories, report, journal."""
 
     seed: int = 0
-    """Of the order of examples, the sampling of rollouts and the training. Equal seeds give equal
-    runs as far as rounding lets them: what else is in a batch may tip a token."""
+    """Seed of the order of examples, the sampling of rollouts and the training. Equal seeds give
+    equal runs up to rounding: the other requests in a batch can change a token."""
     resume: Literal["auto", "never"] = "auto"
-    """Whether the same command goes on with a run that was interrupted."""
+    """Whether the same command resumes an interrupted run."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
-    """Keep so many of the newest steps, and the best one; all of them if not set."""
+    """Number of newest checkpoints to keep, besides the best one; all if not set."""
     early_stopping: EarlyStoppingConfig | None = None
     groups_per_step: int | None = Field(default=None, ge=1)
-    """Collect and train an epoch in rounds of so many examples; one round if not set."""
+    """Examples per round: an epoch is collected and trained in rounds of this size; one round if
+    not set."""
     examples_per_epoch: int | None = Field(default=None, ge=1)
-    """An epoch is so many examples, drawn without repetition until all were seen."""
+    """Examples per epoch, drawn without repetition until all have been used; all if not set."""
     min_group_size: int = Field(default=2, ge=1)
     """Smaller groups are dropped and counted."""
     on_policy_failure: Literal["drop"] | PolicyFailureReward = "drop"
-    """What becomes of rollouts that failed through the model's own doing."""
+    """What to do with rollouts that failed because of the model: drop, or give a reward."""
     max_infrastructure_failures: float = Field(default=0.2, ge=0, le=1)
-    """An epoch fails when a larger share of its rollouts failed by no fault of the model."""
+    """An epoch fails if a larger share of its rollouts failed for reasons other than the model."""
     rollout_timeout_s: float = Field(default=600.0, gt=0)
-    """For one run of the workflow on one input."""
+    """Timeout of one run of the workflow on one input."""
     rollout_retries: int = Field(default=1, ge=0)
-    """How often a rollout is run again that failed by no fault of the model or its evaluator."""
+    """Number of retries of a rollout that failed for reasons other than the model or its evaluator."""
     job_timeout_s: float = Field(default=86400.0, gt=0)
-    """For one training job."""
+    """Timeout of one training job."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     allow_foreign_endpoint: bool = False
-    """Train also on rollouts that asked another endpoint than the training server, from the text and
-    the logprobs of its answers. That is off-policy: the endpoint does not learn. It must have the
-    base model's tokens, and its `llms` entry `logprobs: true`."""
+    """Also train on rollouts that called an endpoint other than the training server, from the text
+    and the logprobs of its answers. That is off-policy: the endpoint does not learn. It must use
+    the base model's tokenizer, and its `llms` entry must have `logprobs: true`."""
 
     run_configuration: FinetuneRunConfig | None = Field(default=None, exclude=True)
-    """What the command line said; refused in the YAML."""
+    """The options of the command line; refused in the YAML."""
 
     @model_validator(mode="after")
     def _the_three_parts_are_named(self) -> Self:
@@ -202,18 +202,18 @@ class FinetuneConfig(Strict):
 
 
 class JobManagementConfig(Strict):
-    """A directory of its own for each evaluation."""
+    """Gives each evaluation a directory of its own."""
 
     append_job_id_to_output_dir: bool = False
     """Write to `jobs/job_ID` under the output directory."""
     max_jobs: int = Field(default=0, ge=0)
-    """Keep so many of them; 0 keeps all."""
+    """Number of these directories to keep; 0 keeps all."""
     eviction_policy: Literal["time_created", "time_modified"] = "time_created"
-    """Which ones go first: the oldest by this time."""
+    """The oldest by this time are removed first."""
 
 
 class EvalOutputConfig(Strict):
-    """What an evaluation writes."""
+    """The files that an evaluation writes."""
 
     not_yet: ClassVar[Mapping[str, str]] = {
         "s3": "copy the directory yourself",
@@ -223,15 +223,14 @@ class EvalOutputConfig(Strict):
     }
 
     dir: Path | None = None
-    """Instead of `output_dir` beside it."""
+    """Replaces `output_dir` of `eval.general`."""
     custom_pre_eval_process_function: str | None = None
-    """`module.function`, given each item after the workflow and before the evaluators."""
+    """`module.function`, called with each item after the workflow and before the evaluators."""
     cleanup: bool = True
-    """Remove first what an earlier evaluation wrote there; nothing else is touched."""
+    """First remove the files of an earlier evaluation; no other file is touched."""
     job_management: JobManagementConfig = Field(default_factory=JobManagementConfig)
     workflow_output_step_filter: list[str] | None = None
-    """Which kinds of step workflow_output.json holds (LLM_END, TOOL_END, CUSTOM_END); all if not
-    set."""
+    """The kinds of step in workflow_output.json (LLM_END, TOOL_END, CUSTOM_END); all if not set."""
 
 
 class EvalGeneralConfig(Strict):
@@ -244,14 +243,14 @@ class EvalGeneralConfig(Strict):
     }
 
     max_concurrency: int = Field(default=8, ge=1)
-    """Rollouts at a time, over all generations."""
+    """Number of rollouts at a time, over all generations."""
     workflow_alias: str | None = None
-    """What the workflow is called in the output."""
+    """The name of the workflow in the output."""
     output_dir: Path = Path(".tmp/nat/examples/default")
-    """Where the files of an evaluation are written."""
+    """Directory of the files of an evaluation."""
     output: EvalOutputConfig | None = None
     dataset: Annotated[DatasetBaseConfig, ByType("dataset_loader")] | None = None
-    """What the workflow is run on; `--dataset` replaces it."""
+    """The dataset to run the workflow on; `--dataset` replaces it."""
 
     @model_validator(mode="after")
     def _one_directory(self) -> Self:
@@ -267,7 +266,7 @@ class EvalConfig(Strict):
     evaluators: dict[str, Annotated[EvaluatorBaseConfig, ByType("evaluator")]] = Field(
         default_factory=dict
     )
-    """Scores by name. `finetuning.reward_function.name` picks one of them as the reward."""
+    """Evaluators by name. `finetuning.reward_function.name` selects one of them as the reward."""
 
 
 class Document(Strict):
@@ -278,7 +277,7 @@ class Document(Strict):
             *("authentication", "embedders", "function_groups", "general", "memory", "middleware"),
             *("object_stores", "optimizer", "retrievers", "ttc_strategies"),
         ),
-        "remove it, and do in your function's own code what it did",
+        "remove it, and do the same in the code of your function",
     )
 
     llms: dict[str, Annotated[LLMBaseConfig, ByType("llm_provider")]] = Field(default_factory=dict)
@@ -286,9 +285,9 @@ class Document(Strict):
     functions: dict[FunctionName, Annotated[FunctionBaseConfig, ByType("function")]] = Field(
         default_factory=dict
     )
-    """What the workflow and other functions may call, by name."""
+    """Functions that the workflow and other functions call, by name."""
     workflow: Annotated[FunctionBaseConfig, ByType("function")] | None = None
-    """What runs on each input."""
+    """The function that runs on each input."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     trajectory_builders: dict[
         str, Annotated[TrajectoryBuilderConfig, ByType("trajectory_builder")]
@@ -306,12 +305,12 @@ class Document(Strict):
 
     @property
     def loaded(self) -> Loaded:
-        """What was read, before it was checked, and where each key of it stands."""
+        """The values of the file before validation, and the place of each key."""
         assert self._loaded is not None, "a Document comes from schema.read"
         return self._loaded
 
     def remember(self, loaded: Loaded) -> None:
-        """Keep what it was made of."""
+        """Keep the values that it was validated from."""
         self._loaded = loaded
 
     @property
@@ -323,7 +322,7 @@ class Document(Strict):
 def examine(
     file: Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> tuple[Loaded, Document | None, list[Problem]]:
-    """What a file holds, the document if its blocks can be read, and everything wrong with it."""
+    """The values of a file, the document if its blocks are valid, and all problems."""
     plugins.discover()
     loaded = load(file)
     wrong = override.apply(loaded, overrides, Document)
@@ -334,7 +333,7 @@ def examine(
 
 
 def read(file: Path, overrides: Sequence[tuple[str, str]] = ()) -> Document:
-    """Load and check a file; raises ConfigProblems with everything that is wrong with it."""
+    """Load and validate a file; raises ConfigProblems with all its problems."""
     _, document, wrong = examine(file, overrides)
     if document is None or wrong:
         raise ConfigProblems(wrong)

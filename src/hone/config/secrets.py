@@ -14,19 +14,19 @@ from typing import Any
 from hone.redact import HIDDEN, is_secret
 
 _SHORTEST = 8
-"""A shorter value may occur by chance in another text. Under its own key it is hidden all the same."""
+"""A shorter value may occur by chance in another text; it is hidden only under its own key."""
 _PUBLIC = frozenset({"default"})
-"""The key that servers take from anyone on their own machine."""
+"""The key that a server accepts from any client on its own machine."""
 
 
 class Secrets:
-    """The secrets that a command was given."""
+    """The secrets in a command's configuration, options and environment."""
 
     def __init__(self, data: Any = None, overrides: Iterable[tuple[str, str]] = ()) -> None:
         """`data` is the configuration as it was read; `overrides` are the values of `-o`."""
         values = [*_values(data), *(value for key, value in overrides if is_secret(key))]
         values += [value for name, value in os.environ.items() if is_secret(name)]
-        # The longest first: one secret may begin like another.
+        # The longest first: one secret may be the beginning of another.
         self._values = sorted({v for v in values if len(v) >= _SHORTEST}, key=len, reverse=True)
 
     def hide(self, value: Any, name: str = "") -> Any:

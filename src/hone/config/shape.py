@@ -1,10 +1,10 @@
-"""What the schema says of one path of the document: its type, its keys, what it names.
+"""The type of each path of a document, and the values that name other components.
 
-In:   the document's class, a path, and the values found there
+In:   the document's class, a path, and the values there
 Out:  the type at that path; every value that names another component
 
-Types are read from the values too, because a block is of the class that its `_type` names. So
-`-o trainer_adapters.art.backend.port 7624` knows that it is a number, for a plugin's adapter too.
+The values are needed as well, because the class of a block is named by its `_type`. So
+`-o trainer_adapters.art.backend.port 7624` sets a number, for a plugin's adapter too.
 """
 
 import types
@@ -23,14 +23,14 @@ LISTS = (list, tuple, set, frozenset, Sequence)
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What there is no such key of."""
+    """The type of a key that does not exist."""
 
 
 UNKNOWN = Unknown()
 
 
 def options(annotation: Any, value: Any) -> Iterator[Any]:
-    """What a value may be: the members of unions, and the class that `_type` names."""
+    """The types a value may have: the members of unions, and the class that `_type` names."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *notes = get_args(annotation)
@@ -49,14 +49,14 @@ def options(annotation: Any, value: Any) -> Iterator[Any]:
 
 
 class Block:
-    """A block whose class is found by its `_type`."""
+    """A block whose class is named by its `_type`."""
 
     def __init__(self, kind: str, value: Any) -> None:
         self.kind = kind
         self.model: type[BaseModel] | None = None
         if isinstance(value, Mapping) and (key := type_key(value)) is not None:
-            found = find(kind, str(value[key]))
-            self.model = found.config_type if found else None
+            component = find(kind, str(value[key]))
+            self.model = component.config_type if component else None
 
 
 def below(annotation: Any, key: str | int, value: Any) -> Any:
@@ -84,7 +84,7 @@ def below(annotation: Any, key: str | int, value: Any) -> Any:
 
 
 def field_type(model: type[BaseModel], name: str) -> Any:
-    """The annotation of a field, with the notes that pydantic keeps apart from it."""
+    """The annotation of a field, with the metadata that pydantic stores separately."""
     field = model.model_fields[name]
     notes = tuple(note for note in field.metadata if isinstance(note, ByType | Names))
     return Annotated[field.annotation, *notes] if notes else field.annotation
@@ -106,13 +106,13 @@ def item(value: Any, key: str | int) -> Any:
 
 
 def models(annotation: Any, value: Any) -> list[type[BaseModel]]:
-    """The classes that could read a block."""
-    found = []
+    """The classes that could validate a block."""
+    classes = []
     for option in options(annotation, value):
         model = option.model if isinstance(option, Block) else option
         if isinstance(model, type) and issubclass(model, BaseModel):
-            found.append(model)
-    return found
+            classes.append(model)
+    return classes
 
 
 def names(

@@ -1,11 +1,10 @@
-"""What an evaluator gets and gives: items in, scores out. Protocols and values only.
+"""Values and protocols of evaluation: items in, scores out.
 
-In:   an EvalInputItem: a row of the dataset, and what the workflow made of it
+In:   an EvalInputItem: a row of the dataset, and the workflow's output for it
 Out:  a Score: a finite number, or the reason why there is none
 
-A failure is never a number. An evaluator that raises, says `error`, or gives None, NaN or
-something that is no number has not scored the item: 0 would be trained on as if the policy had
-been bad.
+A failure is never a number. An evaluator that raises, returns an `error`, None, NaN or no number
+has not scored the item: a 0 in its place would train the policy for an evaluator's fault.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from hone.types import Failure
 
 
 def _as_id(value: Any) -> Any:
-    # Ids key groups, journals and files, and a file gives back only text: 7 and "7" are one.
+    # Ids are keys of groups, journals and files, and files hold text: 7 and "7" are the same id.
     return str(value) if isinstance(value, int | float) else value
 
 
@@ -39,28 +38,28 @@ class _Item(BaseModel):
 
 
 class EvalInputItem(_Item):
-    """One row of the dataset, and what the workflow made of it."""
+    """One row of the dataset, and the workflow's output for it."""
 
     id: ItemId
     input_obj: Any
-    """What the workflow is given."""
+    """The workflow's input."""
     expected_output_obj: Any = None
-    """What the row says the answer is."""
+    """The expected output, from the row."""
     output_obj: Any = None
-    """What the workflow returned; None before it ran."""
+    """The workflow's output; None before it ran."""
     expected_trajectory: list[Any] = []
-    """The steps the row says were expected, as they stand there."""
+    """The expected steps, as written in the row."""
     trajectory: list[SeenCall] = []
     """The model calls of the rollout, in order."""
     steps: list[Step] = []
-    """What the workflow told with hone.step, in order."""
+    """The `hone.step` calls of the rollout, in order."""
     seconds: float | None = None
-    """How long the rollout took."""
+    """Duration of the rollout."""
     full_dataset_entry: Any = None
-    """The whole row, as it was read."""
+    """The whole row, as read."""
 
     def copy_with_updates(self, **updates: Any) -> Self:
-        """The same item with some fields replaced; names of fields that do not exist are refused."""
+        """A copy with some fields replaced; unknown fields are errors."""
         return type(self)(
             **{**{name: getattr(self, name) for name in type(self).model_fields}, **updates}
         )
@@ -73,39 +72,39 @@ class EvalInput(_Item):
 
 
 class EvalOutputItem(_Item):
-    """What one evaluator says of one item."""
+    """One evaluator's score of one item."""
 
     id: ItemId
     score: Any = None
-    """A number; None if it could not be scored."""
+    """A number; None if the item could not be scored."""
     reasoning: Any = None
     error: str | None = None
-    """Why it could not be scored; whatever stands in `score` then does not count."""
+    """Why the item could not be scored; `score` is then ignored."""
     failure: Failure | None = Field(default=None, exclude=True)
-    """The same with its traceback; not written to files."""
+    """The error with its traceback; not written to files."""
 
 
 class EvalOutput(_Item):
-    """What one evaluator says of all items."""
+    """One evaluator's scores of all items."""
 
     average_score: Any = None
-    """Mean of the numeric scores, not rounded; None if there is none."""
+    """Mean of the numeric scores, not rounded; None if there are none."""
     eval_output_items: list[EvalOutputItem] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One evaluator's word on one item: a value or a failure."""
+    """One evaluator's result for one item: a value or a failure."""
 
     value: float | None
-    """None: could not be scored."""
+    """None if the item could not be scored."""
     reasoning: Any = None
     failure: Failure | None = None
 
 
 @runtime_checkable
 class Evaluator(Protocol):
-    """Scores one item. It may raise; that is a failure of the evaluator, not a zero."""
+    """Scores one item. An exception is a failure of the evaluator, not a zero."""
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem: ...
 
@@ -119,16 +118,16 @@ class EvaluatorInfo:
     description: str = ""
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
-        """What the function says when it is given this item alone."""
+        """The function's result for this item alone."""
         output = await self.evaluate_fn(EvalInput(eval_input_items=[item]))
-        told = [one for one in output.eval_output_items if one.id == item.id]
-        if len(told) != 1:
-            ids = [one.id for one in output.eval_output_items]
+        results = [result for result in output.eval_output_items if result.id == item.id]
+        if len(results) != 1:
+            ids = [result.id for result in output.eval_output_items]
             raise ValueError(
                 f"evaluate_fn was given item {item.id!r} and returned results for {ids!r}; it must "
                 "return one EvalOutputItem with the id of each item"
             )
-        return told[0]
+        return results[0]
 
 
 class BaseEvaluator(ABC):
@@ -153,7 +152,7 @@ class DatasetLoader(Protocol):
     """Reads a dataset."""
 
     def load(self, path: Path | None) -> list[dict[str, Any]] | EvalInput:
-        """Rows, from which items are made as `structure` says, or items ready made."""
+        """Rows, which become items as `structure` says; or items."""
         ...
 
 
@@ -176,9 +175,9 @@ class EvalOptions:
 async def score(
     evaluator: Evaluator, item: EvalInputItem, *, timeout_s: float | None = None
 ) -> Score:
-    """The evaluator's word on the item; a failure, a missed deadline too, is kept as data."""
+    """The evaluator's score of the item; an exception or a timeout becomes its failure."""
     evaluator = _behind(evaluator)
-    # The deadline is for the scoring alone: a thousand items may wait for their turn.
+    # The timeout is for the scoring alone, not for the wait of a thousand items for their turn.
     turn = evaluator.semaphore if isinstance(evaluator, BaseEvaluator) else nullcontext()
     deadline: asyncio.Timeout | None = None
     try:
@@ -194,7 +193,7 @@ async def score(
 
 
 def _behind(evaluator: Evaluator) -> Evaluator:
-    """The class behind an EvaluatorInfo, where its function is no more than that class's own."""
+    """The BaseEvaluator of an EvaluatorInfo whose function is its `evaluate`."""
     function = evaluator.evaluate_fn if isinstance(evaluator, EvaluatorInfo) else None
     if getattr(function, "__func__", None) is BaseEvaluator.evaluate:
         return getattr(function, "__self__", evaluator)
@@ -202,7 +201,7 @@ def _behind(evaluator: Evaluator) -> Evaluator:
 
 
 def score_of(output: EvalOutputItem) -> Score:
-    """What an evaluator returned, as a value or a failure."""
+    """The result of an evaluator as a value or a failure."""
     if output.failure is not None or output.error:
         failure = output.failure or Failure(type="EvaluatorError", message=str(output.error))
         return Score(None, output.reasoning, failure)
@@ -214,7 +213,7 @@ def score_of(output: EvalOutputItem) -> Score:
 
 
 def output_of(scores: Iterable[tuple[str, Score]]) -> EvalOutput:
-    """Scores in the form in which they are written; the mean is over those that are numbers."""
+    """Scores in the form of the output files; the mean is over the numeric scores."""
     items = [
         EvalOutputItem(
             id=id,

@@ -1,6 +1,6 @@
-"""The built-in evaluators that look at the calls: tool_call_match, latency, tokens, counts.
+"""Built-in evaluators of the model calls: tool_call_match, latency, tokens, counts.
 
-In:   the model calls of a rollout as the harness saw them on the wire
+In:   the captured model calls of a rollout
 Out:  whether the right tools were called; seconds, tokens and calls as plain numbers
 """
 
@@ -17,7 +17,7 @@ from hone.evaluation.base import EvalInputItem
 from hone.evaluation.rule import Rule, Verdict, expected_of, parsed, rule_evaluator, same
 
 ToolCall = tuple[str, Any]
-"""Name and arguments; arguments that are no JSON stay text, and equal nothing."""
+"""Name and arguments; arguments that are not JSON stay text, and match nothing."""
 
 
 class ToolCallMatch(Rule, name="tool_call_match"):
@@ -28,18 +28,18 @@ class ToolCallMatch(Rule, name="tool_call_match"):
     """
 
     source: Literal["auto", "output", "calls"] = "auto"
-    """Where they are looked for: in the workflow's output or in the model's answers. `auto`: in
-    the output if it is tool calls, or else in the answers."""
+    """Where to look for tool calls: in the workflow's output, or in the model's answers. `auto`: in
+    the output if it consists of tool calls, otherwise in the answers."""
     arguments: Literal["exact", "subset", "ignore"] = "exact"
-    """`subset`: arguments beyond the expected ones do not matter."""
+    """`subset`: further arguments are allowed."""
     ordered: bool = False
-    """The order counts."""
+    """Whether the order matters."""
     extra: Literal["forbid", "allow"] = "forbid"
     """Whether there may be more calls than expected."""
     partial: bool = False
-    """The share of calls that match, instead of 1 for all and 0 otherwise."""
+    """Score the share of calls that match, instead of 1 for all and 0 otherwise."""
     tolerance: float = Field(default=0.0, ge=0)
-    """Numbers among the arguments may differ by so much."""
+    """Largest difference between numbers that count as equal."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         try:
@@ -51,39 +51,39 @@ class ToolCallMatch(Rule, name="tool_call_match"):
                 f"item {item.id!r}: expects {item.expected_output_obj!r}; tool calls are written "
                 '{"name": ..., "arguments": {...}}, or a list of such'
             )
-        made = self._made(item)
-        matched = self._matched(made, expected)
-        total = len(expected) if self.extra == "allow" else max(len(expected), len(made))
+        actual = self._actual(item)
+        matched = self._matched(actual, expected)
+        total = len(expected) if self.extra == "allow" else max(len(expected), len(actual))
         share = matched / total if total else 1.0
         value = share if self.partial else float(share == 1.0)
-        told = [{"name": name, "arguments": arguments} for name, arguments in made]
-        return value, {"made": told, "matched": matched, "expected": len(expected)}
+        calls = [{"name": name, "arguments": arguments} for name, arguments in actual]
+        return value, {"made": calls, "matched": matched, "expected": len(expected)}
 
-    def _made(self, item: EvalInputItem) -> list[ToolCall]:
+    def _actual(self, item: EvalInputItem) -> list[ToolCall]:
         if self.source != "calls":
             try:
-                found = tool_calls(parsed(item.output_obj))
+                output = tool_calls(parsed(item.output_obj))
             except json.JSONDecodeError:
-                found = None
-            if found is not None or self.source == "output":
-                return found or []
+                output = None
+            if output is not None or self.source == "output":
+                return output or []
         replies = [call.reply or {} for call in item.trajectory]
-        return [one for reply in replies for one in tool_calls(reply.get("tool_calls") or []) or []]
+        return [
+            call for reply in replies for call in tool_calls(reply.get("tool_calls") or []) or []
+        ]
 
-    def _matched(self, made: Sequence[ToolCall], expected: Sequence[ToolCall]) -> int:
+    def _matched(self, actual: Sequence[ToolCall], expected: Sequence[ToolCall]) -> int:
         if self.ordered:
-            return _longest_common(made, expected, self._equal)
-        left = list(made)
-        matched = 0
+            return _longest_common(actual, expected, self._equal)
+        unmatched = list(actual)
         for wanted in expected:
-            place = next((n for n, one in enumerate(left) if self._equal(one, wanted)), None)
+            place = next((n for n, call in enumerate(unmatched) if self._equal(call, wanted)), None)
             if place is not None:
-                matched += 1
-                del left[place]
-        return matched
+                del unmatched[place]
+        return len(actual) - len(unmatched)
 
-    def _equal(self, made: ToolCall, wanted: ToolCall) -> bool:
-        (name, arguments), (wanted_name, wanted_arguments) = made, wanted
+    def _equal(self, actual: ToolCall, wanted: ToolCall) -> bool:
+        (name, arguments), (wanted_name, wanted_arguments) = actual, wanted
         if name != wanted_name or self.arguments == "ignore":
             return name == wanted_name
         if not isinstance(arguments, dict) or not isinstance(wanted_arguments, dict):
@@ -94,17 +94,16 @@ class ToolCallMatch(Rule, name="tool_call_match"):
 
 
 def tool_calls(value: Any) -> list[ToolCall] | None:
-    """The tool calls a value is: one, a list, a message with them; None if it is none."""
+    """The tool calls in a value: one, a list, or a message with them; None for anything else."""
     if isinstance(value, dict) and isinstance(value.get("tool_calls"), list):
         value = value["tool_calls"]
-    listed = value if isinstance(value, list) else [value]
-    found = []
-    for one in listed:
-        function = one.get("function", one) if isinstance(one, dict) else None
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        function = entry.get("function", entry) if isinstance(entry, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return None
-        found.append((function["name"], _arguments(function.get("arguments"))))
-    return found
+        calls.append((function["name"], _arguments(function.get("arguments"))))
+    return calls
 
 
 def _arguments(value: Any) -> Any:
@@ -116,13 +115,13 @@ def _arguments(value: Any) -> Any:
         return value
 
 
-def _longest_common(made: Sequence[Any], wanted: Sequence[Any], equal: Any) -> int:
-    """How many of the wanted stand in the made ones, in their order."""
+def _longest_common(actual: Sequence[Any], wanted: Sequence[Any], equal: Any) -> int:
+    """The length of the longest common subsequence."""
     best = [0] * (len(wanted) + 1)
-    for one in made:
+    for call in actual:
         before = best[:]
         for n, other in enumerate(wanted):
-            best[n + 1] = before[n] + 1 if equal(one, other) else max(before[n + 1], best[n])
+            best[n + 1] = before[n] + 1 if equal(call, other) else max(before[n + 1], best[n])
     return best[-1]
 
 
@@ -130,10 +129,10 @@ def _longest_common(made: Sequence[Any], wanted: Sequence[Any], equal: Any) -> i
 
 
 class _Measure(Rule):
-    """What an item cost."""
+    """Time or tokens that an item took."""
 
     max_concurrency: int = Field(default=8, ge=1)
-    """Accepted as in NeMo Agent Toolkit; nothing here waits."""
+    """Accepted for NeMo Agent Toolkit's sake; has no effect."""
 
 
 class AvgLlmLatency(_Measure, name="avg_llm_latency"):
@@ -144,7 +143,7 @@ class AvgLlmLatency(_Measure, name="avg_llm_latency"):
 
 
 class AvgWorkflowRuntime(_Measure, name="avg_workflow_runtime"):
-    """Seconds that the workflow took on the item."""
+    """Seconds that the workflow took for the item."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         if item.seconds is None:
@@ -153,7 +152,7 @@ class AvgWorkflowRuntime(_Measure, name="avg_workflow_runtime"):
 
 
 class AvgNumLlmCalls(_Measure, name="avg_num_llm_calls"):
-    """How many model calls the workflow made on the item."""
+    """Number of model calls that the workflow made for the item."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         return float(len(item.trajectory)), None

@@ -3,9 +3,9 @@
 In:   a DatasetBaseConfig (json, jsonl, csv, parquet, xls, custom, or a plugin's), or a path
 Out:  EvalInputItems in the order of the rows, each id once
 
-Ids are what groups, journals and curricula are keyed by. Rows without one get their number in the
-file, so that filters do not renumber the others; two rows with one id are an error, since the
-rewards of one would be taken for the other's.
+Groups, journals and curricula are keyed by id. The id of a row without one is its number in the
+file, so that filters do not renumber the others. Two rows with one id are an error: the rewards of
+one would count for the other.
 """
 
 import json
@@ -25,8 +25,8 @@ from hone.errors import ConfigError, HoneError
 from hone.evaluation import rows
 from hone.evaluation.base import DatasetLoader, EvalInput, EvalInputItem
 from hone.evaluation.rows import Row
-from hone.evaluation.steps import seconds_of, told_in
-from hone.workflow.target import load_target, said_at
+from hone.evaluation.steps import read_steps, seconds_of
+from hone.workflow.target import error_at, load_target
 
 log = logging.getLogger("hone")
 
@@ -62,17 +62,17 @@ class XlsDataset(DatasetBaseConfig, name="xls"):
 
 
 class CustomDataset(DatasetBaseConfig, name="custom"):
-    """What a function of yours returns."""
+    """The rows that a function of yours returns."""
 
     function: str
-    """`package.module.function` or `package.module:function`; called with `file_path` and
-    `kwargs`, it returns an EvalInput or a list of rows."""
+    """`package.module.function` or `package.module:function`; it is called with `file_path` and
+    `kwargs`, and returns an EvalInput or a list of rows."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of the function."""
+    """Further arguments of the function."""
 
 
 class FileLoader:
-    """Reads rows in one format, or in the one a file's name says."""
+    """Reads rows in one format; csv and xls read a second one, by the file's name."""
 
     def __init__(self, kind: str) -> None:
         self._read = {
@@ -94,7 +94,7 @@ class FileLoader:
 
 
 class FunctionLoader:
-    """Asks a function of the user's."""
+    """Calls a function of the user."""
 
     def __init__(self, config: CustomDataset, directory: Path) -> None:
         self._config = config
@@ -105,21 +105,21 @@ class FunctionLoader:
 
     def load(self, path: Path | None) -> list[Row] | EvalInput:
         try:
-            told = self._function(path, **self._config.kwargs)
+            dataset = self._function(path, **self._config.kwargs)
         except HoneError:
             raise
-        except (Exception, SystemExit) as error:  # whatever the user's function does
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise ConfigError(
                 f"{WHERE}.function: {self._config.function} failed: "
-                f"{said_at(error, self._directory)}"
+                f"{error_at(error, self._directory)}"
             ) from error
-        listed = isinstance(told, list) and all(isinstance(row, dict) for row in told)
-        if not listed and not isinstance(told, EvalInput):
+        is_rows = isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset)
+        if not is_rows and not isinstance(dataset, EvalInput):
             raise ConfigError(
-                f"{WHERE}.function: {self._config.function} returned {type(told).__name__}; it must "
-                "return a hone.evaluation.base.EvalInput, or a list of dicts"
+                f"{WHERE}.function: {self._config.function} returned {type(dataset).__name__}; it "
+                "must return a hone.evaluation.base.EvalInput, or a list of dicts"
             )
-        return told
+        return dataset
 
 
 async def file_loader(config: DatasetBaseConfig, builder: Any) -> AsyncIterator[FileLoader]:
@@ -149,33 +149,36 @@ def load_items(
     loader: DatasetLoader | None = None,
     near: Path | None = None,
 ) -> list[EvalInputItem]:
-    """The items of the configured dataset, or of the file that takes its place.
+    """The items of the configured dataset, or of the file that replaces it.
 
     Args:
-        config: its structure and filters hold for `override` too.
-        override: a file of any known type, by its extension; a `custom` dataset's function gets
-            its path instead.
-        reps: each item so often, as ID_rep0, ID_rep1, ...
-        loader: of a dataset that is not built in.
-        near: where a relative `file_path` is looked for if it is not under the current directory.
+        config: its structure and filters apply to `override` too.
+        override: a file of any known type, by its extension; the function of a `custom` dataset
+            gets its path.
+        reps: repeat each item so often, as ID_rep0, ID_rep1, ...
+        loader: the loader of a dataset that is not built in.
+        near: a relative `file_path` is looked up here if it is not under the current directory.
     """
     if config is None and override is None:
         raise ConfigError(
             f"{WHERE}: there is none; add one with its `_type`, or use --dataset FILE"
         )
     shape = config or JsonDataset()
-    path = override or _found(shape.file_path, near)
+    path = override or _locate(shape.file_path, near)
     if override is not None and not override.exists():
         raise ConfigError(f"--dataset {override}: no such file")
     where = str(path or WHERE)
     try:
         if override is not None and not isinstance(shape, CustomDataset):
-            found: list[Row] | EvalInput = rows.read(override)
+            dataset: list[Row] | EvalInput = rows.read(override)
         else:
-            found = (loader or _built_in(shape, near)).load(path)
+            dataset = (loader or _built_in(shape, near)).load(path)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a file") from None
-    items = found.eval_input_items if isinstance(found, EvalInput) else _items(found, shape, where)
+    if isinstance(dataset, EvalInput):
+        items = dataset.eval_input_items
+    else:
+        items = _items(dataset, shape, where)
     _check_ids(items, [f"item {n}" for n in range(1, len(items) + 1)], where)
     if not items:
         raise ConfigError(f"{where}: no row is left to run; look at the file and at {WHERE}.filter")
@@ -195,8 +198,8 @@ def _built_in(config: DatasetBaseConfig, near: Path | None) -> DatasetLoader:
     return FileLoader(config.type_name)
 
 
-def _found(path: Path | None, near: Path | None) -> Path | None:
-    """Where the file is: as it is written, or else beside the YAML."""
+def _locate(path: Path | None, near: Path | None) -> Path | None:
+    """The path as written if it exists, otherwise relative to `near`."""
     if path is None:
         return None
     places = [path] if near is None or path.is_absolute() else [path, near / path]
@@ -210,25 +213,25 @@ def _found(path: Path | None, near: Path | None) -> Path | None:
 # ---- rows to items ----------------------------------------------------------------------------
 
 
-def _items(found: Sequence[Row], config: DatasetBaseConfig, where: str) -> list[EvalInputItem]:
-    numbered = list(enumerate(found, 1))
-    columns = sorted({str(column) for row in found for column in row})
-    kept = [(n, row) for n, row in numbered if _matches(row, config.filter, columns)]
+def _items(dataset: Sequence[Row], config: DatasetBaseConfig, where: str) -> list[EvalInputItem]:
+    columns = sorted({str(column) for row in dataset for column in row})
+    selected = {n: r for n, r in enumerate(dataset, 1) if _matches(r, config.filter, columns)}
     structure = config.structure
     if not structure.disable:
-        if kept and structure.question_key not in columns:
+        if selected and structure.question_key not in columns:
             raise MissingQuestion(
                 f"{where}: no row has a {structure.question_key!r}; there are: "
                 f"{', '.join(columns)}. Name the column of the workflow's input in "
                 f"{WHERE}.structure.question_key.",
                 columns,
             )
-        blank = [n for n, row in kept if _blank(row.get(structure.question_key))]
+        blank = [n for n, row in selected.items() if _blank(row.get(structure.question_key))]
         if blank:
-            _warn_of_blank(where, structure.question_key, tuple(blank), len(kept))
-        kept = [(n, row) for n, row in kept if n not in set(blank)]
-    items = [_item(row, n, config, f"{where}: row {n}") for n, row in kept]
-    _check_ids(items, [f"row {n}" for n, _ in kept], where)
+            _warn_of_blank(where, structure.question_key, tuple(blank), len(selected))
+        for n in blank:
+            del selected[n]
+    items = [_item(row, n, config, f"{where}: row {n}") for n, row in selected.items()]
+    _check_ids(items, [f"row {n}" for n in selected], where)
     return items
 
 
@@ -256,7 +259,7 @@ def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalI
         raise ConfigError(
             f"{where}: its {structure.expected_trajectory_key} is {expected!r}; it must be a list"
         )
-    calls, steps = told_in(taken, f"{where}: its {structure.trajectory_key}")
+    calls, steps = read_steps(taken, f"{where}: its {structure.trajectory_key}")
     return EvalInputItem(
         input_obj=row[structure.question_key],
         expected_output_obj=row.get(structure.answer_key),
@@ -264,7 +267,7 @@ def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalI
         expected_trajectory=expected,
         trajectory=calls,
         steps=steps,
-        # Of an earlier evaluation, if this is its workflow_output.json.
+        # The row is from the workflow_output.json of an earlier evaluation if it has calls.
         seconds=seconds_of(row) if taken else None,
         **common,
     )

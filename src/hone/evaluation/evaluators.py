@@ -1,6 +1,6 @@
-"""The built-in rewards that look at the output: exact_match, contains, regex, numeric, json_match, f1.
+"""Built-in evaluators of the output: exact_match, contains, regex, numeric, json_match, f1.
 
-In:   what the workflow returned, and what the row expects
+In:   the workflow's output, and the expected output of the row
 Out:  a number between 0 and 1, and the reason
 """
 
@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field
 
 from hone.config.registry import register_evaluator
 from hone.errors import ConfigError
-from hone.evaluation import calls as _calls  # noqa: F401  # registers what looks at the calls
-from hone.evaluation import python as _python  # noqa: F401  # registers the user's functions
+from hone.evaluation import calls as _calls  # noqa: F401  # registers its evaluators
+from hone.evaluation import python as _python  # noqa: F401  # registers its evaluator
 from hone.evaluation.base import EvalInputItem
 from hone.evaluation.paths import json_path, values_at
 from hone.evaluation.rule import Rule, Verdict, expected_of, parsed, rule_evaluator, same, text
@@ -26,7 +26,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 class ExactMatch(Rule, name="exact_match"):
-    """1 if the output equals what the row expects; JSON values are compared as values."""
+    """1 if the output equals the expected output; JSON is compared by value."""
 
     ignore_case: bool = False
     strip: bool = True
@@ -39,34 +39,32 @@ class ExactMatch(Rule, name="exact_match"):
                 return float(same(parsed(output), parsed(expected))), None
             except json.JSONDecodeError:
                 return 0.0, "one side is JSON, the other is not"
-        mine, theirs = self._form(output), self._form(expected)
-        return float(mine == theirs), None
+        return float(self._normalized(output) == self._normalized(expected)), None
 
-    def _form(self, value: Any) -> str:
-        form = text(value)
-        form = form.strip() if self.strip else form
-        return form.casefold() if self.ignore_case else form
+    def _normalized(self, value: Any) -> str:
+        stripped = text(value).strip() if self.strip else text(value)
+        return stripped.casefold() if self.ignore_case else stripped
 
 
 class Contains(Rule, name="contains"):
-    """1 if the output contains what the row expects: a text, or each of a list of texts."""
+    """1 if the output contains the expected text, or each of a list of texts."""
 
     substrings: list[str] = Field(default_factory=list)
-    """Look for these instead of what the row expects."""
+    """Look for these instead of the expected output."""
     match: Literal["all", "any"] = "all"
-    """Of several texts, how many must be there."""
+    """Whether all of several texts must occur, or any of them."""
     ignore_case: bool = False
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         wanted = self.substrings or expected_of(item)
-        wanted = [text(one) for one in (wanted if isinstance(wanted, list) else [wanted])]
+        wanted = [text(part) for part in (wanted if isinstance(wanted, list) else [wanted])]
         if not wanted:
             raise ConfigError(f"item {item.id!r}: expects an empty list of texts")
-        said = text(item.output_obj)
+        output = text(item.output_obj)
         fold = str.casefold if self.ignore_case else str
-        missing = [one for one in wanted if fold(one) not in fold(said)]
-        held = not missing if self.match == "all" else len(missing) < len(wanted)
-        return float(held), {"missing": missing} if missing else None
+        missing = [part for part in wanted if fold(part) not in fold(output)]
+        passed = not missing if self.match == "all" else len(missing) < len(wanted)
+        return float(passed), {"missing": missing} if missing else None
 
 
 def _compiles(pattern: str | None) -> str | None:
@@ -83,27 +81,28 @@ def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
 
 
 class Regex(Rule, name="regex"):
-    """1 if the output matches a regular expression, or if what it captures is the answer."""
+    """1 if the output matches a regular expression, or if a group captures the expected output."""
 
     pattern: Annotated[str | None, AfterValidator(_compiles)] = None
-    """What the row expects is the pattern if this is not set."""
+    """The regular expression; the expected output if not set."""
     match: Literal["search", "full"] = "search"
-    """Somewhere in the output, or the whole of it (white space around it aside)."""
+    """Search the output for a match, or match all of it (white space around it aside)."""
     group: int | str | None = None
-    """What this group captures must equal what the row expects."""
+    """The group whose text must equal the expected output."""
     ignore_case: bool = False
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         flags = re.DOTALL | (re.IGNORECASE if self.ignore_case else 0)
         pattern = _compiled(self.pattern or text(expected_of(item)), flags)
-        said = text(item.output_obj)
-        found = pattern.search(said) if self.match == "search" else pattern.fullmatch(said.strip())
-        if found is None:
+        output = text(item.output_obj)
+        full = self.match == "full"
+        match = pattern.fullmatch(output.strip()) if full else pattern.search(output)
+        if match is None:
             return 0.0, f"no match of {pattern.pattern!r}"
         if self.group is None:
-            return 1.0, {"matched": found.group()}
+            return 1.0, {"matched": match.group()}
         try:
-            captured = found.group(self.group) or ""
+            captured = match.group(self.group) or ""
         except IndexError:
             raise ConfigError(
                 f"group: {pattern.pattern!r} has no group {self.group!r}; there are "
@@ -115,14 +114,14 @@ class Regex(Rule, name="regex"):
 
 
 class Numeric(Rule, name="numeric"):
-    """1 if a number in the output is near enough to the one the row expects."""
+    """1 if a number in the output is close to the expected number."""
 
     tolerance: float = Field(default=1e-6, ge=0)
-    """They may differ by so much."""
+    """Largest difference."""
     relative_tolerance: float = Field(default=0.0, ge=0)
-    """Or by so much of the expected one."""
+    """Largest difference as a share of the expected number; the larger of the two applies."""
     which: Literal["last", "first", "whole"] = "last"
-    """Which number of the output counts; `whole`: the output must be nothing but one."""
+    """The number of the output to compare; `whole`: the output must be a number and nothing else."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         expected = _number(expected_of(item), "whole")
@@ -130,22 +129,22 @@ class Numeric(Rule, name="numeric"):
             raise ConfigError(
                 f"item {item.id!r}: expects {item.expected_output_obj!r}, which is no number"
             )
-        said = _number(item.output_obj, self.which)
-        if said is None:
+        number = _number(item.output_obj, self.which)
+        if number is None:
             return 0.0, "no number in the output"
         near = max(self.tolerance, self.relative_tolerance * abs(expected))
-        return float(abs(said - expected) <= near), {"number": said, "expected": expected}
+        return float(abs(number - expected) <= near), {"number": number, "expected": expected}
 
 
 def _number(value: Any, which: str) -> float | None:
     if isinstance(value, int | float):
         return float(value) if math.isfinite(value) else None
-    said = text(value).strip().replace("\N{MINUS SIGN}", "-")
+    output = text(value).strip().replace("\N{MINUS SIGN}", "-")
     if which == "whole":
-        bare = said.strip("$%").replace(",", "").strip()
+        bare = output.strip("$%").replace(",", "").strip()
         numbers = [bare] if _NUMBER.fullmatch(bare) else []
     else:
-        numbers = [found.group() for found in _NUMBER.finditer(said)]
+        numbers = _NUMBER.findall(output)
     numbers = [number for number in numbers if any(c.isdigit() for c in number)]
     if not numbers:
         return None
@@ -154,16 +153,16 @@ def _number(value: Any, which: str) -> float | None:
 
 
 class JsonMatch(Rule, name="json_match"):
-    """The share of JSONPaths at which the output, as JSON, has what the expected JSON has."""
+    """The share of JSONPaths at which the output and the expected JSON are equal."""
 
     paths: list[Annotated[str, AfterValidator(json_path)]] = Field(
         default_factory=lambda: ["$"], min_length=1
     )
     """JSONPaths (RFC 9535); `$` compares everything."""
     match: Literal["share", "all"] = "share"
-    """`all`: 1 only if every path agrees."""
+    """`all`: 1 only if they are equal at every path."""
     tolerance: float = Field(default=0.0, ge=0)
-    """Numbers may differ by so much."""
+    """Largest difference between numbers that count as equal."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         try:
@@ -187,7 +186,7 @@ class JsonMatch(Rule, name="json_match"):
 class F1(Rule, name="f1"):
     """Harmonic mean of precision and recall over words, case, punctuation and articles aside.
 
-    Of a list of expected texts the best counts.
+    With a list of expected texts, the best score counts.
     """
 
     def verdict(self, item: EvalInputItem) -> Verdict:
@@ -195,20 +194,20 @@ class F1(Rule, name="f1"):
         wanted = expected if isinstance(expected, list) else [expected]
         if not wanted:
             raise ConfigError(f"item {item.id!r}: expects an empty list of texts")
-        said = _words(text(item.output_obj))
-        return max(_f1(said, _words(text(one))) for one in wanted), None
+        words = _words(text(item.output_obj))
+        return max(_f1(words, _words(text(answer))) for answer in wanted), None
 
 
-def _words(said: str) -> list[str]:
-    bare = said.casefold().translate(str.maketrans("", "", string.punctuation))
+def _words(text: str) -> list[str]:
+    bare = text.casefold().translate(str.maketrans("", "", string.punctuation))
     return _ARTICLES.sub(" ", bare).split()
 
 
-def _f1(said: list[str], wanted: list[str]) -> float:
-    shared = (Counter(said) & Counter(wanted)).total()
-    if not said or not wanted:
-        return float(said == wanted)
-    return 2 * shared / (len(said) + len(wanted))
+def _f1(words: list[str], wanted: list[str]) -> float:
+    shared = (Counter(words) & Counter(wanted)).total()
+    if not words or not wanted:
+        return float(words == wanted)
+    return 2 * shared / (len(words) + len(wanted))
 
 
 for _rule in (ExactMatch, Contains, Regex, Numeric, JsonMatch, F1):

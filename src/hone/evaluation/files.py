@@ -1,12 +1,12 @@
-"""What `hone eval` leaves in its directory, and what it may remove from there.
+"""The output directory of `hone eval`: the files it writes, and those it may remove.
 
 In:   results, one by one as they finish, then all of them; the configuration
 Out:  workflow_output.json, EVALUATOR_output.json, config_original.yml, config_effective.yml,
-      config_metadata.json; finished.jsonl until all of that is written
+      config_metadata.json; finished.jsonl until all of these are written
 
-Each finished item is on disk before the next is counted, so a crash loses nothing that was paid
-for. `.hone_files` lists what hone wrote, and cleaning removes nothing else: the directory is the
-user's, and may be his home.
+Each finished item is on disk before the next is counted, so a crash loses no finished rollout.
+`.hone_files` lists the files that hone wrote, and cleaning removes no others: the directory is the
+user's, and may be a home directory.
 """
 
 import json
@@ -27,7 +27,7 @@ from hone.errors import ConfigError, StateError
 from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.lock import DirectoryLock, is_locked
 from hone.evaluation.results import ItemResult
-from hone.evaluation.steps import intermediate_steps, seconds_of, told_in
+from hone.evaluation.steps import intermediate_steps, read_steps, seconds_of
 from hone.workflow.jsonable import dumps
 
 log = logging.getLogger("hone")
@@ -36,7 +36,7 @@ KEY = "eval.general.output_dir"
 WRITTEN = ".hone_files"
 LOCK = ".hone_lock"
 ESCAPED = "backslashreplace"
-"""Half a pair, as `json.loads` makes of a lone \\ud800, is written as that escape again."""
+"""How a lone surrogate, which `json.loads` returns for `\\ud800`, is written: as that escape."""
 FINISHED = "finished.jsonl"
 OUTPUT = "workflow_output.json"
 CONFIGS = ("config_original.yml", "config_effective.yml", "config_metadata.json")
@@ -59,7 +59,7 @@ class OutputDir:
     # ---- before -------------------------------------------------------------------------------
 
     def prepare(self, evaluators: Iterable[str], *, keep: bool) -> None:
-        """Make and lock the directory; remove what an earlier evaluation wrote, unless `keep`."""
+        """Create and lock the directory; unless `keep`, remove an earlier evaluation's files."""
         names = [_file_name(name) for name in evaluators]
         if OUTPUT in names:
             raise ConfigError(
@@ -74,8 +74,8 @@ class OutputDir:
             raise ConfigError(f"{KEY}: {self.path} is a file; name a directory") from None
         except OSError as error:
             raise ConfigError(
-                f"{KEY}: {self.path} cannot be made ({error.strerror}); name a directory that can "
-                "be written to"
+                f"{KEY}: {self.path} cannot be created ({error.strerror}); name a directory that "
+                "can be written to"
             ) from None
         for name in (*names, OUTPUT, FINISHED, WRITTEN, *CONFIGS):
             if (self.path / name).is_dir():
@@ -94,37 +94,34 @@ class OutputDir:
         self._evict()
 
     def close(self) -> None:
-        """Let others write here."""
+        """Release the directory."""
         if self._lock is not None:
             self._lock.release()
 
     def finished(self) -> dict[str, dict[str, Any]]:
-        """Entries that earlier evaluations answered, by id; of two the later counts."""
-        found: dict[str, dict[str, Any]] = {}
-        for entry in _listed(self.path / OUTPUT):
-            found[str(entry.get("id"))] = entry
-        for entry in _lines(self.path / FINISHED):
-            found[str(entry.get("id"))] = entry
+        """Entries with an answer of an earlier evaluation, by id; of two, the later one."""
+        entries = [*_listed(self.path / OUTPUT), *_lines(self.path / FINISHED)]
         key = self._structure.generated_answer_key
-        return {id: entry for id, entry in found.items() if entry.get(key) is not None}
+        by_id = {str(entry.get("id")): entry for entry in entries}
+        return {id: entry for id, entry in by_id.items() if entry.get(key) is not None}
 
     def filled(self, items: Sequence[EvalInputItem]) -> list[EvalInputItem]:
-        """The items with what an earlier evaluation answered: same id, same question."""
+        """The items, with the answers of an earlier evaluation to the same id and question."""
         entries, keys = self.finished(), self._structure
-        found = []
+        filled = []
         for item in items:
             entry = entries.get(item.id)
             if item.output_obj is None and entry is not None and self._answers(entry, item):
                 where = f"{self.path}: entry {item.id!r}: its {keys.trajectory_key}"
-                calls, steps = told_in(entry.get(keys.trajectory_key), where)
+                calls, steps = read_steps(entry.get(keys.trajectory_key), where)
                 item = item.copy_with_updates(
                     output_obj=entry[keys.generated_answer_key],
                     trajectory=calls,
                     steps=steps,
                     seconds=seconds_of(entry),
                 )
-            found.append(item)
-        return found
+            filled.append(item)
+        return filled
 
     def _answers(self, entry: Mapping[str, Any], item: EvalInputItem) -> bool:
         if not self._structure.disable:
@@ -133,7 +130,7 @@ class OutputDir:
         return all(entry.get(name) == value for name, value in row.items() if name != "id")
 
     def _evict(self) -> None:
-        """Remove the oldest job directories beyond `max_jobs`, as far as hone wrote them."""
+        """Remove hone's files from the oldest job directories beyond `max_jobs`."""
         jobs = self._output.job_management
         if not jobs.append_job_id_to_output_dir or not jobs.max_jobs:
             return
@@ -149,9 +146,9 @@ class OutputDir:
         return [job for job in self.path.parent.glob("job_*") if (job / WRITTEN).exists()]
 
     def write_config(self, document: Document, options: EvalOptions) -> list[Path]:
-        """The configuration as it was written, as it was used, and what the command line said."""
+        """Write the configuration as written, the configuration as used, and the options."""
         secrets = Secrets(document.loaded.data, options.override)
-        said = {
+        metadata = {
             "config_file": str(options.config_file),
             "config_file_type": "path",
             "overrides": [
@@ -169,13 +166,13 @@ class OutputDir:
         return [
             self.write_text(CONFIGS[0], document.file.read_text("utf-8")),
             self.write_text(CONFIGS[1], effective(document)),
-            self._write(CONFIGS[2], said),
+            self._write(CONFIGS[2], metadata),
         ]
 
     # ---- during -------------------------------------------------------------------------------
 
     def add(self, result: ItemResult) -> None:
-        """A finished item; on disk when this returns."""
+        """Write a finished item; it is on disk when this returns."""
         self._note(FINISHED)
         scores = {name: _score(one) for name, one in result.scores.items()}
         line = dumps({"entry": self.entry(result), "scores": scores})
@@ -188,43 +185,43 @@ class OutputDir:
             os.fsync(file.fileno())
 
     def entry(self, result: ItemResult) -> dict[str, Any]:
-        """One entry of workflow_output.json: the row, and what the workflow made of it."""
+        """One entry of workflow_output.json: the row, and the workflow's output for it."""
         item, keys = result.item, self._structure
         row = item.full_dataset_entry if isinstance(item.full_dataset_entry, Mapping) else {}
         kinds = self._output.workflow_output_step_filter
-        told: dict[str, Any] = {**row, "id": item.id}
-        told.pop("failure", None)  # of an earlier evaluation, if the row is an entry of its file
+        entry: dict[str, Any] = {**row, "id": item.id}
+        entry.pop("failure", None)  # the row may be an entry of an earlier evaluation's file
         if not keys.disable:
-            told |= {keys.question_key: item.input_obj, keys.answer_key: item.expected_output_obj}
-        told |= {
+            entry |= {keys.question_key: item.input_obj, keys.answer_key: item.expected_output_obj}
+        entry |= {
             keys.generated_answer_key: item.output_obj,
             keys.trajectory_key: intermediate_steps(item.trajectory, item.steps, kinds=kinds),
             keys.expected_trajectory_key: item.expected_trajectory,
         }
         if item.seconds is not None:
-            told["seconds"] = item.seconds
+            entry["seconds"] = item.seconds
         if result.failure is not None:
-            why = result.rollout.failure if result.rollout else None
-            told["failure"] = {
-                "kind": why.kind if why else "infrastructure",
-                "reason": why.reason if why else "not_run",
+            cause = result.rollout.failure if result.rollout else None
+            entry["failure"] = {
+                "kind": cause.kind if cause else "infrastructure",
+                "reason": cause.reason if cause else "not_run",
                 **result.failure.model_dump(),
             }
-        return told
+        return entry
 
     # ---- after --------------------------------------------------------------------------------
 
     def write(
         self, results: Sequence[ItemResult], outputs: Iterable[tuple[str, EvalOutput]]
     ) -> tuple[Path, list[Path]]:
-        """All results; the list of finished ones is then needless and goes."""
-        whole = self._write(OUTPUT, [self.entry(result) for result in results])
-        files = [self._write(_file_name(name), _told(output)) for name, output in outputs]
+        """Write all results, and remove finished.jsonl, which is not needed any more."""
+        workflow = self._write(OUTPUT, [self.entry(result) for result in results])
+        files = [self._write(_file_name(name), _as_json(output)) for name, output in outputs]
         (self.path / FINISHED).unlink(missing_ok=True)
-        return whole, files
+        return workflow, files
 
     def write_text(self, name: str, content: str) -> Path:
-        """A file of the directory, whole or not at all."""
+        """Write a file of the directory atomically."""
         self._note(name)
         fresh = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
         with _writing(self.path / name):
@@ -245,7 +242,7 @@ class OutputDir:
         return self.write_text(name, dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def _note(self, name: str) -> None:
-        """Remember that a file is hone's, before it exists."""
+        """Record that a file is hone's, before it exists."""
         written = self._written()
         if name not in written:
             with _writing(self.path / WRITTEN):
@@ -256,7 +253,7 @@ class OutputDir:
 
 
 def effective(document: Document) -> str:
-    """The configuration as YAML after `base:`, variables and overrides; keys are hidden."""
+    """The configuration as YAML, with `base:`, variables and overrides; secrets are hidden."""
     import yaml
 
     data = Secrets(document.loaded.data).hide(document.loaded.data)
@@ -269,13 +266,13 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StateError(
-            f"{path}: cannot be written ({error.strerror}). What had ended before is in {FINISHED} "
-            "beside it: make room, then --skip_completed_entries goes on from there."
+            f"{path}: cannot be written ({error.strerror}). The items that had finished are in "
+            f"{FINISHED} beside it: free some space, then go on with --skip_completed_entries."
         ) from error
 
 
-def _told(output: EvalOutput) -> dict[str, Any]:
-    # By hand, since pydantic refuses what an evaluator may have put into `reasoning`.
+def _as_json(output: EvalOutput) -> dict[str, Any]:
+    # Not by model_dump, which refuses some values that an evaluator may put into `reasoning`.
     keys = ("id", "score", "reasoning", "error")
     items = [{key: getattr(item, key) for key in keys} for item in output.eval_output_items]
     return {"average_score": output.average_score, "eval_output_items": items}
@@ -291,7 +288,7 @@ def _file_name(evaluator: str) -> str:
 
 
 def _created(job: Path) -> float:
-    # Written first and never again; file systems do not tell when a directory was made.
+    # Written once, at the start; file systems do not record when a directory was created.
     first = job / "config_original.yml"
     return first.stat().st_mtime if first.exists() else 0.0
 
@@ -301,7 +298,7 @@ def _modified(job: Path) -> float:
 
 
 def _written(directory: Path) -> list[str]:
-    """Names of files hone wrote here; a name that leads elsewhere is not one of them."""
+    """Names of the files that hone wrote here; names that lead elsewhere are ignored."""
     try:
         names = (directory / WRITTEN).read_text("utf-8", "replace").splitlines()
     except FileNotFoundError:
@@ -335,7 +332,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    entries = []
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)["entry"]
@@ -345,12 +342,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             entry = None
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}:{number}: not a finished item; remove the line")
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _untear(path: Path) -> None:
-    """Cut off a last line that a crash left without its end: the next would be glued to it."""
+    """Remove a last line that a crash left incomplete: the next line would be appended to it."""
     if not path.exists():
         return
     content = path.read_bytes()

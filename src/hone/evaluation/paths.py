@@ -1,7 +1,7 @@
 """JSONPath, as `result_json_path` and json_match use it.
 
 In:   a path (RFC 9535; the library's additions are allowed) and a value of JSON
-Out:  what the path finds, in order
+Out:  the values at the path, in order
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from hone.errors import ConfigError
 
 
 def json_path(path: str) -> str:
-    """The path, if it is one."""
+    """The path; raises ConfigError if it is no JSONPath."""
     if path == "$":
         return path
     import jsonpath  # here, because most runs have only `$`, which needs no library
@@ -24,7 +24,7 @@ def json_path(path: str) -> str:
 
 
 def values_at(path: str, value: Any) -> list[Any]:
-    """What a checked path finds in a value; `$` is the value itself."""
+    """The values at a valid path; `$` is the value itself."""
     if path == "$":
         return [value]
     import jsonpath

@@ -1,7 +1,7 @@
-"""What came of running and scoring items, and what is read off it.
+"""Results of an evaluation: one item, a whole run, and its summary.
 
 In:   a rollout's result; items with their scores
-Out:  ItemResult, EvaluationRunOutput, EvalSummary; the output that `result_json_path` picks
+Out:  ItemResult, EvaluationRunOutput, EvalSummary; the output that `result_json_path` selects
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ class ItemResult:
     """One item, run and scored."""
 
     item: EvalInputItem
-    """With output_obj, trajectory, steps and seconds filled."""
+    """With output_obj, trajectory, steps and seconds filled in."""
     rollout: RolloutResult | None
-    """None where an answer that was there already was scored."""
+    """None if an existing answer was scored."""
     scores: dict[str, Score]
     """By evaluator; empty if the rollout failed."""
 
     @property
     def failure(self) -> Failure | None:
-        """Why there is nothing to score."""
+        """Why the item has no output; None if it has one."""
         if self.rollout is not None:
             return self.rollout.failure.failure if self.rollout.failure else None
         if self.item.output_obj is not None:
@@ -44,7 +44,7 @@ class ItemResult:
 
 @dataclass(frozen=True)
 class EvaluationRunOutput:
-    """What came of one run over a dataset."""
+    """The results of one run over a dataset."""
 
     results: list[ItemResult]
     eval_input: EvalInput
@@ -52,7 +52,7 @@ class EvaluationRunOutput:
     workflow_interrupted: bool = False
     """True if a rollout failed."""
     usage_stats: dict[str, Any] = field(default_factory=dict)
-    """`total_runtime` in seconds, and by item `runtime`, `calls` and tokens."""
+    """`total_runtime` in seconds, and `runtime`, `calls` and tokens of each item."""
     profiler_results: None = None
     workflow_output_file: Path | None = None
     evaluator_output_files: list[Path] = field(default_factory=list)
@@ -62,7 +62,7 @@ class EvaluationRunOutput:
 
 
 def extracted(result: RolloutResult, path: str) -> RolloutResult:
-    """The result with its output as JSON, and of that what the path finds."""
+    """The result with its output as JSON, reduced to the value at the path."""
     if result.failure is not None:
         return result
     try:
@@ -71,20 +71,20 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
         return _unusable(result, error)
     if path != "$":
         try:
-            found = values_at(path, json.loads(output) if isinstance(output, str) else output)
-            problem = None if found else f"nothing is at {path} of what the workflow returned"
+            values = values_at(path, json.loads(output) if isinstance(output, str) else output)
+            problem = None if values else f"nothing is at {path} of what the workflow returned"
         except (ValueError, RecursionError) as error:
-            found, problem = [], f"the workflow returned text that is no JSON ({error})"
+            values, problem = [], f"the workflow returned text that is no JSON ({error})"
         if problem is not None:
             message = f"result_json_path {path}: {problem}: {as_text(output)[:200]!r}"
             failure = RolloutFailure(
-                # The words are the model's, if there was one.
+                # If a model was called, the text is the model's.
                 "policy" if result.calls else "infrastructure",
                 "unparseable",
                 Failure(type="NoOutput", message=message),
             )
             return replace(result, output=None, failure=failure)
-        output = found[0]
+        output = values[0]
     return replace(result, output=output)
 
 
@@ -95,12 +95,12 @@ def _unusable(result: RolloutResult, error: Exception) -> RolloutResult:
         message=f"the workflow returned a {kind} that cannot be made JSON: "
         f"{type(error).__name__}: {as_text(error)}; return text, numbers, lists or dicts",
     )
-    why = RolloutFailure("infrastructure", "agent_error", failure)
-    return replace(result, output=None, failure=why)
+    cause = RolloutFailure("infrastructure", "agent_error", failure)
+    return replace(result, output=None, failure=cause)
 
 
 def _plain(value: Any) -> Any:
-    """A model or a dataclass as the JSON it stands for."""
+    """A model or a dataclass as plain values."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 def output_by(name: str, results: Sequence[ItemResult]) -> EvalOutput:
-    """One evaluator's word on all items; those without an output have an error and no score."""
+    """One evaluator's scores of all items; items without an output have an error and no score."""
     missing = Score(None)
     scores = []
     for result in results:
@@ -149,18 +149,18 @@ class EvaluatorSummary:
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """What `hone eval` prints at its end."""
+    """The summary that `hone eval` prints."""
 
     status: str
     """COMPLETED, or INTERRUPTED if an item has no output."""
     seconds: float
     items: int
     failed_items: int
-    """That have no output."""
+    """Number of items without an output."""
     evaluators: list[EvaluatorSummary]
     workflow_output_file: Path
     message: str
-    """What failed and how often; empty if nothing did."""
+    """What failed and how often; empty if nothing failed."""
 
     @property
     def failed(self) -> bool:
@@ -169,36 +169,32 @@ class EvalSummary:
 
 
 def summary_of(
-    ended: EvaluationRunOutput, whole: Path, files: Sequence[Path], seconds: float
+    run: EvaluationRunOutput, output_file: Path, files: Sequence[Path], seconds: float
 ) -> EvalSummary:
-    failures = [result.failure for result in ended.results if result.failure is not None]
+    failures = [result.failure for result in run.results if result.failure is not None]
     lines = []
     if failures:
-        said = _first(failures[0])
         lines.append(
-            f"{len(failures)} of {len(ended.results)} items have no output and were not scored; the "
-            f"first: {said}. {whole} has them all under `failure`."
+            f"{len(failures)} of {len(run.results)} items have no output and were not scored; the "
+            f"first: {_first(failures[0])}. {output_file} has them all under `failure`."
         )
     rows = []
-    for (name, told), file in zip(ended.evaluation_results, files, strict=True):
-        lost = [
-            result.scores[name].failure
-            for result in ended.results
-            if name in result.scores and result.scores[name].failure is not None
-        ]
-        rows.append(EvaluatorSummary(name, told.average_score, file, len(lost)))
-        if lost and lost[0] is not None:
+    for (name, output), file in zip(run.evaluation_results, files, strict=True):
+        scores = [result.scores[name] for result in run.results if name in result.scores]
+        unscored = [score.failure for score in scores if score.failure is not None]
+        rows.append(EvaluatorSummary(name, output.average_score, file, len(unscored)))
+        if unscored:
             lines.append(
-                f"evaluator {name!r} could not score {len(lost)} of {len(ended.results)} items; the "
-                f"first: {_first(lost[0])}. {file} has them all under `error`."
+                f"evaluator {name!r} could not score {len(unscored)} of {len(run.results)} items; "
+                f"the first: {_first(unscored[0])}. {file} has them all under `error`."
             )
     return EvalSummary(
         status="INTERRUPTED" if failures else "COMPLETED",
         seconds=seconds,
-        items=len(ended.results),
+        items=len(run.results),
         failed_items=len(failures),
         evaluators=rows,
-        workflow_output_file=whole,
+        workflow_output_file=output_file,
         message="\n".join(lines),
     )
 

@@ -1,11 +1,11 @@
-"""A file of rows -> dicts, one a row: json, jsonl, csv, parquet, xlsx, xls.
+"""A file of rows -> one dict per row: json, jsonl, csv, parquet, xlsx, xls.
 
 In:   a path
 Out:  its rows in order, columns by name, values that JSON can hold; an empty cell is None
 
-A row that cannot be read is an error with file and line, never skipped: a dataset that is one row
-short trains and validates on something nobody looked at. pyarrow, openpyxl and xlrd are imported
-for the formats that need them, so that a JSON dataset costs none of them.
+A row that cannot be read is an error with file and line, and is never skipped: a run must not train
+on another dataset than the one its author looked at. pyarrow, openpyxl and xlrd are imported only
+for the formats that need them.
 """
 
 import csv
@@ -46,7 +46,7 @@ def read_json(path: Path) -> list[Row]:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """An object on each line; blank lines are nothing."""
+    """An object on each line; blank lines are skipped."""
     rows = []
     try:
         lines = path.read_text("utf-8-sig").split("\n")
@@ -100,7 +100,7 @@ def read_parquet(path: Path) -> list[Row]:
 
 
 def read_xlsx(path: Path) -> list[Row]:
-    """The first sheet; its first row names the columns, and formulas count by their last value."""
+    """The first sheet; its first row names the columns. A formula gives its last value."""
     try:
         import openpyxl
         from openpyxl.utils.exceptions import InvalidFileException
@@ -137,7 +137,7 @@ def read_xls(path: Path) -> list[Row]:
             return xlrd.xldate_as_datetime(cell.value, book.datemode)
         if cell.ctype == xlrd.XL_CELL_BOOLEAN:
             return bool(cell.value)
-        # The format has no integers: what was typed as 7 is stored as 7.0.
+        # The format has no integers: 7 is stored as 7.0.
         whole = cell.ctype == xlrd.XL_CELL_NUMBER and cell.value.is_integer()
         return int(cell.value) if whole else cell.value
 
@@ -161,11 +161,11 @@ READERS: Mapping[str, Callable[[Path], list[Row]]] = {
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file, in the format its name says."""
+    """The rows of a file; its extension names the format."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"{path}: its name does not say how to read it; known: {', '.join(READERS)}. "
+            f"{path}: its extension names no known format; known: {', '.join(READERS)}. "
             "Rename it, or name a dataset with its `_type` in eval.general.dataset."
         )
     return reader(path)
@@ -193,7 +193,7 @@ def _table(
     lines: Iterable[tuple[int, Iterable[Any]]],
     empty: Callable[[Any], bool] = lambda cell: cell is None,
 ) -> list[Row]:
-    """Rows of a sheet whose first row names the columns; rows without any value are nothing."""
+    """Rows of a sheet whose first row names the columns; rows without any value are skipped."""
     numbered = iter(lines)
     header = [str(plain(cell)) if not empty(cell) else "" for cell in next(numbered, (0, ()))[1]]
     named = [name for name in header if name]
@@ -218,7 +218,7 @@ def _table(
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Cells longer than the 128 KiB the csv module allows: conversations are."""
+    """Allow cells longer than the csv module's 128 KiB: conversations are."""
     before = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -238,7 +238,9 @@ def _kind(value: Any) -> str:
 
 
 def _not_text(path: Path, error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it so")
+    return ConfigError(
+        f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+    )
 
 
 def _unreadable(where: str, error: Exception) -> ConfigError:

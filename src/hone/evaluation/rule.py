@@ -1,10 +1,10 @@
-"""A built-in evaluator is its configuration: fields of the YAML, and a verdict on one item.
+"""Base class of built-in evaluators, which need only their configuration and the item.
 
-In:   an item that the workflow has answered
+In:   an item with the workflow's output
 Out:  the verdict: a number and the reason for it
 
-What is wrong with the model's answer is a verdict (0, and why). What is wrong with the row or the
-configuration is raised: nobody learns anything from an item that could not be scored.
+A wrong answer of the model is a verdict (0, and why). A fault of the row or of the configuration is
+raised: it must not count against the model.
 """
 
 import json
@@ -28,11 +28,11 @@ class Rule(EvaluatorBaseConfig):
 
     @abstractmethod
     def verdict(self, item: EvalInputItem) -> Verdict:
-        """The score and the reason; raises what is not the model's fault."""
+        """The score and the reason; raises an error that is not the model's fault."""
 
 
 class RuleEvaluator:
-    """A rule, as evaluators are called."""
+    """A rule as an Evaluator."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -47,7 +47,7 @@ async def rule_evaluator(config: Rule, builder: Any) -> AsyncIterator[RuleEvalua
 
 
 def expected_of(item: EvalInputItem) -> Any:
-    """What the row expects; without it there is nothing to compare with."""
+    """The expected output of the row; raises ConfigError if there is none."""
     if item.expected_output_obj is None:
         raise ConfigError(
             f"item {item.id!r}: its row has no expected output; fill the answer column, or name it "
@@ -57,16 +57,16 @@ def expected_of(item: EvalInputItem) -> Any:
 
 
 def text(value: Any) -> str:
-    """A value as text; what is no text as JSON."""
+    """A value as text; values that are not text as JSON."""
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def parsed(value: Any) -> Any:
-    """JSON text as a value, in a code fence or bare; other values as they are.
+    """The value of JSON text, bare or in a code fence; other values unchanged.
 
-    Raises json.JSONDecodeError on text that is no JSON.
+    Raises json.JSONDecodeError on text that is not JSON.
     """
     if not isinstance(value, str):
         return value
@@ -80,7 +80,7 @@ def parsed(value: Any) -> Any:
 
 
 def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
-    """Equal as JSON; numbers within the tolerance, and True is not 1."""
+    """Whether two JSON values are equal; numbers within the tolerance. True is not 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, int | float) and isinstance(other, int | float):

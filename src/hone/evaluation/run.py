@@ -1,11 +1,11 @@
-"""Dataset x workflow x evaluators: rollouts under one budget, then scored.
+"""Dataset x workflow x evaluators: run the workflow on every item, then score the outputs.
 
 In:   a Builder (or the parts), items, an id for each rollout
 Out:  ItemResults in the order of the items; for `hone eval` files and an EvalSummary
 
-Everything is built once. The budget counts rollouts, not evaluations of them: an item that is
-being scored holds no slot, so a slow judge does not leave the engine idle. A rollout that failed
-is scored by nobody, since there is nothing to score.
+Everything is built once. `max_concurrency` limits rollouts, not their scoring: an item that is
+being scored holds no slot, so a slow judge does not leave the engine idle. A failed rollout is not
+scored.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ Prepare = Callable[[EvalInputItem], EvalInputItem | Awaitable[EvalInputItem]]
 
 
 class Evaluation:
-    """A workflow, a dataset and evaluators, built once and run as often as one likes."""
+    """A workflow, a dataset and evaluators, built once and run any number of times."""
 
     def __init__(
         self,
@@ -71,15 +71,15 @@ class Evaluation:
         """Runs nothing yet.
 
         Args:
-            workflow: what runs on each item's input.
-            items: what `run` runs if it is given none.
-            evaluators: by name.
-            max_concurrency: rollouts at a time, over all runs of this evaluation.
-            result_json_path: what of the workflow's return value is its output.
-            timeout_s: for one rollout, and then for each evaluator.
-            host: of the trained model; None marks calls to any.
-            recorded_calls: what its server recorded of a rollout.
-            prepare: given each item between the workflow and the evaluators.
+            workflow: runs on each item's input.
+            items: the items that `run` uses by default.
+            evaluators: evaluators by name.
+            max_concurrency: number of rollouts at a time, over all runs of this evaluation.
+            result_json_path: the part of the workflow's return value that is its output.
+            timeout_s: timeout of one rollout, and of each evaluator.
+            host: host of the trained model; None marks calls to any host.
+            recorded_calls: reads the calls that its server recorded of a rollout.
+            prepare: called with each item between the workflow and the evaluators.
         """
         self.workflow = workflow
         self.items = list(items)
@@ -101,13 +101,13 @@ class Evaluation:
         step: int | None = None,
         evaluators: Collection[str] | None = None,
     ) -> ItemResult:
-        """One rollout under the budget, then scored.
+        """Run the workflow on one item, then score its output.
 
         Args:
-            item: its input is run; whatever output it holds is replaced.
-            rollout: id of the rollout; one is drawn if there is none.
-            temperature: what the server samples with, whatever the workflow asks for.
-            step: of the run's model that answers; the newest one if not given.
+            item: the item; an output that it holds is replaced.
+            rollout: id of the rollout; random if None.
+            temperature: sampling temperature, whatever the workflow asks for.
+            step: the step that answers; the newest one if None.
             evaluators: score with these only.
         """
         names = self._names(evaluators)
@@ -136,7 +136,7 @@ class Evaluation:
     async def score_item(
         self, item: EvalInputItem, *, evaluators: Collection[str] | None = None
     ) -> ItemResult:
-        """Score the output that the item holds, without running the workflow."""
+        """Score the output that the item has, without running the workflow."""
         names = self._names(evaluators)
         if item.output_obj is None:
             return ItemResult(item, None, {})
@@ -152,15 +152,15 @@ class Evaluation:
         on_result: Callable[[ItemResult], None] | None = None,
         rerun: Callable[[EvalInputItem], bool] = lambda item: True,
     ) -> EvaluationRunOutput:
-        """All items (or these), results in their order.
+        """Run and score all items; results in their order.
 
         Args:
-            items: instead of the dataset's.
-            rollout_id: ids of the rollouts; drawn if there is none.
+            items: replaces the items of the dataset.
+            rollout_id: id of an item's rollout; random if None.
             temperature: as in `run_item`.
             evaluators: score with these only.
-            on_result: called with each result as it is there.
-            rerun: items for which it is false are scored as they are.
+            on_result: called with each result as soon as there is one.
+            rerun: items for which it returns False are only scored.
         """
         began = time.monotonic()
         names = self._names(evaluators)
@@ -202,7 +202,7 @@ class Evaluation:
                 prepared = self._prepare(item)
                 item = await prepared if isinstance(prepared, Awaitable) else prepared
                 _check_item(item)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; it is recorded
                 return dict.fromkeys(names, Score(None, failure=failure_of(error)))
         deadline = self.timeout_s
         scores = await ended_together(
@@ -221,10 +221,7 @@ async def evaluation(
     evaluators: Collection[str] | None = None,
     timeout_s: float | None = None,
 ) -> AsyncIterator[Evaluation]:
-    """Everything an evaluation needs, built once from a Builder.
-
-    The server of the trained model must be known to the Builder by then, if there is one.
-    """
+    """An Evaluation of the Builder's document; a training server must be connected before."""
     yield Evaluation(
         workflow=await builder.get_workflow(),
         items=await dataset_items(builder, dataset, reps=reps),
@@ -236,7 +233,7 @@ async def evaluation(
 
 
 def _server(builder: Builder) -> dict[str, Any]:
-    """Where the trained model is served, and what that server recorded."""
+    """Arguments of an Evaluation about the training server."""
     served = builder.served
     return {} if served is None else {"host": served.host, "recorded_calls": served.recorded}
 
@@ -244,7 +241,7 @@ def _server(builder: Builder) -> dict[str, Any]:
 async def dataset_items(
     builder: Builder, dataset: Path | None = None, *, reps: int = 1
 ) -> list[EvalInputItem]:
-    """The items of the document's dataset, or of the file that takes its place."""
+    """The items of the document's dataset, or of the file that replaces it."""
     config = builder.document.eval.general.dataset
     loader = await builder.get_dataset_loader(config) if config is not None else None
     near = builder.document.file.parent
@@ -252,7 +249,7 @@ async def dataset_items(
 
 
 async def scoring(builder: Builder, evaluators: Collection[str] | None = None) -> dict[str, Any]:
-    """What an Evaluation needs beside workflow and items, from the `eval:` section."""
+    """Arguments of an Evaluation from the `eval:` section."""
     general = builder.document.eval.general
     names = builder.document.eval.evaluators if evaluators is None else evaluators
     process = general.output.custom_pre_eval_process_function if general.output else None
@@ -264,14 +261,14 @@ async def scoring(builder: Builder, evaluators: Collection[str] | None = None) -
 
 
 async def _evaluator(builder: Builder, name: str) -> Evaluator:
-    found = await builder.get_evaluator(name)
-    method = getattr(found, "evaluate_item", None)
+    evaluator = await builder.get_evaluator(name)
+    method = getattr(evaluator, "evaluate_item", None)
     if not inspect.iscoroutinefunction(method):
         raise ConfigError(
-            f"eval.evaluators.{name}: its factory yielded {type(found).__name__}; it must yield an "
-            "object with `async def evaluate_item(self, item)`, or an EvaluatorInfo"
+            f"eval.evaluators.{name}: its factory yielded {type(evaluator).__name__}; it must yield "
+            "an object with `async def evaluate_item(self, item)`, or an EvaluatorInfo"
         )
-    return found
+    return evaluator
 
 
 def _prepare(function: str, file: Path) -> Prepare:
@@ -310,7 +307,7 @@ def evaluate(options: EvalOptions) -> EvalSummary:
         if options.reps == 1:
             log.warning("interrupted; --skip_completed_entries goes on from here")
         else:
-            log.warning("interrupted; what had ended is in %s of the output directory", FINISHED)
+            log.warning("interrupted; finished items are in %s of the output directory", FINISHED)
         raise
 
 
@@ -330,18 +327,18 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
         )
         structure = (general.dataset or JsonDataset()).structure
         with closing(OutputDir(general, structure)) as output:
-            # Only now: an earlier evaluation's files are not given up for one that cannot begin.
+            # Only now: an evaluation that cannot start must not remove an earlier one's files.
             output.prepare(document.eval.evaluators, keep=keep)
             output.write_config(document, options)
-            ended = await _run_into(output, run, options)
-            whole, files = output.write(ended.results, ended.evaluation_results)
-    return summary_of(ended, whole, files, time.monotonic() - began)
+            results = await _run_into(output, run, options)
+            whole, files = output.write(results.results, results.evaluation_results)
+    return summary_of(results, whole, files, time.monotonic() - began)
 
 
 async def _run_into(
     output: OutputDir, run: Evaluation, options: EvalOptions
 ) -> EvaluationRunOutput:
-    """Run and score what is asked for; each result is on disk as soon as it is there."""
+    """Run and score the items; each result is written to disk at once."""
     keep = options.skip_workflow or options.skip_completed_entries
     items = output.filled(run.items) if keep else run.items
     with Progress("eval") as bar:

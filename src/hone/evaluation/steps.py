@@ -3,7 +3,7 @@
 In:   SeenCalls and Steps; or such a list, written by hone or by NeMo Agent Toolkit
 Out:  dicts in that toolkit's form (parent_id, function_ancestry, payload); or calls and steps again
 
-Log-probabilities and token ids are left out: they are many times the text, and training takes
+Log-probabilities and token ids are not written: they are many times the text, and training takes
 them from the server's records, never from this file.
 """
 
@@ -17,10 +17,10 @@ from hone.errors import ConfigError
 LLM_END = "LLM_END"
 CUSTOM_END = "CUSTOM_END"
 _OURS = "hone"
-"""The key of a payload's metadata under which what the form has no place for stands."""
+"""The key of a payload's metadata for fields that the toolkit's form does not have."""
 _BULKY = frozenset({"logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs"})
 _FREE = uuid.UUID("8f0f0f52-7a1c-4a35-9d0e-2b7f6f3a1c55")
-_KEPT = (
+_FIELDS = (
     *("index", "function", "model", "host", "tools", "usage", "id", "policy_step"),
     *("seconds", "status", "error"),
 )
@@ -29,11 +29,11 @@ _KEPT = (
 def intermediate_steps(
     calls: Sequence[SeenCall], steps: Sequence[Step], *, kinds: Iterable[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Calls and steps in the order in which they happened; only of these kinds of event."""
-    told = [(step.calls, 0, _custom_end(step, place)) for place, step in enumerate(steps)]
-    # A step that had seen n calls sent stands after call n-1 and before call n.
-    told += [(call.index, 1, _llm_end(call)) for call in calls]
-    ordered = [entry for _, _, entry in sorted(told, key=lambda one: one[:2])]
+    """Calls and steps in the order in which they happened; `kinds` selects kinds of event."""
+    entries = [(step.calls, 0, _custom_end(step, place)) for place, step in enumerate(steps)]
+    # A step noted after n calls were sent comes after call n-1 and before call n.
+    entries += [(call.index, 1, _llm_end(call)) for call in calls]
+    ordered = [entry for _, _, entry in sorted(entries, key=lambda entry: entry[:2])]
     wanted = None if kinds is None else set(kinds)
     return [e for e in ordered if wanted is None or e["payload"]["event_type"] in wanted]
 
@@ -44,17 +44,13 @@ def calls_of(entries: Any) -> list[SeenCall]:
 
 
 def steps_of(entries: Any) -> list[Step]:
-    """The steps of the workflow's own that stand in an `intermediate_steps` list."""
-    found = []
-    for payload in _payloads(entries, CUSTOM_END):
-        ours = _ours(payload)
-        if ours:
-            found.append(Step(**{"name": payload["name"], **ours}))
-    return found
+    """The `hone.step` calls of an `intermediate_steps` list."""
+    payloads = [(p, _ours(p)) for p in _payloads(entries, CUSTOM_END)]
+    return [Step(**{"name": p["name"], **ours}) for p, ours in payloads if ours]
 
 
-def told_in(entries: Any, where: str) -> tuple[list[SeenCall], list[Step]]:
-    """Both; an error says where the list stands that cannot be read."""
+def read_steps(entries: Any, where: str) -> tuple[list[SeenCall], list[Step]]:
+    """The calls and steps of an `intermediate_steps` list; `where` it is, for the error."""
     try:
         return calls_of(entries), steps_of(entries)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -65,7 +61,7 @@ def told_in(entries: Any, where: str) -> tuple[list[SeenCall], list[Step]]:
 
 
 def seconds_of(entry: Mapping[str, Any]) -> float | None:
-    """How long the rollout of an entry took, where that is a number."""
+    """Duration of an entry's rollout; None if it is no number."""
     value = entry.get("seconds")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -82,7 +78,7 @@ def _llm_end(call: SeenCall) -> dict[str, Any]:
             "event_timestamp": call.started_at + call.seconds,
             "span_event_timestamp": call.started_at,
             "name": call.model,
-            "metadata": {_OURS: {key: getattr(call, key) for key in _KEPT}},
+            "metadata": {_OURS: {key: getattr(call, key) for key in _FIELDS}},
             "data": {
                 "input": call.messages,
                 "output": reply.get("content") or "",
@@ -157,18 +153,19 @@ def _payloads(entries: Any, kind: str) -> list[Mapping[str, Any]]:
 
 
 def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
-    """A call as hone wrote it, or what can be known of one from another program's file."""
+    """A call as hone wrote it, or as much of one as another program's file has."""
     ours, data = _ours(payload), payload.get("data") or {}
     ended = payload.get("event_timestamp") or 0.0
     began = payload.get("span_event_timestamp") or ended
-    said, answer = data.get("input"), data.get("payload")
-    choices = [dict(one) for one in answer or () if isinstance(one, Mapping)]
+    messages, answer = data.get("input"), data.get("payload")
+    choices = [dict(choice) for choice in answer or () if isinstance(choice, Mapping)]
     if not ours:
-        said = said if isinstance(said, list) else [{"role": "user", "content": said}]
+        if not isinstance(messages, list):
+            messages = [{"role": "user", "content": messages}]
         message = {"role": "assistant", "content": data.get("output") or ""}
         choices = choices or [{"index": 0, "message": message}]
     known: dict[str, Any] = {
-        **dict.fromkeys(_KEPT),
+        **dict.fromkeys(_FIELDS),
         "index": place,
         "function": "",
         "model": payload.get("name") or "",
@@ -177,8 +174,8 @@ def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
         "seconds": ended - began,
         **ours,
     }
-    kept = {key: known[key] for key in _KEPT}
-    return SeenCall(**kept, messages=said, choices=choices, started_at=began)
+    fields = {key: known[key] for key in _FIELDS}
+    return SeenCall(**fields, messages=messages, choices=choices, started_at=began)
 
 
 def _ours(payload: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,13 +1,13 @@
-"""Why a rollout failed: whose doing it was, in one word.
+"""Why a rollout failed: because of the policy or of the infrastructure, and a reason to count by.
 
-In:   what the agent raised, or that its time ran out; the calls it had made
+In:   the exception that the agent raised, or its timeout; the calls it had made
 Out:  RolloutFailure
 
-Failures of the policy are the model's own doing and may be given a reward; to drop them would be
-to reward them. Everything else is infrastructure: it says nothing of the policy, may be tried
-again, and is never scored. Where it cannot be told, it is infrastructure: a rollout too few costs
-less than one that trains the model for a cable that was cut. So what an agent raises is its own
-failure, unless it plainly could not read an answer; that answers were cut before is said beside it.
+A failure of the policy is caused by the model and may be given a reward; dropping it would reward
+it. Every other failure is infrastructure: it says nothing about the policy, may be retried, and is
+never scored. A failure of unclear cause counts as infrastructure: a missing rollout costs less than
+one that trains the model on a network fault. So an exception of the agent is its own failure,
+unless it clearly could not read an answer; the message says how many answers had been truncated.
 """
 
 import json
@@ -26,7 +26,7 @@ from hone.types import Failure
 Kind = Literal["infrastructure", "policy"]
 
 _LATER = frozenset({408, 409, 429})
-"""Statuses below 500 that are the server's state and not the request's fault."""
+"""Statuses below 500 that are caused by the server's state, not by the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +36,36 @@ class RolloutFailure:
     kind: Kind
     reason: str
     """One word, to count by. Infrastructure: connection, server_error, timeout, agent_error.
-    Policy: token_limit, unparseable, timeout, or what a PolicyFailure says."""
+    Policy: token_limit, unparseable, timeout, or the `reason` of a PolicyFailure."""
     failure: Failure
 
 
 def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
-    """What the agent raised, after these calls."""
+    """The failure of an agent that raised this error after these calls."""
     kinds = [_kind(leaf, calls) for leaf in _leaves(error)]
-    # Of several at once the policy is blamed only if nothing else went wrong.
+    # In a group of errors, the policy is the cause only if there is no other one.
     kind, reason = next((k for k in kinds if k[0] == "infrastructure"), kinds[0])
     failure = failure_of(error)
-    more = {"connection": _unreached(error), "agent_error": _cut(calls)}.get(reason, "")
+    more = {"connection": _unreached(error), "agent_error": _truncated(calls)}.get(reason, "")
     failure = failure.model_copy(update={"message": failure.message + more})
     return RolloutFailure(kind, reason, failure)
 
 
-def _cut(calls: Sequence[SeenCall]) -> str:
-    """How many answers ended at their token limit: what the agent made of them may be why."""
+def _truncated(calls: Sequence[SeenCall]) -> str:
+    """How many answers ended at their token limit, which may be why the agent failed."""
     answers = [call for call in calls if call.choices]
-    cut = sum(call.finish == "length" for call in answers)
-    if not cut:
+    truncated = sum(call.finish == "length" for call in answers)
+    if not truncated:
         return ""
     return (
-        f" (answers cut at the token limit before it: {cut} of {len(answers)}; an agent that cannot "
+        f" (answers cut at the token limit before it: {truncated} of {len(answers)}; an agent that "
+        "cannot "
         "go on with such an answer raises hone.errors.PolicyFailure)"
     )
 
 
 def _unreached(error: BaseException) -> str:
-    """Where openai found nobody, and why: its own message is 'Connection error.'"""
+    """The address that openai could not reach, and why: its own message is 'Connection error.'"""
     for cause in _causes(error):
         if _is(cause, "openai", "APIConnectionError"):
             request, why = getattr(cause, "request", None), cause.__cause__
@@ -75,7 +76,7 @@ def _unreached(error: BaseException) -> str:
 
 
 def timed_out(after_s: float, place: str, calls: Sequence[SeenCall]) -> RolloutFailure:
-    """Its time ran out while it was at `place`."""
+    """The failure of an agent that had not ended after `after_s`; `place` is where it waited."""
     kind: Kind = "policy" if any(call.choices for call in calls) else "infrastructure"
     answered = sum(bool(call.choices) for call in calls)
     message = (
@@ -94,26 +95,26 @@ def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
         if _is(cause, "openai", "APIStatusError") and getattr(cause, "code", None) == (
             "context_length_exceeded"
         ):
-            # With answers before it, the conversation grew too long; without, the input was.
+            # After answers, the conversation grew too long; without any, the input was too long.
             return ("policy", "token_limit") if answers else ("infrastructure", "agent_error")
-        reason = _of_the_world(cause)
+        reason = _outside_reason(cause)
         if reason is not None:
             return "infrastructure", reason
-    if answers and (_is_unread(error) or _is_unread(error.__cause__)):
+    if answers and (_is_unparseable(error) or _is_unparseable(error.__cause__)):
         return "policy", "token_limit" if answers[-1].finish == "length" else "unparseable"
     return "infrastructure", "agent_error"
 
 
-def _is_unread(error: BaseException | None) -> bool:
-    """Whether it says that text could not be read."""
+def _is_unparseable(error: BaseException | None) -> bool:
+    """Whether the error says that text could not be parsed."""
     if error is None:
         return False
-    unparseable = isinstance(error, (json.JSONDecodeError, ValidationError))
-    return unparseable or _is(error, "openai", "LengthFinishReasonError")
+    parsing = isinstance(error, (json.JSONDecodeError, ValidationError))
+    return parsing or _is(error, "openai", "LengthFinishReasonError")
 
 
-def _of_the_world(error: BaseException) -> str | None:
-    """What went wrong outside the agent, in one word; None if nothing did."""
+def _outside_reason(error: BaseException) -> str | None:
+    """The reason, if the error came from outside the agent: a server or the network; else None."""
     status = None
     if _is(error, "openai", "APIStatusError"):
         status = getattr(error, "status_code", None)
@@ -135,14 +136,14 @@ def _of_the_world(error: BaseException) -> str | None:
 
 
 def _is(error: BaseException, library: str, name: str) -> bool:
-    """Whether it is of that class; a library that is not loaded has raised nothing."""
+    """Whether it is of that class; a library that is not loaded raised nothing."""
     kind = getattr(sys.modules.get(library), name, None)
     return kind is not None and isinstance(error, kind)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from or while handling, innermost last."""
-    for _ in range(50):  # a chain may be a circle
+    """The error, its cause, the cause of that, and so on."""
+    for _ in range(50):  # a chain may be circular
         if error is None:
             return
         yield error
@@ -150,7 +151,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors of a group, however deep; one that is no group is its own."""
+    """The errors of a group, nested groups included; an error that is no group alone."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]

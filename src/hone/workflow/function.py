@@ -1,11 +1,11 @@
-"""A function of the workflow: a name, a description, what it takes, and the code behind it.
+"""A function of the workflow: its name, its description, its input schema and its code.
 
 In:   a Python function, async or plain, of one parameter or several
 Out:  Function: an async callable that fits its input to the parameters and runs under its name
 
-Whatever runs inside a Function is inside `within(name)`, so every model call carries the path of
-functions it came from. Plain functions run in a thread of their own with the context copied: a
-pool would cap the rollouts at its size, and one that hangs would keep the process from ending.
+A Function runs inside `within(name)`, so every model call carries the path of the functions that
+made it. A plain function runs in a thread of its own with the context copied: a pool would limit
+the rollouts to its size, and a function that hangs would keep the process from ending.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from hone.workflow.fit import Fit
 
 @dataclass(frozen=True, slots=True)
 class FunctionInfo:
-    """A function and what to say of it; what a registered function may yield."""
+    """A function, its description and its input schema; a registered function may yield it."""
 
     fn: Callable[..., Any]
     description: str | None = None
-    """What an agent that chooses among functions is told."""
+    """Shown to an agent that chooses among functions."""
     input_schema: type[BaseModel] | None = None
-    """What it takes; read from its parameters if left out."""
+    """The schema of its input; taken from its parameters if not set."""
 
     @classmethod
     def from_fn(
@@ -42,7 +42,7 @@ class FunctionInfo:
         input_schema: type[BaseModel] | None = None,
         description: str | None = None,
     ) -> Self:
-        """The docstring is the description if none is given."""
+        """Without a description, the docstring is used."""
         return cls(fn, description or inspect.getdoc(fn), input_schema)
 
 
@@ -72,25 +72,25 @@ class Function:
     def of(cls, name: str, fn: Any, description: str | None = None) -> "Function":
         """From whatever a registered function yields: a callable, a FunctionInfo, a Function."""
         if isinstance(fn, FunctionInfo):
-            said = description or fn.description
-            return cls(name, fn.fn, description=said, input_schema=fn.input_schema)
+            text = description or fn.description
+            return cls(name, fn.fn, description=text, input_schema=fn.input_schema)
         if isinstance(fn, Function):
-            said = description or fn.description
-            return cls(name, fn._fn, description=said, input_schema=fn._fit.declared)
+            text = description or fn.description
+            return cls(name, fn._fn, description=text, input_schema=fn._fit.declared)
         if not callable(fn):
             raise ConfigError(
                 f"function {name!r}: its factory yielded {fn!r}; it must yield an async callable, "
                 "a FunctionInfo or a Function"
             )
-        return cls(name, fn, description=description or _said(fn))
+        return cls(name, fn, description=description or _docstring(fn))
 
     @property
     def input_schema(self) -> type[BaseModel] | None:
-        """What it takes, where that is a model or several parameters; None for anything else."""
+        """The schema of its input, if that is a model or several parameters; otherwise None."""
         return self._fit.schema
 
     async def __call__(self, input: Any = None, /, **arguments: Any) -> Any:
-        """Run on one input (text, JSON text, a dict, a model), or on arguments by name."""
+        """Run it on one input (text, JSON text, a dict, a model), or on arguments by name."""
         with within(self.name):
             if arguments and input is not None:
                 raise ConfigError(
@@ -117,8 +117,8 @@ WRAPPERS["function"] = Function.of
 async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a plain function in a daemon thread of its own, in a copy of this context.
 
-    If the waiter is cancelled the thread goes on, as threads do; its calls stay tapped until it
-    ends, so that those of a rollout that is over are refused.
+    If the caller is cancelled the thread goes on. Its calls stay tapped until it ends, so that
+    calls of a rollout that is over are refused.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -147,7 +147,7 @@ async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is(kind: Callable[[Any], bool], fn: Any) -> bool:
-    """Whether the function, or what an object does when called, is of the kind."""
+    """Whether the function, or the `__call__` of an object, is of this kind."""
     return kind(fn) or (not inspect.isroutine(fn) and kind(type(fn).__call__))
 
 
@@ -155,8 +155,8 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _said(fn: Any) -> str | None:
-    """The docstring of a function; of an object's class only its own."""
+def _docstring(fn: Any) -> str | None:
+    """The docstring of a function, or of an object's class."""
     if inspect.isroutine(fn):
         return inspect.getdoc(fn)
     return type(fn).__doc__ if type(fn).__module__ != "builtins" else None

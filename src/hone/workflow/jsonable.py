@@ -1,10 +1,10 @@
 """Any value -> JSON text, whatever it holds.
 
-In:   what a workflow returned, what an evaluator said, a row
-Out:  JSON that every reader takes; what has no place in it stands there as text
+In:   the output of a workflow or of an evaluator, a row of a dataset
+Out:  JSON that every reader accepts; a value that JSON cannot hold becomes text
 
-A result that was paid for is never lost because it cannot be written: keys that are no text, values
-that hold themselves, NaN and objects that cannot even say what they are become text.
+A result is never lost because it cannot be written: keys that are not text, values that contain
+themselves, NaN and objects whose `__str__` fails become text.
 """
 
 import json
@@ -16,22 +16,22 @@ from typing import Any
 from pydantic import BaseModel
 
 DEPTH = 100
-"""Lists and objects nested deeper are cut: their readers have limits too."""
+"""Lists and objects nested deeper are cut: readers have limits too."""
 _DIGITS = 4000
-"""Python neither writes nor reads integers with more than 4300."""
+"""Python neither writes nor reads integers of more than 4300 digits."""
 
 
 def dumps(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
-    """JSON text of the value; raises for nothing that the value holds."""
+    """JSON text of the value; never raises, whatever the value holds."""
     how: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "allow_nan": False}
     if not _too_deep(value):
-        with suppress(Exception):  # a class of the user's may raise anything
+        with suppress(Exception):  # a user's class may raise anything
             return json.dumps(value, default=as_json, **how)
-    return json.dumps(_mended(value, ()), **how)
+    return json.dumps(_repaired(value, ()), **how)
 
 
 def as_json(value: Any) -> Any:
-    """What json cannot write by itself: models by their fields, anything else as text."""
+    """A value that json cannot write: a model by its fields, anything else as text."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, set | frozenset | tuple):
@@ -40,15 +40,15 @@ def as_json(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """str() of a value whose class may not have a working one."""
+    """str() of a value, also where its `__str__` fails."""
     try:
         return str(value)
-    except Exception as error:  # noqa: BLE001  # a class of the user's may raise anything
+    except Exception as error:  # noqa: BLE001  # a user's class may raise anything
         return f"<{type(value).__name__}, whose text cannot be had: {type(error).__name__}>"
 
 
 def _too_deep(value: Any) -> bool:
-    """Whether it is nested deeper than DEPTH; what it holds twice is looked at once a level."""
+    """Whether it is nested deeper than DEPTH; a value that occurs twice is visited once a level."""
     level = {id(value): value}
     for _ in range(DEPTH + 1):
         inside = [
@@ -60,7 +60,7 @@ def _too_deep(value: Any) -> bool:
     return bool(level)
 
 
-def _mended(value: Any, above: tuple[int, ...]) -> Any:
+def _repaired(value: Any, above: tuple[int, ...]) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -75,9 +75,9 @@ def _mended(value: Any, above: tuple[int, ...]) -> Any:
     if isinstance(value, BaseModel):
         value = dict(value)
     if isinstance(value, Mapping):
-        return {_key(key): _mended(inner, inside) for key, inner in value.items()}
+        return {_key(key): _repaired(inner, inside) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_mended(inner, inside) for inner in value]
+        return [_repaired(inner, inside) for inner in value]
     return as_text(value)
 
 

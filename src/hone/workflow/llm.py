@@ -1,10 +1,10 @@
 """One `llms:` entry -> a model that agents call with OpenAI's clients.
 
-In:   the entry: address, key, name of the model, what goes with every request
+In:   the entry: address, API key, model name, parameters of every request
 Out:  LLM: `client`, `sync_client`, `await llm.chat(messages)`, `rollout_url`
 
-An LLM holds no connection of its own kind and hides nothing: the clients are plain OpenAI clients,
-so that an agent written against them runs here unchanged and goes on running elsewhere.
+The clients are plain OpenAI clients, so an agent written against them runs here unchanged, and
+elsewhere too.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from hone.config.build import Builder
 from hone.config.policy import openai_url
 from hone.config.registry import LLMBaseConfig, register_llm_provider
 from hone.errors import ConfigError
-from hone.model import CONNECT_S, MAX_CONNECTIONS, TIMEOUT_S
+from hone.model import CONNECT_S, TIMEOUT_S, connection_to
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -32,7 +32,7 @@ MAX_RETRIES = 10
 
 
 class LLM:
-    """A model at an address, and what goes with every request to it."""
+    """A model at an address, and the parameters of every request to it."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class LLM:
         verify_ssl: bool = True,
         records_rollouts: bool = False,
     ) -> None:
-        """Contacts nobody yet.
+        """Makes no request yet.
 
         Args:
-            base_url: of the OpenAI API, usually ending in /v1.
-            model: the name to ask for.
-            api_key: servers on this machine take any.
+            base_url: base URL of the OpenAI API, usually ending in /v1.
+            model: the model name to send.
+            api_key: servers on this machine accept any.
             name: its key under `llms`.
-            params: what goes with every request, by OpenAI's names or the server's own.
-            timeout_s: of one answer.
-            max_retries: how often the client repeats a request that failed on the way.
+            params: parameters of every request, OpenAI's or the server's own.
+            timeout_s: timeout of one answer.
+            max_retries: how often the client retries a failed request.
             verify_ssl: check the server's certificate.
             records_rollouts: it is a hone server, which has a base URL for every rollout.
         """
@@ -70,16 +70,16 @@ class LLM:
 
     @cached_property
     def params(self) -> dict[str, Any]:
-        """What goes with every request, as arguments of `chat.completions.create`."""
+        """The parameters of every request, as arguments of `chat.completions.create`."""
         return _as_arguments(self._params)
 
     @property
     def rollout_url(self) -> str:
-        """The base URL under which the server records calls as this rollout's, whoever sends them.
+        """The base URL at which the server records every call as a call of this rollout.
 
-        For an agent in a process of its own, or a client that is not httpx: give it this as
-        OPENAI_BASE_URL. It carries the temperature and the step of a validation. Outside a rollout,
-        and where the server is not hone's, it is `base_url`.
+        Give it as OPENAI_BASE_URL to an agent in another process, or to a client that does not use
+        httpx. It carries the temperature and the step of a validation. Outside a rollout, and for a
+        server that is not hone's, it is `base_url`.
         """
         scope = current()
         if not self._records_rollouts or scope is None or not scope.rollout:
@@ -93,7 +93,7 @@ class LLM:
         """One AsyncOpenAI per event loop: `llm.client.chat.completions.create(model=llm.model, ...)`."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            import openai  # here: it takes a second, and commands that call nobody need it not
+            import openai  # here: it takes a second, and not every command makes model calls
 
             http = openai.DefaultAsyncHttpxClient(**self._connection())
             self._clients[loop] = openai.AsyncOpenAI(**self._options(), http_client=http)
@@ -110,7 +110,7 @@ class LLM:
         return self._sync
 
     async def chat(self, messages: Iterable[Any], **more: Any) -> "ChatCompletion":
-        """Ask the model: `params` and whatever is given here, which wins, go with the request."""
+        """One chat completion, with `params` and the arguments given here, which take precedence."""
         both = {**self.params, **more}
         if "extra_body" in self.params and "extra_body" in more:
             both["extra_body"] = {**self.params["extra_body"], **more["extra_body"]}
@@ -118,9 +118,9 @@ class LLM:
         return await self.client.chat.completions.create(messages=list(messages), **both)
 
     async def check_step(self) -> None:
-        """Refuse NAME@STEP where a hone server has NAME and not that step.
+        """Refuse NAME@STEP if the hone server has NAME but not that step.
 
-        Nothing is said of a server that cannot be asked, or that names its models otherwise.
+        Other servers, and servers that cannot be reached, are not checked.
         """
         stem, at, step = self.model.rpartition("@")
         if not at:
@@ -128,8 +128,8 @@ class LLM:
         import openai
 
         try:
-            asked = self.client.with_options(max_retries=0, timeout=CONNECT_S)
-            known = [one.id for one in (await asked.models.list()).data]
+            client = self.client.with_options(max_retries=0, timeout=CONNECT_S)
+            known = [model.id for model in (await client.models.list()).data]
         except openai.OpenAIError:
             return
         # A server leaves the project out of names that are in use only once.
@@ -138,7 +138,7 @@ class LLM:
             steps = [name.rpartition("@")[2] for name in known if name.startswith(f"{stems[0]}@")]
             why = ""
             if step == "best":
-                why = "; the best step is known once a run has validated on held-out examples"
+                why = "; there is a best step once a run has validated on held-out examples"
             raise ConfigError(
                 f"model_name is {self.model!r}, and {self.base_url} has no such step; it has "
                 f"{', '.join(f'@{one}' for one in steps)}{why}"
@@ -165,23 +165,11 @@ class LLM:
         }
 
     def _connection(self) -> dict[str, Any]:
-        import openai
-
-        # Of the class openai's own HTTP library has: httpx up to version 2, httpx2 from 3 on.
-        limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
-            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
-        )
-        return {
-            "timeout": openai.Timeout(self._timeout_s, connect=min(CONNECT_S, self._timeout_s)),
-            "limits": limits,
-            "verify": self._verify,
-            # No proxy on the way to this machine, whatever the environment says of proxies.
-            "trust_env": host_of(urlsplit(self.base_url).hostname or "") != "localhost",
-        }
+        return {**connection_to(self.base_url, self._timeout_s), "verify": self._verify}
 
 
 def dialled(base_url: str) -> str:
-    """The address to connect to: 0.0.0.0 listens everywhere and is nowhere to be reached."""
+    """The address to connect to: a server that listens on 0.0.0.0 is reached at 127.0.0.1."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
@@ -193,17 +181,17 @@ def dialled(base_url: str) -> str:
 
 
 def _as_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """Keys that OpenAI does not know go into `extra_body`, where its client lets them pass."""
+    """Keys that OpenAI does not know go into `extra_body`, which its client passes on."""
     import inspect
 
     from openai.resources.chat.completions import AsyncCompletions
 
     known = set(inspect.signature(AsyncCompletions.create).parameters)
-    own = {key: value for key, value in params.items() if key not in known}
-    given = {key: value for key, value in params.items() if key in known}
-    if own:
-        given["extra_body"] = {**own, **given.get("extra_body", {})}
-    return given
+    extra = {key: value for key, value in params.items() if key not in known}
+    arguments = {key: value for key, value in params.items() if key in known}
+    if extra:
+        arguments["extra_body"] = {**extra, **arguments.get("extra_body", {})}
+    return arguments
 
 
 # ---- the configuration -------------------------------------------------------------------------
@@ -212,34 +200,34 @@ _SECOND_LAYER = ("num_retries", "retry_on_status_codes", "retry_on_errors")
 
 
 class _OpenAIFields(LLMBaseConfig):
-    """What both types take. Further keys (`max_tokens`, `logprobs`, ...) go with every request."""
+    """Fields of both types. Other keys (`max_tokens`, ...) are sent with every request."""
 
     model_name: str | None = None
-    """The name to ask for; `model` is the same."""
+    """The model name to send; `model` is the same."""
     base_url: str | None = None
-    """Of the OpenAI API; $OPENAI_BASE_URL if left out, then OpenAI itself."""
+    """Base URL of the OpenAI API; if not set, $OPENAI_BASE_URL, or else OpenAI's."""
     api_key: SecretStr | None = None
-    """$OPENAI_API_KEY if left out; servers on this machine need none."""
+    """$OPENAI_API_KEY if not set; servers on this machine need none."""
     temperature: float | None = Field(default=None, ge=0)
-    """Goes with every request."""
+    """Sent with every request."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Goes with every request."""
+    """Sent with every request."""
     seed: int | None = None
-    """Goes with every request. The same seed gives the same answer: leave it out in training."""
+    """Sent with every request. Equal seeds give equal answers: do not set it in training."""
     request_timeout: float = Field(default=TIMEOUT_S, gt=0)
-    """Seconds that one answer may take."""
+    """Timeout of one answer, in seconds."""
     max_retries: int = Field(default=MAX_RETRIES, ge=0)
-    """How often the client repeats a request that failed on the way (408, 409, 429, 5xx)."""
+    """How often the client retries a failed request (connection error, 408, 409, 429, 5xx)."""
     do_auto_retry: bool = True
-    """`false` is `max_retries: 0`, unless that is set too."""
+    """`false` means `max_retries: 0`, unless that is set too."""
     num_retries: int = 5
-    """Of a second layer of retries, which hone does not have: `max_retries` says how often."""
+    """Part of a second layer of retries, which hone does not have; use `max_retries`."""
     retry_on_status_codes: list[int | str] = Field(default=[429, 500, 502, 503, 504])
-    """Of the same layer."""
+    """Part of the same layer."""
     retry_on_errors: list[str] | None = None
-    """Of the same layer."""
+    """Part of the same layer."""
     thinking: bool | None = None
-    """Goes with every request as `chat_template_kwargs: {enable_thinking: ...}`."""
+    """Sent with every request as `chat_template_kwargs: {enable_thinking: ...}`."""
     verify_ssl: bool = True
     """Check the server's certificate."""
     api_type: Literal["chat_completion", "responses"] = "chat_completion"
@@ -276,12 +264,12 @@ class _OpenAIFields(LLMBaseConfig):
         return self
 
     def params(self) -> dict[str, Any]:
-        """What goes with every request."""
+        """The parameters of every request."""
         own = {key: getattr(self, key) for key in ("temperature", "top_p", "seed")}
-        given = {key: value for key, value in own.items() if value is not None}
+        params = {key: value for key, value in own.items() if value is not None}
         if self.thinking is not None:
-            given["chat_template_kwargs"] = {"enable_thinking": self.thinking}
-        return given | (self.model_extra or {})
+            params["chat_template_kwargs"] = {"enable_thinking": self.thinking}
+        return params | (self.model_extra or {})
 
     def llm(
         self,
@@ -311,26 +299,26 @@ class _OpenAIFields(LLMBaseConfig):
 
 
 class OpenAIConfig(_OpenAIFields, name="openai"):
-    """A model behind an OpenAI API. Further keys (`max_tokens`, ...) go with every request."""
+    """A model behind an OpenAI API. Other keys (`max_tokens`, ...) are sent with every request."""
 
     @model_validator(mode="after")
     def _has_a_model(self) -> Self:
         if not self.model_name:
-            raise ValueError("model_name is not set; name the model to ask for")
+            raise ValueError("model_name is not set; name the model to send requests to")
         return self
 
 
 class TrainableConfig(_OpenAIFields, name="trainable"):
-    """The model that is trained. Without `base_url` it is where `finetuning.trainer_adapter` says."""
+    """The model in training; without `base_url` it is at the server of `finetuning.trainer_adapter`."""
 
     base_url: str | None = None
-    """Of the OpenAI API; the address of the training server if left out."""
+    """Base URL of the OpenAI API; if not set, that of the training server."""
 
     @model_validator(mode="after")
     def _has_a_model_where_it_has_an_address(self) -> Self:
         if self.base_url and not self.model_name:
             raise ValueError(
-                "base_url is set and model_name is not; name the model to ask for there"
+                "base_url is set and model_name is not; name the model that is served there"
             )
         return self
 
@@ -338,19 +326,19 @@ class TrainableConfig(_OpenAIFields, name="trainable"):
 @register_llm_provider(config_type=OpenAIConfig)
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[LLM]:
     """A model behind an OpenAI API."""
-    llm = _made(config, builder, openai_url(config))
+    llm = _llm(config, builder, openai_url(config))
     yield llm
     await llm.close()
 
 
 @register_llm_provider(config_type=TrainableConfig)
 async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncIterator[LLM]:
-    """The model that is trained, wherever it is served."""
+    """The model in training, wherever it is served."""
     if config.base_url is not None:
-        llm = _made(config, builder, config.base_url)
+        llm = _llm(config, builder, config.base_url)
     else:
         if builder.served is None and builder.document.finetuning.trainer_adapter is not None:
-            await builder.serve()  # nobody has asked yet: a judge, where the workflow is skipped
+            await builder.serve()  # a judge comes first where the workflow is skipped
         served = builder.served
         if served is None:
             raise ConfigError(
@@ -358,7 +346,7 @@ async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncItera
                 "model yet; set base_url, or name a trainer adapter in finetuning.trainer_adapter, "
                 "which starts or finds the server"
             )
-        llm = _made(config, builder, served.base_url, served.api_key)
+        llm = _llm(config, builder, served.base_url, served.api_key)
     try:
         await llm.check_step()
     except ConfigError:
@@ -368,10 +356,10 @@ async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncItera
     await llm.close()
 
 
-def _made(
+def _llm(
     config: OpenAIConfig | TrainableConfig, builder: Builder, url: str, key: str | None = None
 ) -> LLM:
-    """The entry's model at this address; `key` counts where the entry has none."""
+    """The entry's model at this address; `key` is used if the entry has none."""
     name = _name_of(config, builder)
     return config.llm(
         name,
@@ -394,6 +382,6 @@ def _key(name: str, base_url: str) -> str:
     if host_of(urlsplit(base_url).hostname or "") == "localhost":
         return "default"
     raise ConfigError(
-        f"llms.{name}: {base_url} wants a key; set api_key (${{MY_KEY}} takes it from the "
+        f"llms.{name}: {base_url} needs a key; set api_key (${{MY_KEY}} takes it from the "
         "environment), or OPENAI_API_KEY"
     )

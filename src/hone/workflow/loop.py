@@ -1,11 +1,11 @@
-"""Run a command's coroutine to its end, whatever agents have left behind.
+"""Run a command's coroutine, and end although agents left tasks or threads behind.
 
-In:   the coroutine of `hone run`, `hone eval` or `hone finetune`; work that ends together
-Out:  what it returns, once everything else was cancelled and had time to end
+In:   the coroutine of `hone run`, `hone eval` or `hone finetune`
+Out:  its result, after all other tasks were cancelled and had GRACE_S to end
 
 asyncio.run waits for every task and every thread of its pool, however long they take: an agent that
-catches its cancellation, or sits in `asyncio.to_thread`, would keep a command that has everything
-from ending. Here tasks have GRACE_S, and threads are daemons that the process does not wait for.
+catches its cancellation, or blocks in `asyncio.to_thread`, would keep a finished command from
+ending. Here threads are daemons, which the process does not wait for.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""How long what is left may take to end after it was cancelled."""
+"""How long remaining tasks may take to end after they were cancelled."""
 
 log = logging.getLogger("hone")
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, which leaves behind what does not end."""
+    """Like asyncio.run, but does not wait for tasks that do not end."""
     runner = asyncio.Runner()
     loop = runner.get_loop()
     try:
         return runner.run(_alone(main))
     finally:
-        # Not runner.close(), which would wait for those that were left.
+        # Not runner.close(), which would wait for them.
         asyncio.set_event_loop(None)
         loop.close()
 
@@ -54,8 +54,7 @@ async def _alone(main: Coroutine[Any, Any, T]) -> T:
         return await main
     finally:
         await _leave_others()
-        # A library's generators, one inside the other, are now closed all at once: what they say to
-        # that is of no use to anybody.
+        # Nested generators of a library are closed all at once now; their complaints help nobody.
         loop.set_exception_handler(to_debug)
         await loop.shutdown_asyncgens()
 
@@ -72,16 +71,16 @@ async def _leave_others() -> None:
 
 
 def to_debug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """For a loop that is ending: what asyncio says of tasks that were left or torn apart."""
+    """Exception handler of a loop that is ending: log at debug level."""
     log.debug("%s", context["message"], exc_info=context.get("exception"))
 
 
 class _Threads(ThreadPoolExecutor):
-    """A daemon thread for each call; the loop takes no executor of another class."""
+    """A daemon thread for each call; the loop accepts only a ThreadPoolExecutor."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
-        # As asyncio.to_thread does it: event loops of other makes are not tapped by capture/.
+        # Like asyncio.to_thread: capture/ does not tap other implementations of the event loop.
         context = copy_context()
 
         def work() -> None:

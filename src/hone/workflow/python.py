@@ -1,23 +1,22 @@
-"""`_type: python`: a function of the user's own, as a workflow or as a function of one.
+"""`_type: python`: a Python function of the user, as the workflow or as a function.
 
-In:   `target: package.module:function` or `file.py:function`, and what it is to be called with
+In:   `target: package.module:function` or `file.py:function`, and its arguments
 Out:  a FunctionInfo that calls it with the input
 
-The function stays what it is, plain or async; it gets `llm` and `functions` where its signature
-has them. Whether it can be called at all is found out when it is built: a name that is wrong in a
-signature would otherwise fail every rollout of the first epoch.
+The function may be plain or async; it gets `llm` and `functions` if its signature has them. The
+signature is checked when the function is built: a wrong name would otherwise fail every rollout of
+the first epoch.
 """
 
 import inspect
 from collections.abc import AsyncIterator, Callable
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import Field, JsonValue
 
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, FunctionRef, LLMRef, register_function
-from hone.errors import ConfigError
+from hone.errors import ConfigError, did_you_mean
 from hone.workflow.fit import signature_of
 from hone.workflow.function import FunctionInfo
 from hone.workflow.target import load_target
@@ -33,9 +32,9 @@ class PythonFunctionConfig(FunctionBaseConfig, name="python"):
     functions: list[FunctionRef] = Field(default_factory=list)
     """Keys of `functions`; the function gets them by name in its parameter `functions`."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further arguments, by name."""
+    """Other arguments, by name."""
     description: str | None = None
-    """What an agent that chooses among functions is told; the docstring if left out."""
+    """Shown to an agent that chooses among functions; the docstring if not set."""
 
 
 @register_function(config_type=PythonFunctionConfig)
@@ -47,23 +46,23 @@ async def python_function(
     fn = load_target(config.target, builder.document.file.resolve().parent)
     if not callable(fn):
         raise ConfigError(f"{where} is {type(fn).__name__} {fn!r}; it must be a function")
-    offered: dict[str, Any] = dict(config.args)
+    arguments: dict[str, Any] = dict(config.args)
     if config.llm is not None:
-        offered["llm"] = await builder.get_llm(config.llm)
+        arguments["llm"] = await builder.get_llm(config.llm)
     if config.functions:
-        offered["functions"] = {name: await builder.get_function(name) for name in config.functions}
-    yield FunctionInfo.from_fn(bound(fn, offered, where), description=config.description)
+        arguments["functions"] = {f: await builder.get_function(f) for f in config.functions}
+    yield FunctionInfo.from_fn(bind(fn, arguments, where), description=config.description)
 
 
-def bound(fn: Callable[..., Any], given: dict[str, Any], where: str) -> Callable[..., Any]:
-    """The function with these arguments given; what is left of its signature is its input."""
-    left = _left(fn, given, where)
+def bind(fn: Callable[..., Any], arguments: dict[str, Any], where: str) -> Callable[..., Any]:
+    """The function with these arguments set; its other parameters are its input."""
+    inputs = _inputs(fn, arguments, where)
 
     async def waits(*args: Any, **kwargs: Any) -> Any:
-        return await fn(*args, **kwargs, **given)
+        return await fn(*args, **kwargs, **arguments)
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs, **given)
+        return fn(*args, **kwargs, **arguments)
 
     is_async = inspect.iscoroutinefunction(fn) or (
         not inspect.isroutine(fn) and inspect.iscoroutinefunction(type(fn).__call__)
@@ -71,42 +70,43 @@ def bound(fn: Callable[..., Any], given: dict[str, Any], where: str) -> Callable
     called: Any = waits if is_async else plain
     called.__name__ = getattr(fn, "__name__", type(fn).__name__)
     called.__doc__ = inspect.getdoc(fn) if inspect.isroutine(fn) else type(fn).__doc__
-    called.__signature__ = inspect.Signature(left)
-    called.__annotations__ = {p.name: p.annotation for p in left if p.annotation is not p.empty}
+    called.__signature__ = inspect.Signature(inputs)
+    called.__annotations__ = {p.name: p.annotation for p in inputs if p.annotation is not p.empty}
     return called
 
 
-def _left(fn: Callable[..., Any], given: dict[str, Any], where: str) -> list[inspect.Parameter]:
-    """The parameters that are not given, with resolved annotations; an error if it cannot be called."""
+def _inputs(
+    fn: Callable[..., Any], arguments: dict[str, Any], where: str
+) -> list[inspect.Parameter]:
+    """The parameters that `arguments` does not set; raises ConfigError if it cannot be called so."""
     parameters = signature_of(fn).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {
         n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
-    for name in given:
+    for name in arguments:
         if name not in named and not takes_any:
             raise ConfigError(_not_taken(where, name, named))
-    left = [p for n, p in parameters.items() if n not in given]
-    for p in left:
+    inputs = [p for n, p in parameters.items() if n not in arguments]
+    for p in inputs:
         if p.name in ("llm", "functions") and p.default is p.empty and p.kind is not p.VAR_KEYWORD:
             value = "a key of `llms`" if p.name == "llm" else "keys of `functions`"
             raise ConfigError(
                 f"{where} has the parameter {p.name!r}, and {p.name} is not set beside it; set it "
                 f"to {value}"
             )
-    # What is left of these two has a default, and is not an input.
-    left = [p for p in left if p.name not in ("llm", "functions")]
-    if not any(p.kind is not p.VAR_KEYWORD for p in left):
+    # If these two are still there they have a default, and are no input.
+    inputs = [p for p in inputs if p.name not in ("llm", "functions")]
+    if not any(p.kind is not p.VAR_KEYWORD for p in inputs):
         raise ConfigError(
             f"{where} takes no input: its parameters are ({', '.join(parameters)}); the first must "
             "be what the workflow is run on"
         )
-    return left
+    return inputs
 
 
 def _not_taken(where: str, name: str, known: set[str]) -> str:
-    guess = get_close_matches(name, known, n=1)
-    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    maybe = did_you_mean(name, known)
     key = name if name in ("llm", "functions") else f"args.{name}"
     return (
         f"{where} has no parameter {name!r}, but {key} is set.{maybe} Its parameters: "

@@ -1,11 +1,11 @@
 """Run the workflow once: one input in, one rollout out, whatever happens.
 
 In:   a Function and an input; the rollout's id, the host of the trained model, a deadline
-Out:  RolloutResult: output, the calls and steps that were seen, the failure if it failed
+Out:  RolloutResult: output, captured calls and steps, the failure if it failed
 
-A bad rollout is data, not a crash: here, and nowhere else in the harness, everything the user's
-code raises is caught. When the deadline has passed the rollout is over, also for code that goes
-on: its calls to the trained model are refused, so that nothing is recorded that was not scored.
+A bad rollout is data, not a crash: here, and nowhere else in the harness, every exception of the
+user's code is caught. After its timeout a rollout is over, also for code that goes on: its calls to
+the trained model are refused, so that nothing is recorded that was not scored.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
 
 RecordedCalls = Callable[[str], Awaitable[list[RecordedCall]]]
-"""Rollout id -> what the server recorded of it."""
+"""Rollout id -> the calls that the server recorded."""
 GRACE_S = 5.0
 """How long an agent may take to end after it was cancelled."""
 
@@ -41,25 +41,25 @@ class RolloutResult:
 
     id: str
     output: Any
-    """What the workflow returned; None where it failed."""
+    """The return value of the workflow; None if it failed."""
     calls: tuple[SeenCall, ...]
-    """Its model calls, in the order they were sent."""
+    """Its model calls, in the order in which they were sent."""
     steps: tuple[Step, ...]
-    """What it said with `hone.step`."""
+    """Its `hone.step` calls."""
     failure: RolloutFailure | None
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What `hone run` was asked for."""
+    """The options of `hone run`."""
 
     config_file: Path
     override: tuple[tuple[str, str], ...] = ()
     input: tuple[str, ...] = ()
-    """Each is one input."""
+    """Inputs, run one by one."""
     input_file: Path | None = None
-    """Its text is one more input."""
+    """A file whose text is one more input."""
 
 
 async def run_rollout(
@@ -73,37 +73,37 @@ async def run_rollout(
     step: int | None = None,
     recorded_calls: RecordedCalls | None = None,
 ) -> RolloutResult:
-    """Run the workflow on the input; raises nothing of what the agent raises.
+    """Run the workflow on the input; an exception of the agent is returned, not raised.
 
     Args:
-        workflow: what is run.
-        input: what it is given.
-        id: of the rollout; one is drawn if there is none. `RUN:REST` belongs to the open run RUN.
-        host: where the trained model is served: only calls to it are marked; None marks all.
-        timeout_s: after so long it is ended, and has failed.
-        temperature: what the server samples with, whatever the agent asks for; 0 is greedy.
-        step: of the run's model that answers; the newest one if not given.
-        recorded_calls: what the server recorded of a rollout, asked once the agent has ended if it
-            took the rollout's URL for a process of its own.
+        workflow: the workflow to run.
+        input: its input.
+        id: id of the rollout; random if None. `RUN:REST` belongs to the open run RUN.
+        host: host of the trained model; only calls to it are marked. None marks all calls.
+        timeout_s: the rollout fails if it takes longer.
+        temperature: sampling temperature, whatever the agent asks for; 0 is greedy.
+        step: the step that answers; the newest one if None.
+        recorded_calls: reads the calls that the server recorded; called after the agent has ended
+            if it used the rollout's URL, since another process may have made calls.
     """
     rollout, recorder = recorded(id, host=host, temperature=temperature, step=step)
     began = time.perf_counter()
     with rollout:
         try:
-            ended = await _ended(workflow, input, timeout_s, recorder)
+            outcome = await _outcome(workflow, input, timeout_s, recorder)
         finally:
             await recorder.close()
     calls = tuple(recorder.calls)
     if recorder.is_shared and recorded_calls is not None:
-        calls += await _others(rollout, calls, recorded_calls)
+        calls += await _calls_elsewhere(rollout, calls, recorded_calls)
     failure = None
-    if isinstance(ended, _Late):
-        failure = timed_out(ended.after_s, ended.place, calls)
-    elif ended.error is not None:
-        failure = raised(ended.error, calls)
+    if isinstance(outcome, _TimedOut):
+        failure = timed_out(outcome.after_s, outcome.place, calls)
+    elif outcome.error is not None:
+        failure = raised(outcome.error, calls)
     return RolloutResult(
         id=rollout.id,
-        output=None if failure else ended.output,
+        output=None if failure else outcome.output,
         calls=calls,
         steps=tuple(recorder.steps),
         failure=failure,
@@ -148,16 +148,16 @@ async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutRes
         return list(await asyncio.gather(*(one(input) for input in inputs)))
 
 
-async def _others(
+async def _calls_elsewhere(
     rollout: Rollout, seen: tuple[SeenCall, ...], recorded_calls: RecordedCalls
 ) -> tuple[SeenCall, ...]:
     """The rollout's calls that another process made."""
     try:
-        found = await recorded_calls(rollout.id)
+        calls = await recorded_calls(rollout.id)
     except HoneError as error:
         _log.warning("the calls of rollout %s could not be read: %s", rollout.id, error)
         return ()
-    return tuple(unseen_calls(found, seen, host=rollout.scope.host or ""))
+    return tuple(unseen_calls(calls, seen, host=rollout.scope.host or ""))
 
 
 # ---- the agent's task --------------------------------------------------------------------------
@@ -165,25 +165,25 @@ async def _others(
 
 @dataclass(slots=True)
 class _Ended:
-    """How the workflow ended by itself."""
+    """A workflow that returned or raised."""
 
     output: Any = None
     error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
-    """It did not end in time."""
+class _TimedOut:
+    """A workflow that did not end in time."""
 
     after_s: float
     place: str
     output: None = None
 
 
-async def _ended(
+async def _outcome(
     workflow: Function, input: Any, timeout_s: float | None, recorder: Recorder
-) -> _Ended | _Late:
-    # A task of its own: an agent that catches its cancellation and goes on can then be left.
+) -> _Ended | _TimedOut:
+    # A task of its own: an agent that catches its cancellation and goes on can be abandoned.
     task = asyncio.create_task(_attempt(workflow, input))
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -199,7 +199,7 @@ async def _ended(
     place = _place(task)
     recorder.closed = True
     await _stop(task, workflow.name)
-    return _Late(timeout_s, place)
+    return _TimedOut(timeout_s, place)
 
 
 async def _attempt(workflow: Function, input: Any) -> _Ended:
@@ -209,13 +209,13 @@ async def _attempt(workflow: Function, input: Any) -> _Ended:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return _Ended(error=error)  # it cancelled something of its own, and waited for that
+        return _Ended(error=error)  # the agent awaited a task that it had cancelled
     except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
         return _Ended(error=error)
 
 
 async def _stop(task: "asyncio.Task[_Ended]", name: str) -> None:
-    """Cancel it and give it time to clean up."""
+    """Cancel the task, and wait up to GRACE_S for it to clean up."""
     task.cancel()
     await asyncio.wait({task}, timeout=GRACE_S)
     if not task.done():
@@ -228,7 +228,7 @@ async def _stop(task: "asyncio.Task[_Ended]", name: str) -> None:
 
 
 def _place(task: "asyncio.Task[Any]") -> str:
-    """Where the task waits: file, line and function of each coroutine, innermost last."""
+    """File, line and function of each coroutine that the task waits in, innermost last."""
     lines: list[str] = []
     inner: Any = task.get_coro()
     while inner is not None and getattr(inner, "cr_frame", None) is not None:

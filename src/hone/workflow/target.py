@@ -3,9 +3,8 @@
 In:   a target as YAML writes it; the directory of the YAML
 Out:  the Python object it names
 
-The directory is importable while the target loads, so that an agent in one file finds the others
-beside it. A file is loaded under its own name where that is free: another module of that name
-stays what it is.
+The directory is on sys.path while the target loads, so that an agent can import the files beside
+it. A file is loaded under its own name if no other module has that name.
 """
 
 import importlib
@@ -14,17 +13,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hone.errors import ConfigError, HoneError
+from hone.errors import ConfigError, HoneError, did_you_mean
 
 
 def load_target(target: str, directory: Path, *, where: str = "target") -> Any:
-    """The object that the target names; `where` is the key it stands under, for messages."""
+    """The object that the target names; `where` is the key of the target, for messages."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.replace(".", "_").isidentifier():
         raise ConfigError(
@@ -45,26 +43,25 @@ def load_target(target: str, directory: Path, *, where: str = "target") -> Any:
         except (
             Exception,
             SystemExit,
-        ) as error:  # whatever the user's module does when it is loaded
+        ) as error:  # a user's module may raise anything when it is loaded
             if isinstance(error, HoneError):
                 raise
             raise ConfigError(
-                f"{where}: {target!r} cannot be loaded: {said_at(error, directory)}"
+                f"{where}: {target!r} cannot be loaded: {error_at(error, directory)}"
             ) from error
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            guess = get_close_matches(part, vars(found) if hasattr(found, "__dict__") else (), n=1)
-            maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+        if not hasattr(value, part):
+            maybe = did_you_mean(part, getattr(value, "__dict__", ()))
             raise ConfigError(
                 f"{where}: {target!r}: {module.__file__ or place} has no {part!r}.{maybe}"
             )
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def source_of(target: str, directory: Path) -> Path | None:
-    """The Python file that a target is loaded from; None where there is none."""
+    """The Python file that a target is loaded from; None if there is none."""
     place = target.rpartition(":")[0]
     if place.endswith(".py"):
         file = (directory / place).resolve()
@@ -73,13 +70,13 @@ def source_of(target: str, directory: Path) -> Path | None:
         with _importable(directory):
             spec = importlib.util.find_spec(place)
     except (ImportError, ValueError, AttributeError):
-        return None  # whoever loads it says why
+        return None  # load_target reports why
     origin = None if spec is None or not spec.has_location else spec.origin
     return Path(origin).resolve() if origin and origin.endswith(".py") else None
 
 
-def said_at(error: BaseException, directory: Path) -> str:
-    """What went wrong, and on which line: the innermost one beside the YAML, if there is one."""
+def error_at(error: BaseException, directory: Path) -> str:
+    """The error with its file and line: the innermost line beside the YAML, if there is one."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -96,7 +93,7 @@ def _importable(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # What was loaded may have changed the path itself; only our own entry goes.
+        # The loaded module may have changed sys.path; remove only our own entry.
         if entry in sys.path:
             sys.path.remove(entry)
 
@@ -106,16 +103,16 @@ def _from_file(file: Path, where: str, target: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{where}: {target!r}: there is no file {file}")
     for name in (file.stem, f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"):
-        held = sys.modules.get(name)
-        if held is None and (name != file.stem or _finds(name, file)):
+        loaded = sys.modules.get(name)
+        if loaded is None and (name != file.stem or _finds(name, file)):
             return _load(name, file)
-        if held is not None and _file_of(held) == file:
-            return held
+        if loaded is not None and _file_of(loaded) == file:
+            return loaded
     raise AssertionError(f"two modules of one name at {file}")
 
 
 def _finds(name: str, file: Path) -> bool:
-    """Whether `import name` would load this file; otherwise the name is another module's."""
+    """Whether `import name` would load this file, and not another module."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
