@@ -182,10 +182,10 @@ def test_eval_runs_rows_again_or_not_at_all():
 def test_finetune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch):
     from hone.finetune import run
 
-    asked: list[run.FinetuneOptions] = []
+    calls: list[run.FinetuneOptions] = []
 
     def note(options: run.FinetuneOptions) -> int:
-        asked.append(options)
+        calls.append(options)
         return 3
 
     monkeypatch.setattr(run, "finetune", note)
@@ -194,7 +194,7 @@ def test_finetune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch):
     command += ["--validation_dataset", "rows.jsonl", "--validation-interval=3", "--dry_run"]
     result = hone(*command, "--validation_config_file=a.yml", "--fresh")
     assert result.exit_code == 3, result.stderr
-    assert asdict(asked[0]) == {
+    assert asdict(calls[0]) == {
         "config_file": Path("a.yml"),
         "dataset": Path("rows.jsonl"),
         "result_json_path": "$.x",
@@ -294,9 +294,11 @@ def test_the_log_follows_its_level(caplog: pytest.LogCaptureFixture):
         encoding="utf-8",
     )
     command = ["run", "--config_file=a.yml", "--input", "x"]
-    said = hone(*command).stderr.splitlines()
+    lines = hone(*command).stderr.splitlines()
     expected = ["INFO - hone.x informs", "WARNING - hone.x warns", "WARNING - other warns"]
-    assert [line for line in said if (" - " in line and "x" in line) or "other" in line] == expected
+    assert [
+        line for line in lines if (" - " in line and "x" in line) or "other" in line
+    ] == expected
     assert "informs" not in hone(*command, "--log-level", "warning").stderr
     assert "informs" not in hone("--log-level", "warning", *command).stderr
     assert "warns" not in hone(*command, "--log_level=ERROR").stderr

@@ -145,7 +145,7 @@ def test_error_tree_in_the_docstring_is_the_tree_of_classes():
 
 def _drawn_tree(text: str) -> dict[str, set[str]]:
     """Name of each class -> names of its bases, read from indentation and parentheses."""
-    found: dict[str, set[str]] = {}
+    loaded: dict[str, set[str]] = {}
     above: list[tuple[int, str]] = []  # (column, name) of the ancestors of the next line
     for line in text.splitlines():
         match = re.match(r"^( {4}[|` -]*)([A-Z]\w*)(?: \((\w+)\))?", line)
@@ -155,9 +155,9 @@ def _drawn_tree(text: str) -> dict[str, set[str]]:
         while above and above[-1][0] >= column:
             above.pop()
         bases = {above[-1][1] if above else "Exception"}
-        found[name] = bases | ({refined} if refined else set())
+        loaded[name] = bases | ({refined} if refined else set())
         above.append((column, name))
-    return found
+    return loaded
 
 
 def test_a_drawn_tree_is_read_as_drawn():

@@ -105,8 +105,8 @@ async def test_needs_are_made_first_and_once_and_closed_in_reverse(write: Write)
 
 async def test_many_ask_at_once_and_it_is_made_once(write: Write):
     async with build(read(write(YAML))) as builder:
-        found = await asyncio.gather(*(builder.get_function(n) for n in "abcabc"))
-        assert found[0] is found[3] and found[2] is found[5]
+        functions = await asyncio.gather(*(builder.get_function(n) for n in "abcabc"))
+        assert functions[0] is functions[3] and functions[2] is functions[5]
         assert sorted(happened) == ["made a", "made b", "made c"]
 
 

@@ -45,10 +45,10 @@ class Parrot(BaseHTTPRequestHandler):
     """Answers every chat with its last message in capitals."""
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        message = {"role": "assistant", "content": asked["messages"][-1]["content"].upper()}
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        message = {"role": "assistant", "content": request["messages"][-1]["content"].upper()}
         answer: dict[str, Any] = {"id": "c", "object": "chat.completion", "created": 0}
-        answer |= {"model": asked["model"]}
+        answer |= {"model": request["model"]}
         answer["choices"] = [{"index": 0, "message": message, "finish_reason": "stop"}]
         body = json.dumps(answer).encode()
         self.send_response(200)

@@ -27,8 +27,8 @@ def hone(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("plugin")
 def test_an_installed_package_is_discovered():
-    found = {(r.kind, r.name) for r in registry.known() if r.package == "hone_test_plugin"}
-    assert found == MINE
+    components = {(r.kind, r.name) for r in registry.known() if r.package == "hone_test_plugin"}
+    assert components == MINE
 
 
 def test_every_part_of_hone_registers_what_the_seed_documents_name():

@@ -34,16 +34,15 @@ def document(directory: Path, target: str | None = None, **llms: str) -> Documen
     return read(file)
 
 
-def sent(found: Document, policy: str | None) -> dict[str, str | None]:
+def sent(doc: Document, policy: str | None) -> dict[str, str | None]:
     return {
-        key: sent_name(config, TRAINED, is_policy=key == policy)
-        for key, config in found.llms.items()
+        key: sent_name(config, TRAINED, is_policy=key == policy) for key, config in doc.llms.items()
     }
 
 
 def test_the_trainable_one(tmp_path: Path):
     """The rest of the entries on the same base is frozen, wherever a helper or a judge uses them."""
-    found = document(
+    doc = document(
         tmp_path,
         policy="_type: trainable",
         helper=f"_type: openai, model_name: org/base, {HERE}",
@@ -54,8 +53,8 @@ def test_the_trainable_one(tmp_path: Path):
         foreign=f"_type: openai, model_name: org/base, {ELSEWHERE}",
         public="_type: openai, model_name: org/base, api_key: k",
     )
-    assert choose_policy(found, TRAINED) == "policy"
-    assert sent(found, "policy") == {
+    assert choose_policy(doc, TRAINED) == "policy"
+    assert sent(doc, "policy") == {
         "policy": "agent",
         "helper": "agent@0",
         "judge": "agent@0",
@@ -69,33 +68,33 @@ def test_the_trainable_one(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["org/base", "agent", "p/agent", "agent@latest"])
 def test_the_only_entry_that_names_it_at_the_training_server(tmp_path: Path, name: str):
-    found = document(
+    doc = document(
         tmp_path,
         actor=f"_type: openai, model_name: {name}, {HERE}",
         judge=f"_type: openai, model_name: {name}, {ELSEWHERE}",
     )
-    assert choose_policy(found, TRAINED) == "actor"
-    assert sent(found, "actor") == {"actor": "agent", "judge": name}
+    assert choose_policy(doc, TRAINED) == "actor"
+    assert sent(doc, "actor") == {"actor": "agent", "judge": name}
 
 
 @pytest.mark.parametrize("target", ["actor", "helper", "mine"])
 def test_the_one_that_target_model_names(tmp_path: Path, target: str):
-    found = document(
+    doc = document(
         tmp_path,
         target,
         actor=f"_type: openai, model_name: org/base, {HERE}",
         helper="_type: trainable, model_name: org/base",
         third=f"_type: openai, model_name: mine, {ELSEWHERE}",
     )
-    policy = choose_policy(found, TRAINED)
+    policy = choose_policy(doc, TRAINED)
     assert policy == {"mine": "third"}.get(target, target)
     names = {"actor": "agent@0", "helper": "agent@0", "third": "mine"}
-    assert sent(found, policy) == names | ({} if policy == "third" else {target: "agent"})
+    assert sent(doc, policy) == names | ({} if policy == "third" else {target: "agent"})
 
 
 def test_a_model_s_name_as_target_means_the_entry_that_asks_for_it(tmp_path: Path):
-    found = document(tmp_path, "p/agent", actor=f"_type: openai, model_name: org/base, {HERE}")
-    assert choose_policy(found, TRAINED) == "actor"
+    doc = document(tmp_path, "p/agent", actor=f"_type: openai, model_name: org/base, {HERE}")
+    assert choose_policy(doc, TRAINED) == "actor"
     # Clients of the agent's own may be all that calls it.
     assert choose_policy(document(tmp_path, "agent"), TRAINED) is None
     assert choose_policy(document(tmp_path), TRAINED) is None
@@ -112,14 +111,14 @@ def test_a_model_s_name_as_target_means_the_entry_that_asks_for_it(tmp_path: Pat
 def test_where_several_could_be_meant_the_key_to_set_is_named(
     tmp_path: Path, target: str | None, first: str, second: str
 ):
-    found = document(tmp_path, target, a=first, b=second)
+    doc = document(tmp_path, target, a=first, b=second)
     with pytest.raises(ConfigError, match=r"llms\.a and llms\.b each .* set finetuning.target_mod"):
-        choose_policy(found, TRAINED)
+        choose_policy(doc, TRAINED)
 
 
 def test_a_policy_of_one_fixed_step_cannot_be_trained(tmp_path: Path):
-    found = document(tmp_path, policy="_type: trainable, model_name: agent@best")
+    doc = document(tmp_path, policy="_type: trainable, model_name: agent@best")
     with pytest.raises(ConfigError, match="asks for one fixed step; leave out '@best'"):
-        choose_policy(found, TRAINED)
+        choose_policy(doc, TRAINED)
     # `hone eval` may ask for it.
-    assert sent(found, None) == {"policy": "agent@best"}
+    assert sent(doc, None) == {"policy": "agent@best"}

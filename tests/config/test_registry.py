@@ -31,15 +31,15 @@ async def doubler(config: Doubler, builder: Builder) -> AsyncIterator[object]:
 
 
 def test_a_component_is_found_by_its_name_and_by_its_package():
-    found = registry.find("function", "test_registry_doubler")
-    assert found is not None
-    assert (found.config_type, found.factory) == (Doubler, doubler)
-    assert (found.kind, found.name, found.summary) == (
+    component = registry.find("function", "test_registry_doubler")
+    assert component is not None
+    assert (component.config_type, component.factory) == (Doubler, doubler)
+    assert (component.kind, component.name, component.summary) == (
         "function",
         "test_registry_doubler",
         "Doubles text.",
     )
-    assert registry.find("function", f"{found.package}/test_registry_doubler") is found
+    assert registry.find("function", f"{component.package}/test_registry_doubler") is component
     assert registry.find("function", "elsewhere/test_registry_doubler") is None
     assert registry.find("evaluator", "test_registry_doubler") is None
 
@@ -86,9 +86,9 @@ def test_a_factory_must_yield():
 
 
 def test_unknown_names_are_told_with_what_there_is():
-    said = registry.unknown("function", "test_registry_dubler")
-    assert said.startswith(
+    message = registry.unknown("function", "test_registry_dubler")
+    assert message.startswith(
         "no function is called 'test_registry_dubler'. Did you mean 'test_registry_doubler'? Known:"
     )
-    names = said.partition("Known: ")[2]
+    names = message.partition("Known: ")[2]
     assert "python" in names and names.endswith(".")

@@ -16,7 +16,7 @@ LLM = "{_type: openai, model_name: x, base_url: 'http://localhost:8000/v1'}"
 
 
 def named(kind: str) -> str:
-    return ", ".join(found.name for found in registry.known(kind))
+    return ", ".join(component.name for component in registry.known(kind))
 
 
 def problems(file: Path) -> list[str]:
@@ -151,14 +151,14 @@ def test_names_of_components_are_checked_wherever_they_stand(write: Write):
         finetuning:
           reward_function: {{name: juge}}
         """)
-    told = problems(file)
-    assert told[:2] == [
+    messages = problems(file)
+    assert messages[:2] == [
         "a.yml:7: workflow.llm: llms has no 'modell'. Did you mean 'model'? It has: model.",
         "a.yml:8: workflow.functions.1: functions has no 'serch'. Did you mean 'search'? It has: "
         "search.",
     ]
-    assert "eval.evaluators.judge.llm: llms has no 'nobody'. It has: model." in told[2]
-    assert told[-1] == (
+    assert "eval.evaluators.judge.llm: llms has no 'nobody'. It has: model." in messages[2]
+    assert messages[-1] == (
         "a.yml:13: finetuning.reward_function.name: eval.evaluators has no 'juge'. Did you mean "
         "'judge'? It has: judge."
     )

@@ -11,8 +11,8 @@ from hone.config.secrets import HIDDEN, Secrets
 
 
 def test_no_secret_is_shown():
-    told = {"api_key": "a", "HF_TOKEN": "b", "a": [{"secret": "c"}], "id_key": "d", "tokens": 3}
-    assert Secrets().hide(told) == {
+    values = {"api_key": "a", "HF_TOKEN": "b", "a": [{"secret": "c"}], "id_key": "d", "tokens": 3}
+    assert Secrets().hide(values) == {
         "api_key": HIDDEN,
         "HF_TOKEN": HIDDEN,
         "a": [{"secret": HIDDEN}],
@@ -26,8 +26,11 @@ def test_a_secret_is_hidden_wherever_it_stands(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_TOKEN", "from-the-environment")
     data = {"llm": {"api_key": "from-the-file", "headers": {"X-Both": "from-the-file"}}}
     secrets = Secrets(data, [("llms.a.api_key", "from-an-option"), ("finetuning.seed", "12345678")])
-    told = {"url": "https://me:from-the-environment@host/v1", "auth": "Bearer from-an-option"}
-    assert secrets.hide(told) == {"url": f"https://me:{HIDDEN}@host/v1", "auth": f"Bearer {HIDDEN}"}
+    values = {"url": "https://me:from-the-environment@host/v1", "auth": "Bearer from-an-option"}
+    assert secrets.hide(values) == {
+        "url": f"https://me:{HIDDEN}@host/v1",
+        "auth": f"Bearer {HIDDEN}",
+    }
     assert secrets.hide(data)["llm"] == {"api_key": HIDDEN, "headers": {"X-Both": HIDDEN}}
     arguments = ["eval", "-o", "llms.a.api_key", "short", "-o", "finetuning.seed", "12345678"]
     assert secrets.hide_arguments(arguments) == [*arguments[:3], HIDDEN, *arguments[4:]]

@@ -44,11 +44,11 @@ class Says(BaseEvaluator):
 
 
 @pytest.mark.parametrize(
-    ("said", "value"),
+    ("returned", "value"),
     [(1, 1.0), (0.25, 0.25), (-3.5, -3.5), (True, 1.0), (Fraction(1, 4), 0.25)],
 )
-async def test_a_number_is_a_score(said: Any, value: float):
-    assert await score(Says(), item(said)) == Score(value, "as it says")
+async def test_a_number_is_a_score(returned: Any, value: float):
+    assert await score(Says(), item(returned)) == Score(value, "as it says")
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -56,12 +56,17 @@ def test_numbers_of_numpy_are_numbers():
     assert score_of(EvalOutputItem(id="i", score=numpy.int64(2))) == Score(2.0)
 
 
-@pytest.mark.parametrize("said", [None, math.nan, math.inf, "0.5", [1], {"score": 1}, Decimal(1)])
-async def test_what_is_no_finite_number_is_a_failure(said: Any):
-    got = await score(Says(), item(said, id="row-7"))
+@pytest.mark.parametrize(
+    "returned", [None, math.nan, math.inf, "0.5", [1], {"score": 1}, Decimal(1)]
+)
+async def test_what_is_no_finite_number_is_a_failure(returned: Any):
+    got = await score(Says(), item(returned, id="row-7"))
     assert got.value is None
     assert got.failure is not None
-    assert got.failure.message == f"item 'row-7': the score is {said!r}; it must be a finite number"
+    assert (
+        got.failure.message
+        == f"item 'row-7': the score is {returned!r}; it must be a finite number"
+    )
 
 
 async def test_an_exception_is_a_failure_with_its_traceback():

@@ -66,12 +66,12 @@ def test_tool_calls(output: Any, expected: Any, options: Any, right: float):
 
 
 def test_the_calls_are_looked_at_where_the_output_is_text():
-    said = call({"role": "assistant", "content": None, "tool_calls": [as_openai(A)]})
+    reply = call({"role": "assistant", "content": None, "tool_calls": [as_openai(A)]})
     then = call({"role": "assistant", "content": None, "tool_calls": [as_openai(B)]}, index=1)
-    assert value("It is done.", [A, B], [said, then, call("done")]) == 1
-    assert value("It is done.", [A, B], [said, then], source="output") == 0
-    assert value(B, [A], [said], source="calls") == 1
-    assert value(B, [A], [said]) == 0
+    assert value("It is done.", [A, B], [reply, then, call("done")]) == 1
+    assert value("It is done.", [A, B], [reply, then], source="output") == 0
+    assert value(B, [A], [reply], source="calls") == 1
+    assert value(B, [A], [reply]) == 0
 
 
 def test_what_was_made_is_told():

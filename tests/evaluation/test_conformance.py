@@ -76,9 +76,9 @@ class Opinion(Endpoint):
     """Says 10 of what holds `good`, nothing of what holds `odd`, and 0 of the rest."""
 
     async def _answer(self, request: Request, path: str) -> Response:
-        said = str(await request.json())
-        score = 10 if "good" in said.rpartition("utput")[2] else 0
-        self.replies = [Reply("?" if "odd" in said else f'{{"score": {score}}}')]
+        body = str(await request.json())
+        score = 10 if "good" in body.rpartition("utput")[2] else 0
+        self.replies = [Reply("?" if "odd" in body else f'{{"score": {score}}}')]
         return await super()._answer(request, path)
 
 

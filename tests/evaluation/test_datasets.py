@@ -51,8 +51,8 @@ def test_rows_without_an_id_get_their_number(tmp_path: Path):
 
 def test_a_filter_does_not_renumber_the_others(tmp_path: Path):
     rows = [{"question": q, "level": level} for q, level in [("a", 1), ("b", 2), ("c", 2)]]
-    kept = loaded(tmp_path, rows, filter={"allowlist": {"field": {"level": [2]}}})
-    assert ids(kept) == ["2", "3"]
+    items = loaded(tmp_path, rows, filter={"allowlist": {"field": {"level": [2]}}})
+    assert ids(items) == ["2", "3"]
 
 
 def test_filters_take_wildcards_and_want_every_column(tmp_path: Path):
@@ -77,7 +77,7 @@ def test_a_filter_on_a_column_that_is_not_there_is_an_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         (
             [
@@ -91,10 +91,10 @@ def test_a_filter_on_a_column_that_is_not_there_is_an_error(tmp_path: Path):
         ([{"id": 2, "question": "a"}, {"question": "b"}], "row 1 and row 2 both have the id '2'"),
     ],
 )
-def test_two_rows_of_one_id_are_an_error(tmp_path: Path, rows: list[dict[str, Any]], said: str):
+def test_two_rows_of_one_id_are_an_error(tmp_path: Path, rows: list[dict[str, Any]], message: str):
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, rows)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "give each row an id of its own" in str(caught.value)
 
 
@@ -211,17 +211,17 @@ def test_a_relative_file_is_looked_for_here_and_then_beside_the_yaml(
 
 
 @pytest.mark.parametrize(
-    ("config", "override", "said"),
+    ("config", "override", "message"),
     [
         (None, None, "eval.general.dataset: there is none; add one with its `_type`"),
         (JsonDataset(), None, "eval.general.dataset.file_path: missing; name the file"),
         (None, Path("nowhere.json"), "--dataset nowhere.json: no such file"),
     ],
 )
-def test_no_dataset(config: DatasetBaseConfig | None, override: Path | None, said: str):
+def test_no_dataset(config: DatasetBaseConfig | None, override: Path | None, message: str):
     with pytest.raises(ConfigError) as caught:
         load_items(config, override)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_nothing_left_to_run_is_an_error(tmp_path: Path):
@@ -241,12 +241,12 @@ def test_a_function_makes_the_items(tmp_path: Path):
         "    return 3\n",
         encoding="utf-8",
     )
-    made = CustomDataset(function="made_rows.items", kwargs={"count": 2})
-    items = load_items(made, near=tmp_path)
+    config = CustomDataset(function="made_rows.items", kwargs={"count": 2})
+    items = load_items(config, near=tmp_path)
     assert [(i.id, i.input_obj) for i in items] == [("0", "None"), ("1", "None")]
-    given = tmp_path / "any.thing"
-    given.touch()
-    assert load_items(made, given, near=tmp_path)[0].input_obj == str(given)
+    file = tmp_path / "any.thing"
+    file.touch()
+    assert load_items(config, file, near=tmp_path)[0].input_obj == str(file)
     assert ids(load_items(CustomDataset(function="made_rows.py:rows"), near=tmp_path)) == ["1"]
     with pytest.raises(ConfigError, match="nothing returned int; it must return a hone"):
         load_items(CustomDataset(function="made_rows:nothing"), near=tmp_path)
@@ -264,7 +264,7 @@ def test_ready_made_items_with_one_id_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (
             '[{"question": "q", "intermediate_steps": [{"payload": {"event_type": "LLM_END", "data": "x"}}]}]',
@@ -278,12 +278,12 @@ def test_ready_made_items_with_one_id_are_an_error():
         ("[" * 100000 + "]" * 100000, "cannot be read: maximum recursion depth"),
     ],
 )
-def test_rows_that_cannot_be_read_are_named(tmp_path: Path, content: str, said: str):
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, content: str, message: str):
     file = tmp_path / "rows.json"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
         load_items(None, file)
-    assert str(caught.value).startswith(str(file)) and said in str(caught.value)
+    assert str(caught.value).startswith(str(file)) and message in str(caught.value)
 
 
 def test_a_directory_is_no_dataset(tmp_path: Path):

@@ -208,14 +208,14 @@ async def test_an_evaluation_that_cannot_begin_leaves_the_files_of_the_last_one(
 async def test_completed_entries_are_skipped(endpoint: tuple[Endpoint, str], bench: Workbench):
     says(endpoint, "a0", "crash", "a2")
     await bench.evaluate()
-    asked = says(endpoint, "a1")
+    server = says(endpoint, "a1")
     summary = await bench.evaluate(skip_completed_entries=True)
-    assert len(asked.asked) == 1 and asked.bodies[0]["messages"][0]["content"] == "q1"
+    assert len(server.asked) == 1 and server.bodies[0]["messages"][0]["content"] == "q1"
     assert not summary.failed and bench.answers == ["a0", "a1", "a2"]
     assert summary.evaluators[0].average_score == 1.0
     # All are complete now; and without the flag all are run anew.
     await bench.evaluate(skip_completed_entries=True)
-    assert len(asked.asked) == 1
+    assert len(server.asked) == 1
     says(endpoint, "b0", "b1", "b2")
     await bench.evaluate()
     assert bench.answers == ["b0", "b1", "b2"]
@@ -228,23 +228,23 @@ async def test_another_question_under_the_same_id_is_run(
     await bench.evaluate()
     rows = [ROWS[0], {**ROWS[1], "question": "changed"}, ROWS[2]]
     (bench.path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    asked = says(endpoint, "new")
+    server = says(endpoint, "new")
     await bench.evaluate(skip_completed_entries=True)
-    assert [b["messages"][0]["content"] for b in asked.bodies] == ["changed"]
+    assert [b["messages"][0]["content"] for b in server.bodies] == ["changed"]
     assert bench.answers == ["a0", "new", "a2"]
 
 
 async def test_the_workflow_is_skipped(endpoint: tuple[Endpoint, str], bench: Workbench):
     says(endpoint, "a0", "wrong", "a2")
     await bench.evaluate()
-    asked = says(endpoint)
+    server = says(endpoint)
     bench.config["eval"]["evaluators"] = {
         "calls": {"_type": "avg_num_llm_calls"},
         "time": {"_type": "avg_workflow_runtime"},
         "mine": {"_type": "python", "target": "evaluated_agent.py:reward", "args": {"bonus": 2}},
     }
     summary = await bench.evaluate(skip_workflow=True)
-    assert not summary.failed and not asked.asked
+    assert not summary.failed and not server.asked
     # (1 + 0 + 1) / 3 and 2 for each; each made one call.
     calls, seconds, mine = [e.average_score for e in summary.evaluators]
     assert (calls, mine) == (1.0, pytest.approx(2 + 2 / 3))
@@ -254,16 +254,16 @@ async def test_the_workflow_is_skipped(endpoint: tuple[Endpoint, str], bench: Wo
     (bench.out / "workflow_output.json").rename(file)
     bench.config["eval"]["general"]["output_dir"] = str(bench.path / "other")
     again = await bench.evaluate(skip_workflow=True, dataset=file)
-    assert again.evaluators[2].average_score == mine and not asked.asked
+    assert again.evaluators[2].average_score == mine and not server.asked
 
 
 async def test_skipping_the_workflow_without_answers_fails(bench: Workbench):
     summary = await bench.evaluate(skip_workflow=True)
     assert (summary.failed_items, summary.evaluators[0].average_score) == (3, None)
-    said = "item '0' has no generated answer, and the workflow was not run"
-    assert said in summary.message
+    message = "item '0' has no generated answer, and the workflow was not run"
+    assert message in summary.message
     failure = bench.written("workflow_output.json")[0]["failure"]
-    assert (failure["reason"], failure["message"]) == ("not_run", said)
+    assert (failure["reason"], failure["message"]) == ("not_run", message)
 
 
 async def test_repetitions(endpoint: tuple[Endpoint, str], bench: Workbench):
@@ -289,7 +289,7 @@ async def test_items_are_prepared_by_the_configured_function(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"reps": 0}, "--reps 0: at least 1"),
         ({"reps": 2, "skip_workflow": True}, "does not go with --skip_workflow"),
@@ -298,10 +298,10 @@ async def test_items_are_prepared_by_the_configured_function(
         ({"result_json_path": "$["}, "'$[' is no JSONPath"),
     ],
 )
-async def test_options_that_cannot_be(bench: Workbench, options: dict[str, Any], said: str):
+async def test_options_that_cannot_be(bench: Workbench, options: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as caught:
         await bench.evaluate(**options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -323,15 +323,15 @@ async def test_an_evaluation_that_was_stopped_goes_on(
         while len(served.asked) < 3:
             await asyncio.sleep(0.02)
     child.send_signal(how)
-    _, said = await asyncio.to_thread(child.communicate)
+    _, message = await asyncio.to_thread(child.communicate)
     gate.set()
     assert child.returncode == -how
-    told = "interrupted; --skip_completed_entries goes on from here"
-    assert (told in said) == (how == signal.SIGINT)
+    warning = "interrupted; --skip_completed_entries goes on from here"
+    assert (warning in message) == (how == signal.SIGINT)
     assert not (bench.out / "workflow_output.json").exists()
-    asked = says(endpoint, "a2")
+    server = says(endpoint, "a2")
     summary = await bench.evaluate(skip_completed_entries=True)
-    assert [b["messages"][0]["content"] for b in asked.bodies] == ["q2"]
+    assert [b["messages"][0]["content"] for b in server.bodies] == ["q2"]
     assert not summary.failed and bench.answers == ["a0", "a1", "a2"]
 
 

@@ -22,10 +22,10 @@ from hone.workflow.run import RolloutFailure, RolloutResult
 
 def opened(path: Path, *, keep: bool = False, structure: Any = None, **output: Any) -> OutputDir:
     general = EvalGeneralConfig.model_validate({"output_dir": path, "output": output})
-    found = OutputDir(general, EvalDatasetStructure.model_validate(structure or {}))
-    found.prepare(["exact"], keep=keep)
-    found.close()  # tests open one directory again and again
-    return found
+    directory = OutputDir(general, EvalDatasetStructure.model_validate(structure or {}))
+    directory.prepare(["exact"], keep=keep)
+    directory.close()  # tests open one directory again and again
+    return directory
 
 
 def answered(output: Any = "out", **fields: Any) -> ItemResult:
@@ -151,8 +151,8 @@ def test_items_without_structure_are_the_same_if_their_rows_are(tmp_path: Path):
     out = opened(tmp_path, structure=structure)
     out.add(answered("kept", input_obj=json.dumps(row), full_dataset_entry=row))
     other = {**row, "board": [2]}
-    asked = [item(id="7", input_obj=json.dumps(r), full_dataset_entry=r) for r in (row, other)]
-    filled = opened(tmp_path, keep=True, structure=structure).filled(asked)
+    items = [item(id="7", input_obj=json.dumps(r), full_dataset_entry=r) for r in (row, other)]
+    filled = opened(tmp_path, keep=True, structure=structure).filled(items)
     assert [i.output_obj for i in filled] == ["kept", None]
 
 

@@ -177,14 +177,14 @@ async def test_the_trajectory_evaluator_shows_the_conversation(endpoint: Endpoin
     config = TrajectoryJudge.model_validate({"llm_name": "judge_llm"})
     whole = Judge(config, llm, max_concurrency=1, cache_dir=None)
     tool = {"id": "t", "function": {"name": "search", "arguments": "{}"}}
-    asked = {"role": "assistant", "content": None, "tool_calls": [tool]}
+    reply = {"role": "assistant", "content": None, "tool_calls": [tool]}
     later = [
         {"role": "user", "content": "q"},
         # As agents send it back: without what is empty, and with what answers have beside it.
         {"role": "assistant", "tool_calls": [tool], "refusal": None},
         {"role": "tool", "tool_call_id": "t", "content": "found"},
     ]
-    calls = [call(asked), call("done", index=1, messages=later)]
+    calls = [call(reply), call("done", index=1, messages=later)]
     assert (await score(whole, item("done", "done", trajectory=calls))).value == 1.0
     system, user = endpoint.bodies[0]["messages"]
     assert "the course an agent took" in system["content"]
@@ -206,7 +206,7 @@ def test_a_call_that_begins_anew_says_so():
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("answer", "verdict"),
     [
         ('{"reasoning": "r", "score": 3}', ("r", 3.0)),
         ('```json\n{"reasoning": "r", "score": "3.5"}\n```', ("r", 3.5)),
@@ -216,18 +216,18 @@ def test_a_call_that_begins_anew_says_so():
         ("score = 2, no, **Score**: 5", ("score = 2, no, **Score**: 5", 5.0)),
     ],
 )
-def test_the_score_in_an_answer(said: str, found: tuple[str, float]):
-    assert verdict_in(said) == found
+def test_the_score_in_an_answer(answer: str, verdict: tuple[str, float]):
+    assert verdict_in(answer) == verdict
 
 
-@pytest.mark.parametrize("said", ["", "7", '{"score": true}', '{"score": null}', '{"points": 3}'])
-def test_no_score_in_an_answer(said: str):
+@pytest.mark.parametrize("answer", ["", "7", '{"score": true}', '{"score": null}', '{"points": 3}'])
+def test_no_score_in_an_answer(answer: str):
     with pytest.raises(ValueError, match="score"):
-        verdict_in(said)
+        verdict_in(answer)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"min_score": 5, "max_score": 5}, r"min_score \(5\) is not below max_score \(5\)"),
         ({"prompt": "What of {question}?"}, r"prompt holds neither \{output\} nor \{transcript\}"),
@@ -236,6 +236,6 @@ def test_no_score_in_an_answer(said: str):
         ({"llm_name": "k"}, "name one entry of `llms` as the judge, in llm"),
     ],
 )
-def test_a_judge_that_cannot_be(fields: dict[str, Any], said: str):
-    with pytest.raises(ValidationError, match=said):
+def test_a_judge_that_cannot_be(fields: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
         LlmJudge.model_validate({"llm": "j", **fields})

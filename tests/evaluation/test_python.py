@@ -14,8 +14,8 @@ from hone.evaluation.python import PythonEvaluator
 from hone.types import Failure
 
 
-async def scored(fn: Callable[..., Any], one: EvalInputItem, **given: Any) -> Score:
-    return await score(PythonEvaluator("m:fn", fn, given, 2), one)
+async def scored(fn: Callable[..., Any], one: EvalInputItem, **arguments: Any) -> Score:
+    return await score(PythonEvaluator("m:fn", fn, arguments, 2), one)
 
 
 async def test_it_takes_the_parts_it_names():
@@ -98,7 +98,7 @@ def nothing_at_all() -> float:
 
 
 @pytest.mark.parametrize(
-    ("fn", "given", "said"),
+    ("fn", "arguments", "message"),
     [
         (two_names, {}, "takes (outptu, expected). Did you mean 'output'? It may take item, id,"),
         (nothing_at_all, {}, "takes (). It may take item, id, input, output, expected, row, calls"),
@@ -107,8 +107,8 @@ def nothing_at_all() -> float:
     ],
 )
 def test_a_signature_that_cannot_be_called_is_found_when_it_is_built(
-    fn: Any, given: dict[str, Any], said: str
+    fn: Any, arguments: dict[str, Any], message: str
 ):
     with pytest.raises(ConfigError) as caught:
-        PythonEvaluator("m:fn", fn, given, 1)
-    assert said in str(caught.value)
+        PythonEvaluator("m:fn", fn, arguments, 1)
+    assert message in str(caught.value)

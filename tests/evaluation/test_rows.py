@@ -39,13 +39,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path):
 
 
 def test_characters_that_end_lines_elsewhere_do_not_end_them_in_jsonl(tmp_path: Path):
-    said = json.dumps({"question": "a\u2028b\x85c"}, ensure_ascii=False)
-    assert rows.read(wrote(tmp_path / "a.jsonl", said)) == [{"question": "a\u2028b\x85c"}]
+    text = json.dumps({"question": "a\u2028b\x85c"}, ensure_ascii=False)
+    assert rows.read(wrote(tmp_path / "a.jsonl", text)) == [{"question": "a\u2028b\x85c"}]
 
 
 def test_csv_is_text_and_empty_cells_are_none(tmp_path: Path):
-    said = 'id,question,answer\n1,"a, ""b""\nc",x\n\n2,,\n3,d\n'
-    assert rows.read(wrote(tmp_path / "a.csv", said)) == [
+    text = 'id,question,answer\n1,"a, ""b""\nc",x\n\n2,,\n3,d\n'
+    assert rows.read(wrote(tmp_path / "a.csv", text)) == [
         {"id": "1", "question": 'a, "b"\nc', "answer": "x"},
         {"id": "2", "question": None, "answer": None},
         {"id": "3", "question": "d", "answer": None},
@@ -126,7 +126,7 @@ def test_xls():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "text"),
     [
         ("a.json", '{"id": 1}', "a.json: holds an object; a JSON dataset is a list of objects"),
         ("a.json", '[{"id": 1},\n {"id": }]', "a.json:2: not JSON: Expecting value"),
@@ -148,12 +148,12 @@ def test_xls():
     ],
 )
 def test_what_cannot_be_read_is_an_error(
-    tmp_path: Path, name: str, content: str | bytes, said: str
+    tmp_path: Path, name: str, content: str | bytes, text: str
 ):
     path = wrote(tmp_path / name, content)
     with pytest.raises(ConfigError) as caught:
         rows.read(path)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     assert str(caught.value).startswith(str(path))
 
 

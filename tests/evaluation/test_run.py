@@ -192,7 +192,7 @@ async def test_the_output_is_what_the_path_finds(returned: Any, path: str, outpu
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         ("prose", "result_json_path $.city: the workflow returned text that is no JSON"),
         (
@@ -201,7 +201,7 @@ async def test_the_output_is_what_the_path_finds(returned: Any, path: str, outpu
         ),
     ],
 )
-async def test_a_path_that_finds_nothing_is_a_failure(returned: Any, said: str):
+async def test_a_path_that_finds_nothing_is_a_failure(returned: Any, message: str):
     async def give(input: str) -> Any:
         return returned
 
@@ -214,7 +214,7 @@ async def test_a_path_that_finds_nothing_is_a_failure(returned: Any, said: str):
         "infrastructure",
         "unparseable",
     )
-    assert said in failure.failure.message
+    assert message in failure.failure.message
     with pytest.raises(ConfigError, match=r"'\$\[' is no JSONPath"):
         over(give, items("x"), result_json_path="$[")
 

@@ -72,9 +72,9 @@ class Workbench:
     def steps(self) -> set[tuple[str, int]]:
         """Model asked for and step that answered, of every call of the last evaluation."""
         entries = json.loads((self.out / "workflow_output.json").read_text())
-        told = [one["payload"] for entry in entries for one in entry["intermediate_steps"]]
-        assert len(told) == len(ROWS)
-        return {(p["name"], p["metadata"]["hone"]["policy_step"]) for p in told}
+        payloads = [one["payload"] for entry in entries for one in entry["intermediate_steps"]]
+        assert len(payloads) == len(ROWS)
+        return {(p["name"], p["metadata"]["hone"]["policy_step"]) for p in payloads}
 
 
 @pytest_asyncio.fixture
@@ -99,7 +99,7 @@ async def test_the_base_model_the_newest_step_and_any_other_are_evaluated(
     trained: Workbench, tiny_model: Path
 ):
     name = trained.config["trainer_adapters"]["hone"]["backend"]["name"]
-    for model, asked, step in (
+    for model, model_name, step in (
         (None, f"suite/{name}", 2),
         (f"{name}@1", f"{name}@1", 1),
         (f"{name}@best", f"{name}@best", 1),
@@ -109,7 +109,7 @@ async def test_the_base_model_the_newest_step_and_any_other_are_evaluated(
         summary = await trained.evaluate(model)
         assert not summary.failed, summary.message
         assert (summary.items, summary.evaluators[0].average_score) == (2, 1.0)
-        assert trained.steps == {(asked, step)}
+        assert trained.steps == {(model_name, step)}
     # The same by the address alone, as a model is used once its training is over.
     served = trained.config.pop("trainer_adapters")["hone"]["backend"]
     del trained.config["finetuning"]

@@ -10,8 +10,8 @@ from hone.evaluation.steps import calls_of, intermediate_steps, steps_of
 
 def test_the_form_of_a_call():
     tools = [{"type": "function", "function": {"name": "search"}}]
-    made = call("yes", function="<workflow>.search", tools=tools)
-    (entry,) = intermediate_steps([made], [])
+    one = call("yes", function="<workflow>.search", tools=tools)
+    (entry,) = intermediate_steps([one], [])
     assert entry["parent_id"] == "<workflow>"
     assert entry["function_ancestry"] == {
         "function_id": "<workflow>.search",
@@ -47,20 +47,20 @@ def test_outside_any_function_is_root():
 def test_calls_and_steps_stand_in_the_order_they_happened():
     calls = [call("a", index=0), call("b", index=1)]
     steps = [step("before", calls=0), step("between", calls=1), step("after", calls=2)]
-    told = intermediate_steps(calls, steps)
+    entries = intermediate_steps(calls, steps)
     names = [
         e["payload"]["data"]["output"]
         if e["payload"]["event_type"] == "LLM_END"
         else e["payload"]["name"]
-        for e in told
+        for e in entries
     ]
     assert names == ["before", "a", "between", "b", "after"]
-    assert len({e["payload"]["UUID"] for e in told}) == 5
+    assert len({e["payload"]["UUID"] for e in entries}) == 5
 
 
 def test_only_the_kinds_that_are_wanted():
-    told = intermediate_steps([call()], [step()], kinds=["LLM_END", "TOOL_END"])
-    assert [e["payload"]["event_type"] for e in told] == ["LLM_END"]
+    entries = intermediate_steps([call()], [step()], kinds=["LLM_END", "TOOL_END"])
+    assert [e["payload"]["event_type"] for e in entries] == ["LLM_END"]
 
 
 def test_there_and_back_again_through_json():
@@ -83,9 +83,9 @@ def test_there_and_back_again_through_json():
         index=2,
     )
     calls, steps = [call(), failed, asked_tool], [step(), step("end", value=None, calls=3)]
-    told = json.loads(json.dumps(intermediate_steps(calls, steps)))
-    assert calls_of(told) == calls
-    assert steps_of(told) == steps
+    entries = json.loads(json.dumps(intermediate_steps(calls, steps)))
+    assert calls_of(entries) == calls
+    assert steps_of(entries) == steps
 
 
 def test_logprobs_and_ids_of_tokens_are_left_out():

@@ -52,8 +52,8 @@ class StandIn:
         job.events.append(event)
         if type in FINAL:
             failure = Failure(**data["failure"]) if type == "failed" else None
-            kept = {k: v for k, v in data.items() if k in {"step", "metrics", "reason"}}
-            job.info = job.info.model_copy(update={"state": type, "failure": failure, **kept})
+            fields = {k: v for k, v in data.items() if k in {"step", "metrics", "reason"}}
+            job.info = job.info.model_copy(update={"state": type, "failure": failure, **fields})
         job.changed.set()
         job.changed = asyncio.Event()
 

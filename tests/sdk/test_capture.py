@@ -94,9 +94,9 @@ async def test_rollouts_that_run_at_once_each_have_their_own(serve: Serve, libra
                 # Tasks started inside belong to the rollout.
                 return [first, *await asyncio.gather(*(seen(shared, url) for _ in range(2)))]
 
-        found = await asyncio.gather(*(play(i) for i in range(20)))
+        ids = await asyncio.gather(*(play(i) for i in range(20)))
         assert await seen(shared, url) is None
-    assert found == [[f"game-{i}"] * 3 for i in range(20)]
+    assert ids == [[f"game-{i}"] * 3 for i in range(20)]
 
 
 async def test_the_openai_clients_are_seen(serve: Serve):

@@ -172,8 +172,8 @@ async def test_after_each_replaces_drops_and_flattens():
         return group
 
     groups = [TrajectoryGroup([rollout(reward)]) for reward in (0, 1, 2)]
-    kept = await gather_trajectory_groups(groups, pbar_desc=None, after_each=split)
-    assert rewards(kept) == [[10], [11], [2]]
+    groups_left = await gather_trajectory_groups(groups, pbar_desc=None, after_each=split)
+    assert rewards(groups_left) == [[10], [11], [2]]
 
 
 async def test_what_after_each_raises_is_raised_whatever_the_budget():
@@ -202,13 +202,13 @@ async def test_coroutines_of_groups_share_the_budget_and_drop_out_when_they_fail
 
 
 async def test_gather_trajectories_returns_tolerated_failures_in_place():
-    found = await gather_trajectories(
+    results = await gather_trajectories(
         [rollout(1, 0.01), fail(), rollout(2)], pbar_desc=None, max_exceptions=1
     )
-    assert isinstance(found[0], Trajectory)
-    assert isinstance(found[1], ValueError)
-    assert isinstance(found[2], Trajectory)
-    assert (found[0].reward, str(found[1]), found[2].reward) == (1, "broken", 2)
+    assert isinstance(results[0], Trajectory)
+    assert isinstance(results[1], ValueError)
+    assert isinstance(results[2], Trajectory)
+    assert (results[0].reward, str(results[1]), results[2].reward) == (1, "broken", 2)
 
 
 async def test_completion_tokens_is_the_mean_over_the_sampled_choices():

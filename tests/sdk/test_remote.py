@@ -96,17 +96,17 @@ async def test_every_train_is_a_job_of_its_own(backend: RemoteBackend, standin: 
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"learning_rat": 1}, "no such key. Did you mean learning_rate?"),
         ({"loss_fn": "cispo"}, "Did you mean loss ('cispo', or 'grpo' where ART says 'ppo')?"),
         ({"zzz": 1}, "no such key. Known: learning_rate, loss,"),
     ],
 )
-async def test_keys_nobody_knows_are_refused_before_anything_is_sent(keys: Any, said: str):
+async def test_keys_nobody_knows_are_refused_before_anything_is_sent(keys: Any, message: str):
     with pytest.raises(errors.ConfigError) as caught:
         await RemoteBackend("http://127.0.0.1:1").train(MODEL, groups(), **keys)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 async def test_wrong_values_and_groups_are_refused_before_anything_is_sent():
@@ -174,8 +174,8 @@ async def test_a_broken_stream_goes_on_after_the_last_event(
         "train p/agent: 4/4 done",
         "train p/agent: 4/4 done",
     ]
-    asked = [headers for _, path, headers in standin.asked if path.endswith("/events")]
-    assert [headers["last-event-id"] for headers in asked] == ["0", "2"]
+    requests = [headers for _, path, headers in standin.asked if path.endswith("/events")]
+    assert [headers["last-event-id"] for headers in requests] == ["0", "2"]
 
 
 async def test_a_stream_that_ends_early_is_opened_again(
@@ -279,15 +279,15 @@ async def test_something_that_is_no_hone_server(backend: RemoteBackend, standin:
 
 
 @pytest.mark.parametrize(
-    ("given", "used"),
+    ("address", "used"),
     [
         ("http://0.0.0.0:7999", "http://127.0.0.1:7999"),
         ("http://gpu:7623/", "http://gpu:7623"),
         ("https://gpu/v1", "https://gpu"),
     ],
 )
-def test_addresses(given: str, used: str):
-    assert RemoteBackend(given).base_url == used
+def test_addresses(address: str, used: str):
+    assert RemoteBackend(address).base_url == used
 
 
 @pytest.mark.parametrize("wrong", ["localhost:7623", "ftp://x", "http://"])
@@ -423,7 +423,7 @@ async def test_another_address_of_the_server_is_given_up_soon(
 async def test_what_a_newer_server_adds_is_not_this_clients_business(
     backend: RemoteBackend, standin: StandIn
 ):
-    told = await backend.register(MODEL)
-    added = {**told.model_dump(), "invented_later": {"deep": 1}}
+    info = await backend.register(MODEL)
+    added = {**info.model_dump(), "invented_later": {"deep": 1}}
     standin.refuse = lambda request: JSONResponse(added)
-    assert await backend.model_info(MODEL) == told
+    assert await backend.model_info(MODEL) == info

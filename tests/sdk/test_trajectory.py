@@ -60,8 +60,8 @@ def test_a_choice_crosses_the_wire_with_logprobs_and_token_ids():
     text = JobRequest(model="p/agent", groups=[TrajectoryGroup([sent])]).model_dump_json()
     (got,) = JobRequest.model_validate_json(text).groups[0].trajectories
     for history in (got, got.additional_histories[0]):
-        said, choice = history.messages_and_choices
-        assert said == user
+        question, choice = history.messages_and_choices
+        assert question == user
         assert choice["token_ids"] == [5, 2]
         assert choice["prompt_token_ids"] == [1, 7, 9]
         assert choice["policy_step"] == 3

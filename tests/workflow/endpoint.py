@@ -80,22 +80,22 @@ def _whole(reply: Reply, *, chat: bool) -> dict[str, Any]:
             {"id": f"t{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
             for i, (name, arguments) in enumerate(reply.tools)
         ]
-    said = {"message": message} if chat else {"text": reply.text}
+    content = {"message": message} if chat else {"text": reply.text}
     finish = reply.finish or ("tool_calls" if reply.tools else "stop")
     return {
         "id": "answer-1",
         "object": "chat.completion",
         "created": 1,
         "model": "m",
-        "choices": [{"index": 0, **said, "finish_reason": finish, **reply.more}],
+        "choices": [{"index": 0, **content, "finish_reason": finish, **reply.more}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
         **reply.top,
     }
 
 
 def _responses(reply: Reply) -> dict[str, Any]:
-    said = {"type": "output_text", "text": reply.text, "annotations": []}
-    output: list[dict[str, Any]] = [{"type": "message", "role": "assistant", "content": [said]}]
+    content = {"type": "output_text", "text": reply.text, "annotations": []}
+    output: list[dict[str, Any]] = [{"type": "message", "role": "assistant", "content": [content]}]
     for i, (name, arguments) in enumerate(reply.tools):
         call = {"type": "function_call", "call_id": f"t{i}", "name": name, "arguments": arguments}
         output.append(call)

@@ -132,9 +132,9 @@ async def test_after_an_answer_that_was_cut_only_what_cannot_read_it_is_the_toke
         await llm.close()
     assert why(result) == expected
     assert result.failure is not None
-    said = result.failure.failure
-    assert (" (answers cut at" in said.message) == bool(more) and said.message.endswith(more)
-    assert reads.__name__ in said.traceback
+    failure = result.failure.failure
+    assert (" (answers cut at" in failure.message) == bool(more) and failure.message.endswith(more)
+    assert reads.__name__ in failure.traceback
 
 
 async def test_a_bug_of_the_agent_after_whole_answers_says_nothing_of_limits():
@@ -196,8 +196,8 @@ async def test_a_server_that_is_not_there_is_a_connection_failure():
     assert why(result) == ("infrastructure", "connection")
     # Where, and why: openai itself says 'Connection error.'
     assert result.failure is not None
-    said = result.failure.failure.message
-    assert said.startswith("Connection error. http://") and "cannot be reached: " in said
+    failure = result.failure.failure.message
+    assert failure.startswith("Connection error. http://") and "cannot be reached: " in failure
 
 
 @pytest.mark.parametrize(

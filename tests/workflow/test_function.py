@@ -160,9 +160,9 @@ async def test_nat_s_spelling_works():
     async def takes_a_query(query: Any) -> str:
         return query.text
 
-    given = FunctionInfo.from_fn(takes_a_query, input_schema=Query)
-    assert await Function.of("given", given)('{"text": "q"}') == "q"
-    renamed = Function.of("other", Function.of("given", given))
+    with_schema = FunctionInfo.from_fn(takes_a_query, input_schema=Query)
+    assert await Function.of("given", with_schema)('{"text": "q"}') == "q"
+    renamed = Function.of("other", Function.of("given", with_schema))
     assert renamed.name == "other" and await renamed({"text": "r"}) == "r"
 
 

@@ -22,11 +22,11 @@ def test_what_json_cannot_hold_stands_there_as_text():
     circle: list[Any] = [1]
     circle.append(circle)
     value = {("a", 1): float("nan"), 3: {7}, None: Mute(), "c": circle, "n": 10**5000}
-    told = json.loads(dumps(value))
-    assert told["('a', 1)"] == "NaN" and told["3"] == [7]
-    assert told["null"] == "<Mute, whose text cannot be had: RuntimeError>"
-    assert told["c"] == [1, "<holds itself>"]
-    assert int(told["n"], 16) == 10**5000
+    value_read = json.loads(dumps(value))
+    assert value_read["('a', 1)"] == "NaN" and value_read["3"] == [7]
+    assert value_read["null"] == "<Mute, whose text cannot be had: RuntimeError>"
+    assert value_read["c"] == [1, "<holds itself>"]
+    assert int(value_read["n"], 16) == 10**5000
 
 
 @pytest.mark.parametrize(("depth", "cut"), [(DEPTH, False), (DEPTH + 2, True), (5000, True)])

@@ -162,7 +162,7 @@ async def test_a_file_that_fails_while_it_loads_is_told_as_it_is(tmp_path: Path)
     (tmp_path / "fails_c4.py").write_text("import no_such_thing_c4\n")
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_thing_c4'"):
         load_target("fails_c4.py:run", tmp_path)
-    for source, said in (
+    for source, message in (
         ("x = 1\n1 / 0\n", "fails_c5.py:2: ZeroDivisionError: division by zero"),
         ("import json\njson.loads('')\n", "fails_c5.py:2: JSONDecodeError: Expecting value"),
         ("def run(input:\n", "fails_c5.py:1: SyntaxError: '(' was never closed"),
@@ -171,5 +171,5 @@ async def test_a_file_that_fails_while_it_loads_is_told_as_it_is(tmp_path: Path)
         (tmp_path / "fails_c5.py").write_text(source)
         with pytest.raises(ConfigError, match=r"'fails_c5.py:run' cannot be loaded: ") as caught:
             load_target("fails_c5.py:run", tmp_path)
-        assert f"{tmp_path}/{said}" in str(caught.value)
+        assert f"{tmp_path}/{message}" in str(caught.value)
         assert "fails_c5" not in sys.modules

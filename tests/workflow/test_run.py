@@ -91,11 +91,11 @@ async def test_a_deadline_before_any_answer_is_infrastructure():
         await llm.close()
     assert why(result) == ("infrastructure", "timeout")
     assert result.failure is not None
-    told = result.failure.failure
-    assert told.message == (
+    failure = result.failure.failure
+    assert failure.message == (
         "the rollout did not end within 0.3 s; it had sent 1 calls, of which 0 were answered"
     )
-    assert "in agent" in told.traceback and "test_run.py" in told.traceback
+    assert "in agent" in failure.traceback and "test_run.py" in failure.traceback
     assert result.calls[0].error == "CancelledError"
 
 
@@ -251,8 +251,8 @@ async def test_inputs_are_run_through_the_workflow_of_a_file(tmp_path: Path):
         )
         results = await asyncio.to_thread(run_inputs, options)
     assert [r.output for r in results] == ["ok", "ok", "ok"]
-    asked = [call.messages[0]["content"] for r in results for call in r.calls if call.messages]
-    assert asked == ["one", "two", "from a file"]
+    questions = [call.messages[0]["content"] for r in results for call in r.calls if call.messages]
+    assert questions == ["one", "two", "from a file"]
     assert [body["max_tokens"] for body in endpoint.bodies] == [9, 9, 9]
 
 
