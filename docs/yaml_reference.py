@@ -1,10 +1,10 @@
-"""Every section and component of the YAML as Markdown, from the schema and the registry.
+"""Markdown for every section and component of the YAML, from the schema and the registry.
 
 In:   config/schema.py's Document; the components that hone itself registers
 Out:  the text of docs/reference/config.md, up to the table of training defaults
 
-Whatever the schema accepts stands here, and nothing else: the tables are made of the fields, the
-sentences are the strings under them.
+The page lists exactly what the schema accepts: the tables come from the fields, the descriptions from
+the docstrings under them.
 """
 
 import json
@@ -33,70 +33,76 @@ SECTION = {
     "trainer_adapter": "`trainer_adapters:`",
     "trainer": "`trainers:`",
 }
-"""Where the components of a kind stand."""
+"""Section of the YAML for each kind of component."""
 
 SIGN = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "at least"} | {
     "max_length": "at most"
 }
 
 READING = f"""\
-A file says what is run, how it is scored and how it is trained. `hone validate --config_file F`
-reports everything that is wrong with it, with file and line; `hone info components` lists what
-`_type` can name, plugins included.
+A configuration file states what to run, how to score it and how to train it. `hone validate
+--config_file F` reports every problem with file and line. `hone info components` lists the values
+of `_type`, including those of plugins.
 
-- Numbers may be written `1e-6`. `${{VAR}}` is a variable of the environment, `${{VAR:-default}}` one
-  with a default; a variable that is not set is an error. `$${{VAR}}` is the text `${{VAR}}`.
-- `base: other.yml` puts this file over that one; blocks are merged key by key.
-- A value `file://prompt.md` is that file's text ({", ".join(f"`{s}`" for s in TEXT_SUFFIXES)}).
-- `-o a.b.c VALUE` sets a key from the command line, typed by this schema. `a.b.0` is an element of
-  a list; a key with a dot in it stands in quotes: `-o 'llms."my.model".temperature' 0`.
-- Unknown keys are errors. What the originals have and hone does not is refused by name."""
+- Numbers may be written as `1e-6`. `${{VAR}}` is an environment variable, `${{VAR:-default}}` one
+  with a default. A variable without a value or default is an error. `$${{VAR}}` is the text
+  `${{VAR}}`.
+- `base: other.yml` loads that file first and merges this file into it, key by key.
+- The value `file://prompt.md` is replaced by the text of that file. Allowed extensions:
+  {", ".join(f"`{s}`" for s in TEXT_SUFFIXES)}.
+- `-o a.b.c VALUE` overrides a key on the command line; the schema determines its type. `a.b.0` is a
+  list element. Quote a key that contains a dot: `-o 'llms."my.model".temperature' 0`.
+- Unknown keys are errors. Keys of NeMo Agent Toolkit that hone does not support are refused by
+  name."""
 
 
 def yaml_reference() -> list[str]:
     """Sections in the order of the document, then the components by kind."""
     plugins.discover()
-    lines = ["## The file", "", READING, "", *_section(Document, "The sections")]
-    told: set[type[BaseModel]] = set()
+    lines = ["## File format", "", READING, "", *_section(Document, "Sections")]
+    written: set[type[BaseModel]] = set()
     for name, field in Document.model_fields.items():
         for model in _blocks(field.annotation):
-            lines += _with_inner(model, (name,), told)
+            lines += _with_inner(model, (name,), written)
     for kind, where in SECTION.items():
         lines += [f"## Components of {where}", "", f"Kind `{kind}`.", ""]
-        for found in registry.known(kind):
-            if found.package == "hone":
-                lines += _section(found.config_type, f"`_type: {found.name}`", found.summary, 3)
-                lines += _inner(found.config_type, (), told, 3)
+        for component in registry.known(kind):
+            if component.package == "hone":
+                title = f"`_type: {component.name}`"
+                lines += _section(component.config_type, title, component.summary, 3)
+                lines += _inner(component.config_type, (), written, 3)
     return lines
 
 
 def _with_inner(
-    model: type[BaseModel], path: tuple[str, ...], told: set[type[BaseModel]], level: int = 2
+    model: type[BaseModel], path: tuple[str, ...], written: set[type[BaseModel]], level: int = 2
 ) -> Iterator[str]:
-    """A block and the blocks in it, once: those of every dataset are the same."""
-    if model not in told:
-        told.add(model)
+    """A block and its inner blocks, unless already written: all datasets share some blocks."""
+    if model not in written:
+        written.add(model)
         yield from _section(model, f"`{'.'.join(path)}:`", level=level)
-        yield from _inner(model, path, told, level)
+        yield from _inner(model, path, written, level)
 
 
 def _inner(
-    model: type[BaseModel], path: tuple[str, ...], told: set[type[BaseModel]], level: int
+    model: type[BaseModel], path: tuple[str, ...], written: set[type[BaseModel]], level: int
 ) -> Iterator[str]:
     for name, field in _fields(model):
         for block in _blocks(field.annotation):
-            yield from _with_inner(block, (*path, name), told, level + 1)
+            yield from _with_inner(block, (*path, name), written, level + 1)
 
 
 def _section(
-    model: type[BaseModel], title: str, said: str | None = None, level: int = 2
+    model: type[BaseModel], title: str, summary: str | None = None, level: int = 2
 ) -> Iterator[str]:
-    yield from ("#" * level + f" {title}", "", said or " ".join((model.__doc__ or "").split()), "")
+    summary = summary or " ".join((model.__doc__ or "").split())
+    yield from ("#" * level + f" {title}", "", summary, "")
     fields = list(_fields(model))
     if fields:
-        yield from ("| key | type | default | |", "|---|---|---|---|")
+        yield from ("| key | type | default | description |", "|---|---|---|---|")
         for name, field in fields:
-            yield f"| `{name}` | {_type(field_type(model, name))} | {_default(field)} | {_said(field)} |"
+            kind, default = _type(field_type(model, name)), _default(field)
+            yield f"| `{name}` | {kind} | {default} | {_description(field)} |"
         yield ""
     if model.model_config.get("extra") == "allow":
         yield from ("Any other key is sent with every request.", "")
@@ -109,7 +115,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     return ((n, f) for n, f in model.model_fields.items() if not f.exclude)
 
 
-def _said(field: FieldInfo) -> str:
+def _description(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
     if not text:
         text = " ".join(
@@ -120,7 +126,7 @@ def _said(field: FieldInfo) -> str:
 
 
 def bound(item: object) -> str:
-    """`Ge(ge=1)` as `>= 1`; other notes of a field say nothing to a reader."""
+    """`Ge(ge=1)` as `>= 1`; an empty string for other annotations."""
     if isinstance(item, ByType | Names) or not type(item).__module__.startswith("annotated_types"):
         return ""
     name, _, value = repr(item).split("(", 1)[1].rstrip(")").partition("=")
@@ -141,7 +147,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _blocks(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The blocks of keys that a field holds itself; those found by `_type` are components."""
+    """The blocks of keys in a field; blocks selected by `_type` are components and not included."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         if not any(isinstance(note, ByType) for note in args[1:]):
@@ -158,7 +164,7 @@ def _type(annotation: Any) -> str:
     if origin is Annotated:
         for note in args[1:]:
             if isinstance(note, ByType):
-                return f"{note.kind} by `_type`"
+                return f"{note.kind} (by `_type`)"
             if isinstance(note, Names):
                 return f"a key of `{'.'.join(note.section)}`"
         return _type(args[0])
@@ -169,9 +175,9 @@ def _type(annotation: Any) -> str:
     if origin in (list, tuple, set, frozenset):
         return f"list of {_type(args[0])}"
     if origin is dict and (args[1] is JsonValue or args[1] is Any):
-        return "block"
+        return "mapping"
     if origin is dict:
-        return f"{_type(args[1])}, each under a name"
+        return f"mapping of name to {_type(args[1])}"
     return _plain(annotation)
 
 
@@ -179,13 +185,13 @@ def _plain(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, ComponentRef):
         return f"a key of `{'.'.join(annotation.section)}`"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "block"
-    names = {str: "text", SecretStr: "text", Path: "path", int: "whole number", float: "number"}
+        return "mapping"
+    names = {str: "string", SecretStr: "string", Path: "path", int: "integer", float: "number"}
     names |= {
-        bool: "true or false",
-        Any: "anything",
-        JsonValue: "anything",
-        dict: "block",
+        bool: "boolean",
+        Any: "any value",
+        JsonValue: "any value",
+        dict: "mapping",
         list: "list",
     }
     return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
