@@ -30,6 +30,7 @@ BREACHES = {
         "chat/template.py": "import hone.store.database"
     },
     "engine and learner know no messages": {"learner/worker.py": "import hone.chat.messages"},
+    "the dialects know neither side of the wire": {"wire/stream.py": "import hone.capture.base"},
     "a report reads the run directory and nothing else": {
         "report/history.py": "import hone.finetune.values"
     },

@@ -13,14 +13,9 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ran
 
 import hone
-from hone.capture.base import (
-    FUNCTION_HEADER,
-    ROLLOUT_HEADER,
-    TEMPERATURE_HEADER,
-    Recorder,
-    SeenCall,
-)
+from hone.capture.base import Recorder, SeenCall
 from hone.capture.scope import apart, recorded, within
+from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER, TEMPERATURE_HEADER
 
 ASK: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

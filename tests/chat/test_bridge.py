@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hone.chat.bridge import Bridged, Conversation, RenderedCall, Why, bridge
+from hone.chat.bridge import Conversation, HashedMessages, NextPrompt, Reason, RenderedCall
+from hone.chat.messages import check_messages
 from hone.chat.template import ChatTemplate
 
 FAMILIES = ("smollm2-instruct", "qwen2.5-instruct", "qwen3")
@@ -41,7 +42,7 @@ def answered(
     prompt: list[int] | None = None,
 ) -> RenderedCall:
     """A recorded call whose completion was `completion`."""
-    prompt = template.render(messages, tools).ids if prompt is None else prompt
+    prompt = template.render(messages, tools) if prompt is None else prompt
     reply = template.parse(completion, prompt_ids=prompt, tools=tools)
     return RenderedCall(
         prompt_ids=prompt,
@@ -51,6 +52,24 @@ def answered(
         tools=tools,
         template=template.fingerprint,
     )
+
+
+def bridge(
+    template: ChatTemplate,
+    previous: RenderedCall,
+    messages: list[dict[str, Any]],
+    tools: Any = None,
+) -> NextPrompt:
+    """The next prompt after one recorded call."""
+    conversation = Conversation(template)
+    conversation.add(previous)
+    return conversation.prompt(messages, tools)
+
+
+def continues(prompt: NextPrompt, call: RenderedCall) -> bool:
+    """Whether a prompt begins with the ids that a call was fed and sampled."""
+    before = [*call.prompt_ids, *call.completion_ids]
+    return prompt.ids[: len(before)] == before
 
 
 def sent_back(message: Any) -> dict[str, Any]:
@@ -102,7 +121,7 @@ def test_a_bridged_prompt_begins_with_the_ids_fed_and_sampled(
     messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}] if system else []
     messages += data.draw(users)
     prompt = conversation.prompt(messages, tools)
-    assert (prompt.outcome, prompt.reasons) == ("first", (Why.FIRST,))
+    assert (prompt.outcome, prompt.reasons) == ("first", (Reason.FIRST,))
     for _ in range(data.draw(st.integers(1, 4))):
         call = answered(
             template, list(messages), data.draw(sampled(template)), tools=tools, prompt=prompt.ids
@@ -115,7 +134,6 @@ def test_a_bridged_prompt_begins_with_the_ids_fed_and_sampled(
         if family != "qwen3":
             assert following.outcome == "bridged"
         if following.outcome == "bridged":
-            assert following.reused == len(before)
             assert following.ids[: len(before)] == before
             # What was added is what the model's own template adds after any answer.
             new = following.ids[len(before) :]
@@ -124,12 +142,12 @@ def test_a_bridged_prompt_begins_with_the_ids_fed_and_sampled(
                 close = []  # the library lets <|endoftext|> stand for the end of a turn
             assert new[: len(close)] == close
             stand_in = [*messages, {"role": "assistant", "content": "x"}, *added]
-            whole = template.render(stand_in, tools).ids
+            whole = template.render(stand_in, tools)
             assert new[len(close) :] == ending(whole, 1 + new[len(close) :].count(end), end)
         else:
             text = template.tokenizer.decode(before)
             assert "<think>" in text or "</think>" in text
-            assert following.ids == template.render(asked, tools).ids
+            assert following.ids == template.render(asked, tools)
         messages, prompt = asked, following
 
 
@@ -142,7 +160,7 @@ def test_encoding_again_would_have_changed_the_ids(qwen25):
     asked = [*HI, sent_back(call.reply), *HI]
     bridged = bridge(qwen25, call, asked)
     assert bridged.ids[len(call.prompt_ids) :][:3] == split
-    rendered = qwen25.render(asked).ids
+    rendered = qwen25.render(asked)
     assert rendered != bridged.ids
     assert qwen25.tokenizer.decode(rendered) == qwen25.tokenizer.decode(bridged.ids)
 
@@ -150,7 +168,9 @@ def test_encoding_again_would_have_changed_the_ids(qwen25):
 # Each reason
 
 
-def ask(template: ChatTemplate, call: RenderedCall, reply: dict[str, Any], **over: Any) -> Bridged:
+def ask(
+    template: ChatTemplate, call: RenderedCall, reply: dict[str, Any], **over: Any
+) -> NextPrompt:
     asked = [*over.pop("before", call.messages), reply, {"role": "user", "content": "and?"}]
     return bridge(template, call, asked, over.pop("tools", call.tools))
 
@@ -158,7 +178,7 @@ def ask(template: ChatTemplate, call: RenderedCall, reply: dict[str, Any], **ove
 def test_the_message_as_returned_is_exact(qwen25):
     call = answered(qwen25, HI, encode(qwen25, "Look.\n" + CALL + "<|im_end|>"), tools=TOOLS)
     bridged = ask(qwen25, call, sent_back(call.reply))
-    assert (bridged.outcome, bridged.reasons, bridged.source) == ("bridged", (Why.EXACT,), 0)
+    assert (bridged.outcome, bridged.reasons, bridged.source) == ("bridged", (Reason.EXACT,), 0)
 
 
 def test_ids_of_calls_parts_and_foreign_fields_do_not_count(qwen25):
@@ -167,18 +187,18 @@ def test_ids_of_calls_parts_and_foreign_fields_do_not_count(qwen25):
     reply["tool_calls"][0]["id"] = "another"
     reply["content"] = [{"type": "text", "text": reply["content"]}]
     reply |= {"refusal": None, "annotations": [], "audio": None, "function_call": None}
-    assert ask(qwen25, call, reply).reasons == (Why.EXACT,)
+    assert ask(qwen25, call, reply).reasons == (Reason.EXACT,)
 
 
 @pytest.mark.parametrize(
     ("arguments", "outcome", "why"),
     [
-        ('{"n":1,"city":"caf\\u00e9"}', "bridged", Why.ARGUMENTS),
-        ('{"city": "caf\u00e9", "n": 1.0}', "bridged", Why.ARGUMENTS),
-        ({"city": "caf\u00e9", "n": 1}, "bridged", Why.EXACT),
-        ('{"city": "caf\u00e9", "n": true}', "re-rendered", Why.REPLY_REWRITTEN),
-        ('{"city": "caf\u00e9", "n": "1"}', "re-rendered", Why.REPLY_REWRITTEN),
-        ('{"city": "caf\u00e9"}', "re-rendered", Why.REPLY_REWRITTEN),
+        ('{"n":1,"city":"caf\\u00e9"}', "bridged", Reason.ARGUMENTS),
+        ('{"city": "caf\u00e9", "n": 1.0}', "bridged", Reason.ARGUMENTS),
+        ({"city": "caf\u00e9", "n": 1}, "bridged", Reason.EXACT),
+        ('{"city": "caf\u00e9", "n": true}', "re-rendered", Reason.REPLY_REWRITTEN),
+        ('{"city": "caf\u00e9", "n": "1"}', "re-rendered", Reason.REPLY_REWRITTEN),
+        ('{"city": "caf\u00e9"}', "re-rendered", Reason.REPLY_REWRITTEN),
     ],
 )
 def test_arguments_are_compared_by_value(qwen25, arguments, outcome, why):
@@ -193,7 +213,7 @@ def test_a_truncated_answer_is_closed(qwen25):
     end = qwen25.stop_ids[0]
     call = answered(qwen25, HI, encode(qwen25, "cut sho"))
     bridged = ask(qwen25, call, sent_back(call.reply))
-    assert (bridged.outcome, bridged.reasons) == ("bridged", (Why.TRUNCATED,))
+    assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.TRUNCATED,))
     before = [*call.prompt_ids, *call.completion_ids]
     assert bridged.ids[: len(before) + 1] == [*before, end]
 
@@ -202,25 +222,25 @@ def test_a_rewritten_reply_is_rendered_as_it_was_sent(qwen25):
     call = answered(qwen25, HI, encode(qwen25, " the weather<|im_end|>"))
     reply = {"role": "assistant", "content": "the weather"}  # stripped by the agent
     bridged = ask(qwen25, call, reply)
-    assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Why.REPLY_REWRITTEN,))
+    assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Reason.REPLY_REWRITTEN,))
     asked = [*HI, reply, {"role": "user", "content": "and?"}]
-    assert bridged.ids == qwen25.render(asked).ids
-    assert bridged.reused == 0
+    assert bridged.ids == qwen25.render(asked)
+    assert not continues(bridged, call)
 
 
 def test_a_rewritten_history_is_named(qwen25):
     call = answered(qwen25, HI, encode(qwen25, "the weather<|im_end|>"))
     summary = [{"role": "system", "content": "summary"}, *HI]
     bridged = ask(qwen25, call, sent_back(call.reply), before=summary)
-    assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Why.HISTORY_REWRITTEN,))
+    assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Reason.HISTORY_REWRITTEN,))
 
 
 def test_other_tools_or_another_template_make_another_prompt(qwen25, templates):
     call = answered(qwen25, HI, encode(qwen25, "the<|im_end|>"), tools=TOOLS)
     asked = ask(qwen25, call, sent_back(call.reply), tools=None)
-    assert (asked.outcome, asked.reasons) == ("re-rendered", (Why.TOOLS_CHANGED,))
+    assert (asked.outcome, asked.reasons) == ("re-rendered", (Reason.TOOLS_CHANGED,))
     other = ask(templates["smollm2-instruct"], call, sent_back(call.reply))
-    assert (other.outcome, other.reasons) == ("re-rendered", (Why.TEMPLATE_CHANGED,))
+    assert (other.outcome, other.reasons) == ("re-rendered", (Reason.TEMPLATE_CHANGED,))
 
 
 def test_branches_are_told_apart_and_the_longest_match_counts(qwen25):
@@ -228,9 +248,9 @@ def test_branches_are_told_apart_and_the_longest_match_counts(qwen25):
     first = answered(qwen25, HI, encode(qwen25, "one<|im_end|>"))
     conversation.add(first)
     again = conversation.prompt(HI)
-    assert (again.outcome, again.reasons) == ("branched", (Why.SAME_PROMPT,))
+    assert (again.outcome, again.reasons) == ("branched", (Reason.SAME_PROMPT,))
     elsewhere = conversation.prompt([{"role": "user", "content": "other"}])
-    assert (elsewhere.outcome, elsewhere.reasons) == ("branched", (Why.OTHER,))
+    assert (elsewhere.outcome, elsewhere.reasons) == ("branched", (Reason.OTHER,))
     conversation.add(answered(qwen25, HI, encode(qwen25, "two<|im_end|>")))
     longer = [*HI, sent_back(first.reply), {"role": "user", "content": "go on"}]
     prompt = conversation.prompt(longer)
@@ -243,8 +263,8 @@ def test_branches_are_told_apart_and_the_longest_match_counts(qwen25):
     rewritten = [*longer, {"role": "assistant", "content": "THREE"}, *HI]
     partial = conversation.prompt(rewritten)
     assert (partial.outcome, partial.source) == ("bridged", 0)
-    assert partial.reasons == (Why.REPLY_REWRITTEN,)
-    assert partial.ids[: partial.reused] == [*first.prompt_ids, *first.completion_ids]
+    assert partial.reasons == (Reason.REPLY_REWRITTEN,)
+    assert continues(partial, first)
     second_branch = [*HI, {"role": "assistant", "content": "two"}, *HI]
     assert conversation.prompt(second_branch).source == 1
 
@@ -254,11 +274,12 @@ def test_the_newest_of_equal_answers_is_continued(qwen25):
     whole = encode(qwen25, "the<|im_end|>")
     split = [*(i for letter in "the" for i in encode(qwen25, letter)), qwen25.stop_ids[0]]
     conversation = Conversation(qwen25)
-    for completion in (whole, split):
-        conversation.add(answered(qwen25, HI, completion))
+    calls = [answered(qwen25, HI, completion) for completion in (whole, split)]
+    for call in calls:
+        conversation.add(call)
     bridged = conversation.prompt([*HI, {"role": "assistant", "content": "the"}, *HI])
     assert bridged.source == 1
-    assert bridged.ids[bridged.reused - len(split) : bridged.reused] == split
+    assert continues(bridged, calls[1])
 
 
 def test_a_template_that_cannot_bridge_says_so(make_tokenizer):
@@ -270,10 +291,9 @@ def test_a_template_that_cannot_bridge_says_so(make_tokenizer):
     for completion, same in ((whole, True), (split, False)):
         call = answered(template, HI, completion)
         bridged = ask(template, call, sent_back(call.reply))
-        assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Why.CANNOT,))
+        assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Reason.CANNOT,))
         # Rendered again, "the" is one token: by luck the ids that were sampled, or others.
-        assert (bridged.reused == len(call.prompt_ids) + len(completion)) is same
-        assert (bridged.reused == 0) is not same
+        assert continues(bridged, call) is same
 
 
 def test_the_same_turns_under_other_tools_do_not_hide_the_ones_that_continue(qwen25):
@@ -290,8 +310,8 @@ def test_an_answer_put_in_by_the_agent_is_added_from_text(qwen25):
     call = answered(qwen25, HI, encode(qwen25, "the<|im_end|>"))
     asked = [*HI, sent_back(call.reply), *HI, {"role": "assistant", "content": "mine"}, *HI]
     bridged = bridge(qwen25, call, asked)
-    assert (bridged.outcome, bridged.reasons) == ("bridged", (Why.ANSWER_ADDED,))
-    assert bridged.ids == qwen25.render(asked).ids  # "the" is encoded as it was sampled
+    assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.ANSWER_ADDED,))
+    assert bridged.ids == qwen25.render(asked)  # "the" is encoded as it was sampled
 
 
 # Reasoning, as Qwen3 treats it
@@ -305,16 +325,16 @@ def test_reasoning_is_kept_while_tools_answer_and_stripped_when_the_user_speaks(
     assert call.reply["reasoning_content"] == "why"
     result = [{"role": "tool", "content": "cold", "tool_call_id": "c"}]
     kept = bridge(qwen3, call, [*HI, sent_back(call.reply), *result], TOOLS)
-    assert (kept.outcome, kept.reasons) == ("bridged", (Why.EXACT,))
+    assert (kept.outcome, kept.reasons) == ("bridged", (Reason.EXACT,))
     forgetful = {k: v for k, v in call.reply.items() if k != "reasoning_content"}
     silent = bridge(qwen3, call, [*HI, forgetful, *result], TOOLS)
-    assert (silent.outcome, silent.reasons) == ("bridged", (Why.REASONING_KEPT,))
+    assert (silent.outcome, silent.reasons) == ("bridged", (Reason.REASONING_KEPT,))
     assert silent.ids == kept.ids
     other = {**forgetful, "reasoning_content": "because"}
     changed = bridge(qwen3, call, [*HI, other, *result], TOOLS)
-    assert (changed.outcome, changed.reasons) == ("re-rendered", (Why.REPLY_REWRITTEN,))
+    assert (changed.outcome, changed.reasons) == ("re-rendered", (Reason.REPLY_REWRITTEN,))
     spoken = bridge(qwen3, call, [*HI, sent_back(call.reply), *HI], TOOLS)
-    assert (spoken.outcome, spoken.reasons) == ("re-rendered", (Why.REASONING_STRIPPED,))
+    assert (spoken.outcome, spoken.reasons) == ("re-rendered", (Reason.REASONING_STRIPPED,))
     assert "why" not in qwen3.tokenizer.decode(spoken.ids)
 
 
@@ -323,17 +343,17 @@ def test_without_reasoning_qwen3_is_bridged_across_user_turns(templates):
     call = answered(qwen3, HI, encode(qwen3, "the weather<|im_end|>"))
     asked = [*HI, sent_back(call.reply), *HI]
     bridged = bridge(qwen3, call, asked)
-    assert (bridged.outcome, bridged.reasons) == ("bridged", (Why.EXACT,))
+    assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.EXACT,))
     # This answer is encoded as it was sampled, so the model's own template must agree.
-    assert bridged.ids == qwen3.render(asked).ids
+    assert bridged.ids == qwen3.render(asked)
     put_in = [*asked, {"role": "assistant", "content": "x"}, *HI]
     added = bridge(qwen3, call, put_in)
-    assert (added.outcome, added.reasons) == ("re-rendered", (Why.ANSWER_ADDED,))
+    assert (added.outcome, added.reasons) == ("re-rendered", (Reason.ANSWER_ADDED,))
     conversation = Conversation(qwen3)
     conversation.add(call)
     conversation.add(answered(qwen3, asked, encode(qwen3, "y<|im_end|>"), prompt=bridged.ids))
     rewritten = conversation.prompt(put_in)
-    assert (rewritten.outcome, rewritten.reasons) == ("re-rendered", (Why.REPLY_REWRITTEN,))
+    assert (rewritten.outcome, rewritten.reasons) == ("re-rendered", (Reason.REPLY_REWRITTEN,))
 
 
 def test_thinking_switched_off_for_one_request_is_another_template(templates):
@@ -343,6 +363,6 @@ def test_thinking_switched_off_for_one_request_is_another_template(templates):
     conversation.add(call)
     asked = [*HI, sent_back(call.reply), *HI]
     silent = qwen3.with_kwargs({"enable_thinking": False})
-    prompt = conversation.prompt(asked, template=silent)
-    assert (prompt.outcome, prompt.reasons) == ("re-rendered", (Why.TEMPLATE_CHANGED,))
+    prompt = conversation.match(HashedMessages.of(check_messages(asked)), []).render(silent)
+    assert (prompt.outcome, prompt.reasons) == ("re-rendered", (Reason.TEMPLATE_CHANGED,))
     assert qwen3.tokenizer.decode(prompt.ids).endswith("<think>\n\n</think>\n\n")

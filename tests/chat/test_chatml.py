@@ -102,7 +102,7 @@ def templates(make_tokenizer) -> dict[str, ChatTemplate]:
 def test_plain_talk_gives_the_ids_of_the_models_own_template(templates, family, messages, prompted):
     template = templates[family]
     assert isinstance(template.renderer, ChatML)
-    ours = template.render(messages, generation_prompt=prompted).ids
+    ours = template.render(messages, generation_prompt=prompted)
     assert ours == own_ids(template.tokenizer, messages, None, prompted)
 
 
@@ -112,9 +112,7 @@ def test_qwen25_with_tools_gives_the_ids_of_its_own_template(templates, messages
     template = templates["qwen2.5-instruct"]
     tokenizer = template.tokenizer
     assert template.renderer_name == "chatml"
-    assert template.render(as_sent(messages), tools).ids == own_ids(
-        tokenizer, messages, tools, True
-    )
+    assert template.render(as_sent(messages), tools) == own_ids(tokenizer, messages, tools, True)
 
 
 @given(messages=tool_talks)
@@ -131,13 +129,13 @@ def test_smollm2_with_tools_is_qwen25_with_another_default_sentence(templates, m
         1 if messages[0]["role"] != "system" else 0,
     )
     expected = smollm2.tokenizer.encode(text, add_special_tokens=False)
-    assert smollm2.render(as_sent(messages), [WEATHER]).ids == expected
+    assert smollm2.render(as_sent(messages), [WEATHER]) == expected
 
 
 def test_the_tool_text_of_smollm2_is_spelt_out_once(make_tokenizer):
     template = ChatTemplate.load(make_tokenizer("smollm2-instruct"))
     tool = {"type": "function", "function": {"name": "t"}}
-    ids = template.render([{"role": "user", "content": "hi"}], [tool]).ids
+    ids = template.render([{"role": "user", "content": "hi"}], [tool])
     assert template.tokenizer.decode(ids) == (
         "<|im_start|>system\n"
         "You are a helpful AI assistant named SmolLM, trained by Hugging Face\n\n"
@@ -192,7 +190,7 @@ def test_any_default_sentence_is_found_out_by_asking_the_template(make_tokenizer
     assert template.renderer.default_system == sentence
     for tools in (None, [WEATHER]):
         messages = [{"role": "user", "content": "hi"}]
-        assert template.render(messages, tools).ids == own_ids(tokenizer, messages, tools, True)
+        assert template.render(messages, tools) == own_ids(tokenizer, messages, tools, True)
 
 
 def test_a_vocabulary_without_the_end_token_is_not_chatml(make_tokenizer):

@@ -181,7 +181,7 @@ def test_what_the_library_lets_through_is_checked(llama3):
 
 
 def test_a_model_without_a_template_is_rendered_by_the_library(llama3):
-    text = llama3.tokenizer.decode(llama3.render(HI).ids)
+    text = llama3.tokenizer.decode(llama3.render(HI))
     assert text.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>")
     assert "Today Date: 02 Jan 2026" in text
     with pytest.raises(TemplateError, match=r"^generation_prompt: 'renderers/llama-3' has no"):
@@ -331,5 +331,5 @@ def test_a_reply_sent_back_renders_as_the_model_was_taught(qwen25):
     text = 'Look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     reply = qwen25.parse(say(qwen25, text), tools=TOOLS)
     sent_back = json.loads(json.dumps(reply.message))
-    rendered = qwen25.render([*HI, sent_back], TOOLS, generation_prompt=False).ids
+    rendered = qwen25.render([*HI, sent_back], TOOLS, generation_prompt=False)
     assert whole_text(qwen25, rendered).endswith(f"<|im_start|>assistant\n{text}\n")

@@ -11,13 +11,14 @@ from tests.evaluation.made import item
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
-from hone.capture.base import ROLLOUT_HEADER, TEMPERATURE_HEADER, current
+from hone.capture.base import current
 from hone.errors import ConfigError, PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem, Score
 from hone.evaluation.evaluators import ExactMatch
 from hone.evaluation.judge import Judge, LlmJudge
 from hone.evaluation.rule import RuleEvaluator
 from hone.evaluation.run import Evaluation, ItemResult
+from hone.wire.rollout import ROLLOUT_HEADER, TEMPERATURE_HEADER
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
 

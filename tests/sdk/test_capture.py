@@ -19,8 +19,9 @@ from tests.sdk.conftest import Serve
 
 import hone
 from hone.capture import scope
-from hone.capture.base import FUNCTION_HEADER, ROLLOUT_HEADER, current
+from hone.capture.base import current
 from hone.errors import ConfigError
+from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER
 
 CLIENTS = (httpx.Client, httpx.AsyncClient, httpx2.Client, httpx2.AsyncClient)
 SENDS = {kind: kind.__dict__["send"] for kind in CLIENTS}

@@ -13,9 +13,9 @@ from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
 from tests.server.conftest import MakeServer, Server, write_model
 
-from hone.chat.bridge import Why
-from hone.server import talks
-from hone.server.talks import request_seed
+from hone.chat.bridge import Reason
+from hone.server import conversations
+from hone.server.conversations import request_seed
 from hone.store.calls import CallStore
 from hone.types import ModelSpec, RecordedCall, RunSpec
 
@@ -97,9 +97,9 @@ def test_the_next_turn_continues_the_very_ids_that_were_sampled(
     assert third["prompt_token_ids"][: len(ids(second))] == ids(second)
     recorded = server.state.calls.rollout("r")
     assert [(call.index, call.outcome, call.reasons) for call in recorded] == [
-        (0, "first", [str(Why.FIRST)]),
-        (1, "bridged", [str(Why.EXACT)]),
-        (2, "bridged", [str(Why.EXACT)]),
+        (0, "first", [str(Reason.FIRST)]),
+        (1, "bridged", [str(Reason.EXACT)]),
+        (2, "bridged", [str(Reason.EXACT)]),
     ]
     kept = server.state.store.query("SELECT ids_kept FROM calls ORDER BY seq")
     assert [row["ids_kept"] for row in kept] == [0, len(ids(first)), len(ids(second))]
@@ -121,7 +121,7 @@ def test_ordinary_serving_continues_them_too(
 def test_ordinary_serving_forgets_the_oldest(
     make_server: MakeServer, ask: Ask, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(talks, "ORDINARY_CALLS", 4)
+    monkeypatch.setattr(conversations, "MAX_CALLS_OUTSIDE", 4)
     server = make_server([spelt_out(tokenizer)])
     answers = [ask(server, f"question {i}") for i in range(5)]
     # The fifth call was one too many: the newer half, two of five, is left.
@@ -181,10 +181,10 @@ def test_a_rollout_that_left_the_memory_is_read_again(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     server = make_server([spelt_out(tokenizer)])
-    server.state.serving.talks = talks.Talks(max_tokens=1)
+    server.state.conversations = conversations.Conversations(max_tokens=1)
     first = ask(server, "one", rollout="r")
     ask(server, "one", rollout="another")
-    assert len(server.state.serving.talks) == 0, "nothing idle fits in one token"
+    assert len(server.state.conversations) == 0, "nothing idle fits in one token"
     second = ask(server, [user("one"), reply(first), user("two")], rollout="r")
     assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
     assert [call.index for call in server.state.calls.rollout("r")] == [0, 1]

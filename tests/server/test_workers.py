@@ -23,10 +23,10 @@ from tests.server.conftest import Server
 from hone.chat import chatml
 from hone.errors import Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
-from hone.server import chat, submit
+from hone.server import openai_chat, submit
+from hone.server.chat_tasks import max_characters, more_values
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.server.tasks import max_characters, more_values
 from hone.server.workers import WorkerPool
 from hone.types import FieldError
 
@@ -79,7 +79,7 @@ async def test_a_large_chat_is_parsed_and_tokenized_in_another_process(
         raise AssertionError("a large body is parsed in the server's own process")
 
     monkeypatch.setattr(chatml, "encode", encode_small)
-    monkeypatch.setattr(chat, "read_json", refuse)
+    monkeypatch.setattr(openai_chat, "read_json", refuse)
     path = "/rollout/r0/v1/chat/completions"
     answer = await _post(server, _body(tiny_model, LONG), path)
     assert answer.status_code == 200, answer.text

@@ -80,7 +80,7 @@ class World:
         return self.language.template
 
     def prompt(self, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
-        return self.template.render(messages, tools).ids
+        return self.template.render(messages, tools)
 
     def ids(self, text: str, *, end: bool = True) -> list[int]:
         encoded = self.template.tokenizer.encode(text, add_special_tokens=False)

@@ -118,7 +118,7 @@ def test_tokenizer_and_template_come_with_it(
     exported = AutoTokenizer.from_pretrained(out)
     text = "the weather in \u4f60\u597d is cold"
     assert exported.encode(text) == tokenizer.encode(text)
-    ours = Language.load(str(tiny_model), root).template.render(MESSAGES).ids
+    ours = Language.load(str(tiny_model), root).template.render(MESSAGES)
     written = exported.apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert list(written["input_ids"]) == ours
     assert exported.eos_token_id == tokenizer.eos_token_id

@@ -12,8 +12,9 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran, why
 
 import hone
-from hone.capture.base import FUNCTION_HEADER, ROLLOUT_HEADER, TEMPERATURE_HEADER, current
+from hone.capture.base import current
 from hone.errors import ConfigError
+from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER, TEMPERATURE_HEADER
 from hone.workflow import run as run_module
 from hone.workflow.function import Function
 from hone.workflow.run import RunOptions, run_inputs, run_rollout

@@ -14,11 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from hone.capture.branches import Branch
-
-ROLLOUT_HEADER = "X-Hone-Rollout"
-FUNCTION_HEADER = "X-Hone-Function"
-TEMPERATURE_HEADER = "X-Hone-Temperature"
-STEP_HEADER = "X-Hone-Step"
+from hone.wire.rollout import RolloutScope
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
@@ -166,45 +162,13 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """The rollout and function that calls belong to."""
+class Scope(RolloutScope):
+    """The rollout and function that calls belong to; outside any rollout, only the function."""
 
-    rollout: str
-    """Id of the rollout; empty for calls outside any, which carry only their function."""
-    function: str = ""
-    """Path of the running function, outermost first, joined by dots; empty outside any."""
     host: str | None = None
     """Only calls to this host are marked; None marks calls to any host."""
     recorder: Recorder | None = field(default=None, compare=False)
     """Records the calls; None: they are only marked."""
-    temperature: float | None = None
-    """Sampling temperature, whatever the agent asks for."""
-    step: int | None = None
-    """The step that answers; None is the newest one."""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers that mark a request."""
-        headers = {ROLLOUT_HEADER: self.rollout} if self.rollout else {}
-        if self.function:
-            headers[FUNCTION_HEADER] = self.function
-        if self.temperature is not None:
-            headers[TEMPERATURE_HEADER] = f"{self.temperature:g}"
-        if self.step is not None:
-            headers[STEP_HEADER] = str(self.step)
-        return headers
-
-    def url(self, base_url: str) -> str:
-        """The rollout's own base URL at the server with this base URL.
-
-        It carries what the headers carry, except the function, for requests of another process.
-        """
-        segment = self.rollout
-        if self.temperature is not None:
-            segment += f",temperature={self.temperature:g}"
-        if self.step is not None:
-            segment += f",step={self.step}"
-        return f"{base_url.rstrip('/').removesuffix('/v1')}/rollout/{segment}/v1"
 
 
 open_scope: ContextVar[Scope | None] = ContextVar("hone_scope", default=None)

@@ -10,15 +10,16 @@ fetch is not fetched for it.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import from_json
-
 from hone.capture.base import SeenCall
 from hone.capture.tee import decoder, loop_of, tee_like
+from hone.wire.errors import error_message
+from hone.wire.openai_chat import usage
+from hone.wire.stream import join_events, parse_object
 
 UNANSWERED = "no answer yet"
 LEFT = "the client left the stream before its end"
@@ -76,8 +77,9 @@ class Exchange:
         """No more will come, for this reason if it is not the end; the first one told counts."""
         if self._seconds is None:
             self._seconds = time.perf_counter() - self._began
-            told = isinstance(error, BaseException)
-            self._error = f"{type(error).__name__}: {error}".removesuffix(": ") if told else error
+            if isinstance(error, BaseException):
+                error = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._error = error
             self._open = None
 
     def left(self) -> None:
@@ -108,31 +110,34 @@ class Exchange:
         seconds, status = self._seconds, self._status
         body = b"".join(self._pieces)
         body = body if self._decode is None else self._decode(body)
-        asked = _object(self.sent)
+        request = parse_object(self.sent)
         if status is not None and status >= 400:
-            said = _Answer(error=f"HTTP {status}: {_refusal(body)}")
+            text = error_message(parse_object(body)) or body[:500].decode(errors="replace")
+            response = _Response(error=f"HTTP {status}: {text or 'no reason given'}")
         elif status is None or (seconds is None and not self._is_stream):
-            said = _Answer()
+            response = _Response()
         else:
-            said = _streamed(body) if self._is_stream else _whole(_object(body))
+            response = _response(join_events(body) if self._is_stream else parse_object(body))
         under_way = UNANSWERED if seconds is None else None
         seen = SeenCall(
             index=self.index,
             function=self.function,
-            model=str(asked.get("model", "")),
+            model=str(request.get("model", "")),
             host=self.host,
-            messages=_messages(asked),
-            tools=asked.get("tools") or None,
-            choices=said.choices,
-            usage=said.usage,
-            id=said.id,
-            policy_step=said.policy_step,
+            messages=_messages(request),
+            tools=request.get("tools") or None,
+            choices=response.choices,
+            usage=response.usage,
+            id=response.id,
+            policy_step=response.policy_step,
             started_at=self.started_at,
             seconds=time.perf_counter() - self._began if seconds is None else seconds,
             status=status,
-            error=under_way or self._error or said.error,
-            temperature=_number(asked.get("temperature")),
-            parameters={k: v for k, v in asked.items() if k not in ("model", "messages", "tools")},
+            error=under_way or self._error or response.error,
+            temperature=_number(request.get("temperature")),
+            parameters={
+                k: v for k, v in request.items() if k not in ("model", "messages", "tools")
+            },
         )
         if seconds is not None:
             self._seen = seen
@@ -148,7 +153,7 @@ def _number(value: Any) -> float | None:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Response:
     choices: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, int] | None = None
     id: str | None = None
@@ -156,39 +161,37 @@ class _Answer:
     error: str | None = None
 
 
-def _whole(said: dict[str, Any]) -> _Answer:
-    """An answer in one piece."""
-    if said.get("error"):
-        return _Answer(error=_told(said["error"]))
-    if "output" in said and "choices" not in said:
-        said = _as_chat(said)
-    choices = said.get("choices")
+def _response(body: dict[str, Any]) -> _Response:
+    if body.get("error"):
+        return _Response(error=error_message(body))
+    if "output" in body and "choices" not in body:
+        body = _as_chat(body)
+    choices = body.get("choices")
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        return _Answer(error="the answer has no choices")
-    used = said.get("usage") or {}
-    usage = {k: v for k, v in used.items() if isinstance(v, int)} or _counted(said, choices)
+        return _Response(error="the answer has no choices")
+    counts = {k: v for k, v in (body.get("usage") or {}).items() if isinstance(v, int)}
+    counts = counts or _count_tokens(body, choices)
     for choice in choices:
         if choice.get("call_id"):
             choice.pop("logprobs", None)
     first = choices[0] if choices else {}
-    return _Answer(
+    return _Response(
         choices=choices,
-        usage=usage,
-        id=first.get("call_id") or said.get("id"),
-        policy_step=said.get("policy_step", first.get("policy_step")),
+        usage=counts,
+        id=first.get("call_id") or body.get("id"),
+        policy_step=body.get("policy_step", first.get("policy_step")),
     )
 
 
-def _counted(said: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int] | None:
-    """What the answer used, where only its tokens tell: a stream has no `usage` unless asked."""
-    prompt, sampled = said.get("prompt_token_ids"), [_num_sampled(choice) for choice in choices]
-    known = [count for count in sampled if count is not None]
-    if not known or len(known) < len(sampled):
+def _count_tokens(body: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int] | None:
+    """The usage of a response that only lists its tokens: streams have no `usage` by default."""
+    prompt, counts = body.get("prompt_token_ids"), [_num_sampled(choice) for choice in choices]
+    known = [count for count in counts if count is not None]
+    if not known or len(known) < len(counts):
         return None
-    usage = {"completion_tokens": sum(known)}
     if isinstance(prompt, list):
-        usage |= {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + sum(known)}
-    return usage
+        return usage(len(prompt), sum(known))
+    return {"completion_tokens": sum(known)}
 
 
 def _num_sampled(choice: dict[str, Any]) -> int | None:
@@ -199,79 +202,9 @@ def _num_sampled(choice: dict[str, Any]) -> int | None:
     return None
 
 
-def _streamed(body: bytes) -> _Answer:
-    """A stream of events put together to the answer it would have been in one piece."""
-    said: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
-    for event in _events(body):
-        if event.get("error"):
-            return _Answer(error=_told(event["error"]))
-        if isinstance(event.get("response"), dict):  # of /responses: the last has everything
-            said = event["response"]
-            continue
-        said |= {k: v for k, v in event.items() if k != "choices" and v is not None}
-        for part in event.get("choices") or ():
-            _add_choice(choices.setdefault(part.get("index", 0), {}), part)
-    if "output" in said:
-        return _whole(said)
-    for choice in choices.values():
-        calls = choice.get("message", {}).get("tool_calls")
-        if calls:
-            choice["message"]["tool_calls"] = [calls[place] for place in sorted(calls)]
-    return _whole(said | {"choices": [choices[index] for index in sorted(choices)]})
-
-
-def _events(body: bytes) -> Iterator[dict[str, Any]]:
-    data: list[bytes] = []
-    for line in (*body.replace(b"\r\n", b"\n").split(b"\n"), b""):
-        if line.startswith(b"data:"):
-            data.append(line[5:].strip())
-        elif not line and data:
-            event = _object(b"\n".join(data))
-            data.clear()
-            if event:
-                yield event
-
-
-def _add_choice(choice: dict[str, Any], part: dict[str, Any]) -> None:
-    for key, value in part.items():
-        if key == "delta":
-            message = choice.setdefault("message", {"role": "assistant", "content": None})
-            _add(message, value or {})
-        elif key == "text":
-            choice["text"] = choice.get("text", "") + (value or "")
-        elif key == "logprobs":
-            _add(choice.setdefault("logprobs", {}), value or {})
-        elif key == "token_ids":  # vLLM sends those of each chunk, a hone server all in the last
-            choice[key] = [*choice.get(key, ()), *(value or ())]
-        elif value is not None or key not in choice:
-            choice[key] = value
-
-
-def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a piece: text and lists grow, tool calls by their index, the rest is replaced."""
-    for key, value in part.items():
-        held = whole.get(key)
-        if value is None:
-            whole.setdefault(key, None)
-        elif key == "tool_calls":
-            calls = whole.setdefault(key, {})
-            for place, call in enumerate(value):
-                known = calls.setdefault(call.get("index", place), {})
-                _add(known, {k: v for k, v in call.items() if k != "index"})
-        elif isinstance(value, dict):
-            _add(whole.setdefault(key, {}), value)
-        elif isinstance(value, list):
-            whole[key] = [*(held or ()), *value]
-        elif isinstance(value, str) and held and key not in ("role", "type", "id"):
-            whole[key] = held + value
-        else:
-            whole[key] = value
-
-
-def _as_chat(said: dict[str, Any]) -> dict[str, Any]:
+def _as_chat(response: dict[str, Any]) -> dict[str, Any]:
     """An answer of /responses in the shape of a chat completion."""
-    items = [item for item in said["output"] or () if isinstance(item, dict)]
+    items = [item for item in response["output"] or () if isinstance(item, dict)]
     parts = [p for item in items if item.get("type") == "message" for p in item.get("content", ())]
     message: dict[str, Any] = {
         "role": "assistant",
@@ -288,42 +221,24 @@ def _as_chat(said: dict[str, Any]) -> dict[str, Any]:
     ]
     if calls:
         message["tool_calls"] = calls
-    cut = (said.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
+    cut = (response.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
     finish = "length" if cut else "tool_calls" if calls else "stop"
-    used = said.get("usage") or {}
+    used = response.get("usage") or {}
     names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
     return {
-        "id": said.get("id"),
+        "id": response.get("id"),
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {names.get(key, key): value for key, value in used.items()},
     }
 
 
-def _messages(asked: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _messages(request: dict[str, Any]) -> list[dict[str, Any]] | None:
     """What was asked, as chat messages."""
-    messages = asked.get("messages")
-    if messages is None and "input" in asked:  # /responses
-        said = asked["input"]
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        if asked.get("instructions") and isinstance(messages, list):
-            messages = [{"role": "system", "content": asked["instructions"]}, *messages]
+    messages = request.get("messages")
+    if messages is None and "input" in request:  # /responses
+        messages = request["input"]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if request.get("instructions") and isinstance(messages, list):
+            messages = [{"role": "system", "content": request["instructions"]}, *messages]
     return messages if isinstance(messages, list) else None
-
-
-def _refusal(body: bytes) -> str:
-    said = _object(body)
-    told = said.get("error") or said.get("detail") or said.get("message")
-    return _told(told) if told else body[:500].decode(errors="replace") or "no reason given"
-
-
-def _told(error: Any) -> str:
-    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    """The JSON object the bytes say; empty if they say none."""
-    try:
-        read = from_json(body)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}

@@ -26,8 +26,8 @@ from hone.capture.httpx import HttpxTap
 from hone.capture.threads import ExecutorTap
 from hone.errors import ConfigError
 from hone.trajectory import Trajectory
+from hone.wire.rollout import ROLLOUT_ID
 
-_ROLLOUT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}")
 _MAX_PATH = 200
 _FUNCTION = re.compile(rf"[!-~]{{1,{_MAX_PATH}}}")
 
@@ -93,7 +93,7 @@ def rollout(
     """
     address = base_url if backend is None else backend.base_url
     host = None if address is None else host_of(urlsplit(address).hostname or "")
-    return Rollout(Scope(_checked_id(id), _checked(function), host))
+    return Rollout(Scope(_checked_id(id), _checked(function), host=host))
 
 
 def recorded(
@@ -117,7 +117,7 @@ def apart(function: str, *, host: str) -> Rollout:
 
     Calls of a rollout that is opened inside it belong to that rollout.
     """
-    return Rollout(Scope("", _checked(function), host_of(host)))
+    return Rollout(Scope("", _checked(function), host=host_of(host)))
 
 
 def step(name: str, value: float | None = None, **metadata: Any) -> None:
@@ -172,7 +172,7 @@ def kept_open() -> Iterator[None]:
 def _checked_id(id: str | None) -> str:
     if id is None:
         return f"rollout-{secrets.token_hex(10)}"
-    if not _ROLLOUT.fullmatch(id):
+    if not ROLLOUT_ID.fullmatch(id):
         raise ConfigError(
             f"hone.rollout(id={id!r}): an id is 1 to 200 letters, digits and . _ ~ : -, and begins "
             "with a letter or a digit"

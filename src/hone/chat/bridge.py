@@ -1,12 +1,12 @@
-"""Build the next prompt of a rollout out of the very ids that were fed and sampled before.
+"""Build the next prompt of a conversation from the ids that were fed and sampled before.
 
 In:   the calls a rollout has made so far; the messages of its next request
-Out:  Bridged: the prompt's ids, whether they continue a recorded call, and if not, why
+Out:  NextPrompt: the prompt's ids, whether they continue a recorded call, and if not, why
 
 Encoding an answer again changes its ids in a quarter of the cases; its log-probabilities would
-then belong to tokens nobody sampled, and the turns of a conversation would not merge in the trie.
-So where the leading messages of a request mean the same as a recorded call's messages plus the
-message it returned, the prompt is that call's prompt ids + its sampled ids + the rendered rest.
+then belong to tokens that were never sampled, and the turns would not merge in the trie. So where
+the leading messages of a request mean the same as a recorded call's messages plus its reply, the
+prompt is that call's prompt ids + its sampled ids + the rendered rest.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from hone.chat.renderers import Library
 from hone.chat.template import ChatTemplate
 
 
-class Why(StrEnum):
-    """What became of a turn, in the words the metrics use."""
+class Reason(StrEnum):
+    """Reason a prompt was built as it was, as the metrics name it."""
 
     FIRST = "first call"
     EXACT = "exact"
@@ -68,103 +68,91 @@ class RenderedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bridged:
-    """The next prompt, and what became of the turn."""
+class NextPrompt:
+    """The ids of the next prompt, and how they were made."""
 
     ids: list[int]
     outcome: Outcome
-    reasons: tuple[Why, ...]
+    reasons: tuple[Reason, ...]
     source: int | None = None
-    """Index of the recorded call that was matched."""
-    reused: int = 0
-    """How many leading ids are exactly that call's prompt and completion."""
+    """Index of the recorded call that the messages continue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The messages of a request, checked, with the digests they are compared by."""
+class HashedMessages:
+    """The messages of a request, checked, with the hashes they are compared by."""
 
-    turns: list[Message]
-    meanings: list[bytes]
-    """A hash of what each message means."""
+    messages: list[Message]
+    hashes: list[bytes]
+    """Of the meaning of each message."""
     prefixes: list[bytes]
-    """The same for all messages up to and including each."""
+    """Of all messages up to and including each."""
 
     @classmethod
-    def read(cls, turns: list[Message]) -> "Asked":
-        meanings = [_meaning(message) for message in turns]
-        chain = accumulate(meanings, lambda before, one: hashlib.sha256(before + one).digest())
-        return cls(turns, meanings, list(chain))
+    def of(cls, messages: list[Message]) -> "HashedMessages":
+        hashes = [hashlib.sha256(message.meaning.encode()).digest() for message in messages]
+        chain = accumulate(hashes, lambda before, one: hashlib.sha256(before + one).digest())
+        return cls(messages, hashes, list(chain))
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     call: RenderedCall
-    turns: list[Message]
+    messages: list[Message]
     """Its messages and the reply."""
     tools: str
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class UnrenderedPrompt:
     """A request and the recorded calls it may continue, independent of the Conversation.
 
-    A Conversation needs a lock, and rendering takes long; so the two are apart. A Match can also be
-    rendered in another process.
+    Looking up a Conversation needs a lock; rendering takes long, needs none, and may run in another
+    process.
     """
 
-    asked: Asked
+    request: HashedMessages
     tools: list[dict[str, Any]]
     candidates: list[tuple[int, _Recorded]]
     """Calls whose messages and reply the request begins with, the longest first."""
-    parting: tuple[Outcome, Why]
-    """What becomes of the turn if it continues none of them."""
+    otherwise: tuple[Outcome, Reason]
+    """The outcome if the request continues none of them."""
 
-    def render(self, template: ChatTemplate) -> Bridged:
+    def render(self, template: ChatTemplate) -> NextPrompt:
         """The prompt. Raises TemplateError where the template cannot express the messages."""
-        refused: list[tuple[int, RenderedCall, Why]] = []
+        outcome, reason = self.otherwise
+        source: int | None = None
         for index, recorded in self.candidates:
-            bridged = self._continued(template, index, recorded)
-            if isinstance(bridged, Bridged):
-                return bridged
-            refused.append((index, recorded.call, bridged))
-        ids = template.renderer.render(self.asked.turns, self.tools, generation_prompt=True)
-        if refused:
-            index, call, why = refused[0]
-            before = [*call.prompt_ids, *call.completion_ids]
-            # Rendered again it may still have given the same ids; then the turns merge.
-            reused = len(before) if ids[: len(before)] == before else 0
-            return Bridged(
-                ids=ids, outcome="re-rendered", reasons=(why,), source=index, reused=reused
-            )
-        outcome, why = self.parting
-        return Bridged(ids=ids, outcome=outcome, reasons=(why,))
+            prompt = self._continue(template, index, recorded)
+            if isinstance(prompt, NextPrompt):
+                return prompt
+            if source is None:
+                source, outcome, reason = index, "re-rendered", prompt
+        ids = template.renderer.render(self.request.messages, self.tools, generation_prompt=True)
+        return NextPrompt(ids=ids, outcome=outcome, reasons=(reason,), source=source)
 
-    def _continued(self, template: ChatTemplate, index: int, recorded: _Recorded) -> Bridged | Why:
+    def _continue(
+        self, template: ChatTemplate, index: int, recorded: _Recorded
+    ) -> NextPrompt | Reason:
         """The prompt that continues this call, or why there is none."""
-        asked, call = self.asked.turns, recorded.call
-        added = asked[len(recorded.turns) :]
+        messages, call = self.request.messages, recorded.call
+        added = messages[len(recorded.messages) :]
         if call.template and call.template != template.fingerprint:
-            return Why.TEMPLATE_CHANGED
-        if recorded.tools != _spelt(self.tools):
-            return Why.TOOLS_CHANGED
-        if _reasoned_otherwise(recorded.turns, asked):
-            return Why.REPLY_REWRITTEN
+            return Reason.TEMPLATE_CHANGED
+        if recorded.tools != _write_tools(self.tools):
+            return Reason.TOOLS_CHANGED
+        if _reasoning_changed(recorded.messages, messages):
+            return Reason.REPLY_REWRITTEN
         ids = template.renderer.extend(call.prompt_ids, call.completion_ids, added, self.tools)
-        put_in = any(message.role == "assistant" for message in added)
-        rewritten = put_in and self.parting[1] == Why.REPLY_REWRITTEN
+        inserted = any(message.role == "assistant" for message in added)
+        rewritten = inserted and self.otherwise[1] == Reason.REPLY_REWRITTEN
         if ids is None:
-            return Why.REPLY_REWRITTEN if rewritten else _refusal(template, added)
-        reasons = _notes(template, recorded, asked)
-        if put_in:
-            reasons.append(Why.REPLY_REWRITTEN if rewritten else Why.ANSWER_ADDED)
-        return Bridged(
-            ids=ids,
-            outcome="bridged",
-            reasons=tuple(reasons) or (Why.EXACT,),
-            source=index,
-            reused=len(call.prompt_ids) + len(call.completion_ids),
-        )
+            return Reason.REPLY_REWRITTEN if rewritten else _why_not(template, added)
+        reasons = _differences(template, recorded, messages)
+        if inserted:
+            reasons.append(Reason.REPLY_REWRITTEN if rewritten else Reason.ANSWER_ADDED)
+        reasons = reasons or [Reason.EXACT]
+        return NextPrompt(ids=ids, outcome="bridged", reasons=tuple(reasons), source=index)
 
 
 class Conversation:
@@ -173,102 +161,89 @@ class Conversation:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._calls: list[_Recorded] = []
-        self._by_turns: dict[bytes, list[int]] = {}
+        self._by_prefix: dict[bytes, list[int]] = {}
         self._prompts: set[bytes] = set()
         self._replies: set[bytes] = set()
 
     def add(self, call: RenderedCall) -> None:
-        turns = [*check_messages(call.messages), *check_messages([call.reply])]
-        said = Asked.read(turns)
-        *_, prompt, whole = said.prefixes
+        messages = [*check_messages(call.messages), *check_messages([call.reply])]
+        hashed = HashedMessages.of(messages)
+        *_, prompt, whole = hashed.prefixes
         self._prompts.add(prompt)
-        self._by_turns.setdefault(whole, []).append(len(self._calls))
-        self._replies.add(said.meanings[-1])
-        self._calls.append(_Recorded(call, turns, _spelt(check_tools(call.tools))))
+        self._by_prefix.setdefault(whole, []).append(len(self._calls))
+        self._replies.add(hashed.hashes[-1])
+        self._calls.append(_Recorded(call, messages, _write_tools(check_tools(call.tools))))
 
-    def prompt(
-        self, messages: object, tools: Tools | None = None, *, template: ChatTemplate | None = None
-    ) -> Bridged:
-        """The next prompt. `template` stands in where the request has arguments of its own."""
-        template = template or self._template
-        turns, offered = template.check(messages, tools)
-        return self.match(Asked.read(turns), offered).render(template)
+    def prompt(self, messages: object, tools: Tools | None = None) -> NextPrompt:
+        """The next prompt."""
+        checked, checked_tools = self._template.check(messages, tools)
+        return self.match(HashedMessages.of(checked), checked_tools).render(self._template)
 
-    def match(self, asked: Asked, tools: list[dict[str, Any]]) -> Match:
+    def match(self, request: HashedMessages, tools: list[dict[str, Any]]) -> UnrenderedPrompt:
         """The recorded calls a request may continue. Renders nothing."""
         candidates = [
             (index, self._calls[index])
-            for digest in reversed(asked.prefixes)
-            for index in reversed(self._by_turns.get(digest, ()))
+            for prefix in reversed(request.prefixes)
+            for index in reversed(self._by_prefix.get(prefix, ()))
         ]
-        return Match(asked, tools, candidates, self._parting(asked))
+        return UnrenderedPrompt(request, tools, candidates, self._otherwise(request))
 
-    def _parting(self, asked: Asked) -> tuple[Outcome, Why]:
-        """Why a request that is not the continuation of a call's answer is not."""
+    def _otherwise(self, request: HashedMessages) -> tuple[Outcome, Reason]:
+        """The outcome of a request that continues no recorded answer."""
         if not self._calls:
-            return "first", Why.FIRST
-        prefixes, turns = asked.prefixes, asked.turns
+            return "first", Reason.FIRST
+        prefixes, messages = request.prefixes, request.messages
         rewritten = any(
-            prompt in self._prompts and answer.role == "assistant" and whole not in self._by_turns
-            for prompt, answer, whole in zip(prefixes, turns[1:], prefixes[1:], strict=False)
+            prompt in self._prompts and answer.role == "assistant" and whole not in self._by_prefix
+            for prompt, answer, whole in zip(prefixes, messages[1:], prefixes[1:], strict=False)
         )
         if rewritten:
-            return "re-rendered", Why.REPLY_REWRITTEN
-        replied = zip(turns, asked.meanings, strict=True)
-        if any(m.role == "assistant" and meaning in self._replies for m, meaning in replied):
-            return "re-rendered", Why.HISTORY_REWRITTEN
-        return "branched", Why.SAME_PROMPT if prefixes[-1] in self._prompts else Why.OTHER
+            return "re-rendered", Reason.REPLY_REWRITTEN
+        answers = zip(messages, request.hashes, strict=True)
+        if any(m.role == "assistant" and hashed in self._replies for m, hashed in answers):
+            return "re-rendered", Reason.HISTORY_REWRITTEN
+        return "branched", Reason.SAME_PROMPT if prefixes[-1] in self._prompts else Reason.OTHER
 
 
-def bridge(
-    template: ChatTemplate, previous: RenderedCall, messages: object, tools: Tools | None = None
-) -> Bridged:
-    """The next prompt after one recorded call."""
-    conversation = Conversation(template)
-    conversation.add(previous)
-    return conversation.prompt(messages, tools)
-
-
-def _notes(template: ChatTemplate, recorded: _Recorded, asked: list[Message]) -> list[Why]:
-    pairs = list(zip(recorded.turns, asked, strict=False))
-    notes: list[Why] = []
+def _differences(
+    template: ChatTemplate, recorded: _Recorded, messages: list[Message]
+) -> list[Reason]:
+    """How a continued conversation differs from the one that was recorded."""
+    pairs = list(zip(recorded.messages, messages, strict=False))
+    reasons: list[Reason] = []
     if any(
         [call.arguments for call in ours.tool_calls] != [call.arguments for call in sent.tool_calls]
         for ours, sent in pairs
     ):
-        notes.append(Why.ARGUMENTS)
+        reasons.append(Reason.ARGUMENTS)
     if any(ours.reasoning and not sent.reasoning for ours, sent in pairs):
-        notes.append(Why.REASONING_KEPT)
+        reasons.append(Reason.REASONING_KEPT)
     completion = recorded.call.completion_ids
     if not completion or completion[-1] not in template.renderer.turn_ends:
-        notes.append(Why.TRUNCATED)
-    return notes
+        reasons.append(Reason.TRUNCATED)
+    return reasons
 
 
-def _refusal(template: ChatTemplate, added: Sequence[Message]) -> Why:
+def _why_not(template: ChatTemplate, added: Sequence[Message]) -> Reason:
     renderer = template.renderer
     if not renderer.bridges:
-        return Why.CANNOT
+        return Reason.CANNOT
     if any(message.role == "assistant" for message in added):
-        return Why.ANSWER_ADDED
+        return Reason.ANSWER_ADDED
     strips = isinstance(renderer, Library) and renderer.strips_reasoning
     if strips and any(message.role == "user" for message in added):
-        return Why.REASONING_STRIPPED
-    return Why.CANNOT
+        return Reason.REASONING_STRIPPED
+    return Reason.CANNOT
 
 
-def _reasoned_otherwise(turns: Sequence[Message], asked: Sequence[Message]) -> bool:
-    """Whether a reasoning came back changed. One that was left out does not count."""
+def _reasoning_changed(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
+    """Whether a message came back with another reasoning; leaving it out is no change."""
     return any(
-        ours.reasoning and sent.reasoning and ours.reasoning != sent.reasoning
-        for ours, sent in zip(turns, asked, strict=False)
+        ours.reasoning and theirs.reasoning and ours.reasoning != theirs.reasoning
+        for ours, theirs in zip(recorded, sent, strict=False)
     )
 
 
-def _meaning(message: Message) -> bytes:
-    return hashlib.sha256(message.meaning.encode()).digest()
-
-
-def _spelt(tools: Sequence[dict[str, Any]]) -> str:
+def _write_tools(tools: Sequence[dict[str, Any]]) -> str:
     # Order and spelling are part of the prompt's text, so they are not sorted away.
     return json.dumps(list(tools), ensure_ascii=False)

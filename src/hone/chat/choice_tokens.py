@@ -17,6 +17,7 @@ from hone.chat.jinja import encode
 from hone.chat.reply import byte_pieces
 from hone.chat.template import ChatTemplate
 from hone.types import FieldError
+from hone.wire.errors import brief
 
 Path = tuple[str | int, ...]
 
@@ -65,7 +66,7 @@ class TokenReader:
             raise Refused((*path, key), f"expected a list of tokens, got {brief(entries)}")
         values = [_logprob(entry, (*path, key, i)) for i, entry in enumerate(entries)]
         ids = self._ids(choice, entries, (*path, key), where)
-        if wrong := outside(ids, self._vocab):
+        if wrong := first_outside(ids, self._vocab):
             place, token = wrong
             raise Refused(
                 (*path, key, place, "token"),
@@ -175,14 +176,8 @@ def _bytes_of(entry: Mapping[str, Any], path: Path) -> bytes:
     return bytes(listed)
 
 
-def outside(ids: Sequence[int], vocab: int) -> tuple[int, int] | None:
+def first_outside(ids: Sequence[int], vocab: int) -> tuple[int, int] | None:
     """The place and value of the first id that is not in the vocabulary."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab):
         return None
     return next((i, token) for i, token in enumerate(ids) if not 0 <= token < vocab)
-
-
-def brief(value: object) -> str:
-    """For messages: a value as Python spells it, but not all of it."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
 from hone.errors import TemplateError
+from hone.wire.errors import brief
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -88,7 +89,7 @@ _MAX_DEPTH = 100
 def check_messages(messages: object) -> list[Message]:
     """The request's messages; raises TemplateError for what no template could express."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        _refuse("messages", f"expected a list of at least one message, got {_brief(messages)}")
+        _refuse("messages", f"expected a list of at least one message, got {brief(messages)}")
     return [_message(entry, f"messages[{i}]") for i, entry in enumerate(messages)]
 
 
@@ -97,14 +98,14 @@ def check_tools(tools: object) -> list[dict[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, Sequence) or isinstance(tools, str):
-        _refuse("tools", f"expected a list of tools, got {_brief(tools)}")
+        _refuse("tools", f"expected a list of tools, got {brief(tools)}")
     checked: list[dict[str, Any]] = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             _refuse(
                 f"tools[{i}]",
-                f"expected {{'type': 'function', 'function': {{'name': ...}}}}, got {_brief(tool)}",
+                f"expected {{'type': 'function', 'function': {{'name': ...}}}}, got {brief(tool)}",
             )
         checked.append(dict(tool))
     return checked
@@ -128,7 +129,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def _message(entry: object, where: str) -> Message:
     if not isinstance(entry, Mapping):
-        _refuse(where, f"expected an object with role and content, got {_brief(entry)}")
+        _refuse(where, f"expected an object with role and content, got {brief(entry)}")
     role = _ROLES.get(str(entry.get("role")))
     if role is None:
         _refuse(
@@ -157,7 +158,7 @@ def _content(content: object, role: Role, where: str) -> str:
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, Sequence) or isinstance(content, (str, bytes)):
-        _refuse(where, f"expected text or a list of parts, got {_brief(content)}")
+        _refuse(where, f"expected text or a list of parts, got {brief(content)}")
     texts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -165,7 +166,7 @@ def _content(content: object, role: Role, where: str) -> str:
         if kind not in ("text", "refusal") or not isinstance(text, str):
             _refuse(
                 f"{where}[{i}]",
-                f"expected a part of type 'text', got {kind or _brief(part)!r}; this model reads "
+                f"expected a part of type 'text', got {kind or brief(part)!r}; this model reads "
                 "text only, so describe or leave out images, audio and files",
             )
         texts.append(_sound(text, f"{where}[{i}].text"))
@@ -185,14 +186,14 @@ def _tool_calls(calls: object, where: str) -> tuple[ToolCall, ...]:
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        _refuse(where, f"expected a list of calls, got {_brief(calls)}")
+        _refuse(where, f"expected a list of calls, got {brief(calls)}")
     checked: list[ToolCall] = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             _refuse(
                 f"{where}[{i}].function",
-                f"expected an object with name and arguments, got {_brief(function)}",
+                f"expected an object with name and arguments, got {brief(function)}",
             )
         arguments = _arguments(function.get("arguments"), f"{where}[{i}].function.arguments")
         checked.append(ToolCall(function["name"], arguments, str(call.get("id") or "")))
@@ -206,18 +207,18 @@ def _arguments(arguments: object, where: str) -> str:
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return "{}"
     if not isinstance(arguments, str):
-        _refuse(where, f"expected the JSON text of an object, got {_brief(arguments)}")
+        _refuse(where, f"expected the JSON text of an object, got {brief(arguments)}")
     try:
         parse_object(arguments)
     except ValueError as error:
-        _refuse(where, f"{error} in {_brief(arguments)}; send the JSON text of an object")
+        _refuse(where, f"{error} in {brief(arguments)}; send the JSON text of an object")
     return arguments
 
 
 def _optional_text(entry: Mapping[str, Any], key: str, where: str) -> str | None:
     value = entry.get(key)
     if value is not None and not isinstance(value, str):
-        _refuse(f"{where}.{key}", f"expected text, got {_brief(value)}")
+        _refuse(f"{where}.{key}", f"expected text, got {brief(value)}")
     return value if value is None else _sound(value, f"{where}.{key}")
 
 
@@ -259,11 +260,6 @@ def _checked_items(value: object) -> list[object]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _refuse(where: str, what: str) -> NoReturn:

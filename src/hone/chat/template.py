@@ -12,7 +12,6 @@ continued under another: the ids would look alike and mean different prompts.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -90,13 +89,6 @@ class Parser(Protocol):
     def feed(self, ids: Sequence[int]) -> list[Event]: ...
     def close(self) -> list[Event]: ...
     def reply(self, finish: FinishReason = "stop") -> Reply: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the engine is fed."""
-
-    ids: list[int]
 
 
 class ChatTemplate:
@@ -237,11 +229,10 @@ class ChatTemplate:
         tools: Tools | None = None,
         *,
         generation_prompt: bool = True,
-    ) -> Prompt:
-        """The whole conversation from text. Raises TemplateError, naming the field, if it cannot."""
+    ) -> list[int]:
+        """The ids of the whole conversation, from text. Raises TemplateError, naming the field, if it cannot."""
         checked, offered = self.check(messages, tools)
-        ids = self.renderer.render(checked, offered, generation_prompt=generation_prompt)
-        return Prompt(ids)
+        return self.renderer.render(checked, offered, generation_prompt=generation_prompt)
 
     def check(
         self, messages: object, tools: Tools | None

@@ -1,10 +1,10 @@
-"""What `tools`, `tool_choice` and `parallel_tool_calls` of a request come to.
+"""What `tools`, `tool_choice` and `parallel_tool_calls` of a request come to for one template.
 
-In:   a request's tools and choice; the model's chat template
-Out:  Offer: the tools the model is shown, the text its answer is made to begin with, where it ends
+In:   the request's tools and choice; the model's chat template
+Out:  ToolChoice: the tools the model is shown, what its answer must begin with, and where it ends
 
 There is no grammar in this version. A call is forced by beginning the answer as the template
-begins a call; those tokens are put there and not sampled, are recorded as forced, and get no label.
+begins a call; those tokens are not sampled, are recorded as forced, and get no label.
 """
 
 import json
@@ -24,15 +24,58 @@ _PROBE = "zq9probe"
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The tools of one request."""
+class ToolChoice:
+    """The tools of one request, and which of them must be called."""
 
     tools: list[dict[str, Any]]
-    """What the model is shown, and whose calls are read."""
+    """Shown to the model; calls to them are parsed."""
     forced: str = ""
-    """What the answer begins with."""
+    """Text that the answer must begin with."""
     single: bool = False
     """The answer ends after its first call."""
+
+    @classmethod
+    def of(
+        cls,
+        template: ChatTemplate,
+        tools: Sequence[Any] | None,
+        choice: Any,
+        *,
+        parallel: bool | None,
+    ) -> "ToolChoice":
+        """Raises BadRequest where the template cannot force the choice."""
+        offered, name = check_tools(tools), _function_name(choice)
+        if name is None and choice not in (None, "auto", "none", "required"):
+            raise BadRequest(
+                f"tool_choice: got {choice!r}; send 'auto', 'none', 'required' or "
+                "{'type': 'function', 'function': {'name': ...}}",
+                param="tool_choice",
+            )
+        required = choice == "required" or name is not None
+        if choice == "none" or not (offered or required):
+            return cls([])
+        if not offered:
+            raise BadRequest(
+                "tool_choice: a call is required, but no tools are offered", param="tools"
+            )
+        names = [tool["function"]["name"] for tool in offered]
+        if name is not None and name not in names:
+            raise BadRequest(
+                f"tool_choice: no tool is called {name!r}; offered: {', '.join(names)}",
+                param="tool_choice",
+            )
+        single = name is not None or parallel is False
+        if not required and not single:
+            return cls(offered)
+        opening = _call_opening(template)
+        if opening is None:
+            raise _impossible(f"the chat template of {template.name!r} writes no Hermes tool calls")
+        if not required:
+            return cls(offered, single=single)
+        before, after = opening
+        only = name or (names[0] if len(names) == 1 else None)
+        written = "" if only is None else json.dumps(only, ensure_ascii=False)[1:-1] + after
+        return cls(offered, before + written, single)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -47,48 +90,7 @@ class Offer:
         return encode(template.tokenizer, self.forced)
 
 
-def offer(
-    template: ChatTemplate, tools: Sequence[Any] | None, choice: Any, parallel: bool | None
-) -> Offer:
-    """The request's tools, or a BadRequest that says what is possible."""
-    offered = check_tools(tools)
-    name = _named(choice)
-    if name is None and choice not in (None, "auto", "none", "required"):
-        raise BadRequest(
-            f"tool_choice: got {choice!r}; send 'auto', 'none', 'required' or "
-            "{'type': 'function', 'function': {'name': ...}}",
-            param="tool_choice",
-        )
-    if choice == "none":
-        return Offer([])
-    must = choice == "required" or name is not None
-    if not offered:
-        if must:
-            raise BadRequest(
-                "tool_choice: a call is required, but no tools are offered", param="tools"
-            )
-        return Offer([])
-    names = [tool["function"]["name"] for tool in offered]
-    if name is not None and name not in names:
-        raise BadRequest(
-            f"tool_choice: no tool is called {name!r}; offered: {', '.join(names)}",
-            param="tool_choice",
-        )
-    single = name is not None or parallel is False
-    if not must and not single:
-        return Offer(offered)
-    opening = _opening(template)
-    if opening is None:
-        raise _impossible(f"the chat template of {template.name!r} writes no Hermes tool calls")
-    if not must:
-        return Offer(offered, single=single)
-    before, after = opening
-    only = name or (names[0] if len(names) == 1 else None)
-    spelt = "" if only is None else json.dumps(only, ensure_ascii=False)[1:-1] + after
-    return Offer(offered, before + spelt, single)
-
-
-def _named(choice: Any) -> str | None:
+def _function_name(choice: Any) -> str | None:
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return None
     function = choice.get("function")
@@ -97,25 +99,25 @@ def _named(choice: Any) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _opening(template: ChatTemplate) -> tuple[str, str] | None:
+def _call_opening(template: ChatTemplate) -> tuple[str, str] | None:
     """What a call begins with up to its name, and from there to its arguments.
 
     None for a template that does not write Hermes calls.
     """
     call = {"id": "c0", "type": "function", "function": {"name": _PROBE, "arguments": "{}"}}
-    talk = [
+    messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     try:
-        ids = template.render(talk, generation_prompt=False).ids
+        ids = template.render(messages, generation_prompt=False)
     except TemplateError:
         return None
-    text = template.tokenizer.decode(ids, skip_special_tokens=False)
-    found = re.search(
-        rf'({OPEN_CALL}\s*\{{"name": ?"){_PROBE}(", ?"arguments": ?)\{{\}}\}}\s*{CLOSE_CALL}', text
+    match = re.search(
+        rf'({OPEN_CALL}\s*\{{"name": ?"){_PROBE}(", ?"arguments": ?)\{{\}}\}}\s*{CLOSE_CALL}',
+        template.tokenizer.decode(ids, skip_special_tokens=False),
     )
-    return (found[1], found[2]) if found else None
+    return (match[1], match[2]) if match else None
 
 
 def _impossible(why: str) -> BadRequest:

@@ -26,17 +26,18 @@ import hone
 from hone import errors
 from hone.errors import HoneError
 from hone.logs import log, say
-from hone.server import art, auth, chat, training
+from hone.server import art, auth, openai_chat, training
 from hone.server.bodies import BodyReader
-from hone.server.failures import error_body, openai_error, status_of
+from hone.server.failures import error_response, status_of
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
+from hone.wire.errors import error_body
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
     """The control plane, which has every route, and the OpenAI API alone."""
-    control = _app(state, "hone", (chat.routes, training.routes, art.routes), control=True)
-    inference = _app(state, "hone: OpenAI API", (chat.routes,), control=False)
+    control = _app(state, "hone", (openai_chat.routes, training.routes, art.routes), control=True)
+    inference = _app(state, "hone: OpenAI API", (openai_chat.routes,), control=False)
     return control, inference
 
 
@@ -114,7 +115,7 @@ async def _health(state: State, *, keyed: bool) -> dict[str, Any]:
 
 def _answer(error: HoneError) -> JSONResponse:
     headers = getattr(error, "headers", None)
-    return JSONResponse(error_body(error), status_of(error), headers=headers)
+    return JSONResponse(error_response(error), status_of(error), headers=headers)
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -133,19 +134,19 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     if "json" not in sent and any(e["loc"] == ("body",) for e in error.errors()):
         said = f"the body's Content-Type is {sent[:100]!r}" if sent else "no Content-Type is sent"
         text = f"{said}; send JSON, and -H 'Content-Type: application/json' with it"
-        body = openai_error(text, 415, param="Content-Type")
+        body = error_body(text, 415, param="Content-Type")
         return JSONResponse(body | {"detail": text}, 415)
     detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
     first = detail[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     message = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail[:20])
-    body = openai_error(message, 422, param=".".join(where) or None)
+    body = error_body(message, 422, param=".".join(where) or None)
     return JSONResponse(body | {"detail": detail}, 422)
 
 
 async def _http(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), error
-    body = openai_error(str(error.detail), error.status_code)
+    body = error_body(str(error.detail), error.status_code)
     return JSONResponse(body | {"detail": error.detail}, error.status_code, headers=error.headers)
 
 
@@ -186,7 +187,7 @@ class _Gate:
             if status:
                 raise
             text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
-            await JSONResponse(openai_error(text, 500), 500)(scope, receive, sending)
+            await JSONResponse(error_body(text, 500), 500)(scope, receive, sending)
         finally:
             self._note(scope, status, time.perf_counter() - started, reason)
 

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from hone.server.chat_tasks import Invalid
 from hone.server.settings import Settings
-from hone.server.tasks import Invalid
 
 AnswerLarge = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
 """Answers a large body; calls its second argument when the body is in memory no more."""

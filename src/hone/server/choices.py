@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hone.chat.bridge import Conversation, RenderedCall
-from hone.chat.choice_tokens import Path, Refused, Sampled, TokenReader, brief
+from hone.chat.choice_tokens import Path, Refused, Sampled, TokenReader
 from hone.chat.messages import check_messages
 from hone.chat.template import ChatTemplate
 from hone.errors import NotFound, TemplateError
 from hone.server.language import FIXED, differing
 from hone.trajectory import History
 from hone.types import Call, RecordedCall
+from hone.wire.errors import brief
 
 _SAME = 1e-4
 """Log-probabilities this close are the same number, written with fewer digits."""

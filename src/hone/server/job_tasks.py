@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from hone.errors import BadRequest
 from hone.learner.packed import unpack_groups
+from hone.server.chat_tasks import Invalid, TemplateRef
 from hone.server.checks import digest
 from hone.server.language import Language
 from hone.server.resolve import PackedJob, Start, pack_job
-from hone.server.tasks import Invalid, TemplateRef
 from hone.server.tokens import page, read_logprobs
 from hone.store.calls import CallStore
 from hone.store.database import Store

@@ -80,7 +80,7 @@ class Language:
                 "old files back, or register a model of another name over the new ones."
             )
 
-    def spoken(self, kwargs: Mapping[str, Any], day: date | None = None) -> ChatTemplate:
+    def template_for(self, kwargs: Mapping[str, Any], day: date | None = None) -> ChatTemplate:
         """The template under these arguments, on this day if it prints one. May block."""
         template = self.template if day is None or not self._prints_date else self._on(day)
         return template.with_kwargs(kwargs)

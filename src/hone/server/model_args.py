@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hone.chat.choice_tokens import brief
 from hone.errors import ConfigError, Unprocessable
 from hone.types import FieldError, ModelSpec, TrainConfig
+from hone.wire.errors import brief
 
 Path = tuple[str | int, ...]
 

@@ -1,229 +1,215 @@
-"""A request and the policy that answers it, made into an Exchange.
+"""Build the prompt and sampling parameters of a request; refuse what cannot be answered.
 
-In:   ChatRequest or CompletionRequest; its Policy, rollout and run
-Out:  the Exchange to run, and the Form of its answer
+In:   a ChatRequest or CompletionRequest, and its RequestContext
+Out:  the response, ready to be generated
 
-What cannot be answered is refused here, before a token is sampled: prompts and answers that do not
-fit, tools the template has no word for, calls that cannot be forced. Only a request that passed
-takes a place in its rollout, so that the seeds of those after it do not depend on it.
+Refused here, before a token is sampled: prompts and answers that do not fit, tools that the template
+cannot show, tool calls that cannot be forced. Only a request that passed takes an index in its
+rollout, so that the seeds of later ones do not depend on it.
 """
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any
 
-from hone.chat.bridge import Asked
-from hone.chat.choice_tokens import brief, outside
+from hone.chat.bridge import HashedMessages
+from hone.chat.choice_tokens import first_outside
 from hone.chat.messages import check_messages
 from hone.chat.reply import StreamParser
 from hone.chat.template import ChatTemplate
-from hone.chat.tool_choice import Offer, offer
+from hone.chat.tool_choice import ToolChoice
 from hone.errors import BadRequest
 from hone.inference.base import Sampling
-from hone.server import tasks
-from hone.server.answers import ChatForm, Form, TextForm
-from hone.server.exchange import Exchange, Where
-from hone.server.openai import ChatRequest, CompletionRequest, LogprobWriter
-from hone.server.serving import Policy
-from hone.server.settings import Settings
-from hone.server.talks import Matched, Scope, Turn, request_seed
-from hone.server.tasks import TemplateRef
-from hone.server.telemetry import Metrics
-from hone.server.workers import WorkerPool
-from hone.store.calls import CallStore
-from hone.types import RunSpec
+from hone.server import chat_tasks
+from hone.server.chat_tasks import TemplateRef
+from hone.server.conversations import PendingPrompt, Prompt, request_seed
+from hone.server.generation import Generation, RequestContext
+from hone.server.responses import ChatResponse, LogprobWriter, TextResponse
+from hone.wire.errors import brief
+from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temperature
 
-Prepared = tuple[Exchange, Form]
+Request = ChatRequest | CompletionRequest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """What is known of a request besides its body."""
+async def prepare_chat(
+    context: RequestContext, request: ChatRequest, messages: HashedMessages | None
+) -> ChatResponse:
+    """`messages`: those of a large request, which a worker process has checked."""
+    template, choice, prompt = await _chat_prompt(context, request, messages)
+    forced = choice.forced_ids(template, prompt.ids)
+    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, len(forced), "messages")
+    kwargs = request.chat_template_kwargs or {}
+    ignored = [key for key in template.ignored_kwargs if key in kwargs]
+    index = context.history.next_index()
+    generation = Generation(
+        context=context,
+        prompt=prompt,
+        index=index,
+        sampling=_sampling(context, request, index, max_tokens, template, choice.stop),
+        make_parser=lambda call: template.parser(
+            prompt_ids=prompt.ids, tools=choice.tools, stop=request.stop, seed=call
+        ),
+        fingerprint=context.policy.base.fingerprint_of(template),
+        messages=request.messages,
+        tools=choice.tools,
+        forced=forced,
+        not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
+    )
+    writer = _logprob_writer(context, request) if _wants_logprobs(context, request) else None
+    return ChatResponse(generation, writer)
 
-    policy: Policy
-    where: Where
-    scope: Scope
-    run: RunSpec | None
-    settings: Settings
-    calls: CallStore
-    metrics: Metrics
-    workers: WorkerPool
 
-    async def chat(self, asked: ChatRequest, read: Asked | None = None) -> Prepared:
-        """`read`: the messages, where a worker process has checked them because they are large."""
-        template, offered, turn = await self._turn(asked, read)
-        forced = offered.forced_ids(template, turn.ids)
-        room = self._room(len(turn.ids), asked.limit, len(forced), "messages")
-        place = self.scope.next_index()
-        sent = asked.chat_template_kwargs or {}
-        ignored = [key for key in template.ignored_kwargs if key in sent]
-        exchange = Exchange(
-            **self._common(place),
-            turn=turn,
-            sampling=self._sampling(asked, room, place, template, offered.stop),
-            parsers=lambda call: template.parser(
-                prompt_ids=turn.ids, tools=offered.tools, stop=asked.stops, seed=call
-            ),
-            fingerprint=self.policy.base.fingerprint_of(template),
-            messages=asked.messages,
-            tools=offered.tools,
-            forced=forced,
-            not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
+async def prepare_completion(context: RequestContext, request: CompletionRequest) -> TextResponse:
+    base = context.policy.base
+    ids = await _prompt_ids(context, request.text_or_ids)
+    max_tokens = _max_tokens(context, len(ids), request.limit, 0, "prompt")
+    index = context.history.next_index()
+    generation = Generation(
+        context=context,
+        prompt=Prompt(ids, "first", (), None),
+        index=index,
+        sampling=_sampling(context, request, index, max_tokens, base.template),
+        make_parser=lambda call: StreamParser(
+            base.decoder(), stop_ids=base.template.stop_ids, stop=request.stop, seed=call
+        ),
+        fingerprint=base.fingerprint,
+    )
+    writer = None if request.logprobs is None else _logprob_writer(context, request)
+    return TextResponse(generation, writer)
+
+
+# ---- prompts -----------------------------------------------------------------------------------
+
+
+async def _chat_prompt(
+    context: RequestContext, request: ChatRequest, messages: HashedMessages | None
+) -> tuple[ChatTemplate, ToolChoice, Prompt]:
+    """A worker process renders and tokenizes the prompt of a large request."""
+    if messages is None:
+        return await asyncio.to_thread(_render, context, request)
+    template, choice, pending = await asyncio.to_thread(_match, context, request, messages)
+    ref = TemplateRef.of(template, context.policy.base.files)
+    limit = context.max_length
+    prompt, tokens = await context.state.workers.run(
+        chat_tasks.render, ref, pending.unrendered, limit
+    )
+    if tokens > limit:
+        _max_tokens(context, tokens, request.limit, 0, "messages")
+    return template, choice, pending.rendered(prompt)
+
+
+def _render(
+    context: RequestContext, request: ChatRequest
+) -> tuple[ChatTemplate, ToolChoice, Prompt]:
+    """Blocking."""
+    messages = HashedMessages.of(check_messages(request.messages))
+    template, choice, pending = _match(context, request, messages)
+    return template, choice, pending.rendered(pending.unrendered.render(template))
+
+
+def _match(
+    context: RequestContext, request: ChatRequest, messages: HashedMessages
+) -> tuple[ChatTemplate, ToolChoice, PendingPrompt]:
+    """Blocking."""
+    base, calls = context.policy.base, context.state.calls
+    kwargs = {**context.spec("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
+    day = None if context.run is None else calls.opened_on(context.run)
+    template = base.template_for(kwargs, day)
+    choice = ToolChoice.of(
+        template, request.tools, request.tool_choice, parallel=request.parallel_tool_calls
+    )
+    tools = template.check_tools(choice.tools)
+    return template, choice, context.history.match(calls, base, messages, tools)
+
+
+async def _prompt_ids(context: RequestContext, prompt: str | list[int]) -> list[int]:
+    state, base = context.state, context.policy.base
+    await asyncio.to_thread(context.history.load, state.calls)
+    if isinstance(prompt, list):
+        _check_ids(context, prompt)
+        return prompt
+    if len(prompt) <= state.settings.large_body_bytes:
+        return await asyncio.to_thread(base.template.tokenizer.encode, prompt)
+    ref = TemplateRef.of(base.template, base.files)
+    limit = context.max_length
+    ids, tokens = await state.workers.run(chat_tasks.tokenize, ref, prompt, limit)
+    if tokens > limit:
+        _max_tokens(context, tokens, None, 0, "prompt")
+    return ids
+
+
+def _check_ids(context: RequestContext, prompt: list[int]) -> None:
+    """Refuse ids outside the vocabulary now: the engine would fail once the call has begun."""
+    base = context.policy.base
+    vocab = base.files.config["vocab_size"]
+    if wrong := first_outside(prompt, vocab):
+        place, token = wrong
+        raise BadRequest(
+            f"prompt[{place}]: token id {brief(token)} is outside the vocabulary of {vocab} of "
+            f"{base.name!r}; send ids of its tokenizer",
+            param="prompt",
         )
-        return exchange, ChatForm(self._writer(asked) if self._gives_logprobs(asked) else None)
 
-    async def complete(self, asked: CompletionRequest) -> Prepared:
-        base, prompt = self.policy.base, asked.text_or_ids
-        ids = await self._encoded(prompt)
-        room = self._room(len(ids), asked.limit, 0, "prompt")
-        place = self.scope.next_index()
-        exchange = Exchange(
-            **self._common(place),
-            turn=Turn(ids, "first", (), None),
-            sampling=self._sampling(asked, room, place, base.template, ()),
-            parsers=lambda call: StreamParser(
-                base.decoder(), stop_ids=base.template.stop_ids, stop=asked.stops, seed=call
-            ),
-            fingerprint=base.fingerprint,
-            messages=None,
-            tools=[],
-            forced=[],
-            not_applicable=[],
+
+# ---- sampling ----------------------------------------------------------------------------------
+
+
+def _max_tokens(
+    context: RequestContext, prompt: int, requested: int | None, forced: int, param: str
+) -> int:
+    """How many tokens may be sampled; BadRequest where prompt and answer cannot fit."""
+    limit, settings = context.max_length, context.state.settings
+    answer = max(requested or 1, forced + 1)
+    if prompt + answer > limit:
+        is_models = limit == context.policy.base.max_positions
+        whose = "the model" if is_models else "this server (max_seq_length)"
+        raise BadRequest(
+            f"{param}: {prompt} tokens, and {answer} of answer, are more than the {limit} of "
+            f"{whose}; shorten the prompt or lower max_tokens",
+            param=param,
+            code="context_length_exceeded",
         )
-        return exchange, TextForm(self._writer(asked) if asked.logprobs is not None else None)
+    if requested is None:
+        answer = min(limit - prompt, settings.max_tokens or limit)
+    return max(answer - forced, 1)
 
-    async def _turn(
-        self, asked: ChatRequest, read: Asked | None
-    ) -> tuple[ChatTemplate, Offer, Turn]:
-        """The prompt; a large one is rendered and tokenized by a worker process."""
-        if read is None:
-            return await asyncio.to_thread(self._rendered, asked)
-        template, offered, matched = await asyncio.to_thread(self._matched, asked, read)
-        ref = TemplateRef.of(template, self.policy.base.files)
-        bridged, tokens = await self.workers.run(tasks.render, ref, matched.match, self._limit)
-        if tokens > self._limit:
-            self._room(tokens, asked.limit, 0, "messages")
-        return template, offered, matched.turn(bridged)
 
-    def _rendered(self, asked: ChatRequest) -> tuple[ChatTemplate, Offer, Turn]:
-        """Blocking."""
-        read = Asked.read(check_messages(asked.messages))
-        template, offered, matched = self._matched(asked, read)
-        return template, offered, matched.turn(matched.match.render(template))
+def _sampling(
+    context: RequestContext,
+    request: Request,
+    index: int,
+    max_tokens: int,
+    template: ChatTemplate,
+    stop: tuple[str, ...] = (),
+) -> Sampling:
+    scope, temperature, seed = context.scope, request.sampling_temperature, request.seed
+    if scope.temperature is not None:
+        temperature = effective_temperature(scope.temperature)
+    if scope.rollout:
+        seed = request_seed(context.run, scope.rollout, index)
+    return Sampling(
+        n=request.n or 1,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=request.sampling_top_p,
+        top_k=max(request.top_k or 0, 0),
+        min_p=request.min_p or 0.0,
+        seed=seed,
+        stop=(*request.stop, *stop),
+        stop_ids=template.stop_ids,
+        top_logprobs=request.alternatives,
+    )
 
-    def _matched(self, asked: ChatRequest, read: Asked) -> tuple[ChatTemplate, Offer, Matched]:
-        """Blocking."""
-        sent = asked.chat_template_kwargs or {}
-        day = None if self.run is None else self.calls.opened_on(self.run)
-        template = self.policy.base.spoken({**self._spec("chat_template_kwargs", {}), **sent}, day)
-        offered = offer(template, asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        tools = template.check_tools(offered.tools)
-        return template, offered, self.scope.match(self.calls, self.policy.base, read, tools)
 
-    async def _encoded(self, prompt: str | list[int]) -> list[int]:
-        await asyncio.to_thread(self.scope.recall, self.calls)
-        base = self.policy.base
-        if isinstance(prompt, list):
-            self._check_ids(prompt)
-            return prompt
-        if len(prompt) <= self.settings.large_body_bytes:
-            return await asyncio.to_thread(base.template.tokenizer.encode, prompt)
-        ref = TemplateRef.of(base.template, base.files)
-        ids, tokens = await self.workers.run(tasks.tokenize, ref, prompt, self._limit)
-        if tokens > self._limit:
-            self._room(tokens, None, 0, "prompt")
-        return ids
+def _wants_logprobs(context: RequestContext, request: ChatRequest) -> bool:
+    """ART's scripts train on choices and never request their log-probabilities.
 
-    def _check_ids(self, prompt: list[int]) -> None:
-        """Refuse ids that only the engine would find wrong, once the call has begun."""
-        base = self.policy.base
-        vocab = base.files.config["vocab_size"]
-        if wrong := outside(prompt, vocab):
-            place, token = wrong
-            raise BadRequest(
-                f"prompt[{place}]: token id {brief(token)} is outside the vocabulary of {vocab} of "
-                f"{base.name!r}; send ids of its tokenizer",
-                param="prompt",
-            )
+    Inside a rollout only a request gets them: the rollout is trained by its id.
+    """
+    if request.logprobs or context.spec("token_ids_as_text", False):
+        return True
+    registered = context.policy.record is not None
+    return registered and request.logprobs is None and not context.scope.rollout
 
-    def _common(self, place: int) -> dict[str, Any]:
-        return {
-            "policy": self.policy,
-            "scope": self.scope,
-            "where": self.where,
-            "place": place,
-            "calls": self.calls,
-            "metrics": self.metrics,
-        }
 
-    def _spec(self, field: str, default: Any) -> Any:
-        """A field of the registered model; the default for a base model."""
-        record = self.policy.record
-        return default if record is None else getattr(record.spec, field)
-
-    def _gives_logprobs(self, asked: ChatRequest) -> bool:
-        """ART's scripts train on choices and never ask for their log-probabilities.
-
-        Inside a rollout they are left out unless asked for: it is trained by its id.
-        """
-        if asked.logprobs or self._spec("token_ids_as_text", False):
-            return True
-        registered = self.policy.record is not None
-        return registered and asked.logprobs is None and not self.where.rollout
-
-    def _writer(self, asked: ChatRequest | CompletionRequest) -> LogprobWriter:
-        as_ids = asked.return_tokens_as_token_ids or self._spec("token_ids_as_text", False)
-        return LogprobWriter(self.policy.base, as_ids=bool(as_ids))
-
-    @property
-    def _limit(self) -> int:
-        """Tokens of prompt and answer together, at most."""
-        return min(self.policy.base.max_positions, self.settings.max_seq_length)
-
-    def _room(self, prompt: int, asked: int | None, forced: int, param: str) -> int:
-        """Tokens that may be sampled; BadRequest where prompt and answer cannot fit."""
-        positions, settings, limit = self.policy.base.max_positions, self.settings, self._limit
-        answer = max(asked or 1, forced + 1)
-        if prompt + answer > limit:
-            whose = "the model" if limit == positions else "this server (max_seq_length)"
-            raise BadRequest(
-                f"{param}: {prompt} tokens, and {answer} of answer, are more than the {limit} of "
-                f"{whose}; shorten the prompt or lower max_tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
-        if asked is not None:
-            return max(answer - forced, 1)
-        most = limit - prompt
-        if settings.max_tokens is not None:
-            most = min(most, settings.max_tokens)
-        return max(most - forced, 1)
-
-    def _temperature(self, asked: ChatRequest | CompletionRequest) -> float:
-        if self.where.temperature is not None:
-            return self.where.temperature
-        return asked.sampling_temperature
-
-    def _sampling(
-        self,
-        asked: ChatRequest | CompletionRequest,
-        room: int,
-        place: int,
-        template: ChatTemplate,
-        stop: tuple[str, ...],
-    ) -> Sampling:
-        seed = asked.seed
-        if self.where.rollout:
-            seed = request_seed(self.run, self.where.rollout, place)
-        return Sampling(
-            n=asked.n or 1,
-            max_tokens=room,
-            temperature=self._temperature(asked),
-            top_p=asked.sampling_top_p,
-            top_k=max(asked.top_k or 0, 0),
-            min_p=asked.min_p or 0.0,
-            seed=seed,
-            stop=(*asked.stops, *stop),
-            stop_ids=template.stop_ids,
-            top_logprobs=asked.alternatives,
-        )
+def _logprob_writer(context: RequestContext, request: Request) -> LogprobWriter:
+    as_ids = request.return_tokens_as_token_ids or context.spec("token_ids_as_text", False)
+    return LogprobWriter(context.policy.base.piece, as_ids=bool(as_ids))

@@ -18,14 +18,13 @@ arguments than the model's own, or printed another date; they are trained like a
 """
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, get_args
+from typing import Any
 
-from hone.chat.choice_tokens import Path, Refused, brief, outside, wrong_logprob
+from hone.chat.choice_tokens import Path, Refused, first_outside, wrong_logprob
 from hone.errors import Unprocessable
 from hone.learner.packed import pack_groups
 from hone.learner.staleness import too_stale
@@ -37,15 +36,15 @@ from hone.server.serving import Serving
 from hone.store.calls import CallStore
 from hone.store.models import ModelRecord
 from hone.trajectory import History, JobRequest, Trajectory, TrajectoryGroup
-from hone.types import Call, FieldError, RecordedCall, RolloutId, TrainConfig
+from hone.types import Call, FieldError, RecordedCall, TrainConfig
+from hone.wire.errors import brief
+from hone.wire.rollout import ROLLOUT_ID
 
 MAX_ERRORS = 50
 """Wrong fields named in one answer."""
 MAX_STEP = MAX_ID = 2**31
 
 FORMS = ("calls", "rollout", "messages_and_choices", "additional_histories")
-
-_ROLLOUT = re.compile(get_args(RolloutId)[1].pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def resolve_groups(
 ) -> Resolved:
     """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
     record, config = start.record, start.config
-    template = language.spoken(record.spec.chat_template_kwargs)
+    template = language.template_for(record.spec.chat_template_kwargs)
     fingerprint = language.fingerprint_of(template)
     config_file = language.files.path / "config.json"
     shape = DecoderConfig.parse(language.files.config, where=str(config_file))
@@ -244,7 +243,7 @@ class _Resolver:
 
     def _by_rollout(self, trajectory: Trajectory, inside: Path) -> list[Call]:
         rollout, path = trajectory.rollout, (*inside, "rollout")
-        if not _ROLLOUT.fullmatch(rollout):
+        if not ROLLOUT_ID.fullmatch(rollout):
             raise Refused(path, f"{rollout!r} is no rollout id; send the id the agent ran under")
         if rollout in self._rollouts:
             first = ".".join(map(str, self._rollouts[rollout]))
@@ -340,7 +339,7 @@ class _Resolver:
         vocab = self._vocab if call.trained else MAX_ID
         for field in ("prompt_ids", "completion_ids"):
             ids = getattr(call, field)
-            if wrong := outside(ids, vocab):
+            if wrong := first_outside(ids, vocab):
                 place, token = wrong
                 raise Refused(
                     (*path, field, place),

@@ -25,7 +25,6 @@ from hone.server.engines import Base, Engines, once
 from hone.server.gate import Gate
 from hone.server.seats import Seats
 from hone.server.settings import Settings
-from hone.server.talks import Talks
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey, RunSpec
@@ -111,8 +110,6 @@ class Serving:
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.talks = Talks()
-        """The conversations going on, so that the next turn continues the last one's ids."""
 
     # ---- names ------------------------------------------------------------------------------
 

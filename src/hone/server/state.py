@@ -18,6 +18,7 @@ from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server import art_log
 from hone.server.bodies import BodyBudget
+from hone.server.conversations import Conversations
 from hone.server.learning import StartLearner
 from hone.server.rename import finish_renames
 from hone.server.service import TrainingService
@@ -56,6 +57,7 @@ class State:
     workers: WorkerPool
     """Processes that read large request bodies."""
     bodies: BodyBudget
+    conversations: Conversations = field(default_factory=Conversations)
     pruner: Part = field(default_factory=lambda: Part("pruner"))
     started_at: float = field(default_factory=time.time)
 

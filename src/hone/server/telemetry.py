@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from hone.logs import log
 from hone.redact import HIDDEN, redact
 from hone.server.settings import Settings
+from hone.wire.errors import error_message
+from hone.wire.stream import parse_object
 
 MAX_REASON = 1000
 """Characters of a refusal that are logged."""
@@ -58,11 +60,8 @@ class Metrics:
 
 def refusal_text(body: bytes, key: str | None = None) -> str:
     """The message of an error response, short enough for a log line and without keys."""
-    try:
-        message = json.loads(body)["error"]["message"] if len(body) < 2**20 else ""
-    except (ValueError, KeyError, TypeError):  # another's shape
-        return ""
-    text = redact(str(message).replace(key, HIDDEN) if key else str(message))
+    message = error_message(parse_object(body)) if len(body) < 2**20 else None
+    text = redact((message or "").replace(key, HIDDEN) if key else message or "")
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 

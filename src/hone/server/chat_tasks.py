@@ -1,28 +1,27 @@
-"""What worker processes do with large request bodies: parse, validate, render, tokenize.
+"""Tasks of worker processes for large chat requests: parse, render, tokenize.
 
-In:   the bytes of a body; a Match to render; which template and tokenizer to use
-Out:  checked requests and token ids, small enough for the event loop to take over
+In:   the bytes of a body; a prompt to render; the template and tokenizer to use
+Out:  checked requests and token ids, small enough for the event loop
 
-Everything here runs in a process of workers.py. What a request returns is bounded by the number of
-tokens that the server accepts, never by the size of the body: to unpickle a million values stops
-the event loop as parsing them would.
+These functions run in the processes of workers.py. Their results are bounded by the number of tokens
+that the server accepts, never by the size of the body: unpickling a million values stops the event
+loop as parsing them would.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
 from typing import Any
 
-from hone.chat.bridge import Asked, Bridged, Match
+from hone.chat.bridge import HashedMessages, NextPrompt, UnrenderedPrompt
 from hone.chat.jinja import TextTooLong, encoding_at_most
 from hone.chat.messages import check_messages
 from hone.chat.reply import byte_pieces
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, Conflict
 from hone.models.files import ModelFiles, load_tokenizer
-from hone.server.openai import ChatRequest, CompletionRequest, read_json
+from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
 
 VALUES_PER_TOKEN = 16
 """JSON values of a chat request for each token of the longest prompt; a real one has fewer than 2."""
@@ -31,7 +30,7 @@ MIN_VALUES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class TemplateRef:
-    """A chat template of the server, by what another process needs to load the same."""
+    """What another process needs to load the same chat template."""
 
     files: ModelFiles
     name: str
@@ -61,32 +60,26 @@ class Invalid:
     errors: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadChat:
-    """A chat request whose messages are checked."""
-
-    request: ChatRequest
-    asked: Asked
-
-
 # ---- requests ----------------------------------------------------------------------------------
 
 
-def read_chat(body: bytes, *, max_n: int, max_seq_length: int) -> ReadChat:
+def parse_chat(
+    body: bytes, *, max_n: int, max_seq_length: int
+) -> tuple[ChatRequest, HashedMessages]:
     """Raises BadRequest or TemplateError, naming the field."""
     request = ChatRequest.parse(read_json(body), max_n=max_n)
-    most = max(MIN_VALUES, VALUES_PER_TOKEN * max_seq_length)
-    if more_values(request.__dict__.values(), most):
+    limit = max(MIN_VALUES, VALUES_PER_TOKEN * max_seq_length)
+    if more_values(request.__dict__.values(), limit):
         raise BadRequest(
-            f"messages: the request has more than {most} values, and {max_seq_length} tokens "
+            f"messages: the request has more than {limit} values, and {max_seq_length} tokens "
             "(max_seq_length) cannot hold so many; shorten the conversation",
             param="messages",
             code="context_length_exceeded",
         )
-    return ReadChat(request, Asked.read(check_messages(request.messages)))
+    return request, HashedMessages.of(check_messages(request.messages))
 
 
-def read_completion(body: bytes, *, max_n: int, max_seq_length: int) -> CompletionRequest:
+def parse_completion(body: bytes, *, max_n: int, max_seq_length: int) -> CompletionRequest:
     """Raises BadRequest, also for more token ids than the server accepts."""
     request = CompletionRequest.parse(read_json(body), max_n=max_n)
     prompt = request.text_or_ids
@@ -100,12 +93,12 @@ def read_completion(body: bytes, *, max_n: int, max_seq_length: int) -> Completi
     return request.model_copy(update={"prompt": prompt})
 
 
-def more_values(values: Iterable[Any], most: int) -> bool:
-    """Whether there are more than `most` values, those inside lists and objects counted."""
+def more_values(values: Iterable[Any], limit: int) -> bool:
+    """Whether there are more than `limit` values, those inside lists and objects counted."""
     count, level = 0, list(values)
     while level:
         count += len(level)
-        if count > most:
+        if count > limit:
             return True
         inner = (v.values() if isinstance(v, dict) else v for v in level if type(v) in (dict, list))
         level = [value for items in inner for value in items]
@@ -115,34 +108,36 @@ def more_values(values: Iterable[Any], most: int) -> bool:
 # ---- prompts -----------------------------------------------------------------------------------
 
 
-def render(ref: TemplateRef, match: Match, limit: int) -> tuple[Bridged, int]:
+def render(ref: TemplateRef, prompt: UnrenderedPrompt, limit: int) -> tuple[NextPrompt, int]:
     """The prompt and its length; without its ids where they are more than `limit`."""
     template = ref.load()
-    with _bounded(template, limit, "messages"):
-        bridged = match.render(template)
-    if len(bridged.ids) > limit:
-        return Bridged(ids=[], outcome=bridged.outcome, reasons=bridged.reasons), len(bridged.ids)
-    return bridged, len(bridged.ids)
+    try:
+        with encoding_at_most(max_characters(template.tokenizer, limit)):
+            rendered = prompt.render(template)
+    except TextTooLong as error:
+        raise _too_long("messages", error.characters, limit) from None
+    tokens = len(rendered.ids)
+    return (rendered if tokens <= limit else replace(rendered, ids=[])), tokens
 
 
 def tokenize(ref: TemplateRef, text: str, limit: int) -> tuple[list[int], int]:
     """Token ids of a text and their number; no ids where they are more than `limit`."""
-    template = ref.load()
-    most = max_characters(template.tokenizer, limit)
-    if most is not None and len(text) > most:
+    tokenizer = ref.load().tokenizer
+    longest = max_characters(tokenizer, limit)
+    if longest is not None and len(text) > longest:
         raise _too_long("prompt", len(text), limit)
-    ids = template.tokenizer.encode(text)
+    ids = tokenizer.encode(text)
     return (ids if len(ids) <= limit else []), len(ids)
 
 
 def max_characters(tokenizer: Any, tokens: int) -> int | None:
-    """No longer text has at most so many tokens. None: this cannot be told of this tokenizer."""
-    most = _bytes_of_a_token(tokenizer)
-    return None if most is None else most * tokens
+    """The longest text of at most so many tokens; None where the tokenizer sets no such bound."""
+    longest = _max_token_bytes(tokenizer)
+    return None if longest is None else longest * tokens
 
 
-def _bytes_of_a_token(tokenizer: Any) -> int | None:
-    """The most bytes of text that one token stands for; None where there is no such bound."""
+def _max_token_bytes(tokenizer: Any) -> int | None:
+    """The most bytes of text that one token encodes; None where there is no such bound."""
     pieces = byte_pieces(tokenizer)
     if pieces is None or not {bytes([byte]) for byte in range(256)} <= set(pieces):
         return None  # characters outside the vocabulary may become one token, or none
@@ -152,16 +147,6 @@ def _bytes_of_a_token(tokenizer: Any) -> int | None:
     # NFC composes at most four characters into one, in at most a third of the bytes.
     shrinks = {"NoneType": 1, "NFC": 4}.get(type(normalizer).__name__)
     return None if shrinks is None else shrinks * max(map(len, pieces))
-
-
-@contextmanager
-def _bounded(template: ChatTemplate, limit: int, param: str) -> Iterator[None]:
-    """Refuse texts that cannot fit before they are tokenized."""
-    try:
-        with encoding_at_most(max_characters(template.tokenizer, limit)):
-            yield
-    except TextTooLong as error:
-        raise _too_long(param, error.characters, limit) from None
 
 
 def _too_long(param: str, characters: int, limit: int) -> BadRequest:

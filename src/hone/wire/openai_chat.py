@@ -1,34 +1,40 @@
-"""Requests of the OpenAI API, checked; and what is said back.
+"""Requests of the OpenAI API for chat completions and completions, checked.
 
 In:   the body of /v1/chat/completions or /v1/completions
-Out:  ChatRequest, CompletionRequest; the JSON of answers and of their chunks
+Out:  ChatRequest or CompletionRequest; BadRequest names the first wrong key
 
 Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing.
-Keys that are known and not built yet pass only with the value that means nothing.
+Keys that are known and not supported yet pass only with the value that asks for nothing.
 """
 
 import difflib
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, NoReturn, NotRequired, Self, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-from hone.chat.choice_tokens import brief
 from hone.errors import BadRequest
-from hone.inference.base import SampledToken
-from hone.server.language import Language
+from hone.wire.errors import brief
 
 IGNORED = {
-    "user": "names who asks; there are no accounts here",
-    "metadata": "labels for a dashboard of OpenAI's",
-    "store": "whether OpenAI keeps the answer; every call is recorded here",
+    "user": "names the end user; there are no accounts here",
+    "metadata": "labels for OpenAI's dashboard",
+    "store": "whether OpenAI stores the response; every call is recorded here",
     "service_tier": "there is one tier",
     "prompt_cache_key": "prefixes are cached by their tokens",
-    "safety_identifier": "names who asks; there are no accounts here",
+    "safety_identifier": "names the end user; there are no accounts here",
 }
-"""Keys that clients send by habit, accepted whatever they hold, and why they change nothing."""
+"""Keys that many clients send, accepted with any value, and why they change nothing."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -46,7 +52,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Keys that are not in this version, each with the values besides null that ask for nothing."""
+"""Keys that are not in this version, each with the values besides null that request nothing."""
 
 _INSTEAD = {
     "functions": "send tools instead",
@@ -62,14 +68,20 @@ SMALLEST_TOP_P = 1e-9
 """A `top_p` below this is greedy: no more than the likeliest token can be left."""
 
 _MAX_DEPTH = 100
-"""Of a body: what is nested deeper would overrun the stack of whoever writes it again."""
+"""Levels of nesting in a body; deeper ones could overflow the stack when it is written again."""
 
-FLOOR = -9999.0
-"""Stands for a log-probability of minus infinity, which JSON cannot say; OpenAI's number for it."""
+_Stops = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
+    Field(max_length=16),
+    BeforeValidator(
+        lambda stop: [stop] if isinstance(stop, str) else stop,
+        json_schema_input_type=str | list[str],
+    ),
+]
 
 
 class _Request(BaseModel):
-    """What both kinds of request have."""
+    """The fields of both kinds of request."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
@@ -91,7 +103,7 @@ class _Request(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Inside a rollout the server's own seed is used instead."""
-    stop: str | list[str] | None = None
+    stop: _Stops = []
     """Up to 16 strings that end the answer."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -101,23 +113,15 @@ class _Request(BaseModel):
 
     @property
     def sampling_temperature(self) -> float:
-        """What the request is sampled at; 0 is greedy."""
+        """The temperature to sample at; 0 is greedy."""
         if self.top_p is not None and self.top_p < SMALLEST_TOP_P:
             return 0.0
         return 1.0 if self.temperature is None else effective_temperature(self.temperature)
 
     @property
     def sampling_top_p(self) -> float:
-        """What the request is sampled with; 1 is no mask, which greedy does not need."""
+        """1 masks nothing; greedy sampling needs no mask."""
         return 1.0 if self.top_p is None or self.top_p < SMALLEST_TOP_P else self.top_p
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        stops = [value] if isinstance(value, str) else value or []
-        if len(stops) > 16 or any(not 0 < len(stop) <= 256 for stop in stops):
-            raise ValueError("expected up to 16 strings of 1 to 256 characters")
-        return value
 
     @field_validator("stream_options")
     @classmethod
@@ -130,10 +134,6 @@ class _Request(BaseModel):
         return value
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def include_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
 
@@ -142,11 +142,10 @@ class _Request(BaseModel):
         """The request; raises BadRequest naming the first key that is wrong."""
         # Clients write null for a key they leave out.
         sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
-        kept = {k: v for k, v in sent.items() if not cls._says_nothing(k, v)}
         try:
-            request = cls.model_validate(kept)
+            request = cls.model_validate({k: v for k, v in sent.items() if not _is_neutral(k, v)})
         except ValidationError as error:
-            cls._refuse(error)
+            raise cls._bad_request(error) from None
         if (request.n or 1) > max_n:
             raise BadRequest(
                 f"n: {request.n} answers; this server gives at most {max_n}", param="n"
@@ -154,44 +153,40 @@ class _Request(BaseModel):
         return request
 
     @classmethod
-    def _says_nothing(cls, key: str, value: Any) -> bool:
-        if key.startswith("guided_") or key in _NEUTRAL:
-            neutral = _NEUTRAL.get(key, ())
-            # In Python 0 == False and 1 == True; in JSON they are not.
-            boolean = isinstance(value, bool)
-            if any(value == other and boolean == isinstance(other, bool) for other in neutral):
-                return True
-            instead = _INSTEAD.get(key) or (
-                f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
-            )
-            raise BadRequest(
-                f"{key}: {brief(value)} is not in this version; {instead}",
-                param=key,
-                code="unsupported_parameter",
-            )
-        return False
-
-    @classmethod
-    def _refuse(cls, error: ValidationError) -> NoReturn:
+    def _bad_request(cls, error: ValidationError) -> BadRequest:
         first = error.errors(include_url=False)[0]
         key, *rest = first["loc"]
         where = str(key) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
-        if first["type"] == "extra_forbidden":
-            known = [*cls.model_fields, *IGNORED]
-            close = difflib.get_close_matches(str(key), known, n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
-            what = _INSTEAD.get(str(key)) or f"{cls._kind} has no such key.{guess}"
-            raise BadRequest(
-                f"{brief(key)}: {what}", param=str(key)[:100], code="unknown_parameter"
-            )
         if first["type"] == "missing":
-            raise BadRequest(
-                f"{where}: missing; {cls._kind} needs it", param=where, code="missing_parameter"
-            )
-        message = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(
-            f"{where}: {message}, got {brief(first['input'])}", param=where, code="invalid_value"
-        )
+            message, code = f"missing; {cls._kind} needs it", "missing_parameter"
+        elif first["type"] == "extra_forbidden":
+            where, code = str(key)[:100], "unknown_parameter"
+            close = difflib.get_close_matches(where, [*cls.model_fields, *IGNORED], n=1)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            message = _INSTEAD.get(where) or f"{cls._kind} has no such key.{guess}"
+        else:
+            message = first["msg"].removeprefix("Value error, ")
+            message, code = f"{message}, got {brief(first['input'])}", "invalid_value"
+        return BadRequest(f"{where}: {message}", param=where, code=code)
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    """Whether a key that is not in this version requests nothing. Raises BadRequest if it does."""
+    if not key.startswith("guided_") and key not in _NEUTRAL:
+        return False
+    neutral = _NEUTRAL.get(key, ())
+    # In Python 0 == False and 1 == True; in JSON they are not.
+    boolean = isinstance(value, bool)
+    if any(value == other and boolean == isinstance(other, bool) for other in neutral):
+        return True
+    instead = _INSTEAD.get(key) or (
+        f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
+    )
+    raise BadRequest(
+        f"{key}: {brief(value)} is not in this version; {instead}",
+        param=key,
+        code="unsupported_parameter",
+    )
 
 
 class ChatRequest(_Request):
@@ -213,19 +208,16 @@ class ChatRequest(_Request):
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the model's chat template, e.g. enable_thinking."""
 
+    @field_validator("top_logprobs")
     @classmethod
-    def parse(cls, body: dict[str, Any], *, max_n: int) -> Self:
-        request = super().parse(body, max_n=max_n)
-        if request.top_logprobs and not request.logprobs:
-            raise BadRequest(
-                "top_logprobs: asked for without logprobs; send logprobs: true too",
-                param="top_logprobs",
-            )
-        return request
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("requested without logprobs; send logprobs: true too")
+        return value
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the answer at most."""
+        """Most tokens to generate."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -271,12 +263,12 @@ class CompletionRequest(_Request):
 
 
 def effective_temperature(temperature: float) -> float:
-    """The temperature that is used for the one that was sent."""
+    """The temperature to sample at: values below GREEDY_BELOW are greedy."""
     return temperature if temperature >= GREEDY_BELOW else 0.0
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """A request's body; raises BadRequest where it is no JSON object that can be written again."""
+    """The body of a request; raises BadRequest unless it is a JSON object of sound text."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -290,7 +282,7 @@ def read_json(body: bytes) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise BadRequest(
-                "the body holds half of a surrogate pair; send whole characters",
+                "the body has half of a surrogate pair; send whole characters",
                 code="invalid_json",
             ) from None
     return value
@@ -306,46 +298,11 @@ def _check_depth(value: dict[str, Any]) -> None:
     raise BadRequest(f"the body is nested deeper than {_MAX_DEPTH}", code="invalid_json")
 
 
-# ---- answers ----------------------------------------------------------------------------------
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
-class LogprobWriter:
-    """Sampled tokens as entries of `logprobs`."""
-
-    def __init__(self, language: Language, *, as_ids: bool) -> None:
-        """`as_ids`: tokens are named `token_id:N`."""
-        self._language = language
-        self._as_ids = as_ids
-
-    def entry(self, token: SampledToken) -> dict[str, Any]:
-        """One element of a chat answer's `logprobs.content`."""
-        others = [self._named(other, logprob) for other, logprob in token.top]
-        return {**self._named(token.id, token.logprob), "top_logprobs": others}
-
-    def name(self, token: int) -> str:
-        if self._as_ids:
-            return f"token_id:{token}"
-        return self._language.piece(token).decode(errors="replace")
-
-    def legacy(self, tokens: Sequence[SampledToken], offset: int) -> dict[str, Any]:
-        """`logprobs` of /v1/completions; `offset` is where the text of these tokens begins."""
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(self._language.piece(token.id).decode(errors="replace"))
-        return {
-            "tokens": [self.name(token.id) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self.name(other): _finite(logprob) for other, logprob in token.top}
-                for token in tokens
-            ],
-            "text_offset": offsets,
-        }
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        spelt = list(self._language.piece(token))
-        return {"token": self.name(token), "logprob": _finite(logprob), "bytes": spelt}
+# ---- responses ---------------------------------------------------------------------------------
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -356,18 +313,29 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def event(value: dict[str, Any] | Literal["[DONE]"]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + (value.encode() if isinstance(value, str) else written(value)) + b"\n\n"
+class Recorded(TypedDict):
+    """The fields that hone adds to every choice; a stream has them in the choice's last chunk."""
+
+    token_ids: list[int]
+    """The sampled ids, the end token included."""
+    policy_step: int
+    """The step that answered; 0 is the base model."""
+    call_id: str
+    """Names the recorded call."""
 
 
-def written(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+class LogprobEntry(TypedDict):
+    """One sampled token in `logprobs.content` of a chat completion."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: NotRequired[list["LogprobEntry"]]
 
 
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else FLOOR
+MIN_LOGPROB = -9999.0
+"""Written for minus infinity, which JSON cannot express; OpenAI's number for it."""
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB

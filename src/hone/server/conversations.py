@@ -1,0 +1,228 @@
+"""Conversations in progress: which recorded call the next prompt of each continues.
+
+In:   the messages of a request; the calls that were answered
+Out:  Prompts: token ids, and the recorded call they continue
+
+The calls of an active rollout are in memory and are read again from the CallStore otherwise, so a
+restarted server continues exactly. Calls outside any rollout share one bounded history per model:
+serving must continue a conversation as training does, or the policy would be trained on other
+prompts than it meets. Only calls of the same weights are continued.
+"""
+
+import hashlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hone.chat.bridge import (
+    Conversation,
+    HashedMessages,
+    NextPrompt,
+    Reason,
+    RenderedCall,
+    UnrenderedPrompt,
+)
+from hone.chat.template import ChatTemplate
+from hone.server.language import Language
+from hone.store.calls import CallStore
+from hone.types import RecordedCall, RunSpec
+
+MAX_ROLLOUT_TOKENS = 16 * 2**20
+"""Tokens of rollouts in memory; beyond, the least recently used are read from the store."""
+MAX_ROLLOUTS = 4096
+"""Rollouts in memory."""
+MAX_CALLS_OUTSIDE = 512
+"""Calls outside any rollout in memory, per model; beyond, the older half is dropped."""
+MAX_TOKENS_OUTSIDE = 2 * 2**20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids the engine is fed, and how they were made."""
+
+    ids: list[int]
+    outcome: str
+    reasons: tuple[str, ...]
+    parent: RecordedCall | None
+    """The call it continues, or the one before it; their common prefix is stored once."""
+
+
+@dataclass(frozen=True)
+class PendingPrompt:
+    """A prompt before it is rendered, and the calls it may continue."""
+
+    unrendered: UnrenderedPrompt
+    calls: Sequence[RecordedCall]
+    """Indexed by the candidates; only ever appended to."""
+    last: RecordedCall | None
+    in_rollout: bool
+    """Calls outside any rollout are unrelated unless one continues another."""
+
+    def rendered(self, prompt: NextPrompt) -> Prompt:
+        parent = self.last if prompt.source is None else self.calls[prompt.source]
+        if not self.in_rollout and prompt.reasons == (Reason.OTHER,):
+            return Prompt(prompt.ids, "first", (str(Reason.FIRST),), None)
+        return Prompt(prompt.ids, prompt.outcome, tuple(map(str, prompt.reasons)), parent)
+
+
+class _ModelHistory:
+    """The calls that one set of weights answered, in one rollout or outside any."""
+
+    def __init__(self, template: ChatTemplate, calls: Sequence[RecordedCall] = ()) -> None:
+        self._template = template
+        self._conversation = Conversation(template)
+        self._calls: list[RecordedCall] = []
+        self.tokens = 0
+        for call in calls:
+            self.add(call)
+
+    def match(
+        self, messages: HashedMessages, tools: list[dict[str, Any]], *, in_rollout: bool
+    ) -> PendingPrompt:
+        last = self._calls[-1] if self._calls else None
+        unrendered = self._conversation.match(messages, tools)
+        return PendingPrompt(unrendered, self._calls, last, in_rollout)
+
+    def add(self, call: RecordedCall) -> None:
+        """Later calls may continue it, unless its client never received the answer."""
+        if call.messages is None or call.abandoned:
+            return
+        self._conversation.add(
+            RenderedCall(
+                prompt_ids=call.call.prompt_ids,
+                completion_ids=call.call.completion_ids,
+                messages=call.messages,
+                reply=call.reply,
+                tools=call.tools,
+                template=call.fingerprint.partition("-")[2],
+            )
+        )
+        self._calls.append(call)
+        self.tokens += len(call.call.prompt_ids) + len(call.call.completion_ids)
+
+    def bounded(self, calls: int, tokens: int) -> "_ModelHistory":
+        """This history, or one of its newer half where it is larger than that."""
+        if len(self._calls) <= calls and self.tokens <= tokens:
+            return self
+        return _ModelHistory(self._template, self._calls[(len(self._calls) + 1) // 2 :])
+
+
+class RolloutHistory:
+    """The calls of one rollout, or of all requests outside any, while they are in memory."""
+
+    def __init__(self, rollout: str) -> None:
+        self.rollout = rollout
+        self.users = 0
+        """Requests in progress; while there are any, the history stays in memory."""
+        self.counted = 0
+        """Its tokens when they were last added up."""
+        self._lock = threading.Lock()
+        self._by_weights: dict[str, _ModelHistory] = {}
+        self._stored: list[RecordedCall] | None = None
+        self._next = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(history.tokens for history in list(self._by_weights.values()))
+
+    def next_index(self) -> int:
+        """The index of a request in its rollout; 0 outside any.
+
+        Called once per request, on the event loop, after `match` or `load`. Takes no lock: the loop
+        would wait for a thread that reads the rollout's calls from the disk.
+        """
+        index = self._next
+        self._next += bool(self.rollout)
+        return index
+
+    def match(
+        self,
+        calls: CallStore,
+        language: Language,
+        messages: HashedMessages,
+        tools: list[dict[str, Any]],
+    ) -> PendingPrompt:
+        """The recorded calls that a request may continue. Blocking, but renders nothing."""
+        with self._lock:
+            self._load(calls)
+            history = self._of_weights(language)
+            return history.match(messages, tools, in_rollout=bool(self.rollout))
+
+    def add(self, language: Language, calls: Sequence[RecordedCall]) -> None:
+        """Calls that were answered. Blocking."""
+        with self._lock:
+            history = self._of_weights(language)
+            for call in calls:
+                history.add(call)
+            if not self.rollout:
+                bounded = history.bounded(MAX_CALLS_OUTSIDE, MAX_TOKENS_OUTSIDE)
+                self._by_weights[language.weights_sha256] = bounded
+
+    def load(self, calls: CallStore) -> None:
+        """Read the calls of the rollout before it was last in memory. Blocking."""
+        with self._lock:
+            self._load(calls)
+
+    def _load(self, calls: CallStore) -> None:
+        if self._stored is None:
+            self._stored = calls.rollout(self.rollout) if self.rollout else []
+            self._next = max((call.index + 1 for call in self._stored), default=0)
+
+    def _of_weights(self, language: Language) -> _ModelHistory:
+        key = language.weights_sha256
+        if key not in self._by_weights:
+            stored = (c for c in self._stored or () if c.fingerprint.partition("-")[0] == key[:32])
+            self._by_weights[key] = _ModelHistory(language.template, list(stored))
+        return self._by_weights[key]
+
+
+class Conversations:
+    """Every history in memory, least recently used first. For one event loop."""
+
+    def __init__(
+        self, max_tokens: int = MAX_ROLLOUT_TOKENS, max_rollouts: int = MAX_ROLLOUTS
+    ) -> None:
+        self._histories: OrderedDict[str, RolloutHistory] = OrderedDict()
+        self._max_tokens = max_tokens
+        self._max_rollouts = max_rollouts
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    @contextmanager
+    def history(self, rollout: str) -> Iterator[RolloutHistory]:
+        """The history of a request's rollout, which stays in memory while the block runs."""
+        history = self._histories.setdefault(rollout, RolloutHistory(rollout))
+        self._histories.move_to_end(rollout)
+        history.users += 1
+        try:
+            yield history
+        finally:
+            history.users -= 1
+            self._tokens += history.tokens - history.counted
+            history.counted = history.tokens
+            self._evict()
+
+    def _evict(self) -> None:
+        for rollout, history in list(itertools.islice(self._histories.items(), 16)):
+            if self._tokens <= self._max_tokens and len(self._histories) <= self._max_rollouts:
+                return
+            if rollout and not history.users:
+                self._tokens -= history.counted
+                del self._histories[rollout]
+
+
+def request_seed(run: RunSpec | None, rollout: str, index: int) -> int:
+    """The seed of a rollout's request, whatever seed its client sent.
+
+    Equal seeds in an agent's code must not make equal rollouts. The run's name is no part of it:
+    two runs with one seed draw alike.
+    """
+    seed, own = (0, rollout) if run is None else (run.seed, rollout.removeprefix(f"{run.id}:"))
+    text = f"{seed} {own} {index}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

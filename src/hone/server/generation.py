@@ -1,0 +1,207 @@
+"""One request while it is answered: sample from its prompt, then record every choice.
+
+In:   a RequestContext, a prompt, sampling parameters
+Out:  Pieces as they are sampled; every choice recorded when the last one has ended
+
+The calls are committed before `run` returns, and only then is the last byte sent: what a client
+has seen to its end is on record. If the client leaves, or the engine fails, sampling stops and the
+tokens so far are recorded as abandoned, which is never trained on.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.chat.reply import Event, Reply
+from hone.chat.template import Parser
+from hone.inference.base import FinishReason, SampledToken, Sampling
+from hone.logs import say
+from hone.server.conversations import Prompt, RolloutHistory
+from hone.server.serving import Policy
+from hone.server.state import State
+from hone.types import Call, RecordedCall, RunSpec
+from hone.wire.rollout import RolloutScope
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """What is known of a request besides its body."""
+
+    state: State
+    policy: Policy
+    scope: RolloutScope
+    history: RolloutHistory
+    run: RunSpec | None
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.policy.base.max_positions, self.state.settings.max_seq_length)
+
+    def spec(self, field: str, default: Any) -> Any:
+        """A field of the registered model; the default for a base model."""
+        record = self.policy.record
+        return default if record is None else getattr(record.spec, field)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More of one choice: new tokens, and the events they complete."""
+
+    choice: "Choice"
+    tokens: Sequence[SampledToken]
+    events: list[Event]
+
+
+class Choice:
+    """One answer as it grows."""
+
+    def __init__(self, index: int, call_id: str, parser: Parser) -> None:
+        self.index = index
+        self.id = call_id
+        self.tokens: list[SampledToken] = []
+        """Forced ones first, then the sampled ones."""
+        self._ended = False
+        self._finish: FinishReason = "abort"
+        self._parser = parser
+
+    def add(self, tokens: Sequence[SampledToken], finish: FinishReason | None = None) -> Piece:
+        self.tokens += tokens
+        events = self._parser.feed([token.id for token in tokens])
+        if finish is not None:
+            self._finish, self._ended = finish, True
+            events = [*events, *self._parser.close()]
+        return Piece(self, tokens, events)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    def reply(self) -> Reply:
+        """The message; of an answer that was cut off, the part that was sampled."""
+        if not self._ended:
+            self._parser.close()
+            self._ended = True
+        return self._parser.reply(self._finish)
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """Everything known before the first token, and the choices as they grow."""
+
+    context: RequestContext
+    prompt: Prompt
+    index: int
+    """Of the request in its rollout."""
+    sampling: Sampling
+    make_parser: Callable[[str], Parser]
+    """Makes the parser of one choice from the id of its call."""
+    fingerprint: str
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
+    """Ids that every answer is made to begin with."""
+    not_applicable: list[str] = field(default_factory=list)
+    """Keys of the request that change nothing for this model; named in the response."""
+    id: str = field(default_factory=lambda: secrets.token_hex(10))
+    created_at: float = field(default_factory=time.time)
+    choices: list[Choice] = field(init=False)
+    _recorded: bool = False
+
+    def __post_init__(self) -> None:
+        ids = [f"call-{secrets.token_hex(10)}" for _ in range(self.sampling.n)]
+        self.choices = [Choice(i, call, self.make_parser(call)) for i, call in enumerate(ids)]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    async def run(self, send: Callable[[Piece], Awaitable[None]] | None = None) -> None:
+        """Sample to the end, sending each piece; returns when every choice is recorded."""
+        try:
+            await self._sample(send or _discard)
+            await self._record(abandoned=False)
+        except BaseException:
+            await self._record(abandoned=True)
+            raise
+
+    async def _sample(self, send: Callable[[Piece], Awaitable[None]]) -> None:
+        if self.forced:
+            # Put there and not sampled: certain, so their log-probability is 0.
+            tokens = [SampledToken(token, 0.0) for token in self.forced]
+            for choice in self.choices:
+                await send(choice.add(tokens))
+        policy = self.context.policy
+        prompt = [*self.prompt.ids, *self.forced]
+        stream = policy.base.engine.generate(prompt, self.sampling, policy.adapter)
+        try:
+            async for delta in stream:
+                await send(self.choices[delta.sample].add(delta.tokens, delta.finish))
+        finally:
+            # An engine's iterator aborts its request when it is closed early.
+            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue] - Engine promises it
+
+    async def _record(self, *, abandoned: bool) -> None:
+        if self._recorded:
+            return
+        self._recorded = True
+        # Shielded: a client that leaves now cannot undo half a commit; the calls are recorded whole.
+        await asyncio.shield(asyncio.to_thread(self._store, abandoned))
+
+    def _store(self, abandoned: bool) -> None:
+        context = self.context
+        calls = [self._call(choice, abandoned) for choice in self.choices]
+        context.state.calls.add_many(calls, parent=self.prompt.parent)
+        context.history.add(context.policy.base, calls)
+        self._count(calls, abandoned)
+
+    def _call(self, choice: Choice, abandoned: bool) -> RecordedCall:
+        policy, scope, reply = self.context.policy, self.context.scope, choice.reply()
+        return RecordedCall(
+            id=choice.id,
+            rollout=scope.rollout,
+            index=self.index,
+            choice=choice.index,
+            model=policy.model,
+            asked=policy.asked,
+            base_model=policy.base.name,
+            adapter_sha256=policy.adapter.sha256 if policy.adapter else None,
+            fingerprint=self.fingerprint,
+            created_at=self.created_at,
+            messages=self.messages,
+            tools=self.tools or None,
+            reply=reply.message,
+            finish=reply.finish,
+            outcome=self.prompt.outcome,
+            reasons=list(self.prompt.reasons),
+            abandoned=abandoned,
+            call=Call(
+                prompt_ids=self.prompt.ids,
+                completion_ids=choice.ids,
+                logprobs=[token.logprob for token in choice.tokens],
+                forced=list(range(min(len(self.forced), len(choice.tokens)))),
+                temperature=self.sampling.temperature,
+                step=policy.step,
+                function=scope.function,
+            ),
+        )
+
+    def _count(self, calls: list[RecordedCall], abandoned: bool) -> None:
+        model, metrics = self.context.policy.model, self.context.state.metrics
+        for reason in self.prompt.reasons:
+            metrics.turns.labels(self.prompt.outcome, reason).inc()
+        metrics.prompt_tokens.labels(model).inc(len(self.prompt.ids))
+        metrics.sampled_tokens.labels(model).inc(self.num_sampled)
+        for call in calls:
+            metrics.calls.labels(model, call.finish).inc()
+        if abandoned:
+            metrics.abandoned.inc(len(calls))
+            say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)
+
+
+async def _discard(piece: Piece) -> None:
+    pass

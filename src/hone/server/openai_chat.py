@@ -1,0 +1,174 @@
+"""Routes of the OpenAI API: /v1/chat/completions, /v1/completions and /v1/models.
+
+In:   requests of any OpenAI client, inside a rollout (wire/rollout.py) or outside
+Out:  responses with token ids, log-probabilities and the step that answered; every call recorded
+
+One request: parse (wire/openai_chat.py) -> admit -> resolve the model's name (serving.py) -> build
+the prompt (prepare.py) -> sample and record (generation.py) -> respond (responses.py). A client
+that disconnects cancels its request at any point.
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hone.chat.bridge import HashedMessages
+from hone.errors import HoneError, UnknownModel
+from hone.logs import log
+from hone.server import chat_tasks, rollouts
+from hone.server.bodies import accept_large_body
+from hone.server.failures import error_response
+from hone.server.generation import RequestContext
+from hone.server.prepare import prepare_chat, prepare_completion
+from hone.server.responses import EventStream, UntilDisconnect
+from hone.server.serving import ServedName
+from hone.server.state import State
+from hone.wire.errors import error_body
+from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
+from hone.wire.rollout import RolloutScope
+from hone.wire.stream import write_json
+
+
+def routes(state: State) -> APIRouter:
+    """The OpenAI API, also under /rollout/ID, and the recorded rollouts and runs."""
+    api = OpenAIChat(state)
+    router = APIRouter(tags=["openai"])
+    for prefix in ("", "/rollout/{rollout_id}"):
+        # /openapi.json lists each route once, under its first address.
+        shown: dict[str, Any] = {"include_in_schema": prefix == ""}
+        for path, endpoint, kind in (
+            ("/v1/chat/completions", api.chat, ChatRequest),
+            ("/v1/completions", api.complete, CompletionRequest),
+        ):
+            schema = {"schema": kind.model_json_schema()}
+            body = {"required": True, "content": {"application/json": schema}}
+            router.add_api_route(
+                prefix + path,
+                endpoint,
+                methods=["POST"],
+                openapi_extra={"requestBody": body},
+                **shown,
+            )
+        router.add_api_route(f"{prefix}/v1/models", api.models, **shown)
+        router.add_api_route(f"{prefix}/v1/models/{{name:path}}", api.model, **shown)
+    router.include_router(rollouts.routes(state))
+    return router
+
+
+class OpenAIChat:
+    """The routes, over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._respond(request, ChatRequest)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a text, or token ids, without a chat template."""
+        return await self._respond(request, CompletionRequest)
+
+    async def models(self) -> dict[str, Any]:
+        """Every name that can be asked for."""
+        served = await asyncio.to_thread(self._state.serving.served)
+        return {"object": "list", "data": [_list_entry(name) for name in served]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One name that can be asked for."""
+        served = await asyncio.to_thread(self._state.serving.served)
+        for entry in served:
+            if entry.id == name:
+                return _list_entry(entry)
+        names = ", ".join(entry.id for entry in served) or "nothing yet"
+        raise UnknownModel(f"no model called {name[:200]!r} is served. Served: {names}.")
+
+    async def _respond(
+        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Response:
+        rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
+        accept_large_body(request)
+        parsed, messages = await self._parse(await request.body(), kind)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            out = EventStream(send)
+            try:
+                response = await self._answer(parsed, messages, rollout, out)
+            except Exception as error:
+                if not out.started:
+                    raise
+                await out.send(self._stream_error(error, request.url.path))
+                await out.end()
+                return
+            if response is not None:
+                body = write_json(response)
+                await Response(body, media_type="application/json")(scope, receive, send)
+
+        return UntilDisconnect(answer)
+
+    async def _parse(
+        self, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> tuple[ChatRequest | CompletionRequest, HashedMessages | None]:
+        """The request; a worker process parses a large one, and checks its messages too."""
+        settings, workers = self._state.settings, self._state.workers
+        if len(body) <= settings.large_body_bytes:
+            return kind.parse(read_json(body), max_n=settings.max_n), None
+        limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
+        if kind is CompletionRequest:
+            return await workers.run(chat_tasks.parse_completion, body, **limits), None
+        return await workers.run(chat_tasks.parse_chat, body, **limits)
+
+    async def _answer(
+        self,
+        request: ChatRequest | CompletionRequest,
+        messages: HashedMessages | None,
+        scope: RolloutScope,
+        out: EventStream,
+    ) -> dict[str, Any] | None:
+        """The response, or None where it was streamed."""
+        state, serving = self._state, self._state.serving
+        with (
+            serving.admitted(),
+            state.metrics.running.track_inprogress(),
+            state.conversations.history(scope.rollout) as history,
+        ):
+            await serving.ready()
+            run = state.calls.run_of(scope.rollout)
+            policy = await serving.resolve(
+                request.model, rollout=scope.rollout or None, run=run, step=scope.step
+            )
+            async with serving.using(policy):
+                context = RequestContext(
+                    state=state, policy=policy, scope=scope, history=history, run=run
+                )
+                if isinstance(request, ChatRequest):
+                    response = await prepare_chat(context, request, messages)
+                else:
+                    response = await prepare_completion(context, request)
+                if not request.stream:
+                    return await response.whole()
+                await response.stream(out, include_usage=request.include_usage)
+                return None
+
+    def _stream_error(self, error: Exception, path: str) -> dict[str, Any]:
+        """An error after the first byte, as an event."""
+        log.error("a stream failed", exc_info=error, extra={"fields": {"path": path}})
+        if isinstance(error, HoneError):
+            return error_response(error)
+        message = f"this server has a defect; its trace is in {self._state.settings.log_file}"
+        return error_body(message, 500)
+
+
+def _list_entry(served: ServedName) -> dict[str, Any]:
+    return {
+        "id": served.id,
+        "object": "model",
+        "created": int(served.created_at),
+        "owned_by": "hone",
+        "root": served.root,
+        "step": served.step,
+    }

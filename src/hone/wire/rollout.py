@@ -1,0 +1,150 @@
+"""The rollout a request belongs to: X-Hone headers, and the /rollout/ID/v1 base URL.
+
+In:   a rollout's id, the calling function, a temperature, a step
+Out:  headers and URLs for clients; and back to a RolloutScope on the server, checked
+
+A client in another process has the URL and not the headers, so the URL can carry temperature and
+step too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they must
+agree.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self, get_args
+
+from hone.errors import BadRequest
+from hone.types import RolloutId
+
+ROLLOUT_HEADER = "X-Hone-Rollout"
+FUNCTION_HEADER = "X-Hone-Function"
+TEMPERATURE_HEADER = "X-Hone-Temperature"
+STEP_HEADER = "X-Hone-Step"
+
+ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
+MAX_FUNCTION = 512
+_HEADERS = {"rollout": ROLLOUT_HEADER, "temperature": TEMPERATURE_HEADER, "step": STEP_HEADER}
+_FORMS = {
+    "temperature": re.compile(r"[0-9]{1,20}(\.[0-9]{0,40})?(e-?[0-9]{1,3})?"),
+    "step": re.compile(r"[0-9]{1,9}"),
+}
+_MAX = {"temperature": 100.0, "step": 1e9}
+"""The temperature's is that of the body of a request."""
+_REMEDIES = {
+    "temperature": "use 0 for greedy, else a number up to 100",
+    "step": "use the number of a step, such as 0",
+}
+_OUTSIDE = {"temperature": "temperature in the request", "step": "ask for NAME@STEP"}
+"""What does the same outside a rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutScope:
+    """What a request belongs to, and how its rollout is sampled."""
+
+    rollout: str = ""
+    """Empty outside any rollout."""
+    function: str = ""
+    """Path of the calling function, outermost first, joined by dots; empty outside any."""
+    temperature: float | None = None
+    """Replaces the temperature of the rollout's requests; None leaves it to them."""
+    step: int | None = None
+    """The step of the run's model that answers; None is the newest."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {ROLLOUT_HEADER: self.rollout, FUNCTION_HEADER: self.function}
+        headers = {name: value for name, value in headers.items() if value}
+        if self.temperature is not None:
+            headers[TEMPERATURE_HEADER] = f"{self.temperature:g}"
+        if self.step is not None:
+            headers[STEP_HEADER] = str(self.step)
+        return headers
+
+    def url(self, base_url: str) -> str:
+        """The rollout's own base URL at the server with this base URL; it names no function."""
+        segment = self.rollout
+        if self.temperature is not None:
+            segment += f",temperature={self.temperature:g}"
+        if self.step is not None:
+            segment += f",step={self.step}"
+        return f"{base_url.rstrip('/').removesuffix('/v1')}/rollout/{segment}/v1"
+
+    @classmethod
+    def parse(cls, headers: Mapping[str, str], segment: str | None) -> Self:
+        """The scope of a request; `segment` follows /rollout/ in its URL. Raises BadRequest."""
+        settings = _settings(headers, segment)
+        rollout = settings.pop("rollout").text if "rollout" in settings else ""
+        if (rollout or segment is not None) and not ROLLOUT_ID.fullmatch(rollout):
+            raise BadRequest(
+                f"rollout {rollout[:200]!r}: use letters, digits and '._~:-', at most 200, and begin "
+                "with a letter or a digit",
+                param=ROLLOUT_HEADER,
+            )
+        for name, setting in settings.items():
+            if not rollout:
+                raise setting.error(
+                    f"is for rollouts, and this request names none; send {ROLLOUT_HEADER} with it, "
+                    f"or {_OUTSIDE[name]}"
+                )
+            if not (_FORMS[name].fullmatch(setting.text) and float(setting.text) <= _MAX[name]):
+                raise setting.error(f"is {setting.text[:40]!r}; {_REMEDIES[name]}")
+        function = headers.get(FUNCTION_HEADER, "")
+        if len(function) > MAX_FUNCTION:
+            raise BadRequest(
+                f"{FUNCTION_HEADER} has {len(function)} characters; at most {MAX_FUNCTION}",
+                param=FUNCTION_HEADER,
+            )
+        temperature, step = settings.get("temperature"), settings.get("step")
+        return cls(
+            rollout=rollout,
+            function=function,
+            temperature=None if temperature is None else float(temperature.text),
+            step=None if step is None else int(step.text),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    text: str
+    header: str
+    place: str
+    """Where the request has it, for messages."""
+
+    def error(self, message: str) -> BadRequest:
+        return BadRequest(f"{self.place} {message}", param=self.header)
+
+
+def _settings(headers: Mapping[str, str], segment: str | None) -> dict[str, _Setting]:
+    """Rollout, temperature and step as the request has them, not yet checked."""
+    in_url = {} if segment is None else _parse_segment(segment)
+    settings = {
+        name: _Setting(text, _HEADERS[name], f"{name} in the address")
+        for name, text in in_url.items()
+    }
+    for name, header in _HEADERS.items():
+        text = headers.get(header)
+        if text is None or (name == "rollout" and not text):
+            continue
+        if name in in_url and in_url[name] != text:
+            raise BadRequest(
+                f"the address says {name} {in_url[name][:40]!r} and {header} {text[:40]!r}; send one",
+                param=header,
+            )
+        settings[name] = _Setting(text, header, header)
+    return settings
+
+
+def _parse_segment(segment: str) -> dict[str, str]:
+    """`ID,temperature=0,step=3` as rollout, temperature and step."""
+    rollout, *rest = segment.split(",")
+    values = {"rollout": rollout}
+    for text in rest:
+        name, _, value = text.partition("=")
+        if name not in _HEADERS or name in values:
+            raise BadRequest(
+                f"the address of the rollout has {text[:40]!r} after its id; use "
+                "temperature=NUMBER and step=NUMBER, each once at most"
+            )
+        values[name] = value
+    return values

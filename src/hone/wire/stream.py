@@ -1,0 +1,102 @@
+"""Server-sent events of the OpenAI API: written, read, and joined into one response.
+
+In:   JSON objects to send; the bytes of a streamed response
+Out:  the bytes of events; the response as it would have been without streaming
+
+The `openai` package joins chunks too (ChatCompletionStreamState, 3.49), but drops the fields of a
+choice that it does not know. hone's servers and vLLM send `token_ids` there.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic_core import from_json
+
+
+def write_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def write_event(value: dict[str, Any] | Literal["[DONE]"]) -> bytes:
+    data = value.encode() if isinstance(value, str) else write_json(value)
+    return b"data: " + data + b"\n\n"
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a response body; empty where it is none."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_events(body: bytes) -> Iterator[dict[str, Any]]:
+    data: list[bytes] = []
+    for line in (*body.replace(b"\r\n", b"\n").split(b"\n"), b""):
+        if line.startswith(b"data:"):
+            data.append(line[5:].strip())
+        elif not line and data:
+            event = parse_object(b"\n".join(data))
+            data.clear()
+            if event:
+                yield event
+
+
+def join_events(body: bytes) -> dict[str, Any]:
+    """A streamed response as one object; only its `error` where an event is an error."""
+    response: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for event in read_events(body):
+        if event.get("error"):
+            return {"error": event["error"]}
+        if isinstance(event.get("response"), dict):  # of /responses: the last has everything
+            response = event["response"]
+            continue
+        response |= {k: v for k, v in event.items() if k != "choices" and v is not None}
+        for part in event.get("choices") or ():
+            _add_choice(choices.setdefault(part.get("index", 0), {}), part)
+    if "output" in response:
+        return response
+    for choice in choices.values():
+        calls = choice.get("message", {}).get("tool_calls")
+        if calls:
+            choice["message"]["tool_calls"] = [calls[place] for place in sorted(calls)]
+    return response | {"choices": [choices[index] for index in sorted(choices)]}
+
+
+def _add_choice(choice: dict[str, Any], part: dict[str, Any]) -> None:
+    for key, value in part.items():
+        if key == "delta":
+            message = choice.setdefault("message", {"role": "assistant", "content": None})
+            _add(message, value or {})
+        elif key == "text":
+            choice["text"] = choice.get("text", "") + (value or "")
+        elif key == "logprobs":
+            _add(choice.setdefault("logprobs", {}), value or {})
+        elif key == "token_ids":  # vLLM sends those of each chunk, a hone server all in the last
+            choice[key] = [*choice.get(key, ()), *(value or ())]
+        elif value is not None or key not in choice:
+            choice[key] = value
+
+
+def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a delta: text and lists grow, tool calls by their index, the rest is replaced."""
+    for key, value in part.items():
+        before = whole.get(key)
+        if value is None:
+            whole.setdefault(key, None)
+        elif key == "tool_calls":
+            calls = whole.setdefault(key, {})
+            for place, call in enumerate(value):
+                known = calls.setdefault(call.get("index", place), {})
+                _add(known, {k: v for k, v in call.items() if k != "index"})
+        elif isinstance(value, dict):
+            _add(whole.setdefault(key, {}), value)
+        elif isinstance(value, list):
+            whole[key] = [*(before or ()), *value]
+        elif isinstance(value, str) and before and key not in ("role", "type", "id"):
+            whole[key] = before + value
+        else:
+            whole[key] = value

@@ -1,0 +1,56 @@
+"""The rollout of a request: what a client writes is what the server reads."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.errors import BadRequest
+from hone.wire.rollout import RolloutScope
+
+SCOPES = st.builds(
+    RolloutScope,
+    rollout=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._~:-]{0,20}\Z"),
+    function=st.sampled_from(["", "agent.plan"]),
+    temperature=st.none() | st.sampled_from([0.0, 0.25, 1.0, 100.0]),
+    step=st.none() | st.integers(0, 999_999_999),
+)
+
+
+@given(SCOPES)
+def test_headers_are_read_back(scope: RolloutScope):
+    assert RolloutScope.parse(scope.headers, None) == scope
+
+
+@given(SCOPES)
+def test_a_url_is_read_back_but_for_its_function(scope: RolloutScope):
+    url = scope.url("http://127.0.0.1:8000/v1/")
+    before, _, rest = url.partition("/rollout/")
+    assert before == "http://127.0.0.1:8000"
+    read = RolloutScope.parse({}, rest.removesuffix("/v1"))
+    assert read == RolloutScope(scope.rollout, "", scope.temperature, scope.step)
+    assert RolloutScope.parse(scope.headers, rest.removesuffix("/v1")) == scope
+
+
+def test_outside_a_rollout_there_is_nothing_to_read():
+    assert RolloutScope.parse({}, None) == RolloutScope()
+    assert RolloutScope.parse({"X-Hone-Rollout": ""}, None) == RolloutScope()
+    assert RolloutScope.parse({"X-Hone-Function": "f"}, None) == RolloutScope(function="f")
+
+
+@pytest.mark.parametrize(
+    ("headers", "segment", "message"),
+    [
+        ({"X-Hone-Rollout": "a"}, "b", "the address says rollout 'b' and X-Hone-Rollout 'a'; send"),
+        ({"X-Hone-Rollout": "a b"}, None, "rollout 'a b': use letters"),
+        ({"X-Hone-Step": "1"}, None, "X-Hone-Step is for rollouts, and this request names none"),
+        ({"X-Hone-Step": "1"}, "r,step=2", "the address says step '2' and X-Hone-Step '1'"),
+        ({}, "r,temperature=1e9", "temperature in the address is '1e9'; use 0 for greedy"),
+        ({}, "r,step=1.5", "step in the address is '1.5'; use the number of a step"),
+        ({}, "r,rollout=s", "has 'rollout=s' after its id"),
+        ({"X-Hone-Function": "f" * 513}, "r", "X-Hone-Function has 513 characters; at most 512"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(headers: dict[str, str], segment: str | None, message: str):
+    with pytest.raises(BadRequest) as raised:
+        RolloutScope.parse(headers, segment)
+    assert message in str(raised.value)
