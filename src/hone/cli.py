@@ -1,4 +1,4 @@
-"""The command line: parse, then call one function and print what it returns.
+"""The command line: parse, call one function, print its result.
 
 In:   arguments
 Out:  results on stdout, progress and errors on stderr; one of the EXITS

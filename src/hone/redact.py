@@ -1,4 +1,4 @@
-"""Which texts are secrets, by the name they stand under or by their form.
+"""Which values are secrets, by their name or by their form.
 
 In:   the name of a key, an option, a header or an environment variable; text of a message
 Out:  whether a value of that name is a secret; the text without the secrets in it

@@ -1,1 +1,1 @@
-"""YAML in, checked objects out: components by name, problems by file and line."""
+"""YAML in, validated components out; problems with file and line."""

@@ -1,4 +1,4 @@
-"""The components that a YAML file can name: (kind, `_type`) -> configuration class and factory.
+"""Components that a YAML file can name: (kind, `_type`) -> configuration class and factory.
 
 In:   `@register_function(config_type=MyConfig)` over an async generator that yields the instance
 Out:  the class that schema.py validates a block with, and the factory that build.py calls

@@ -1,4 +1,4 @@
-"""Why a rollout failed: because of the policy or of the infrastructure, and a reason to count by.
+"""Why a rollout failed: because of policy or infrastructure, and a reason to count by.
 
 In:   the exception that the agent raised, or its timeout; the calls it had made
 Out:  RolloutFailure

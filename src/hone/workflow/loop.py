@@ -1,4 +1,4 @@
-"""Run a command's coroutine, and end although agents left tasks or threads behind.
+"""Run a command's coroutine, and end even if agents left tasks or threads behind.
 
 In:   the coroutine of `hone run`, `hone eval` or `hone finetune`
 Out:  its result, after all other tasks were cancelled and had GRACE_S to end
