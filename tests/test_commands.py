@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -194,7 +193,7 @@ def test_finetune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch):
     command += ["--validation_dataset", "rows.jsonl", "--validation-interval=3", "--dry_run"]
     result = hone(*command, "--validation_config_file=a.yml", "--fresh")
     assert result.exit_code == 3, result.stderr
-    assert asdict(calls[0]) == {
+    assert calls[0].model_dump() == {
         "config_file": Path("a.yml"),
         "dataset": Path("rows.jsonl"),
         "result_json_path": "$.x",

@@ -219,3 +219,97 @@ def test_close_twice_is_close(tmp_path: Path):
     journal = Journal.open(tmp_path, FACTS)
     journal.close()
     journal.close()
+
+
+# ---- one record per rollout ---------------------------------------------------------------------
+
+
+def trained(example: str = "a", **fields: object) -> RolloutRecord:
+    """A rollout whose calls a server recorded."""
+    return record(example, rollout=f"r:{example}", trained_calls=["c1"], **fields)
+
+
+def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
+    text = [EpisodeItem(role=EpisodeItemRole.USER, content="a long question")]
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(trained("a"))
+        journal.add(record("b", rollout="r:b", episode=text, metadata={"reasoning": "good"}))
+        made = [one.trajectory(lambda: text) for one in journal.records("train", 0)]
+        made[0].shaped_rewards = [0.0]
+        sent = TrajectoryCollection(trajectories=[made], run_id="r", metadata={"epoch": 0})
+        journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
+    file = json.loads((tmp_path / "submissions" / "000_000.json").read_text())
+    assert file["groups"] == [
+        [
+            {"rollout": "r:a", "reward": 1.0, "shaped_rewards": [0.0]},
+            {"rollout": "r:b", "reward": 1.0, "shaped_rewards": None},
+        ]
+    ]
+    with Journal.open(tmp_path, FACTS) as journal:
+        noted = journal.submitted(0, 0)
+        assert noted is not None and noted.collection.metadata == {"epoch": 0}
+        [first, second] = noted.collection.trajectories[0]
+        assert first.metadata == made[0].metadata and first.shaped_rewards == [0.0]
+        assert second == made[1]  # its text is in the journal, as no server has it
+        (tmp_path / "trajectories" / "epoch_000.jsonl").write_text("")
+    with (
+        Journal.open(tmp_path, FACTS) as journal,
+        pytest.raises(StateError, match=r"not a submission \(no rollout 'r:a'\)"),
+    ):
+        journal.submitted(0, 0)
+
+
+def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path: Path):
+    """As hone wrote them before a rollout was recorded once."""
+    said = {"role": "user", "content": "hi", "logprobs": None, "metadata": None}
+    metadata = {"id": "a", "run_id": "r", "epoch": 0, "round": 0, "generation": 0, "rollout": "r:a"}
+    trajectory = {"episode": [said], "reward": 0.5, "shaped_rewards": [0.5]}
+    old = json.loads(record("a", rollout="r:a").model_dump_json(exclude={"trained_calls"}))
+    for key in ("episode", "shaped_rewards", "metadata"):
+        del old[key]
+    recorded = trajectory | {"metadata": {**metadata, "calls": ["c1"], "reasoning": "good"}}
+    foreign = trajectory | {"metadata": {**metadata, "calls": None, "tools": []}}
+    (tmp_path / "trajectories").mkdir()
+    lines = [
+        {**old, "trajectory": recorded},
+        {**old, "example": "b", "trajectory": foreign},
+        {**old, "example": "c", "trajectory": None},
+    ]
+    path = tmp_path / "trajectories" / "epoch_000.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sent = {"trajectories": [[recorded]], "run_id": "r", "metadata": {"epoch": 0}}
+    (tmp_path / "submissions").mkdir()
+    file = tmp_path / "submissions" / "000_000.json"
+    file.write_text(json.dumps({"collection": sent, "collected": {"metrics": {}}}))
+    with Journal.open(tmp_path, FACTS) as journal:
+        a, b, c = journal.records("train", 0)
+        assert (a.trained_calls, a.episode, a.metadata) == (["c1"], None, {"reasoning": "good"})
+        assert a.trajectory().metadata == recorded["metadata"]
+        assert (a.reward, a.shaped_rewards) == (0.5, [0.5])
+        assert b.trained_calls is None and [i.content for i in b.trajectory().episode] == ["hi"]
+        assert not c.is_trained
+        noted = journal.submitted(0, 0)
+        assert noted is not None
+        assert noted.collection == TrajectoryCollection.model_validate(sent)
+
+
+def test_a_round_costs_the_same_however_many_were_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """100 epochs of 3 rounds: no file of rollouts is read again after it was written."""
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), read_bytes(path))[1])
+    with Journal.open(tmp_path, FACTS) as journal:
+        for epoch in range(100):
+            for round in range(3):
+                read.clear()
+                assert journal.finished("train", epoch, round) == {}
+                for name in "ab":
+                    journal.add(trained(name, epoch=epoch, round=round))
+                assert len(journal.records("train", epoch, round)) == 2
+                assert len(journal.finished("train", epoch, round)) == 2
+                made = [[one.trajectory() for one in journal.records("train", epoch, round)]]
+                sent = TrajectoryCollection(trajectories=made, run_id="r")
+                journal.note_submission(epoch, round, Submission(sent, {}))
+                assert read == []

@@ -127,3 +127,16 @@ async def test_another_endpoint_is_allowed_and_called_off_policy(rehearsal: Rehe
     assert "rewards and validation measure the other endpoint, not suite/agent-" in found.message
     assert "1 and 1 calls of the two rollouts can be trained" in one(checks, "calls").message
     assert one(checks, "sampling").message == "two rollouts of one example differ"
+
+
+# ---- an adapter of somebody's own -----------------------------------------------------------------
+
+
+async def test_an_adapter_of_somebody_s_own_with_a_server_gets_every_check(rehearsal: Rehearsal):
+    async with rehearsal.live() as run:
+        theirs = MemoryAdapter()
+        without = [check.name for check in await run.checks(theirs)]
+        theirs.server, theirs.served = run.adapter, run.adapter.served
+        hone_s = [check.name for check in await run.checks()]
+        assert [check.name for check in await run.checks(theirs)] == hone_s
+        assert {"base model", "llm actor"} == set(hone_s) - set(without)

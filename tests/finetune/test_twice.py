@@ -1,4 +1,4 @@
-"""finetune/twice.py: what one example, run twice, tells of a run before it is paid for."""
+"""finetune/preflight.py: what one example, run twice, shows of a run before it is paid for."""
 
 import re
 from typing import Any

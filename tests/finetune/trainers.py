@@ -49,6 +49,7 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.trainer: type[ARTTrainer] = ARTTrainer
         self.builder = ScriptedBuilder(rising)
         self.adapter = MemoryAdapter()
         self.training = evaluation()
@@ -63,7 +64,7 @@ class Bench:
             run_configuration=FinetuneRunConfig(validation_interval=self.interval),
             **self.keys,
         )
-        trainer = ARTTrainer(ARTTrainerConfig())
+        trainer = self.trainer(ARTTrainerConfig())
         await trainer.bind_components(self.builder, self.adapter)
         await trainer.initialize(config)
         trainer.bind_evaluations(self.training, self.validation)

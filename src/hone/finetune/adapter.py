@@ -56,6 +56,15 @@ BACKEND = "openpipe-art"
 USUAL_ROOT = Path(".hone")
 """Where `hone serve` looks by default."""
 NO_CONNECTION = "Failed to connect to ART backend"
+IN_PROGRESS = "Training is in progress."
+STATES = {
+    "queued": TrainingStatusEnum.PENDING,
+    "running": TrainingStatusEnum.RUNNING,
+    "done": TrainingStatusEnum.COMPLETED,
+    "failed": TrainingStatusEnum.FAILED,
+    "cancelled": TrainingStatusEnum.CANCELED,
+}
+"""A job's state on the server, in the harness's words."""
 LESS_MEMORY = (
     "What to do: reduce backend.engine_args.gpu_memory_utilization, reduce "
     "backend.init_args.max_seq_length (or training.max_seq_length) or training.row_tokens, reduce "
@@ -156,10 +165,9 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def is_healthy(self) -> bool:
         """Whether the server answers, with success, on the ports of the configuration."""
         try:
-            await self.backend.health()
-            await self.backend.served_models(self.served.base_url if self.served else None)
+            await self.check()
         except HoneError as error:
-            logger.warning("%s: %s", NO_CONNECTION, error)
+            logger.warning("%s", error)
             return False
         return True
 
@@ -247,7 +255,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """A job on the server; it is on the server's disk when this returns."""
-        run_id, said = trajectories.run_id, trajectories.metadata or {}
+        run_id, place = trajectories.run_id, trajectories.metadata or {}
         training = self.adapter_config.training
         running = self._jobs.get(run_id)
         if running is not None and not running.done():
@@ -264,14 +272,14 @@ class ARTTrainerAdapter(TrainerAdapter):
         if self.adapter_config.backend.delete_old_checkpoints:
             gone = await self.backend.delete_checkpoints(self.model)
             logger.info("Deleted old checkpoints: %s", ", ".join(map(str, gone)) or "none")
-        epoch, rounds = int(said.get("epoch", 0)), int(said.get("rounds", 1))
-        place = epoch * rounds + int(said.get("round", 0))
-        planned = max(int(said.get("epochs", epoch + 1)) * rounds, place + 1)
+        epoch, rounds = int(place.get("epoch", 0)), int(place.get("rounds", 1))
+        job_index = epoch * rounds + int(place.get("round", 0))
+        planned = max(int(place.get("epochs", epoch + 1)) * rounds, job_index + 1)
         request = JobRequest(
             model=self.model_name,
             groups=groups,
-            config=training.job_keys(place, planned),
-            idempotency_key=said.get("key"),
+            config=training.job_keys(job_index, planned),
+            idempotency_key=place.get("key"),
             seed=0 if self.run_config is None else self.run_config.seed,
             plot_tensors=training.plot_tensors,
         )
@@ -285,12 +293,12 @@ class ARTTrainerAdapter(TrainerAdapter):
         logger.info("Submitted %d trajectories in %d groups for training", count, len(groups))
         used = job.config.model_dump(exclude_defaults=True) | {"beta": job.config.beta}
         logger.info("Job %s trains with %s", job.id, json.dumps(used))
-        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **said})
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **place})
 
     async def _follow(self, job_id: str) -> JobInfo:
         timeout_s = 86400.0 if self.run_config is None else self.run_config.job_timeout_s
         try:
-            return await self.backend.wait(job_id, on_event=self._heard, timeout_s=timeout_s)
+            return await self.backend.wait(job_id, on_event=self._on_event, timeout_s=timeout_s)
         except TimeoutError:
             await self.backend.cancel(job_id)
             raise ServerError(
@@ -298,7 +306,7 @@ class ARTTrainerAdapter(TrainerAdapter):
                 f"cancelled. Its log: {self.backend.log_place}"
             ) from None
 
-    def _heard(self, event: JobEvent) -> None:
+    def _on_event(self, event: JobEvent) -> None:
         if event.type == "progress" and self.events is not None:
             self.events.tell("job_progress", **event.data)
 
@@ -307,26 +315,20 @@ class ARTTrainerAdapter(TrainerAdapter):
         following = self._jobs.get(ref.run_id)
         job_id = (ref.metadata or {}).get("job")
         if following is not None and job_id in (None, following.get_name().removeprefix("train-")):
-            if not following.done():
-                message = "Training is in progress."
-                return _status(ref, TrainingStatusEnum.RUNNING, message=message)
-            return self._ended(ref, following)
-        if job_id is None:
-            raise NotFound(f"No training job found with run_id {ref.run_id}")
-        return self._described(ref, await self.backend.job(str(job_id)))
+            if following.done():
+                return self._ended(ref, following)
+            return _status(ref, TrainingStatusEnum.RUNNING, message=IN_PROGRESS)
+        return self._described(ref, await self.backend.job(_job_id(ref)))
 
     async def wait_until_complete(
         self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
-        """Until its last event; whoever stops waiting does not stop the job."""
+        """Until its last event; a caller that stops waiting does not stop the job."""
         following = self._jobs.get(ref.run_id)
         if following is None:
-            job_id = (ref.metadata or {}).get("job")
-            if job_id is None:
-                raise NotFound(f"No training job found with run_id {ref.run_id}")
-            following = self._jobs[ref.run_id] = asyncio.create_task(
-                self._follow(str(job_id)), name=f"train-{job_id}"
-            )
+            job_id = _job_id(ref)
+            following = asyncio.create_task(self._follow(job_id), name=f"train-{job_id}")
+            self._jobs[ref.run_id] = following
         await asyncio.wait([following])
         return self._ended(ref, following)
 
@@ -338,51 +340,43 @@ class ARTTrainerAdapter(TrainerAdapter):
             return self._described(ref, following.result())
         if not isinstance(error, HoneError):
             raise error
-        return _status(
-            ref,
-            TrainingStatusEnum.FAILED,
-            message=f"Training failed with error: {type(error).__name__}: {error}",
-        )
+        message = f"Training failed with error: {type(error).__name__}: {error}"
+        return _status(ref, TrainingStatusEnum.FAILED, message=message)
 
     def _described(self, ref: TrainingJobRef, job: JobInfo) -> TrainingJobStatus:
-        """A job of the server in the harness's words."""
+        """A job of the server as a status of the harness."""
         started = job.started_at or job.created_at
-        known = {
-            "job": job.id,
-            # A job without a gradient step publishes none: what it began from is still served.
-            "step": job.base_step if job.step is None else job.step,
-            "metrics": job.metrics,
-            "counts": job.counts,
-            "reason": job.reason,
-            "config": job.config.model_dump(),
-            "seconds": 0.0 if job.ended_at is None else job.ended_at - started,
+        messages = {
+            "done": job.reason,
+            "cancelled": f"job {job.id} was cancelled by somebody else",
+            "failed": self._failure_message(job),
         }
-        if job.state == "done":
-            return _status(
-                ref,
-                TrainingStatusEnum.COMPLETED,
-                progress=100.0,
-                message=job.reason,
-                metadata=known,
-            )
-        if job.state == "cancelled":
-            message = f"job {job.id} was cancelled by somebody else"
-            return _status(ref, TrainingStatusEnum.CANCELED, message=message, metadata=known)
-        if job.state == "failed":
-            message = self._failed(job)
-            return _status(ref, TrainingStatusEnum.FAILED, message=message, metadata=known)
-        state = TrainingStatusEnum.PENDING if job.state == "queued" else TrainingStatusEnum.RUNNING
-        return _status(ref, state, message="Training is in progress.", metadata=known)
-
-    def _failed(self, job: JobInfo) -> str:
-        said = f"{job.failure.type}: {job.failure.message}" if job.failure else "no reason given"
-        message = (
-            f"Training failed with error: {said}\njob {job.id}; its log: {self.backend.log_place}"
+        return _status(
+            ref,
+            STATES[job.state],
+            progress=100.0 if job.state == "done" else None,
+            message=messages.get(job.state, IN_PROGRESS),
+            metadata={
+                "job": job.id,
+                # A job without a gradient step publishes none: its base step is still served.
+                "step": job.base_step if job.step is None else job.step,
+                "metrics": job.metrics,
+                "counts": job.counts,
+                "reason": job.reason,
+                "config": job.config.model_dump(),
+                "seconds": 0.0 if job.ended_at is None else job.ended_at - started,
+            },
         )
-        return f"{message}\n{LESS_MEMORY}" if _is_memory(said) else message
+
+    def _failure_message(self, job: JobInfo) -> str:
+        why = f"{job.failure.type}: {job.failure.message}" if job.failure else "no reason given"
+        message = (
+            f"Training failed with error: {why}\njob {job.id}; its log: {self.backend.log_place}"
+        )
+        return f"{message}\n{LESS_MEMORY}" if _is_memory(why) else message
 
     def _refuse_for_memory(self, error: ServerError) -> None:
-        """What a server says when the memory is not enough, and what to do about it."""
+        """Raise an error of too little memory again, with what to do about it."""
         if _is_memory(str(error)):
             raise type(error)(f"{error}\n{LESS_MEMORY}") from error
 
@@ -417,5 +411,12 @@ def _status(ref: TrainingJobRef, status: TrainingStatusEnum, **fields: Any) -> T
     return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status=status, **fields)
 
 
-def _is_memory(said: str) -> bool:
-    return "out of memory" in said.lower() or "OutOfMemory" in said
+def _job_id(ref: TrainingJobRef) -> str:
+    job_id = (ref.metadata or {}).get("job")
+    if job_id is None:
+        raise NotFound(f"No training job found with run_id {ref.run_id}")
+    return str(job_id)
+
+
+def _is_memory(message: str) -> bool:
+    return "out of memory" in message.lower() or "OutOfMemory" in message

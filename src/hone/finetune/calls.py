@@ -92,11 +92,11 @@ def from_recorded(
     recorded: Sequence[RecordedCall], seen: "Sequence[SeenCall]", targets: Targets
 ) -> TrainedCalls:
     """What a hone server recorded; `seen` tells by which name each call asked for its model."""
-    asked, places = _asked(seen)
+    requested, places = _requests(seen)
     sampled: list[SampledCall] = []
     dropped = Counter[str]()
     for one in sorted(recorded, key=lambda c: (c.index, c.choice)):
-        why = _not_trained(one, asked, targets)
+        why = _not_trained(one, requested, targets)
         if why is not None:
             dropped[why] += 1
             continue
@@ -105,7 +105,7 @@ def from_recorded(
         # A server records what its client left when it has noticed that, which may be later.
         dropped["abandoned"] += sum(call.error == LEFT for call in seen)
     ids = {one.id for one in recorded}
-    dropped["unrecorded"] += sum(id not in ids for id in asked)
+    dropped["unrecorded"] += sum(id not in ids for id in requested)
     return TrainedCalls(sampled, +dropped)
 
 
@@ -147,17 +147,17 @@ def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
     return TrainedCalls(sampled, dropped, foreign=True)
 
 
-def _asked(seen: "Sequence[SeenCall]") -> tuple[dict[str, str], dict[str, int]]:
+def _requests(seen: "Sequence[SeenCall]") -> tuple[dict[str, str], dict[str, int]]:
     """By id of the recorded call: the model it asked for, and its place among all calls."""
-    asked, places = {}, {}
+    requested, places = {}, {}
     for call in seen:
         for choice in call.choices:
             if id := choice.get("call_id"):
-                asked[id], places[id] = call.model, call.index
-    return asked, places
+                requested[id], places[id] = call.model, call.index
+    return requested, places
 
 
-def _not_trained(one: RecordedCall, asked: Mapping[str, str], targets: Targets) -> str | None:
+def _not_trained(one: RecordedCall, requested: Mapping[str, str], targets: Targets) -> str | None:
     """Why a recorded call is not trained."""
     if one.abandoned:
         return "abandoned"
@@ -167,8 +167,8 @@ def _not_trained(one: RecordedCall, asked: Mapping[str, str], targets: Targets) 
         return "frozen"
     if targets.models is not None:
         # A server that did not record what was asked for leaves what this process saw, if it did.
-        asked_for = one.asked or asked.get(one.id)
-        names = {asked_for} if asked_for else {one.model, one.base_model}
+        name = one.asked or requested.get(one.id)
+        names = {name} if name else {one.model, one.base_model}
         if not names & targets.models:
             return "not_target_model"
     if not targets.has_function(one.call.function):

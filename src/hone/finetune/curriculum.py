@@ -179,8 +179,8 @@ class Curriculum:
 def example_of(group: Sequence[Trajectory], place: int) -> str:
     """The id of the example a group is of; its place where a builder names none."""
     for trajectory in group:
-        if (found := (trajectory.metadata or {}).get("id")) is not None:
-            return str(found)
+        if (example := (trajectory.metadata or {}).get("id")) is not None:
+            return str(example)
     return f"#{place}"
 
 

@@ -45,12 +45,11 @@ _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATH = ("/", "./", "../", "~")
 
 
-def read_documents(
-    config_file: Path, options: FinetuneRunConfig
-) -> tuple[Document, Document | None]:
+def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | None]:
     """The run's document, and the validation's if the command names a file of its own for it."""
+    assert options.config_file is not None, "the command line requires it"
     document, problems = examine_run(
-        config_file, options.override, dataset=options.dataset, resources=True
+        options.config_file, options.override, dataset=options.dataset, resources=True
     )
     reward = reward_of(document)
     validating, held_out = None, document
@@ -191,20 +190,20 @@ def check_resources(document: Document, dataset: Path | None = None) -> list[Che
 
 def check_validation(document: Document, dataset: Path | None, reward: str | None) -> list[Check]:
     """What a validation's own document lacks; `reward` is the evaluator that the run trains by."""
-    found, scores = list(_functions(document)), document.eval.evaluators
+    checks, scores = list(_functions(document)), document.eval.evaluators
     if document.workflow is None:
         message = "is missing, so there is nothing to validate; add the workflow of the run's file"
-        found.append(Check("workflow", False, message, path=("workflow",)))
+        checks.append(Check("workflow", False, message, path=("workflow",)))
     if reward is not None and reward not in scores:
         message = (
             f"has no {reward!r}, the reward of the run (finetuning.reward_function). It has: "
             f"{', '.join(scores) or 'nothing'}."
         )
-        found.append(Check("reward", False, message, path=("eval", "evaluators")))
+        checks.append(Check("reward", False, message, path=("eval", "evaluators")))
     if dataset is None and document.eval.general.dataset is None:
         message = "is missing; add it, or name the examples with --validation_dataset FILE"
-        found.append(Check("dataset", False, message, path=DATASET))
-    return [*found, *(_dataset(document, reward) if dataset is None else ())]
+        checks.append(Check("dataset", False, message, path=DATASET))
+    return [*checks, *(_dataset(document, reward) if dataset is None else ())]
 
 
 def check_file(
@@ -328,11 +327,11 @@ def _expected(
         fn = load_target(target, document.file.resolve().parent)
         takes = inspect.signature(fn).parameters
     except (ConfigError, TypeError, ValueError):
-        return  # told with the functions
+        return  # reported with the functions
     if "expected" in takes and takes["expected"].default is inspect.Parameter.empty:
         path = (*DATASET, "structure", "answer_key")
-        found = _no_column(column, columns, path)
-        yield Check("dataset", False, f"{target} takes `expected`, and {found.message}", path=path)
+        missing = _no_column(column, columns, path).message
+        yield Check("dataset", False, f"{target} takes `expected`, and {missing}", path=path)
 
 
 def _no_column(column: str, columns: Sequence[str], path: Keys) -> Check:

@@ -225,7 +225,7 @@ def code_of(document: "Document") -> dict[str, str]:
         file, root = queue.pop()
         if file not in files:
             files[file] = root
-            queue += [(found, root) for found in _imports(file, root)]
+            queue += [(imported, root) for imported in _imports(file, root)]
     digests = {
         os.path.relpath(file, directory if file.is_relative_to(directory) else root): (
             hashlib.sha256(file.read_bytes()).hexdigest()

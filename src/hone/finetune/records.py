@@ -287,19 +287,19 @@ def _encodable(value: Any) -> Any:
 def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | None:
     failed = None if result.rollout is None else result.rollout.failure
     if failed is not None:
-        said = plain(failed.failure.model_dump())
-        return FailureRecord(kind=failed.kind, reason=failed.reason, **said)
+        fields = plain(failed.failure.model_dump())
+        return FailureRecord(kind=failed.kind, reason=failed.reason, **fields)
     if reward_name is None:
         return None
     score = result.scores.get(reward_name)
     if score is not None and score.value is not None:
         return None
-    found: dict[str, JsonValue] = (
+    fields: dict[str, JsonValue] = (
         plain(score.failure.model_dump())
         if score is not None and score.failure is not None
         else {"type": "NoScore", "message": f"evaluator {reward_name!r} gave no score"}
     )
-    return FailureRecord.model_validate({"kind": "infrastructure", "reason": "evaluator", **found})
+    return FailureRecord.model_validate({"kind": "infrastructure", "reason": "evaluator", **fields})
 
 
 def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
@@ -348,11 +348,11 @@ def group_by_example(
     for group in by_example.values():
         if len(group) < smallest:
             dropped["small_group"] += len(group)
-    kept = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
-    shaped = any(record.shaped_rewards is not None for group in kept for record in group)
+    large = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
+    shaped = any(record.shaped_rewards is not None for group in large for record in group)
     groups = [
         [_with_values(record, sources.get(record.rollout), shaped) for record in group]
-        for group in kept
+        for group in large
     ]
     return groups, +dropped
 
@@ -428,10 +428,10 @@ def reasons(failed: Sequence[RolloutRecord]) -> str:
 
 def _last(failed: Sequence[RolloutRecord]) -> str:
     """What the last few said, each once."""
-    said = dict.fromkeys(
+    messages = dict.fromkeys(
         f"  {r.failure.type}: {r.failure.message}" for r in reversed(failed) if r.failure
     )
-    return "\n".join(list(said)[:MESSAGES_SHOWN])
+    return "\n".join(list(messages)[:MESSAGES_SHOWN])
 
 
 def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:

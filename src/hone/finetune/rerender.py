@@ -89,17 +89,17 @@ def _identity(message: Message) -> tuple[Any, ...]:
 
 def _episode_item(message: Message, call: SampledCall | None, conversation: int) -> EpisodeItem:
     role = _EPISODE_ROLES.get(str(message.get("role")), EpisodeItemRole.OTHER)
-    kept: dict[str, Any] = {key: message[key] for key in _EPISODE_KEYS if message.get(key)}
-    kept["conversation"] = conversation
+    metadata: dict[str, Any] = {key: message[key] for key in _EPISODE_KEYS if message.get(key)}
+    metadata["conversation"] = conversation
     if call is not None:
-        kept |= {"call": call.id, "finish_reason": call.finish}
+        metadata |= {"call": call.id, "finish_reason": call.finish}
         if call.token_ids is not None:
-            kept["token_ids"] = call.token_ids
+            metadata["token_ids"] = call.token_ids
     logprobs = None
     if role is EpisodeItemRole.ASSISTANT:
         logprobs = {} if call is None else call.logprobs
     text = _text(message.get("content"))
-    return EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=kept)
+    return EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=metadata)
 
 
 def _text(content: Any) -> str:
@@ -120,17 +120,17 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
     """The groups that can be sent, and what was left out, by reason."""
     groups, dropped = [], Counter[str]()
     for group in collection.trajectories:
-        kept = []
+        sent = []
         for trajectory in group:
             wrong = None if _recorded(trajectory) else _wrong_order(trajectory)
             if wrong is None:
-                kept.append(_sent(trajectory))
+                sent.append(_sent(trajectory))
             else:
                 dropped["message_order"] += 1
                 logger.warning("Dropped a trajectory: %s", wrong)
-        if kept:
+        if sent:
             example = str((group[0].metadata or {}).get("id", ""))
-            groups.append(TrajectoryGroup(kept, example=example))
+            groups.append(TrajectoryGroup(sent, example=example))
         elif group:
             dropped["empty_group"] += 1
     return groups, dropped
@@ -167,34 +167,36 @@ def _wrong_order(trajectory: Trajectory) -> str | None:
 
 def _recorded(trajectory: Trajectory) -> bool:
     """Whether a hone server holds its tokens."""
-    said = trajectory.metadata or {}
-    return bool(said.get("rollout")) and said.get("calls") is not None
+    metadata = trajectory.metadata or {}
+    return bool(metadata.get("rollout")) and metadata.get("calls") is not None
 
 
 def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
     """The episode, cut where another conversation of the same rollout begins."""
-    found: dict[Any, list[EpisodeItem]] = {}
+    by_number: dict[Any, list[EpisodeItem]] = {}
     for item in trajectory.episode:
         if not isinstance(item, EpisodeItem):
             raise NotInThisVersion(
                 "preference pairs (DPOItem) cannot be trained in this version of hone; the "
                 "trajectory builder must give episodes of EpisodeItem"
             )
-        found.setdefault((item.metadata or {}).get("conversation", 0), []).append(item)
-    return list(found.values()) or [[]]
+        by_number.setdefault((item.metadata or {}).get("conversation", 0), []).append(item)
+    return list(by_number.values()) or [[]]
 
 
 def _sent(trajectory: Trajectory) -> SentTrajectory:
-    said = trajectory.metadata or {}
+    metadata = trajectory.metadata or {}
     fields: dict[str, Any] = {
         "reward": trajectory.reward,
         "shaped_rewards": trajectory.shaped_rewards,
-        "metadata": {k: v for k, v in said.items() if isinstance(v, float | int | str | bool)},
+        "metadata": {k: v for k, v in metadata.items() if isinstance(v, float | int | str | bool)},
     }
     if _recorded(trajectory):
-        return SentTrajectory(rollout=said["rollout"], trained_calls=list(said["calls"]), **fields)
+        return SentTrajectory(
+            rollout=metadata["rollout"], trained_calls=list(metadata["calls"]), **fields
+        )
     first, *others = conversations(trajectory)
-    tools = said.get("tools")
+    tools = metadata.get("tools")
     return SentTrajectory(
         messages_and_choices=[_message(item) for item in first],
         tools=tools,
@@ -208,17 +210,17 @@ def _sent(trajectory: Trajectory) -> SentTrajectory:
 
 def _message(item: EpisodeItem) -> dict[str, Any]:
     """A message, or a choice where it was sampled and is trained."""
-    said = item.metadata or {}
+    metadata = item.metadata or {}
     message = {
         "role": _CHAT_ROLES.get(item.role, item.role.value),
         "content": item.content,
-        **{key: said[key] for key in _CHAT_KEYS if said.get(key)},
+        **{key: metadata[key] for key in _CHAT_KEYS if metadata.get(key)},
     }
     if item.role is not EpisodeItemRole.ASSISTANT or not item.logprobs:
         return message
     logprobs = item.logprobs
     if isinstance(logprobs, BaseModel):
         logprobs = logprobs.model_dump(mode="json", warnings=False)
-    finish = said.get("finish_reason") or "stop"
-    ids = {"token_ids": said["token_ids"]} if said.get("token_ids") else {}
+    finish = metadata.get("finish_reason") or "stop"
+    ids = {"token_ids": metadata["token_ids"]} if metadata.get("token_ids") else {}
     return {"index": 0, "finish_reason": finish, "logprobs": logprobs, "message": message, **ids}

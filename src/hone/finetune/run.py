@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from hone.config.build import Builder, build
@@ -48,44 +48,22 @@ LOGGED_CHECKS = ("cost", "movement")
 COMPLETED = TrainingStatusEnum.COMPLETED
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneOptions:
-    """What `hone finetune` was asked for."""
+class FinetuneOptions(FinetuneRunConfig):
+    """What the command line says; `config_file` is always set."""
 
-    config_file: Path
-    dataset: Path | None = None
-    result_json_path: str = "$"
-    override: tuple[tuple[str, str], ...] = ()
-    validation_dataset: Path | None = None
-    validation_interval: int = 5
-    validation_config_file: Path | None = None
     fresh: bool = False
     dry_run: bool = False
-
-    @property
-    def run_config(self) -> FinetuneRunConfig:
-        """As the trainer gets it."""
-        return FinetuneRunConfig(
-            config_file=self.config_file,
-            dataset=self.dataset,
-            result_json_path=self.result_json_path,
-            override=self.override,
-            validation_dataset=self.validation_dataset,
-            validation_interval=self.validation_interval,
-            validation_config_file=self.validation_config_file,
-        )
 
 
 def finetune(options: FinetuneOptions) -> int:
     """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
     began = time.time()
-    document, validating = read_documents(options.config_file, options.run_config)
-    config = document.finetuning.model_copy(update={"run_configuration": options.run_config})
-    values = fingerprint_of(document, options.run_config, validating)
-    fingerprint = RunFingerprint(config.seed, values)
+    document, validating = read_documents(options)
+    config = document.finetuning.model_copy(update={"run_configuration": options})
+    fingerprint = RunFingerprint(config.seed, fingerprint_of(document, options, validating))
     fresh = options.fresh or config.resume == "never"
     if options.dry_run:
-        return _dry_run(document, validating, options.run_config, fingerprint, fresh)
+        return _dry_run(document, validating, options, fingerprint, fresh)
     with (
         Interrupts() as interrupts,
         Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
@@ -280,7 +258,7 @@ class Run:
             run_id=self.journal.run_id,
         )
         self.events.append("preflight", checks=[asdict(check) for check in checks])
-        for check in (one for one in checks if one.ok):  # the others are told at the end
+        for check in (one for one in checks if one.ok):  # the others are raised below
             quiet = log.info if check.name in LOGGED_CHECKS else log.debug
             write = log.warning if check.warning else quiet
             write("Preflight: %s: %s", check.name, check.message)

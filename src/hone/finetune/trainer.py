@@ -185,7 +185,11 @@ class ARTTrainer(Trainer):
         if not submission.collection.trajectories:
             return None
         job = await self._submit(submission, epoch, round)
-        self.log_progress(epoch, submission.collected["metrics"], str(self._config.output_dir))
+        collected, output_dir = submission.collected["metrics"], str(self._config.output_dir)
+        self._builder.log_progress(
+            run_id, {"epoch": epoch, "round": round, **collected}, output_dir
+        )
+        self.log_progress(epoch, collected, output_dir)
         await self._log_to_backend(submission)
         return job
 
@@ -307,6 +311,8 @@ class ARTTrainer(Trainer):
         key = f"{self._run_id}:{epoch}:{round}" + (f":again{failed}" if failed else "")
         sent = submission.collection
         named = sent.model_copy(update={"metadata": {**(sent.metadata or {}), "key": key}})
+        if self._adapter.reads_episodes:
+            await self._builder.load_episodes(named)
         with self._phases.timed("learn_s"):
             job = await self._adapter.submit(named)
         self._job_refs.append(job)
@@ -349,6 +355,9 @@ class ARTTrainer(Trainer):
             raise TrainingFailed(message)
         self._step = self._step if outcome["step"] is None else outcome["step"]
         self.events.append("job_done", **{"seconds": time.monotonic() - started} | outcome)
+        progress = {key: outcome[key] for key in ("epoch", "round", "job", "step")}
+        learned = {**progress, **(outcome["metrics"] or {})}
+        self._adapter.log_progress(job, learned, str(self._config.output_dir))
         log.info("Training %s completed successfully.", self._run_id)
         if outcome.get("reason"):
             self._warn(f"epoch {epoch + 1}: nothing was learned: {outcome['reason']}")
@@ -434,6 +443,7 @@ class ARTTrainer(Trainer):
     ) -> None:
         """Log it, and have the metrics files and the plot written in the background."""
         self._files.output_dir = Path(output_dir or self._config.output_dir)
+        self._files.output_dir.mkdir(parents=True, exist_ok=True)
         self._files.refresh()
         average = metrics["avg_reward"]
         log.info(

@@ -161,7 +161,7 @@ class Validator:
             "error": error,
         }
 
-    # ---- what is told ---------------------------------------------------------------------
+    # ---- what it reports ---------------------------------------------------------------------
 
     async def log(self, outcome: dict[str, Any], adapter: "TrainerAdapter") -> None:
         """Log it, and tell the backend; and what it changes about earlier ones.
