@@ -179,7 +179,7 @@ class ModelSpec(Strict):
     rank: int = Field(default=8, gt=0, le=512)
     """LoRA rank."""
     alpha: float = Field(default=16.0, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the adapter's initial weights."""
     token_ids_as_text: bool = False
     """Log-probabilities name tokens `token_id:N`, as ART's clients expect."""

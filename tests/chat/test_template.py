@@ -224,7 +224,7 @@ def test_end_tokens_of_the_model_s_files_end_the_turn(make_tokenizer, family, na
     template = ChatTemplate.load(tokenizer, name, end_ids=(plain.stop_ids[0], end))
     assert template.stop_ids == (*plain.stop_ids, end)
     assert template.with_kwargs({"color": "red"}).stop_ids == template.stop_ids
-    assert template.on(date(2026, 1, 2)).stop_ids == template.stop_ids
+    assert template.with_kwargs({}, date(2026, 1, 2)).stop_ids == template.stop_ids
     said = tokenizer.encode("Hello", add_special_tokens=False)
     assert template.parse([*said, end]).content == "Hello"
     assert plain.parse([*said, end]).content == "Hello!"

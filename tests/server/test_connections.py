@@ -105,7 +105,7 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
     body = text + b" " * (2000 - len(text))
     with connected(server) as first, connected(server) as second, connected(server) as third:
         first.sendall(post(2000, "/v1/completions") + body[:-1])
-        while not server.state.bodies.held:  # until the first is known to the server
+        while not server.state.bodies.reserved:  # until the first is known to the server
             httpx.get(server.control_url + "/health")
         second.sendall(post(2000, "/v1/completions"))
         refused, _ = response(second)
@@ -118,7 +118,7 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
         assert response(third)[0].status == 429
         first.sendall(body[-1:])
         assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
-        while server.state.bodies.held:  # until the request is over for the server, too
+        while server.state.bodies.reserved:  # until the request is over for the server, too
             httpx.get(server.control_url + "/health")
 
 

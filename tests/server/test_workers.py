@@ -21,6 +21,7 @@ from tests.server.api import JOBS, Open, group, job
 from tests.server.conftest import Server
 
 from hone.chat import chatml
+from hone.chat.template import ChatTemplate
 from hone.errors import Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
 from hone.server import openai_chat, submit
@@ -224,11 +225,16 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
     assert [answer.json() for answer in answers] == refusals
 
 
+@pytest.fixture(scope="module")
+def template(tokenizer: Any) -> ChatTemplate:
+    return ChatTemplate.load(tokenizer)
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60) | st.text(" \n\u0301e\u1100\u1161\u11a8", max_size=60))
-def test_no_text_that_fits_is_longer_than_the_bound(tokenizer: Any, text: str) -> None:
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    most = max_characters(tokenizer, len(tokens))
+def test_no_text_that_fits_is_longer_than_the_bound(template: ChatTemplate, text: str) -> None:
+    tokens = template.tokenizer.encode(text, add_special_tokens=False)
+    most = max_characters(template, len(tokens))
     assert most is not None and len(text) <= most
 
 

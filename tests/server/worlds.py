@@ -16,7 +16,7 @@ import pytest
 from hone.chat.template import ChatTemplate
 from hone.errors import Unprocessable
 from hone.server.language import Language
-from hone.server.resolve import Resolved, resolve
+from hone.server.resolved_job import ResolvedGroups, Start, resolve_groups
 from hone.server.state import State
 from hone.store.models import ModelRecord
 from hone.trajectory import Trajectory, TrajectoryGroup
@@ -128,18 +128,15 @@ class World:
         self.state.calls.add(recorded)
         return recorded
 
-    async def resolve(self, *trajectories: Trajectory, **config: Any) -> Resolved:
+    async def resolve(self, *trajectories: Trajectory, **config: Any) -> ResolvedGroups:
         return await self.resolve_groups([TrajectoryGroup(list(trajectories))], **config)
 
-    async def resolve_groups(self, groups: list[TrajectoryGroup], **config: Any) -> Resolved:
-        return await resolve(
-            groups,
-            record=self.record,
-            serving=self.state.serving,
-            calls=self.state.calls,
-            # Its calls are of many steps; test_staleness.py says which of them may be trained.
-            config=TrainConfig(**{"max_staleness": None, **config}),
-        )
+    async def resolve_groups(self, groups: list[TrajectoryGroup], **config: Any) -> ResolvedGroups:
+        # Its calls are of many steps; test_staleness.py says which of them may be trained.
+        settings = TrainConfig(**{"max_staleness": None, **config})
+        step, adapter = self.state.serving.newest(self.record)
+        start = Start(self.record, settings, step, None if adapter is None else adapter.sha256)
+        return resolve_groups(groups, self.language, self.state.calls, start)
 
     async def call(self, *items: Any, tools: Any = None) -> Call:
         """The one call of a conversation."""
@@ -181,7 +178,7 @@ def spelt(ids: Sequence[int], text: str, world: World, **changes: Any) -> dict[s
     """A choice whose tokens are text, as other servers return it."""
     made = choice(ids, text, **changes)
     for entry, token in zip(made["logprobs"]["content"], ids, strict=True):
-        piece = world.language.piece(token)
+        piece = world.template.piece(token)
         entry |= {"token": piece.decode(errors="replace"), "bytes": list(piece)}
     return made
 

@@ -1,4 +1,4 @@
-"""A response's stream -> the same stream, which also tells an exchange what passes.
+"""A response's byte stream that also passes each chunk to the recorded call.
 
 In:   the stream of an httpx or httpx2 response, sync or async
 Out:  a stream of the same kind: the client gets every byte as it arrives, and what it does not

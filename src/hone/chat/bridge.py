@@ -18,7 +18,6 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from hone.chat.messages import Message, Tools, check_messages, check_tools
-from hone.chat.renderers import Library
 from hone.chat.template import ChatTemplate
 
 
@@ -230,8 +229,7 @@ def _why_not(template: ChatTemplate, added: Sequence[Message]) -> Reason:
         return Reason.CANNOT
     if any(message.role == "assistant" for message in added):
         return Reason.ANSWER_ADDED
-    strips = isinstance(renderer, Library) and renderer.strips_reasoning
-    if strips and any(message.role == "user" for message in added):
+    if renderer.strips_reasoning and any(message.role == "user" for message in added):
         return Reason.REASONING_STRIPPED
     return Reason.CANNOT
 

@@ -4,14 +4,14 @@ In:   checked Messages and tools; for an extension, the ids that were fed and sa
 Out:  token ids
 
 `recognise` decides by behaviour: it renders a set of conversations with the model's own template
-and with ours and wants the same text, so a renamed or fine-tuned model is served well and one that
-changed its template is not served wrongly. Turns can be added without rendering the earlier ones
-again because `<|im_end|>` is a token of its own: what follows it is encoded alike whatever stands
-before it (that too is tried before it is relied on).
+and with ours and requires the same text. So a renamed or fine-tuned model is recognised, and one
+with a changed template is not. Turns can be added without rendering the earlier ones again because
+`<|im_end|>` is a token of its own: the text after it is encoded the same whatever precedes it (which
+is checked too).
 
-A template that has no word for tools (SmolLM2's drops them silently) gets those of Qwen2.5: the
-offer in the system message, calls and results as Hermes writes them. Only there does the text
-differ from what the model's own template would give.
+A template without tools (SmolLM2's drops them silently) gets those of Qwen2.5: listed in the system
+message, calls and results in Hermes format. Only there does the text differ from what the model's
+own template would give.
 """
 
 import json
@@ -45,7 +45,7 @@ def chatml_text(
     default_system: str | None,
     generation_prompt: bool,
 ) -> str:
-    """The whole conversation. `default_system` is what the model says of itself when nobody does."""
+    """The whole conversation. `default_system` is the template's own system message."""
     system, rest = default_system, messages
     if messages[0].role == "system":
         system, rest = messages[0].content, messages[1:]
@@ -68,9 +68,9 @@ def turns_text(messages: Sequence[Message], *, generation_prompt: bool) -> str:
             text.append(f"\n<tool_response>\n{message.content}\n</tool_response>")
             text.append(f"{END}\n" if last else "")
         elif message.tool_calls:
-            said = f"\n{message.content}" if message.content else ""
+            content = f"\n{message.content}" if message.content else ""
             calls = "".join(map(_call_text, message.tool_calls))
-            text.append(f"{START}assistant{said}{calls}{END}\n")
+            text.append(f"{START}assistant{content}{calls}{END}\n")
         else:
             text.append(f"{START}{message.role}\n{message.content}{END}\n")
     if generation_prompt:
@@ -92,10 +92,15 @@ class ChatML:
     """The id of `<|im_end|>`."""
     default_system: str | None
     own_tools: bool
-    """Whether the model's own template has tools; if not, the text that offers them is hone's."""
+    """Whether the model's own template has tools; if not, hone writes the text that lists them."""
+
+    ignored: tuple[str, ...]
+    """All template arguments: the template was recognised under them, so they changed no text."""
+    prints_date: bool
 
     bridges = True
     takes_tools = True
+    strips_reasoning = False
 
     @property
     def name(self) -> str:
@@ -150,18 +155,18 @@ def recognise(own: Jinja) -> ChatML | None:
     head = bare[: -len(turns_text([_USER], generation_prompt=False))]
     default_system = head.removeprefix(f"{START}system\n").removesuffix(f"{END}\n") or None
     own_tools = rendered([_USER], [PROBE_TOOL], False) != bare
-    for messages, tools in (*_TALKS, *(_TOOL_TALKS if own_tools else ())):
+    for messages, tools in (*_CONVERSATIONS, *(_TOOL_CONVERSATIONS if own_tools else ())):
         for generation_prompt in (False, True):
             ours = chatml_text(
                 messages, tools, default_system=default_system, generation_prompt=generation_prompt
             )
             if rendered(messages, tools, generation_prompt) != ours:
                 return None
-    return ChatML(tokenizer, end, default_system, own_tools)
+    return ChatML(tokenizer, end, default_system, own_tools, tuple(own.kwargs), own.prints_date)
 
 
 def _splits_at_end(tokenizer: Any) -> bool:
-    """Whether the text after `<|im_end|>` is encoded alike whatever stands before it."""
+    """Whether the text after `<|im_end|>` is encoded the same whatever precedes it."""
     after = "\n" + turns_text([_USER], generation_prompt=True)
     return all(
         encode(tokenizer, before + END + after)
@@ -170,15 +175,15 @@ def _splits_at_end(tokenizer: Any) -> bool:
     )
 
 
-Talks = tuple[tuple[list[Message], list[dict[str, Any]]], ...]
+Conversations = tuple[tuple[list[Message], list[dict[str, Any]]], ...]
 
 _SYSTEM = Message("system", "Be brief.")
 _USER = Message("user", "Hello, \u4f60\u597d!")
 _ANSWER = Message("assistant", "Good day.")
 
-# Each conversation is there for something that real templates do: default system sentences, other
-# white space, reasoning cut from history, a last answer treated apart, later system messages.
-_TALKS: Talks = (
+# Each conversation tests something that real templates do: default system messages, other white
+# space, reasoning cut from history, a special case for the last answer, later system messages.
+_CONVERSATIONS: Conversations = (
     ([_USER], []),
     ([_SYSTEM, _USER], []),
     ([Message("system", ""), _USER], []),
@@ -189,7 +194,7 @@ _TALKS: Talks = (
     ([_USER, Message("assistant", "said", reasoning="thought"), _USER], []),
     ([_USER, _ANSWER, _SYSTEM, _USER, Message("assistant", "")], []),
 )
-_TOOL_TALKS: Talks = (
+_TOOL_CONVERSATIONS: Conversations = (
     ([_USER], [PROBE_TOOL]),
     ([_SYSTEM, _USER, _ANSWER], [PROBE_TOOL, PROBE_TOOL]),
     (
@@ -209,4 +214,4 @@ _TOOL_TALKS: Talks = (
         [],
     ),
 )
-PROBE_TALKS = _TALKS + _TOOL_TALKS
+PROBE_CONVERSATIONS = _CONVERSATIONS + _TOOL_CONVERSATIONS

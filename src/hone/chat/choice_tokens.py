@@ -1,10 +1,10 @@
-"""The token ids and log-probabilities that a choice of the OpenAI API carries.
+"""The token ids and log-probabilities in a choice of the OpenAI API.
 
 In:   a choice as JSON gave it
-Out:  Sampled: as many ids as log-probabilities; Refused with the path of what is wrong
+Out:  SampledTokens: as many ids as log-probabilities; InvalidField with the path of what is wrong
 
-Ids are named (`token_id:N`, or `token_ids` beside the log-probabilities) or follow from the bytes
-of the tokens. Text alone is encoded, and taken only where that gives the very tokens it came as.
+Ids are given by name (`token_id:N`, or `token_ids` beside the log-probabilities) or follow from the
+bytes of the tokens. Text alone is encoded, and accepted only where that gives the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,29 +14,29 @@ from math import isfinite
 from typing import Any
 
 from hone.chat.jinja import encode
-from hone.chat.reply import byte_pieces
 from hone.chat.template import ChatTemplate
 from hone.types import FieldError
 from hone.wire.errors import brief
 
-Path = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
+"""Where a field is in a request."""
 
 MAX_LOGPROB = 0.01
 """Samplers round; anything above this is a probability or a score, and no log-probability."""
 _ID = "token_id:"
 
 
-class Refused(Exception):
-    """A field that cannot be trained on, and why."""
+class InvalidField(Exception):
+    """A field of a job that cannot be trained on, and why."""
 
-    def __init__(self, path: Path, message: str) -> None:
+    def __init__(self, path: FieldPath, message: str) -> None:
         self.field = FieldError(path, message)
         super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What was sampled, one log-probability per id."""
+class SampledTokens:
+    """SampledTokens ids, with one log-probability per id."""
 
     ids: list[int]
     logprobs: list[float]
@@ -46,63 +46,65 @@ class TokenReader:
     """Reads the tokens of choices that one base model sampled."""
 
     def __init__(self, template: ChatTemplate, *, base_model: str, vocab: int) -> None:
-        self._tokenizer = template.tokenizer
+        self._tokenizer, self._pieces = template.tokenizer, template.pieces
         self._base_model = base_model
         self._vocab = vocab
 
-    def read(self, choice: Mapping[str, Any], where: Path) -> Sampled | None:
+    def read(self, choice: Mapping[str, Any], where: FieldPath) -> SampledTokens | None:
         """Ids and log-probabilities of a choice; None if it has no log-probabilities."""
         path = (*where, "logprobs")
         logprobs = choice.get("logprobs")
         if logprobs is None:
             return None
         if not isinstance(logprobs, Mapping):
-            raise Refused(path, f"expected an object with content, got {brief(logprobs)}")
+            raise InvalidField(path, f"expected an object with content, got {brief(logprobs)}")
         key = "content" if logprobs.get("content") or not logprobs.get("refusal") else "refusal"
         entries = logprobs.get(key)
         if not entries:
             return None
         if not isinstance(entries, list):
-            raise Refused((*path, key), f"expected a list of tokens, got {brief(entries)}")
+            raise InvalidField((*path, key), f"expected a list of tokens, got {brief(entries)}")
         values = [_logprob(entry, (*path, key, i)) for i, entry in enumerate(entries)]
         ids = self._ids(choice, entries, (*path, key), where)
         if wrong := first_outside(ids, self._vocab):
             place, token = wrong
-            raise Refused(
+            raise InvalidField(
                 (*path, key, place, "token"),
                 f"token id {token} is outside the vocabulary of {self._vocab}; the choice was "
                 f"sampled from another model than {self._base_model!r}",
             )
-        return Sampled(ids, values)
+        return SampledTokens(ids, values)
 
     def _ids(
-        self, choice: Mapping[str, Any], entries: list[Any], path: Path, where: Path
+        self, choice: Mapping[str, Any], entries: list[Any], path: FieldPath, where: FieldPath
     ) -> list[int]:
         """By `token_id:N`, else by the choice's own `token_ids`, else by the text of the tokens."""
         tokens = [entry["token"] for entry in entries]
-        named = [token.removeprefix(_ID) for token in tokens if token.startswith(_ID)]
-        spelt = None
-        if len(named) == len(tokens):
-            bad = next((i for i, n in enumerate(named) if not (n.isascii() and n.isdigit())), None)
-            if bad is not None:
-                raise Refused((*path, bad, "token"), f"expected {_ID}N, got {brief(tokens[bad])}")
+        numbers = [token.removeprefix(_ID) for token in tokens if token.startswith(_ID)]
+        named = None
+        if len(numbers) == len(tokens):
+            for i, number in enumerate(numbers):
+                if not (number.isascii() and number.isdigit()):
+                    raise InvalidField(
+                        (*path, i, "token"), f"expected {_ID}N, got {brief(tokens[i])}"
+                    )
             # Longer ones are no ids, and Python would take minutes to read a million digits.
-            spelt = [int(n) if len(n) < 19 else 2**63 for n in named]
-        given = choice.get("token_ids")
-        if given is None:
-            return self._ids_of_text(entries, path) if spelt is None else spelt
-        own = (*where, "token_ids")
-        if not isinstance(given, list) or not all(type(i) is int for i in given):
-            raise Refused(own, f"expected a list of ids, got {brief(given)}")
-        if len(given) != len(entries):
-            raise Refused(
-                own, f"{len(given)} ids for {len(entries)} logprobs; send one for each token"
+            named = [int(number) if len(number) < 19 else 2**63 for number in numbers]
+        ids = choice.get("token_ids")
+        if ids is None:
+            return self._ids_of_text(entries, path) if named is None else named
+        field = (*where, "token_ids")
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise InvalidField(field, f"expected a list of ids, got {brief(ids)}")
+        if len(ids) != len(entries):
+            raise InvalidField(
+                field, f"{len(ids)} ids for {len(entries)} logprobs; send one for each token"
             )
-        if spelt is not None and given != spelt:
-            raise Refused(own, f"other ids than the {_ID}N of logprobs; send one of the two")
-        return given
+        if named is not None and ids != named:
+            raise InvalidField(field, f"other ids than the {_ID}N of logprobs; send one of the two")
+        return ids
 
-    def _ids_of_text(self, entries: list[Any], path: Path) -> list[int]:
+    def _ids_of_text(self, entries: list[Any], path: FieldPath) -> list[int]:
         """Each token by its bytes; where a token is not known, by encoding all of them at once."""
         pieces = [_bytes_of(entry, (*path, i)) for i, entry in enumerate(entries)]
         ids = [self._id_of_bytes.get(piece) for piece in pieces]
@@ -112,15 +114,15 @@ class TokenReader:
         try:
             encoded = encode(self._tokenizer, b"".join(pieces).decode())
         except UnicodeDecodeError:
-            raise Refused(path, f"the tokens' bytes are not UTF-8; {_ASK_FOR_IDS}") from None
+            raise InvalidField(path, f"the tokens' bytes are not UTF-8; {_ASK_FOR_IDS}") from None
         if len(encoded) != len(entries):
-            raise Refused(
+            raise InvalidField(
                 path,
                 f"its text is {len(encoded)} tokens of {self._base_model!r}, and there are "
                 f"{len(entries)} logprobs; {_ASK_FOR_IDS}",
             )
         if self._pieces is not None and [self._pieces[i] for i in encoded] != pieces:
-            raise Refused(
+            raise InvalidField(
                 path,
                 f"its text is cut into other tokens than those of {self._base_model!r}; "
                 f"{_ASK_FOR_IDS}",
@@ -128,12 +130,8 @@ class TokenReader:
         return encoded
 
     @cached_property
-    def _pieces(self) -> list[bytes] | None:
-        return byte_pieces(self._tokenizer)
-
-    @cached_property
     def _id_of_bytes(self) -> dict[bytes, int | None]:
-        """None where two tokens are spelt alike."""
+        """None for bytes that two tokens share."""
         table: dict[bytes, int | None] = {}
         for i, piece in enumerate(self._pieces or ()):
             if piece:
@@ -146,14 +144,14 @@ _ASK_FOR_IDS = (
 )
 
 
-def _logprob(entry: Any, path: Path) -> float:
+def _logprob(entry: Any, path: FieldPath) -> float:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("token"), str):
-        raise Refused(path, f"expected an object with token and logprob, got {brief(entry)}")
+        raise InvalidField(path, f"expected an object with token and logprob, got {brief(entry)}")
     value = entry.get("logprob")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused((*path, "logprob"), f"expected a number, got {brief(value)}")
+        raise InvalidField((*path, "logprob"), f"expected a number, got {brief(value)}")
     if why := wrong_logprob(value):
-        raise Refused((*path, "logprob"), why)
+        raise InvalidField((*path, "logprob"), why)
     return float(value)
 
 
@@ -166,13 +164,13 @@ def wrong_logprob(value: float) -> str | None:
     return None
 
 
-def _bytes_of(entry: Mapping[str, Any], path: Path) -> bytes:
+def _bytes_of(entry: Mapping[str, Any], path: FieldPath) -> bytes:
     """A token's bytes: as listed, or of its text."""
     listed = entry.get("bytes")
     if not listed:
         return entry["token"].encode(errors="replace")
     if not isinstance(listed, list) or not all(type(b) is int and 0 <= b < 256 for b in listed):
-        raise Refused((*path, "bytes"), f"expected a list of bytes, got {brief(listed)}")
+        raise InvalidField((*path, "bytes"), f"expected a list of bytes, got {brief(listed)}")
     return bytes(listed)
 
 

@@ -4,8 +4,8 @@ In:   checked Messages and tools
 Out:  text or token ids, equal to `apply_chat_template`
 
 The date is frozen: a template that prints today's date would change the prompt of every call at
-midnight, and with it what a recorded call means. Turns cannot be bridged, since nobody knows where
-an unknown template ends one.
+midnight, and with it what a recorded call means. Turns cannot be bridged: it is unknown where the
+template ends one.
 """
 
 import json
@@ -42,22 +42,23 @@ class Jinja:
 
     name = "jinja"
     bridges = False
+    strips_reasoning = False
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], today: date) -> None:
         template = getattr(tokenizer, "chat_template", None)
         self.tokenizer = tokenizer
         self.source = template if isinstance(template, str) else json.dumps(template or "")
-        """The template's text; of several, all of them."""
+        """The text of the template, or of all of them where there are several."""
         self.exists = bool(template)
         self.prints_date = "strftime_now" in self.source
+        self.kwargs = dict(kwargs)
         self.ignored = tuple(key for key in kwargs if key not in self.source)
-        self._kwargs = {key: value for key, value in kwargs.items() if key in self.source}
         self._today = today
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
     ) -> str:
-        """What the template writes; TemplateError where it refuses."""
+        """The rendered text; raises TemplateError where the template refuses the messages."""
         from jinja2 import TemplateError as JinjaError
 
         offered = list(tools) or None
@@ -68,7 +69,7 @@ class Jinja:
                 chat_template=self._frozen(self.tokenizer.get_chat_template(tools=offered)),
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
-                **self._kwargs,
+                **{key: value for key, value in self.kwargs.items() if key in self.source},
             )
         except (JinjaError, TypeError, ValueError, KeyError) as error:
             if isinstance(error, ModelUnsupported):
@@ -106,21 +107,17 @@ class Jinja:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        written = (token_id(self.tokenizer, end) for end in _TURN_ENDS if end in self.source)
-        found = (self.tokenizer.eos_token_id, *written)
-        return tuple(dict.fromkeys(i for i in found if i is not None))
+        ends = (token_id(self.tokenizer, end) for end in _TURN_ENDS if end in self.source)
+        ids = (self.tokenizer.eos_token_id, *ends)
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
         return self.stop_ids
 
-    @property
+    @cached_property
     def takes_tools(self) -> bool:
         """Whether tools change the prompt; where they do not, the model would never see them."""
-        return self._takes_tools
-
-    @cached_property
-    def _takes_tools(self) -> bool:
         user = [Message("user", "?")]
         return self.text_or_none(user, [PROBE_TOOL], True) != self.text_or_none(user, [], True)
 
@@ -128,22 +125,22 @@ class Jinja:
     def hermes(self) -> bool:
         """Whether it writes a tool call as JSON between tags."""
         user = Message("user", "?")
-        talk = [user, Message("assistant", "", (PROBE_CALL,)), user]
-        found = re.search(
+        messages = [user, Message("assistant", "", (PROBE_CALL,)), user]
+        match = re.search(
             r"<tool_call>\s*(\{.*\})\s*</tool_call>",
-            self.text_or_none(talk, [], False) or "",
+            self.text_or_none(messages, [], False) or "",
             re.DOTALL,
         )
         try:
-            written = json.loads(found[1]) if found else None
+            call = json.loads(match[1]) if match else None
         except ValueError:
             return False
-        return written == {"name": PROBE_CALL.name, "arguments": PROBE_CALL.values}
+        return call == {"name": PROBE_CALL.name, "arguments": PROBE_CALL.values}
 
     def _frozen(self, template: str) -> str:
         # transformers lets no function through to a template, so the date goes in as text.
         frozen = _PRINTED_DATE.sub(
-            lambda found: json.dumps(self._today.strftime(found["form"])), template
+            lambda match: json.dumps(self._today.strftime(match["form"])), template
         )
         if "strftime_now(" in frozen:
             raise ModelUnsupported(
@@ -175,13 +172,13 @@ def encoding_at_most(characters: int | None) -> Iterator[None]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    most = _max_characters.get()
-    if most is not None and len(text) > most:
+    limit = _max_characters.get()
+    if limit is not None and len(text) > limit:
         raise TextTooLong(len(text))
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def token_id(tokenizer: Any, token: str) -> int | None:
     """The id of a token that is in the vocabulary as a whole, or None."""
-    found = tokenizer.get_vocab().get(token)
-    return found if found is not None and encode(tokenizer, token) == [found] else None
+    id = tokenizer.get_vocab().get(token)
+    return id if id is not None and encode(tokenizer, token) == [id] else None

@@ -1,10 +1,10 @@
-"""Turn the messages an OpenAI client sends into checked values that can be rendered and compared.
+"""Check the messages and tools of a chat request.
 
 In:   `messages` and `tools` of a chat request, as JSON gave them
-Out:  Messages (text, tool calls with their arguments parsed), or a TemplateError naming the field
+Out:  Messages, which can be rendered and compared; or a TemplateError naming the field
 
-Two messages are the same when they mean the same to the model: ids of tool calls, the spelling of
-argument JSON and parts against plain text do not count. Agents rebuild messages from objects of
+Two messages are equal when they mean the same to the model: ids of tool calls, the formatting of
+argument JSON, and parts instead of plain text do not count. Agents rebuild messages from objects of
 their own framework, and a comparison of bytes would find no turn that continues.
 """
 
@@ -34,12 +34,17 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON of an object, spelt as it was sent or returned."""
+    """JSON of an object, as it was sent or returned."""
     id: str = ""
 
     @property
     def values(self) -> dict[str, Any]:
         return cast("dict[str, Any]", json.loads(self.arguments))
+
+    def plain(self, arguments: str | dict[str, Any]) -> dict[str, Any]:
+        """As messages carry it, with the arguments as JSON text or as an object."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +60,37 @@ class Message:
 
     @property
     def meaning(self) -> str:
-        """Equal for messages that mean the same; says nothing of the reasoning."""
-        calls = [[call.name, _number_free(call.values)] for call in self.tool_calls]
+        """Equal for messages that mean the same; does not include the reasoning."""
+        calls = [[call.name, _without_float_integers(call.values)] for call in self.tool_calls]
         return json.dumps([self.role, self.content, calls], sort_keys=True)
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates expect it: arguments are objects, not JSON text."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.values},
-                }
-                for call in self.tool_calls
-            ]
         optional = {
+            "tool_calls": [call.plain(call.values) for call in self.tool_calls] or None,
             "reasoning_content": self.reasoning,
             "tool_call_id": self.tool_call_id,
             "name": self.name,
         }
-        message.update({key: value for key, value in optional.items() if value is not None})
-        return message
+        present = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": self.content, **present}
 
 
 Tools = Sequence[Mapping[str, Any]]
 
 _MAX_DEPTH = 100
-"""Of argument JSON: what is nested deeper would overrun the stack of whoever reads it next."""
+"""Levels of nesting in argument JSON; deeper ones could overflow the stack of its next reader."""
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The request's messages; raises TemplateError for what no template could express."""
+    """The messages; raises TemplateError for what no template could express."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         _refuse("messages", f"expected a list of at least one message, got {brief(messages)}")
     return [_message(entry, f"messages[{i}]") for i, entry in enumerate(messages)]
 
 
 def check_tools(tools: object) -> list[dict[str, Any]]:
-    """The request's tools; an empty list when there are none."""
+    """The tools; an empty list when there are none."""
     if tools is None:
         return []
     if not isinstance(tools, Sequence) or isinstance(tools, str):
@@ -112,7 +108,7 @@ def check_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; ValueError says why it is none that could be sent on."""
+    """The JSON object in `text`; raises ValueError unless it can be written as JSON again."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
@@ -232,19 +228,19 @@ def _sound(text: str, where: str) -> str:
     return text
 
 
-def _number_free(value: object) -> object:
-    """A JSON value in which 1 and 1.0 are one: JavaScript and some frameworks write either."""
+def _without_float_integers(value: object) -> object:
+    """A JSON value with 1.0 as 1: JavaScript and some frameworks write either."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {key: _number_free(item) for key, item in value.items()}
+        return {key: _without_float_integers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_number_free(item) for item in value]
+        return [_without_float_integers(item) for item in value]
     return value
 
 
 def _checked_items(value: object) -> list[object]:
-    """What a JSON value contains; refuses numbers and text that cannot be written as JSON again."""
+    """The items of a JSON value; raises ValueError for what cannot be written as JSON again."""
     if isinstance(value, dict):
         for key in value:
             key.encode()

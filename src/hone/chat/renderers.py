@@ -1,11 +1,11 @@
-"""Add turns, and read answers, with the library `renderers`, for the families it knows.
+"""Render and parse with the library `renderers`, for the model families it knows.
 
 In:   checked Messages and tools; sampled ids
-Out:  token ids; completions read back by the library's parser
+Out:  token ids; completions parsed by the library
 
-Whole conversations are written by the model's own template where it has one: the library encodes
-some pieces apart that the template writes together (0.1.12, Qwen3: an answer that begins with a
-line break gets other ids).
+Whole conversations are rendered by the model's own template where it has one: the library encodes
+separately some pieces that the template writes together (0.1.12, Qwen3: an answer that begins with
+a line break gets other ids).
 
 The import takes a second and pulls in httpx, so it happens when a model needs it and not before.
 """
@@ -30,7 +30,7 @@ _DATE_FIELDS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One of the library's renderers, with what hone knows of it."""
+    """One of the library's renderers."""
 
     renderer: Any
     own: Jinja
@@ -41,7 +41,7 @@ class Library:
     """Template arguments that mean nothing to it."""
     prints_date: bool
     keeping: Any = None
-    """The same renderer, told to keep all reasoning: for histories that have none."""
+    """The same renderer with all reasoning kept, for histories that have none."""
 
     bridges = True
     takes_tools = True
@@ -96,8 +96,8 @@ class Library:
         before = [*prompt_ids, *completion_ids]
         renderer = self.renderer
         if self.keeping is not None:
-            said = self.own.tokenizer.decode(before, skip_special_tokens=False)
-            renderer = self.renderer if "<think>" in said else self.keeping
+            text = self.own.tokenizer.decode(before, skip_special_tokens=False)
+            renderer = self.renderer if "<think>" in text else self.keeping
         rendered = renderer.bridge_to_next_turn(
             list(prompt_ids),
             list(completion_ids),
@@ -110,7 +110,7 @@ class Library:
 
 
 def known_renderer(name: str) -> str | None:
-    """What the library calls its renderer for this hub name, or None."""
+    """The library's name for its renderer of this hub model, or None."""
     if "/" not in name or name.startswith(("/", ".", "~")):
         return None  # a path; the library knows hub names only
     from renderers.base import MODEL_RENDERER_MAP
@@ -155,7 +155,7 @@ def typed(own: Jinja, renderer_name: str, kwargs: Mapping[str, Any], today: date
 
 
 class WholeParser:
-    """Reads a completion when it is over: the library's parsers do not work on parts."""
+    """Parses a completion when it is over: the library's parsers do not work on parts."""
 
     def __init__(
         self,
@@ -169,13 +169,13 @@ class WholeParser:
     ) -> None:
         self._library = library
         self._unread = frozenset(end_ids) - frozenset(library.stop_ids)
-        """End tokens that the library would take for text."""
+        """End tokens that the library would parse as text."""
         self._prompt_ids = list(prompt_ids)
         self._tools = list(tools)
         self._stop = tuple(stop)
         self._seed = seed
         self._ids: list[int] = []
-        self._read = Reply(content="")
+        self._reply = Reply(content="")
 
     def feed(self, ids: Sequence[int]) -> list[Event]:
         self._ids.extend(ids)
@@ -191,7 +191,7 @@ class WholeParser:
             )
         except RecursionError:  # JSON nested without end, which the library does not guard against
             text = self._library.own.tokenizer.decode(self._ids, skip_special_tokens=True)
-            self._read = Reply(content=text, malformed=("JSON nested too deeply",))
+            self._reply = Reply(content=text, malformed=("JSON nested too deeply",))
             return [ContentDelta(text)]
         content, malformed = parsed.content, []
         calls: list[ToolCall] = []
@@ -203,15 +203,15 @@ class WholeParser:
                 if self._tools:
                     malformed.append(f"tool call {attempt.raw[:80]!r}: {error}")
         cut = min((at for at in map(content.find, self._stop) if at >= 0), default=len(content))
-        self._read = Reply(
+        self._reply = Reply(
             content=content[:cut],
             reasoning=parsed.reasoning_content,
             tool_calls=tuple(calls),
             malformed=tuple(malformed),
         )
-        reasoned = [ReasoningDelta(self._read.reasoning)] if self._read.reasoning else []
-        said = [ContentDelta(self._read.content)] if self._read.content else []
-        return [*reasoned, *said, *(CallDelta(i, call) for i, call in enumerate(calls))]
+        reasoning = [ReasoningDelta(self._reply.reasoning)] if self._reply.reasoning else []
+        text = [ContentDelta(self._reply.content)] if self._reply.content else []
+        return [*reasoning, *text, *(CallDelta(i, call) for i, call in enumerate(calls))]
 
     def _tool_call(self, attempt: Any, index: int) -> ToolCall:
         if attempt.status != "ok" or not self._tools or not attempt.name:
@@ -225,11 +225,4 @@ class WholeParser:
         )
 
     def reply(self, finish: FinishReason = "stop") -> Reply:
-        called = finish == "stop" and bool(self._read.tool_calls)
-        return Reply(
-            content=self._read.content,
-            reasoning=self._read.reasoning,
-            tool_calls=self._read.tool_calls,
-            malformed=self._read.malformed,
-            finish="tool_calls" if called else finish,
-        )
+        return self._reply.ended(finish)

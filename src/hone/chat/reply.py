@@ -1,19 +1,19 @@
-"""Turn sampled token ids back into a message: text, reasoning and Hermes tool calls.
+"""Parse sampled token ids into a message: text, reasoning and Hermes tool calls.
 
 In:   ids as the engine samples them, in pieces of any size
 Out:  events as soon as they are certain, and one Reply at the end
 
-Whatever the pieces, the events add up to the same Reply: an answer read whole is the same parser
-fed once. No event ever carries half a character, a part of a tag or a part of a stop string. A
-tool call that does not parse stays in the text and is named in `malformed`; nothing here raises
-over what a model said, because a bad answer is data.
+Whatever the pieces, the events add up to the same Reply: a whole answer is parsed by feeding it
+once. No event carries half a character, a part of a tag or a part of a stop string. A tool call that
+does not parse stays in the text and is named in `malformed`; nothing here raises over what a model
+wrote, because a bad answer is data.
 """
 
 import codecs
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from hone.chat.messages import ToolCall, parse_object
@@ -50,14 +50,19 @@ Event = ContentDelta | ReasoningDelta | CallDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What one completion says."""
+    """The message of one completion."""
 
     content: str
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()
-    """What looked like structure and was not, one sentence each; its text is in the content."""
+    """Tool calls and reasoning that do not parse, one sentence each; their text is in the content."""
     finish: Literal["stop", "length", "abort", "tool_calls"] = "stop"
+
+    def ended(self, finish: FinishReason) -> "Reply":
+        """With the finish reason of the API, where a stop after tool calls has its own."""
+        called = finish == "stop" and bool(self.tool_calls)
+        return replace(self, finish="tool_calls" if called else finish)
 
     @property
     def message(self) -> dict[str, Any]:
@@ -65,21 +70,14 @@ class Reply:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["content"] = self.content or None
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.plain(call.arguments) for call in self.tool_calls]
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         return message
 
 
 class TextDecoder(Protocol):
-    """Ids to text, a piece at a time; `final` gives what was held back."""
+    """Ids to text, piece by piece; `final` returns what was held back."""
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str: ...
 
@@ -93,8 +91,8 @@ class ByteDecoder:
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
         # Embedding tables are padded beyond the vocabulary; such an id has no text.
-        found = (self._pieces[i] for i in ids if 0 <= i < len(self._pieces))
-        return self._utf8.decode(b"".join(found), final)
+        pieces = (self._pieces[i] for i in ids if 0 <= i < len(self._pieces))
+        return self._utf8.decode(b"".join(pieces), final)
 
 
 class WindowDecoder:
@@ -122,7 +120,7 @@ class WindowDecoder:
 
 
 class StreamParser:
-    """Reads one completion. Feed it ids, then close it; `reply` is complete after that."""
+    """Parses one completion. Feed it ids, then close it; `reply` is complete after that."""
 
     def __init__(
         self,
@@ -157,7 +155,7 @@ class StreamParser:
         self._malformed: list[str] = []
 
     def feed(self, ids: Sequence[int]) -> list[Event]:
-        """What the new ids make certain."""
+        """The events that the new ids complete."""
         if self._ended:
             return []
         stops = [i for i, token in enumerate(ids) if token in self._stop_ids]
@@ -168,7 +166,7 @@ class StreamParser:
         return self._advance(final=False)
 
     def close(self) -> list[Event]:
-        """What was held back; the completion is over."""
+        """The events held back; the completion is over."""
         self._ended = True
         self._unread += self._decoder.decode((), final=True)
         events = self._advance(final=True)
@@ -176,14 +174,12 @@ class StreamParser:
         return events
 
     def reply(self, finish: FinishReason = "stop") -> Reply:
-        called = finish == "stop" and bool(self._calls)
         return Reply(
             content="".join(self._content),
             reasoning=None if self._reasoning is None else "".join(self._reasoning),
             tool_calls=tuple(self._calls),
             malformed=tuple(self._malformed),
-            finish="tool_calls" if called else finish,
-        )
+        ).ended(finish)
 
     def _advance(self, *, final: bool) -> list[Event]:
         self._events = []
@@ -201,7 +197,7 @@ class StreamParser:
         return self._events
 
     def _step(self, *, final: bool) -> bool:
-        """One move of the parser; False when it needs more text."""
+        """One state transition; False when it needs more text."""
         if self._state == "start":
             return self._start(final=final)
         if self._state == "reasoning":
@@ -225,41 +221,41 @@ class StreamParser:
             self._reasoning = []
         text, tag, rest = self._unread.partition(CLOSE_THINK)
         if tag:
-            self._reason(text, last=True)
+            self._add_reasoning(text, last=True)
             self._unread, self._state = rest, "text"
             # The blank line after the reasoning is the template's, as that after a call is.
             self._after_call = True
             return True
         held = 0 if final else _partial(text, (CLOSE_THINK,))
-        self._reason(text[: len(text) - held], last=final)
+        self._add_reasoning(text[: len(text) - held], last=final)
         self._unread = text[len(text) - held :]
         if final:
             self._malformed.append(f"the reasoning was never closed by {CLOSE_THINK}")
         return False
 
-    def _reason(self, text: str, *, last: bool) -> None:
-        """Reasoning without the line breaks at its edges, which the template puts there."""
+    def _add_reasoning(self, text: str, *, last: bool) -> None:
+        """Add reasoning without the line breaks at its edges, which are the template's."""
         assert self._reasoning is not None
         text = self._space + text
         if not self._reasoning:
             text = text.lstrip("\n")
-        kept = text.rstrip("\n")
-        self._space = "" if last else text[len(kept) :]
-        if kept:
-            self._reasoning.append(kept)
-            self._events.append(ReasoningDelta(kept))
+        trimmed = text.rstrip("\n")
+        self._space = "" if last else text[len(trimmed) :]
+        if trimmed:
+            self._reasoning.append(trimmed)
+            self._events.append(ReasoningDelta(trimmed))
 
     def _text(self, *, final: bool) -> bool:
         if self._tools:
             text, tag, rest = self._unread.partition(OPEN_CALL)
             if tag:
-                self._say(text)
+                self._add_text(text)
                 self._unread, self._state = rest, "call"
                 return True
         held = 0 if final or not self._tools else _partial(self._unread, (OPEN_CALL,))
         text = self._unread[: len(self._unread) - held]
         self._unread = self._unread[len(text) :]
-        self._say(text)
+        self._add_text(text)
         if final and not self._calls:
             self._flush()
         return False
@@ -271,13 +267,13 @@ class StreamParser:
         self._state, self._unread = "text", rest
         if not tag:
             self._malformed.append(f"{OPEN_CALL} was never closed by {CLOSE_CALL}")
-            self._say(OPEN_CALL + body)
+            self._add_text(OPEN_CALL + body)
             return True
         try:
             call = self._tool_call(parse_object(body))
         except ValueError as error:
             self._malformed.append(f"tool call {body.strip()[:80]!r}: {error}")
-            self._say(OPEN_CALL + body + CLOSE_CALL)
+            self._add_text(OPEN_CALL + body + CLOSE_CALL)
             return True
         self._after_call = True
         self._calls.append(call)
@@ -295,8 +291,8 @@ class StreamParser:
         text = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name, text, call_id(self._seed, len(self._calls), name, text))
 
-    def _say(self, text: str) -> None:
-        """Content, holding back white space at its end until it is known what follows."""
+    def _add_text(self, text: str) -> None:
+        """Add content; hold back white space at its end until the next text decides."""
         text = self._space + text
         self._space = ""
         if self._after_call:
@@ -306,9 +302,9 @@ class StreamParser:
                 return
             text = "\n" + text if self._content else text
             self._after_call = False
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._emit(kept)
+        trimmed = text.rstrip()
+        self._space = text[len(trimmed) :]
+        self._emit(trimmed)
 
     def _flush(self) -> None:
         space, self._space = self._space, ""
@@ -354,7 +350,7 @@ def byte_pieces(tokenizer: Any) -> list[bytes] | None:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable ones as themselves, the rest from 256 on."""
+    """The characters of byte-level vocabularies: printable bytes as themselves, others from 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in printable]

@@ -1,12 +1,12 @@
-"""Messages to token ids and back: the only place that renders chat.
+"""Chat templates: messages to token ids and back.
 
 In:   OpenAI messages and tools; sampled ids
-Out:  Prompts, and Replies with text, reasoning and tool calls
+Out:  the ids of prompts; Replies with text, reasoning and tool calls
 
-Which renderer speaks for a model is decided once, when it is loaded, by what the model's own
-template does, and is part of the fingerprint together with the template, its arguments, the
-tokenizer and the date the template prints. Calls recorded under one fingerprint are never
-continued under another: the ids would look alike and mean different prompts.
+The renderer of a model is chosen once, when it is loaded, by what the model's own template does. It
+is part of the fingerprint, together with the template, its arguments, the tokenizer and the date the
+template prints. Calls recorded under one fingerprint are never continued under another: the ids
+would look the same and mean different prompts.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ from hone.chat.reply import (
     Event,
     Reply,
     StreamParser,
+    TextDecoder,
     WindowDecoder,
     byte_pieces,
 )
@@ -52,7 +53,7 @@ UNPROVED = (
 
 
 class Renderer(Protocol):
-    """What a ChatTemplate needs of whoever renders: ChatML, Library or Jinja."""
+    """Renders messages: ChatML, Library or Jinja."""
 
     @property
     def name(self) -> str: ...
@@ -60,6 +61,18 @@ class Renderer(Protocol):
     def bridges(self) -> bool: ...
     @property
     def takes_tools(self) -> bool: ...
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Template arguments that change nothing."""
+        ...
+
+    @property
+    def prints_date(self) -> bool: ...
+    @property
+    def strips_reasoning(self) -> bool:
+        """Whether a new user message cuts the reasoning out of earlier turns."""
+        ...
+
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
     @property
@@ -84,7 +97,7 @@ class Renderer(Protocol):
 
 
 class Parser(Protocol):
-    """Reads one completion: feed it, close it, ask for the reply."""
+    """Parses one completion: feed it, close it, then take the reply."""
 
     def feed(self, ids: Sequence[int]) -> list[Event]: ...
     def close(self) -> list[Event]: ...
@@ -92,7 +105,7 @@ class Parser(Protocol):
 
 
 class ChatTemplate:
-    """How one model is talked to."""
+    """The chat template of one model, with its arguments."""
 
     def __init__(
         self,
@@ -135,11 +148,13 @@ class ChatTemplate:
         renderer: Renderer | None = None
         known = library.known_renderer(name)
         if known is not None:
-            renderer = _agreeing(library.typed(own, known, kwargs, today), _NAMED_TALKS)
+            renderer = _agreeing(library.typed(own, known, kwargs, today), _NAMED_CONVERSATIONS)
         if renderer is None and own.exists:
             renderer = chatml.recognise(own)
         if renderer is None and CLOSE_THINK in own.source and chatml.START in own.source:
-            renderer = _agreeing(library.typed(own, "qwen3", kwargs, today), chatml.PROBE_TALKS)
+            renderer = _agreeing(
+                library.typed(own, "qwen3", kwargs, today), chatml.PROBE_CONVERSATIONS
+            )
         if renderer is None and not own.exists:
             raise ModelUnsupported(
                 f"{name or 'this tokenizer'}: it has no chat template; use the instruct version of "
@@ -147,19 +162,22 @@ class ChatTemplate:
             )
         return cls(own, renderer or own, name=name, kwargs=kwargs, today=today, end_ids=end_ids)
 
-    def with_kwargs(self, kwargs: Mapping[str, Any] | None) -> "ChatTemplate":
-        """This template under further arguments, as one request may send them."""
-        if not kwargs:
+    def with_kwargs(
+        self, kwargs: Mapping[str, Any] | None, day: date | None = None
+    ) -> "ChatTemplate":
+        """This template with further arguments, as requests send them, printing another day."""
+        today = day if day is not None and self.renderer.prints_date else self.today
+        if not kwargs and today == self.today:
             return self
-        key = json.dumps(kwargs, sort_keys=True, default=repr)
+        key = json.dumps([kwargs, today], sort_keys=True, default=repr)
         if key not in self._variants:
             if len(self._variants) >= 64:  # arguments come from clients; do not keep them all
                 self._variants.clear()
             variant = ChatTemplate.load(
                 self.tokenizer,
                 self.name,
-                chat_template_kwargs={**self.kwargs, **kwargs},
-                today=self.today,
+                chat_template_kwargs={**self.kwargs, **(kwargs or {})},
+                today=today,
                 end_ids=self._end_ids,
             )
             variant._vocabulary = self._vocabulary
@@ -173,27 +191,13 @@ class ChatTemplate:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn, the template's own first."""
-        # Asked for with every call, and a renderer may look through its whole vocabulary for them.
+        # Needed by every call, and a renderer may search its whole vocabulary for them.
         return tuple(dict.fromkeys((*self.renderer.stop_ids, *self._end_ids)))
-
-    def on(self, day: date) -> "ChatTemplate":
-        """The template as it was on another day."""
-        return ChatTemplate.load(
-            self.tokenizer,
-            self.name,
-            chat_template_kwargs=self.kwargs,
-            today=day,
-            end_ids=self._end_ids,
-        )
 
     @property
     def ignored_kwargs(self) -> tuple[str, ...]:
-        """Template arguments that were given and change nothing for this model."""
-        if isinstance(self.renderer, library.Library):
-            return self.renderer.ignored
-        if isinstance(self.renderer, chatml.ChatML):
-            return tuple(self.kwargs)  # recognised under these arguments: they changed no text
-        return self._own.ignored
+        """Template arguments that change nothing for this model."""
+        return self.renderer.ignored
 
     @property
     def reads_tool_calls(self) -> bool:
@@ -208,17 +212,16 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Equal for templates that give equal ids for every conversation.
 
-        TOKENIZER-TEMPLATE-ARGUMENTS-DATE: each part by itself, so that a reader of two can say
-        which of them differs. The renderer stands with the arguments, which have a say in it.
+        TOKENIZER-TEMPLATE-ARGUMENTS-DATE: one hash per part, so that two fingerprints show which
+        part differs. The renderer is hashed with the arguments, on which it depends.
         """
-        foreign = self.renderer if isinstance(self.renderer, library.Library) else None
-        dated = foreign.prints_date if foreign else self._own.prints_date
+        foreign = isinstance(self.renderer, library.Library)
         arguments = {
             "kwargs": {k: v for k, v in self.kwargs.items() if k not in self.ignored_kwargs},
             "renderer": self.renderer_name,
             "version": version("renderers") if foreign else chatml.VERSION,
         }
-        date = self.today.isoformat() if dated else None
+        date = self.today.isoformat() if self.renderer.prints_date else None
         parts = (self._vocabulary.digest, self._own.source, arguments, date)
         texts = (json.dumps(part, sort_keys=True, default=repr) for part in parts)
         return "-".join(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
@@ -237,7 +240,7 @@ class ChatTemplate:
     def check(
         self, messages: object, tools: Tools | None
     ) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Messages and tools as values; refuses tools that would vanish without a word."""
+        """Checked messages and tools; refuses tools that the template would drop silently."""
         offered = self.check_tools(tools)
         return check_messages(messages), offered
 
@@ -268,10 +271,9 @@ class ChatTemplate:
                 seed=seed,
                 end_ids=self._end_ids,
             )
-        pieces = self._vocabulary.pieces
         thinks = CLOSE_THINK in self._own.source
         return StreamParser(
-            WindowDecoder(self.tokenizer) if pieces is None else ByteDecoder(pieces),
+            self.decoder(),
             stop_ids=self.stop_ids,
             tools=bool(tools) and self._hermes,
             thinks=thinks,
@@ -290,28 +292,45 @@ class ChatTemplate:
         finish: FinishReason = "stop",
         seed: str = "",
     ) -> Reply:
-        """What a whole completion says; the same as its stream, added up."""
+        """The reply of a whole completion; the same as that of its stream."""
         parser = self.parser(prompt_ids=prompt_ids, tools=tools, stop=stop, seed=seed)
         parser.feed(completion_ids)
         parser.close()
         return parser.reply(finish)
+
+    @property
+    def pieces(self) -> list[bytes] | None:
+        """The bytes of every token of a byte-level vocabulary; None for any other kind."""
+        return self._vocabulary.pieces
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token."""
+        if self.pieces is not None:
+            return self.pieces[token] if 0 <= token < len(self.pieces) else b""
+        return self.tokenizer.decode([token], skip_special_tokens=False).encode()
+
+    def decoder(self) -> TextDecoder:
+        """Turns sampled ids into text, piece by piece."""
+        return WindowDecoder(self.tokenizer) if self.pieces is None else ByteDecoder(self.pieces)
 
     def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         end = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
         return end.rstrip().endswith(OPEN_THINK)
 
 
-_NAMED_TALKS: chatml.Talks = (
+_NAMED_CONVERSATIONS: chatml.Conversations = (
     ([Message("user", "One.")], []),
     ([Message("system", "Two."), Message("user", "3")], []),
 )
 
 
-def _agreeing(renderer: library.Library | None, talks: chatml.Talks) -> library.Library | None:
-    """The library's renderer, unless the tokenizer carries a template that says something else."""
+def _agreeing(
+    renderer: library.Library | None, conversations: chatml.Conversations
+) -> library.Library | None:
+    """The library's renderer, unless the tokenizer's own template renders otherwise."""
     if renderer is None or not renderer.own.exists:
         return renderer
-    for messages, tools in talks:
+    for messages, tools in conversations:
         text = renderer.own.text_or_none(messages, tools, True)
         if text is None or encode(renderer.own.tokenizer, text) != renderer.library_ids(
             messages, tools
@@ -321,7 +340,7 @@ def _agreeing(renderer: library.Library | None, talks: chatml.Talks) -> library.
 
 
 class _Vocabulary:
-    """What is derived from the tokenizer alone, once for a template and all its variants."""
+    """Derived from the tokenizer alone, once for a template and all its variants."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -47,26 +47,26 @@ def _app(
     app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
     for routes in parts:
         app.include_router(routes(state))
-    app.include_router(_own_routes(state, control=control))
-    app.add_exception_handler(HoneError, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_middleware(_Gate, state=state, control=control)
+    app.include_router(_status_routes(state, control=control))
+    app.add_exception_handler(HoneError, _hone_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(_Middleware, state=state, control=control)
     if origins := state.settings.allowed_origins:
-        # Outside the gate: a browser asks without the key whether the page may send it.
+        # Before the key is checked: a browser asks without it whether the page may send it.
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
     return app
 
 
-def _own_routes(state: State, *, control: bool) -> APIRouter:
+def _status_routes(state: State, *, control: bool) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
     @router.get("/healthcheck")
     async def health(request: Request) -> dict[str, Any]:
-        """Whether it works, part by part; to those who have the key, also what it serves where.
+        """Whether the server works, part by part; with the key, also what it serves.
 
         `status` is `ok` if every part is, else `degraded`. `base_models` says of each base model in
         use whether it is loaded.
@@ -89,72 +89,73 @@ def _own_routes(state: State, *, control: bool) -> APIRouter:
 
 
 async def _health(state: State, *, keyed: bool) -> dict[str, Any]:
-    """How the server is. Without the key: no names, no jobs, no reasons, which may name paths."""
+    """Without the key: no names, no jobs, and no reasons, which may name paths."""
     parts = {"engine": state.serving.status(), **state.service.parts()}
     parts["pruner"] = state.pruner.status()
-    said: dict[str, Any] = {"version": hone.__version__, "uptime_s": time.time() - state.started_at}
+    health: dict[str, Any] = {}
     try:
-        said |= await asyncio.to_thread(state.service.status)
+        health = await asyncio.to_thread(state.service.status)
         if keyed:
-            said["base_models"] = await asyncio.to_thread(state.serving.base_models)
+            health["base_models"] = await asyncio.to_thread(state.serving.base_models)
         parts["storage"] = {"status": "ok"}
     except errors.StorageError as error:
         parts["storage"] = {"status": "failing", "reason": str(error)}
-    works = all(part["status"] == "ok" for part in parts.values())
-    said = {"status": "ok" if works else "degraded", **said, "parts": parts}
     if keyed:
-        ports = {"port": state.settings.port, "inference_port": state.settings.inference_port}
-        return said | ports
-    said.pop("jobs", None)
-    said["parts"] = {name: {"status": part["status"]} for name, part in parts.items()}
-    return said
+        health |= {"port": state.settings.port, "inference_port": state.settings.inference_port}
+    else:
+        health.pop("jobs", None)
+        parts = {name: {"status": part["status"]} for name, part in parts.items()}
+    works = all(part["status"] == "ok" for part in parts.values())
+    return {
+        "status": "ok" if works else "degraded",
+        "version": hone.__version__,
+        "uptime_s": time.time() - state.started_at,
+        **health,
+        "parts": parts,
+    }
 
 
 # ---- errors -----------------------------------------------------------------------------------
 
 
-def _answer(error: HoneError) -> JSONResponse:
-    headers = getattr(error, "headers", None)
-    return JSONResponse(error_response(error), status_of(error), headers=headers)
-
-
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def _hone_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HoneError), error
-    answer = _answer(error)
-    if answer.status_code == 500:
+    status, headers = status_of(error), getattr(error, "headers", None)
+    if status == 500:
         log.error("a request failed", exc_info=error, extra={"fields": {"path": request.url.path}})
-    return answer
+    return JSONResponse(error_response(error), status, headers=headers)
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """A body that does not parse. `input` is left out: it may be megabytes, or a secret."""
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    """A body that does not validate. `input` is left out: it may be megabytes, or a secret."""
     assert isinstance(error, RequestValidationError), error
     sent = request.headers.get("content-type", "")
-    # FastAPI reads a body as JSON only if it is said to be: a page could send any other unasked.
+    # FastAPI parses a body only under a JSON Content-Type: web pages may send any other unasked.
     if "json" not in sent and any(e["loc"] == ("body",) for e in error.errors()):
-        said = f"the body's Content-Type is {sent[:100]!r}" if sent else "no Content-Type is sent"
-        text = f"{said}; send JSON, and -H 'Content-Type: application/json' with it"
+        problem = (
+            f"the body's Content-Type is {sent[:100]!r}" if sent else "no Content-Type is sent"
+        )
+        text = f"{problem}; send JSON, and -H 'Content-Type: application/json' with it"
         body = error_body(text, 415, param="Content-Type")
         return JSONResponse(body | {"detail": text}, 415)
     detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
-    first = detail[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part) for part in detail[0]["loc"] if part != "body"]
     message = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail[:20])
     body = error_body(message, 422, param=".".join(where) or None)
     return JSONResponse(body | {"detail": detail}, 422)
 
 
-async def _http(_: Request, error: Exception) -> JSONResponse:
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), error
     body = error_body(str(error.detail), error.status_code)
     return JSONResponse(body | {"detail": error.detail}, error.status_code, headers=error.headers)
 
 
-# ---- the gate ---------------------------------------------------------------------------------
+# ---- middleware -------------------------------------------------------------------------------
 
 
-class _Gate:
-    """What every request passes: size, key, log line. Plain ASGI, so that streams stay streams."""
+class _Middleware:
+    """Checks body size and key, and logs every request. Plain ASGI, so that streams stay streams."""
 
     def __init__(self, app: Any, *, state: State, control: bool) -> None:
         self.app = app
@@ -168,7 +169,7 @@ class _Gate:
         started = time.perf_counter()
         status, reason = 0, ""
 
-        async def sending(message: Message) -> None:
+        async def watch(message: Message) -> None:
             nonlocal status, reason
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -177,30 +178,21 @@ class _Gate:
             await send(message)
 
         try:
-            await self._pass(scope, receive, sending)
-        except HoneError as error:
-            if status:
-                raise
-            await _answer(error)(scope, receive, sending)
+            await self._check(scope, receive, watch)
         except Exception as error:  # whatever it is: JSON for the client, the trace for the log
-            log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
+            response = await self._error(scope, error)
             if status:
                 raise
-            text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
-            await JSONResponse(error_body(text, 500), 500)(scope, receive, sending)
+            await response(scope, receive, watch)
         finally:
-            self._note(scope, status, time.perf_counter() - started, reason)
+            self._log(scope, status, time.perf_counter() - started, reason)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         settings = self.state.settings
         client = scope["client"][0] if scope.get("client") else None
         access = auth.check(settings, scope["path"], headers, client, control=self.control)
-        try:
-            body = BodyReader(receive, headers, settings, self.state.bodies)
-        except HTTPException as refusal:
-            await (await _http(Request(scope), refusal))(scope, receive, send)
-            return
+        body = BodyReader(receive, headers, settings, self.state.bodies)
         token = auth.access.set(access)
         try:
             scope["hone.body"] = body
@@ -209,7 +201,16 @@ class _Gate:
             auth.access.reset(token)
             body.release()
 
-    def _note(self, scope: Scope, status: int, seconds: float, reason: str) -> None:
+    async def _error(self, scope: Scope, error: Exception) -> JSONResponse:
+        if isinstance(error, HoneError):
+            return await _hone_error(Request(scope), error)
+        if isinstance(error, HTTPException):
+            return await _http_error(Request(scope), error)
+        log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
+        text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
+        return JSONResponse(error_body(text, 500), 500)
+
+    def _log(self, scope: Scope, status: int, seconds: float, reason: str) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
         metrics = self.state.metrics
         metrics.requests.labels(route, status).inc()

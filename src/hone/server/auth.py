@@ -1,4 +1,4 @@
-"""Decide who may call, and what they may do: keys, networks, host names, origins, proxies.
+"""Access control: keys, trusted networks, host names, origins, proxies.
 
 In:   settings; the address, path and headers of a request
 Out:  the request's Access, or an Unauthorized that says what to send or which option to set
@@ -27,18 +27,18 @@ from hone.server.settings import Settings, is_key
 from hone.types import FieldError, ModelSpec
 
 Access = Literal["operator", "peer", "inference"]
-"""What a request may do. An operator may do everything; a peer (of a trusted network, without the
-key) may train, but not name a path; an inference client may use the OpenAI API alone."""
+"""An operator may do everything; a peer (in a trusted network, without the key) may train, but not
+name a path; an inference client may use the OpenAI API alone."""
 
 access: ContextVar[Access] = ContextVar("access", default="operator")
-"""Access of the request that is being answered; work that no request asked for is the operator's."""
+"""Access of the current request; outside any request, the operator's."""
 
 OPEN = frozenset({"/health", "/healthcheck"})
 """Paths that need no key."""
 _OPENAI = re.compile(r"(/rollout/[^/]+)?/v1/(chat/completions|completions|models(/.*)?)")
 """Paths that the inference key opens."""
 _LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
-"""Names of this machine; ART's client dials 0.0.0.0 unless told otherwise."""
+"""Names of this machine; ART's client connects to 0.0.0.0 by default."""
 
 
 def check(
@@ -62,7 +62,7 @@ def check(
 
 
 def may_load(settings: Settings, base_model: str) -> bool:
-    """Whether the request that is being answered may have a base model loaded, by its canonical name."""
+    """Whether the current request may load a base model, given by its canonical name."""
     if access.get() == "operator":
         return True
     if access.get() == "peer":
@@ -92,7 +92,7 @@ def is_path(base_model: str) -> bool:
 
 
 def settle_key(settings: Settings) -> tuple[Settings, str | None]:
-    """Settings with the key they need; the key itself if it was made just now, to be shown once."""
+    """Settings with the key they need; the key itself if it is new, to be shown once."""
     if settings.api_key is not None or settings.loopback:
         return settings, None
     file = settings.root / "api_key"
@@ -100,17 +100,17 @@ def settle_key(settings: Settings) -> tuple[Settings, str | None]:
     if is_key(key):
         return settings.model_copy(update={"api_key": key}), None
     key = "hone-" + secrets.token_urlsafe(24)
-    fresh = file.with_name(f".api_key.{os.getpid()}")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+    partial = file.with_name(f".api_key.{os.getpid()}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         out.write(key + "\n")
-    fresh.replace(file)
+    partial.replace(file)
     return settings.model_copy(update={"api_key": key}), key
 
 
 def inference_key(settings: Settings) -> str | None:
     """The key that opens the OpenAI API alone; None for a server without a key.
 
-    It is derived from the server's key, which cannot be told from it.
+    It is derived from the server's key, and does not reveal it.
     """
     if settings.api_key is None:
         return None
@@ -127,10 +127,10 @@ def _has_key(key: str | None, headers: Mapping[str, str]) -> bool:
 
 def _check_host(settings: Settings, headers: Mapping[str, str]) -> None:
     host = _hostname(headers.get("host", ""))
-    if not _is_ours(settings, host):
+    if not _is_own_name(settings, host):
         raise Unauthorized(
-            f"Host is {host[:200]!r}, and this server does not answer to that name. Ask for it as "
-            "localhost, or start it with --allowed-hosts and that name."
+            f"Host is {host[:200]!r}, and this server does not answer to that name. Use localhost, "
+            "or start the server with --allowed-hosts and that name."
         )
 
 
@@ -157,12 +157,12 @@ def _check_direct(headers: Mapping[str, str]) -> None:
 
 
 def _forwarded(headers: Mapping[str, str]) -> str | None:
-    """The header by which a proxy says that the request is not its own."""
+    """The header that shows that a proxy forwarded the request."""
     known = ("forwarded", "via", "x-real-ip")
     return next((h for h in headers if h in known or h.startswith("x-forwarded-")), None)
 
 
-def _is_ours(settings: Settings, host: str) -> bool:
+def _is_own_name(settings: Settings, host: str) -> bool:
     """Whether a host name means this server."""
     if host in _LOCAL or host == settings.host.lower():
         return True

@@ -1,14 +1,13 @@
-"""Request bodies, bounded before anybody parses them.
+"""Limits on request bodies: size, speed, and total memory; routes for large ones.
 
 In:   the ASGI `receive` of a request, and its headers
 Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too slow, 429 too many;
-      routes that have large bodies answered without parsing them on the event loop
+      routes whose large bodies are not parsed on the event loop
 
-HTTPException is the one kind that FastAPI lets through while it reads a body. What a client still
-sends of a refused body is thrown away as it comes: most clients send all of it before they read the
-response, and would get a connection reset instead. listen.py closes the connection of a slow one.
-A body is parsed on the event loop, and thus bounded by `max_small_body_bytes`, unless its route says
-that it parses large ones elsewhere.
+HTTPException is the one kind that FastAPI lets through while it reads a body. The rest of a refused
+body is read and thrown away: most clients send all of it before they read the response, and would
+get a connection reset instead. listen.py closes the connection of a slow one. A body is parsed on
+the event loop, and limited to `max_small_body_bytes`, unless its route accepts large ones.
 """
 
 import asyncio
@@ -26,33 +25,33 @@ from hone.server.chat_tasks import Invalid
 from hone.server.settings import Settings
 
 AnswerLarge = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
-"""Answers a large body; calls its second argument when the body is in memory no more."""
+"""Answers a large body; calls its second argument when the body is no longer in memory."""
 T = TypeVar("T")
 
 MIN_BYTES_PER_S = 64 * 2**10
-"""A body that is slower than this may take `body_timeout_s` longer than one that is not."""
+"""Each byte adds to the time a body may take, at this rate."""
 
 
 class BodyBudget:
-    """How many bytes of large bodies a server holds at the same time."""
+    """Bytes of large bodies that a server may hold at the same time."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held = 0
+        self.reserved = 0
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Raises HTTPException where others hold too much; one alone always fits."""
-        if self.held and self.held + size > self.limit:
+        if self.reserved and self.reserved + size > self.limit:
             raise HTTPException(
                 429,
-                f"large requests of {self.held} bytes are being read, and at most {self.limit} "
+                f"large requests of {self.reserved} bytes are being read, and at most {self.limit} "
                 "(max_bodies_bytes) at a time; try again in a second",
                 headers={"Retry-After": "1"},
             )
-        self.held += size
+        self.reserved += size
 
-    def give_back(self, size: int) -> None:
-        self.held -= size
+    def release(self, size: int) -> None:
+        self.reserved -= size
 
 
 class BodyReader:
@@ -69,7 +68,7 @@ class BodyReader:
         self._receive = receive
         self._settings = settings
         self._budget = budget
-        self._held = 0
+        self._reserved = 0
         self._read = 0
         self._complete = False
         self._started: float | None = None
@@ -78,7 +77,7 @@ class BodyReader:
         self._announced = int(length) if length.isdigit() and len(length) < 20 else 0
         if self._announced > settings.max_body_bytes or len(length) >= 20:
             raise _too_large(settings.max_body_bytes, "max_body_bytes")
-        self._hold(self._announced)
+        self._reserve(self._announced)
 
     async def __call__(self) -> Message:
         if self._complete:
@@ -101,7 +100,7 @@ class BodyReader:
         self._read += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         self._check(self._read)
-        self._hold(self._read)
+        self._reserve(self._read)
         return message
 
     def accept_large(self) -> None:
@@ -109,14 +108,14 @@ class BodyReader:
         self._is_large_accepted = True
 
     def release(self) -> None:
-        """The body is not in memory any more."""
-        self._budget.give_back(self._held)
-        self._held = 0
+        """The body is no longer in memory."""
+        self._budget.release(self._reserved)
+        self._reserved = 0
 
-    def _hold(self, size: int) -> None:
-        if size > max(self._settings.large_body_bytes, self._held):
-            self._budget.take(size - self._held)
-            self._held = size
+    def _reserve(self, size: int) -> None:
+        if size > max(self._settings.large_body_bytes, self._reserved):
+            self._budget.reserve(size - self._reserved)
+            self._reserved = size
 
     def _check(self, size: int) -> None:
         settings = self._settings
@@ -154,14 +153,14 @@ def large_body_route(limit: int, answer: AnswerLarge) -> type[APIRoute]:
 
 
 def checked(result: T | Invalid) -> T:
-    """What a worker read; raises RequestValidationError where it did not validate."""
+    """A worker's result; raises RequestValidationError where the body did not validate."""
     if isinstance(result, Invalid):
         raise RequestValidationError(result.errors)
     return result
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that begins with a body that was read before."""
+    """A `receive` that starts with a body that was already read."""
     pending = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replaying() -> Message:

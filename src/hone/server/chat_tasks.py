@@ -17,7 +17,6 @@ from typing import Any
 from hone.chat.bridge import HashedMessages, NextPrompt, UnrenderedPrompt
 from hone.chat.jinja import TextTooLong, encoding_at_most
 from hone.chat.messages import check_messages
-from hone.chat.reply import byte_pieces
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, Conflict
 from hone.models.files import ModelFiles, load_tokenizer
@@ -112,7 +111,7 @@ def render(ref: TemplateRef, prompt: UnrenderedPrompt, limit: int) -> tuple[Next
     """The prompt and its length; without its ids where they are more than `limit`."""
     template = ref.load()
     try:
-        with encoding_at_most(max_characters(template.tokenizer, limit)):
+        with encoding_at_most(max_characters(template, limit)):
             rendered = prompt.render(template)
     except TextTooLong as error:
         raise _too_long("messages", error.characters, limit) from None
@@ -122,23 +121,23 @@ def render(ref: TemplateRef, prompt: UnrenderedPrompt, limit: int) -> tuple[Next
 
 def tokenize(ref: TemplateRef, text: str, limit: int) -> tuple[list[int], int]:
     """Token ids of a text and their number; no ids where they are more than `limit`."""
-    tokenizer = ref.load().tokenizer
-    longest = max_characters(tokenizer, limit)
+    template = ref.load()
+    longest = max_characters(template, limit)
     if longest is not None and len(text) > longest:
         raise _too_long("prompt", len(text), limit)
-    ids = tokenizer.encode(text)
+    ids = template.tokenizer.encode(text)
     return (ids if len(ids) <= limit else []), len(ids)
 
 
-def max_characters(tokenizer: Any, tokens: int) -> int | None:
+def max_characters(template: ChatTemplate, tokens: int) -> int | None:
     """The longest text of at most so many tokens; None where the tokenizer sets no such bound."""
-    longest = _max_token_bytes(tokenizer)
+    longest = _max_token_bytes(template)
     return None if longest is None else longest * tokens
 
 
-def _max_token_bytes(tokenizer: Any) -> int | None:
+def _max_token_bytes(template: ChatTemplate) -> int | None:
     """The most bytes of text that one token encodes; None where there is no such bound."""
-    pieces = byte_pieces(tokenizer)
+    tokenizer, pieces = template.tokenizer, template.pieces
     if pieces is None or not {bytes([byte]) for byte in range(256)} <= set(pieces):
         return None  # characters outside the vocabulary may become one token, or none
     if any(t.lstrip or t.rstrip for t in tokenizer.added_tokens_decoder.values()):

@@ -1,10 +1,10 @@
-"""What types alone do not say of a request for a model or a job.
+"""Checks of models and jobs beyond their types.
 
 In:   ModelSpec, JobRequest
-Out:  the TrainConfig a job is trained with, the hash of a request; Unprocessable with each wrong field
+Out:  the TrainConfig of a job, the hash of a request; Unprocessable with each wrong field
 
-JSON can spell what nothing else can hold: half a surrogate pair, an infinite number, an integer of
-a thousand digits. It is refused here, so that state once written can always be read.
+JSON can express what files and columns cannot: half a surrogate pair, an infinite number, an
+integer of a thousand digits. It is refused here, so that state once written can always be read.
 """
 
 import hashlib
@@ -23,12 +23,11 @@ from hone.server.model_args import OWN_SECTIONS, settled
 from hone.trajectory import JobRequest
 from hone.types import FieldError, ModelSpec, TrainConfig
 
-MAX_SEED = 2**63
 _HALF = "half of a surrogate pair; send whole characters"
 
 
 def checked_spec(spec: ModelSpec) -> ModelSpec:
-    """The model in hone's own words; refuses one that could not be written down or trained."""
+    """The model with its ART sections translated; refuses one that cannot be stored or trained."""
     _check_spec(spec)
     spec = settled(spec)
     _check_spec(spec)
@@ -36,7 +35,7 @@ def checked_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def check_base_model(spec: ModelSpec) -> None:
-    """Refuse a model whose base weights cannot be found: its name keeps its base for good. Blocking."""
+    """Refuse a model whose base weights are missing: a name keeps its base model. Blocking."""
     try:
         check_exists(spec.base_model)
     except (ModelNotFound, OSError, ValueError) as error:  # a name that no path can have
@@ -52,7 +51,6 @@ def _check_spec(spec: ModelSpec) -> None:
     if not spec.base_model.isprintable() or longest > 255:
         message = f"{spec.base_model[:60]!r} cannot be the name of a model or of a directory"
         wrong.append(FieldError(("base_model",), message))
-    wrong += _wrong_seed(spec.seed)
     wrong += unwritable(spec.alpha, ("alpha",))
     for field in ("chat_template_kwargs", *OWN_SECTIONS):
         wrong += unwritable(getattr(spec, field), (field,))
@@ -63,28 +61,25 @@ def _check_spec(spec: ModelSpec) -> None:
 
 
 def check_request(request: JobRequest, config: TrainConfig) -> None:
-    """Refuse a job in which nothing can be compared with anything."""
-    wrong = _wrong_seed(request.seed)
+    """Refuse a job in which no two trajectories can be compared."""
     alone = all(len(group) + len(group.exceptions) <= 1 for group in request.groups)
     # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
     if alone and request.groups and config.baseline == "group" and not request.advance_when_flat:
-        wrong.append(
-            FieldError(
-                ("groups",),
-                "every group has one trajectory, and there is nothing in its group to compare it "
-                "with. Sample every input several times (num_generations), or set config "
-                "`baseline: batch`, which compares with the mean of the job.",
-            )
+        message = (
+            "every group has one trajectory, and there is nothing in its group to compare it "
+            "with. Sample every input several times (num_generations), or set config "
+            "`baseline: batch`, which compares with the mean of the job."
         )
-    if wrong:
-        raise Unprocessable(wrong)
+        raise Unprocessable([FieldError(("groups",), message)])
 
 
-def train_config(defaults: Mapping[str, Any], asked: Mapping[str, Any], field: str) -> TrainConfig:
-    """What a job is trained with: what it asks for, else the model's defaults, else hone's."""
+def train_config(
+    defaults: Mapping[str, Any], requested: Mapping[str, Any], field: str
+) -> TrainConfig:
+    """The config of a job: requested values, else the model's defaults, else hone's."""
     known = TrainConfig.model_fields
-    wrong = unwritable(asked, (field,))
-    for key in asked:
+    wrong = unwritable(requested, (field,))
+    for key in requested:
         if key not in known:
             close = get_close_matches(key, known, n=1, cutoff=0.5)
             guess = f" Did you mean {close[0]!r}?" if close else ""
@@ -93,7 +88,7 @@ def train_config(defaults: Mapping[str, Any], asked: Mapping[str, Any], field: s
     if wrong:
         raise Unprocessable(wrong)
     try:
-        config = TrainConfig.model_validate({**defaults, **asked})
+        config = TrainConfig.model_validate({**defaults, **requested})
     except ValidationError as error:
         fields = [FieldError((field, *e["loc"]), e["msg"]) for e in error.errors()]
         raise Unprocessable(fields) from None
@@ -104,7 +99,7 @@ def train_config(defaults: Mapping[str, Any], asked: Mapping[str, Any], field: s
 
 
 def digest(request: JobRequest) -> str:
-    """SHA-256 of everything a job is made of, but for its key."""
+    """SHA-256 of a job, without its idempotency key."""
     try:
         plain = request.model_dump(exclude={"idempotency_key"})
         text = json.dumps(plain, sort_keys=True, ensure_ascii=False, default=repr)
@@ -119,7 +114,7 @@ def digest(request: JobRequest) -> str:
 
 
 def unwritable(value: Any, path: tuple[str | int, ...]) -> list[FieldError]:
-    """The values inside a JSON document that no JSON document can hold."""
+    """The values that cannot be written as JSON again, each with its path."""
     if isinstance(value, Mapping):
         bad = [FieldError(path, f"{key!r}: {_HALF}") for key in value if not _is_text(key)]
         inside = (unwritable(v, (*path, k)) for k, v in value.items() if _is_text(k))
@@ -131,12 +126,6 @@ def unwritable(value: Any, path: tuple[str | int, ...]) -> list[FieldError]:
     if isinstance(value, str) and not _is_text(value):
         return [FieldError(path, _HALF)]
     return []
-
-
-def _wrong_seed(seed: int) -> list[FieldError]:
-    if seed < MAX_SEED:
-        return []
-    return [FieldError(("seed",), f"expected less than {MAX_SEED}")]
 
 
 def _is_text(text: str) -> bool:

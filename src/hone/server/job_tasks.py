@@ -20,7 +20,7 @@ from hone.learner.packed import unpack_groups
 from hone.server.chat_tasks import Invalid, TemplateRef
 from hone.server.checks import digest
 from hone.server.language import Language
-from hone.server.resolve import PackedJob, Start, pack_job
+from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.tokens import page, read_logprobs
 from hone.store.calls import CallStore
 from hone.store.database import Store
@@ -126,7 +126,7 @@ def token_page(
         job.config,
         vocab=base.files.config["vocab_size"],
         max_positions=base.max_positions,
-        text=lambda token: base.piece(token).decode(errors="replace"),
+        text=lambda token: base.template.piece(token).decode(errors="replace"),
         learner_logprobs=picture_dir and read_logprobs(picture_dir / LOGPROBS),
         offset=offset,
         limit=limit,

@@ -1,11 +1,11 @@
-"""An app on a port: bound first, served then, and known to accept.
+"""Listening sockets and the HTTP server, with limits on connections.
 
 In:   an ASGI app and an address
-Out:  a bound socket; AppServer, which says when it accepts; the URL of an app while it is served
+Out:  a bound socket; AppServer, which signals when it accepts; the URL of an app while it is served
 
 A server that runs out of file descriptors can neither accept nor open its own files. So the limit
 of the process is raised, connections beyond `max_connections` are refused when they are accepted,
-and a connection whose request does not come to its end is closed.
+and a connection whose request does not arrive completely is closed.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from hone.errors import ServerError
 from hone.logs import say
 
 GRACE_S = 5
-"""Requests under way have so long to end when the server stops; then they are cut off."""
+"""Seconds that requests have to end when the server stops; then they are cut off."""
 BACKLOG = 2048
 HEADER_TIMEOUT_S = 30.0
 RESERVED = 256
@@ -44,7 +44,7 @@ _FULL = (
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open files to the hard one; the limit that holds now."""
+    """Raise the limit of open files to the hard limit; returns the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
@@ -64,7 +64,7 @@ class Listener(socket.socket):
 
     max_connections: int | None = None
     connections = 0
-    _told = 0.0
+    _logged_at = 0.0
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
@@ -73,16 +73,16 @@ class Listener(socket.socket):
             with contextlib.suppress(OSError):
                 connection.send(_REFUSAL % (len(_FULL), _FULL))
             connection.close()
-            self._tell()
+            self._log()
             # asyncio goes on with its loop after this one, which has ended.
             raise ConnectionAbortedError
         self.connections += 1
         return _Accepted(self, connection), address
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         now = time.monotonic()
-        if now - self._told > 1:  # one line a second, however many are refused
-            self._told = now
+        if now - self._logged_at > 1:  # one line a second, however many are refused
+            self._logged_at = now
             open_now = {"open": self.connections, "max_connections": self.max_connections}
             say("connections are refused: too many are open", level=logging.WARNING, **open_now)
 
@@ -123,7 +123,7 @@ def port_of(bound: socket.socket) -> int:
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP that closes a connection whose next request has not come within `header_timeout_s`.
+    """Closes a connection whose next request has not arrived within `header_timeout_s`.
 
     uvicorn has a timeout only for connections on which nothing at all is sent after a response.
     """
@@ -171,7 +171,7 @@ class _TimedProtocol(H11Protocol):
 
 
 class AppServer(uvicorn.Server):
-    """A uvicorn server that says when it accepts, and leaves signals to others."""
+    """A uvicorn server that signals when it accepts, and installs no signal handlers."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class AppServer(uvicorn.Server):
         proxies: Sequence[IPv4Network | IPv6Network] = (),
         header_timeout_s: float = HEADER_TIMEOUT_S,
     ) -> None:
-        """`proxies`: who may say for whom they ask; by default uvicorn believes this machine."""
+        """`proxies`: networks whose X-Forwarded headers are believed; uvicorn trusts 127.0.0.1."""
         config = uvicorn.Config(
             app,
             http=type("_Http", (_TimedProtocol,), {"header_timeout_s": header_timeout_s}),

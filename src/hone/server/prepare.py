@@ -68,7 +68,7 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
         index=index,
         sampling=_sampling(context, request, index, max_tokens, base.template),
         make_parser=lambda call: StreamParser(
-            base.decoder(), stop_ids=base.template.stop_ids, stop=request.stop, seed=call
+            base.template.decoder(), stop_ids=base.template.stop_ids, stop=request.stop, seed=call
         ),
         fingerprint=base.fingerprint,
     )
@@ -112,7 +112,7 @@ def _match(
     base, calls = context.policy.base, context.state.calls
     kwargs = {**context.spec("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
     day = None if context.run is None else calls.opened_on(context.run)
-    template = base.template_for(kwargs, day)
+    template = base.template.with_kwargs(kwargs, day)
     choice = ToolChoice.of(
         template, request.tools, request.tool_choice, parallel=request.parallel_tool_calls
     )
@@ -212,4 +212,4 @@ def _wants_logprobs(context: RequestContext, request: ChatRequest) -> bool:
 
 def _logprob_writer(context: RequestContext, request: Request) -> LogprobWriter:
     as_ids = request.return_tokens_as_token_ids or context.spec("token_ids_as_text", False)
-    return LogprobWriter(context.policy.base.piece, as_ids=bool(as_ids))
+    return LogprobWriter(context.policy.base.template.piece, as_ids=bool(as_ids))

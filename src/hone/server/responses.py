@@ -291,6 +291,4 @@ def _delta(event: Event) -> dict[str, Any]:
         return {"content": event.text}
     if not isinstance(event, CallDelta):
         return {"reasoning_content": event.text}
-    function = {"name": event.call.name, "arguments": event.call.arguments}
-    call = {"index": event.index, "id": event.call.id, "type": "function", "function": function}
-    return {"tool_calls": [call]}
+    return {"tool_calls": [{"index": event.index, **event.call.plain(event.call.arguments)}]}

@@ -1,14 +1,13 @@
-"""What was recorded, by rollout; and runs, whose rollouts are kept until they are closed.
+"""Routes for recorded rollouts, and for runs, whose rollouts are kept until they are closed.
 
 In:   the id of a rollout or of a run
 Out:  GET /v1/rollouts/{id}; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
 
-A rollout that made no call is an empty list and not an error: an agent may end without asking.
+A rollout without calls is an empty list and not an error: an agent may end without a model call.
 """
 
-import asyncio
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from pydantic import Field
@@ -43,60 +42,46 @@ class RunInfo(Strict):
 def routes(state: State) -> APIRouter:
     router = APIRouter(tags=["rollouts"])
 
+    # Routes that are no coroutines run in a thread: they read the database, and a long rollout is
+    # megabytes of JSON.
+
     @router.get("/v1/rollouts/{rollout_id}", response_model=RolloutCalls)
-    async def rollout(rollout_id: Annotated[RolloutId, Path()]) -> Response:
+    def rollout(rollout_id: Annotated[RolloutId, Path()]) -> Response:
         """Every call of a rollout, to the token."""
-
-        def found() -> bytes:
-            calls = state.calls.rollout(rollout_id)
-            return RolloutCalls(rollout=rollout_id, calls=calls).model_dump_json().encode()
-
-        # Written in a thread: a long rollout is megabytes of JSON.
-        return Response(await asyncio.to_thread(found), media_type="application/json")
+        calls = RolloutCalls(rollout=rollout_id, calls=state.calls.rollout(rollout_id))
+        return Response(calls.model_dump_json(), media_type="application/json")
 
     @router.post("/v1/runs")
-    async def open_run(spec: RunSpec) -> RunInfo:
+    def open_run(spec: RunSpec) -> RunInfo:
         """Open a run, or go on with it; its calls are kept until it is closed."""
-
-        def opened() -> dict[str, Any]:
-            if spec.model is not None:
-                state.models.find(spec.model)
-            state.calls.open_run(spec)
-            return _said(state, spec.id)
-
-        return RunInfo(**await asyncio.to_thread(opened))
+        if spec.model is not None:
+            state.models.find(spec.model)
+        state.calls.open_run(spec)
+        return _run_info(state, spec.id)
 
     @router.get("/v1/runs")
-    async def runs(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[RunInfo]:
+    def runs(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[RunInfo]:
         """Runs: the open ones first, then those that were closed last."""
-
-        def listed() -> list[dict[str, Any]]:
-            return [_said(state, run_id) for run_id in state.calls.runs(limit=limit)]
-
-        return [RunInfo(**one) for one in await asyncio.to_thread(listed)]
+        return [_run_info(state, run_id) for run_id in state.calls.runs(limit=limit)]
 
     @router.get("/v1/runs/{run_id}")
-    async def run(run_id: Annotated[Name, Path()]) -> RunInfo:
+    def run(run_id: Annotated[Name, Path()]) -> RunInfo:
         """Whether a run is open, and how many calls of it are kept."""
-        return RunInfo(**await asyncio.to_thread(_said, state, run_id))
+        return _run_info(state, run_id)
 
     @router.post("/v1/runs/{run_id}/close")
-    async def close_run(run_id: Annotated[Name, Path()]) -> RunInfo:
+    def close_run(run_id: Annotated[Name, Path()]) -> RunInfo:
         """Let go of a run's calls; those a job refers to are kept for it."""
-
-        def closed() -> dict[str, Any]:
-            state.calls.close_run(run_id)
-            return _said(state, run_id)
-
-        return RunInfo(**await asyncio.to_thread(closed))
+        state.calls.close_run(run_id)
+        return _run_info(state, run_id)
 
     return router
 
 
-def _said(state: State, run_id: str) -> dict[str, Any]:
+def _run_info(state: State, run_id: str) -> RunInfo:
     spec, is_open, calls = state.calls.run(run_id)
-    told = {**spec.model_dump(), "open": is_open, "calls": calls}
+    unmarked: dict[str, int] = {}
     with suppress(NotFound, Conflict):  # its name may mean another model by now, or several
         record = state.models.find(spec.model or "")
-        told["unmarked"] = state.calls.unmarked((str(record.key), record.spec.base_model))
-    return told
+        unmarked = state.calls.unmarked((str(record.key), record.spec.base_model))
+    return RunInfo(**spec.model_dump(), open=is_open, calls=calls, unmarked=unmarked)

@@ -1,9 +1,9 @@
-"""Run a server until it is told to stop.
+"""Run a server until a signal stops it: lock the root, bind the ports, serve, shut down.
 
 In:   Settings
 Out:  two ports that answer; on SIGTERM or Ctrl-C a running job goes back to the queue
 
-Ports are bound before anything else, so that one in use is an error at once. One server owns a
+Ports are bound before anything else, so that a port in use is an error at once. One server owns a
 root: a second one is refused, because two would take each other's jobs.
 """
 
@@ -41,7 +41,7 @@ from hone.store.root import make_root
 from hone.types import SERVER_ADDRESS
 
 TAKE_OVER_S = 60.0
-"""The server of an owner that was killed is still putting its job back; it is waited for."""
+"""How long to wait for the server of an owner that was killed: it is putting its job back."""
 
 
 def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
         with storage(settings.root):
             lock.acquire(timeout=TAKE_OVER_S if owned and _is_orphan(owner) else 0)
     except Timeout:
-        raise ServerError(_in_use(settings.root, owned=owned)) from None
+        raise ServerError(_root_in_use(settings.root, owned=owned)) from None
     with storage(settings.root):
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
         settings, fresh_key = settle_key(settings)
@@ -81,23 +81,23 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
         lock.release()
 
 
-def _in_use(root: Path, *, owned: bool) -> str:
-    """What to say where another server has the root; `owned` is one that a client starts for itself."""
-    at = told = ""
+def _root_in_use(root: Path, *, owned: bool) -> str:
+    """The error where another server has the root; `owned`: this one was started by a client."""
+    address = remedy = ""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        address = json.loads((root / SERVER_ADDRESS).read_text(encoding="utf-8"))
-        host, port, pid = str(address["host"]), int(address["port"]), int(address["pid"])
-        at = f" ({host}:{port}, process {pid})"
-        told = f" To use that one, connect to it: `ip: {host}` and `port: {port}` under `backend` in a YAML."
+        server = json.loads((root / SERVER_ADDRESS).read_text(encoding="utf-8"))
+        host, port, pid = str(server["host"]), int(server["port"]), int(server["pid"])
+        address = f" ({host}:{port}, process {pid})"
+        remedy = f" To use that one, connect to it: `ip: {host}` and `port: {port}` under `backend` in a YAML."
     return (
-        f"--root {root}: another server uses it{at}. Stop that one, or name another root."
-        f"{told if owned else ''}"
+        f"--root {root}: another server uses it{address}. Stop that one, or name another root."
+        f"{remedy if owned else ''}"
     )
 
 
 def _is_orphan(owner: Path) -> bool:
     """Whether the server that uses the root belongs to a process that is gone."""
-    import psutil  # here, because nobody else needs it to start
+    import psutil  # here: starting a server does not need it
 
     try:
         pid = int(owner.read_text(encoding="utf-8"))
@@ -115,7 +115,8 @@ async def _serve(
     fresh_key: str | None,
     echo: Callable[[str], None],
 ) -> None:
-    state = State.open(settings, open_engine=lasting(lambda name: open_embedded(name, settings)))
+    open_engine = without_gc_pauses(lambda name: open_embedded(name, settings))
+    state = State.open(settings, open_engine=open_engine)
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
     proxies = settings.forwarded_allow_ips
@@ -154,26 +155,26 @@ async def _serve(
         say("server stopping")
 
 
-def lasting(open_engine: Callable[[str], Engine]) -> Callable[[str], Engine]:
-    """The same; and what loading leaves behind is never searched for garbage again.
+def without_gc_pauses(open_engine: Callable[[str], Engine]) -> Callable[[str], Engine]:
+    """The same; the garbage collector never walks the objects that loading creates.
 
-    Torch and its like leave a quarter of a million objects. To walk them takes 140 ms, in which
-    nobody is answered, and nothing of them is ever free.
+    Torch and its like create a quarter of a million objects that live as long as the server. To walk
+    them takes 140 ms, in which no request is answered.
     """
 
-    def opened(base_model: str) -> Engine:
-        gc.unfreeze()  # what an engine that is gone left behind may go now
+    def open_frozen(base_model: str) -> Engine:
+        gc.unfreeze()  # objects of an engine that was closed may go now
         gc.collect()
         engine = open_engine(base_model)
-        gc.collect()  # else the garbage of now would last, too
+        gc.collect()  # else the garbage of now would be frozen too
         gc.freeze()
         return engine
 
-    return opened
+    return open_frozen
 
 
 def banner(state: State, fresh_key: str | None) -> list[str]:
-    """Where it listens, what it serves, how to try it."""
+    """The lines printed at start: addresses, models, how to try it."""
     settings = state.settings
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     control = f"http://{host}:{settings.port}"
@@ -185,7 +186,7 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
     model = [*(r.key.name for r in records), *allowed, "smollm2-135m-instruct"][0]
     # Clients of the inference port may not load a base model that the operator has not allowed.
     closed = settings.api_key is not None and settings.allow_base_models is None and not records
-    tried = f"{control}/v1" if closed else openai
+    example_url = f"{control}/v1" if closed else openai
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}]})
     lines = [
         f"training API  {control}",
@@ -207,12 +208,12 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         *lines,
         "",
         "Try it:",
-        f"  curl {tried}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {example_url}/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
     ]
 
 
 def _write_address(settings: Settings) -> None:
-    """Where this server listens, for commands that find the root in use."""
+    """Write where this server listens, for commands that find the root in use."""
     address = {"host": settings.host, "port": settings.port, "pid": os.getpid()}
     file = settings.root / SERVER_ADDRESS
     partial = file.with_name(f".{SERVER_ADDRESS}.{os.getpid()}")
@@ -221,7 +222,7 @@ def _write_address(settings: Settings) -> None:
 
 
 def _tell_owner(settings: Settings) -> None:
-    """One JSON line to whoever waits for this server, and no polling on their side."""
+    """Write one JSON line to the process that started this server, so that it need not poll."""
     descriptor = os.environ.get("HONE_READY_FD")
     if descriptor is None:
         return

@@ -14,7 +14,7 @@ from hone.server import job_tasks
 from hone.server.checks import digest, train_config
 from hone.server.job_tasks import LanguageRef
 from hone.server.language import Language
-from hone.server.resolve import PackedJob, Start, pack_job
+from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.workers import Worker
 from hone.store.jobs import FINAL
 from hone.trajectory import JobRequest

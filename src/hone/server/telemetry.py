@@ -1,4 +1,4 @@
-"""What the server says about itself: counters for Prometheus, and one log line per event.
+"""Metrics for Prometheus, and the log: one line per event.
 
 In:   requests, jobs and publishes as they happen
 Out:  GET /metrics; ROOT/logs/server.log and stderr
@@ -81,12 +81,12 @@ class _Line(logging.Formatter):
             line = {"at": stamp, "level": record.levelname.lower(), "what": record.getMessage()}
             return json.dumps(line | fields | ({"traceback": trace} if trace else {}), default=str)
         parts = [stamp, record.levelname.lower(), record.getMessage()]
-        parts += [f"{key}={_spelt(value)}" for key, value in fields.items()]
+        parts += [f"{key}={_format_value(value)}" for key, value in fields.items()]
         return " ".join(parts) + (f"\n{trace}" if trace else "")
 
 
 class _LogFile(RotatingFileHandler):
-    """A log of bounded size. Lines that a full disk does not take are lost, without a traceback."""
+    """A log of bounded size. Lines that do not fit on the disk are lost, without a traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -119,6 +119,6 @@ def stop_logging() -> None:
         output.close()
 
 
-def _spelt(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return json.dumps(text) if not text or any(c in text for c in ' "\n=') else text

@@ -1,15 +1,14 @@
 """Worker processes for request bodies that are too large for the event loop.
 
-In:   a function of tasks.py and its arguments
-Out:  what it returns, or the HoneError it raises
+In:   a function of chat_tasks.py or job_tasks.py, and its arguments
+Out:  its return value, or the HoneError it raises
 
-Parsing JSON, validating it and tokenizing hold the interpreter's lock, so a thread would stop the
-event loop as surely as the loop's own thread. The processes start with the first large body, run
-at a low priority, and end with the server, however that ends. One that dies is replaced; the
-request it worked on is answered with 503.
+Parsing JSON, validating it and tokenizing hold the interpreter's lock, so in a thread they would
+stop the event loop too. The processes start with the first large body, run at a low priority, and
+end with the server, however that ends. One that dies is replaced; its request is answered with 503.
 
-A `Worker` keeps state between two calls: what a large body was parsed into stays in the process,
-and only what the event loop needs of it comes back.
+A `Worker` keeps state between two calls: a parsed body stays in its process, and only what the
+event loop needs comes back.
 """
 
 import asyncio
@@ -52,12 +51,12 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run."""
+        """Process ids of the running workers."""
         return [worker.pid for worker in self._all if worker.pid is not None]
 
     @property
     def busy(self) -> int:
-        """How many of them work."""
+        """How many workers run a task."""
         return sum(worker.busy for worker in self._all)
 
     async def run(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +66,7 @@ class WorkerPool:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> "AsyncIterator[Worker]":
-        """One worker for several calls, for nobody else meanwhile."""
+        """One worker for several calls, reserved until the block ends."""
         async with self._free:
             if self._closed:
                 raise Unavailable("the server is stopping; send the request again later")
@@ -119,7 +118,7 @@ class Worker:
         kind, value = await loop.run_in_executor(self._threads, self._call, (task, args, kwargs))
         self.busy = False
         if kind == _RAISED:
-            raise _rebuilt(*value)
+            raise _rebuild(*value)
         if kind == _FAILED:
             raise RuntimeError(f"in a worker process:\n{value}")
         return value
@@ -185,7 +184,7 @@ def _start(process: BaseProcess) -> None:
     process.start()
 
 
-def _rebuilt(kind: type[HoneError], message: str, fields: dict[str, Any]) -> HoneError:
+def _rebuild(kind: type[HoneError], message: str, fields: dict[str, Any]) -> HoneError:
     """An error as it was raised; its constructor wants other arguments than its message."""
     error = kind.__new__(kind, message)
     assert isinstance(error, HoneError), kind

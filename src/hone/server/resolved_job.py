@@ -1,14 +1,13 @@
-"""Turn trajectory groups as they were sent into groups whose trajectories carry Calls only.
+"""Resolve the trajectory groups of a job to groups whose trajectories carry Calls only.
 
 In:   TrajectoryGroups: by tokens, by reference to recorded rollouts, or as messages and choices
-Out:  Resolved: the same groups as Calls, what became of everything in them, or Unprocessable
+Out:  ResolvedGroups: the same groups as Calls, with counts; or Unprocessable
 
-Everything that can be wrong with a job is found here, at the border, and all of it at once: each
-wrong field is named by its path. What cannot be trained on, without being wrong, is left out and
-counted by reason. Nothing is guessed: a call that this server did not record is only taken where
-its tokens, its text and its log-probabilities agree.
+Every wrong field of a job is reported here, all at once, each by its path. What cannot be trained
+on, without being wrong, is left out and counted by reason. Nothing is guessed: a call that this
+server did not record is accepted only where its tokens, its text and its log-probabilities agree.
 
-What is counted: calls by how they were found (`by_tokens`, `by_rollout`, `matched`, `rerendered`);
+Counted are calls by their source (`by_tokens`, `by_rollout`, `matched`, `rerendered`);
 `dropped/abandoned`, `dropped/other_model`, `dropped/frozen` (a rollout's calls to a fixed step,
 such as NAME@0), `dropped/not_named` (by `trained_calls`) and `dropped/no_logprobs` are calls that became
 context;
@@ -17,22 +16,20 @@ context;
 arguments than the model's own, or printed another date; they are trained like any other.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from hone.chat.choice_tokens import Path, Refused, first_outside, wrong_logprob
+from hone.chat.choice_tokens import FieldPath, InvalidField, first_outside, wrong_logprob
 from hone.errors import Unprocessable
 from hone.learner.packed import pack_groups
 from hone.learner.staleness import too_stale
 from hone.models.architecture import DecoderConfig
 from hone.server.checks import check_request
-from hone.server.choices import Choices
+from hone.server.choice_calls import ChoiceReader
 from hone.server.language import FIXED, Language, differing
-from hone.server.serving import Serving
 from hone.store.calls import CallStore
 from hone.store.models import ModelRecord
 from hone.trajectory import History, JobRequest, Trajectory, TrajectoryGroup
@@ -48,7 +45,7 @@ FORMS = ("calls", "rollout", "messages_and_choices", "additional_histories")
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedGroups:
     """What a job is made of."""
 
     groups: list[TrajectoryGroup]
@@ -86,107 +83,63 @@ def pack_job(request: JobRequest, language: Language, calls: CallStore, start: S
     return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
 
 
-async def resolve(
-    groups: Sequence[TrajectoryGroup],
-    *,
-    record: ModelRecord,
-    serving: Serving,
-    calls: CallStore,
-    config: TrainConfig,
-) -> Resolved:
-    """The groups as calls. Raises Unprocessable with every wrong field."""
-    language = await serving.template(record.spec.base_model)
-    step, adapter = await asyncio.to_thread(serving.newest, record)
-    start = Start(record, config, step, None if adapter is None else adapter.sha256)
-    return await asyncio.to_thread(resolve_groups, groups, language, calls, start)
-
-
 def resolve_groups(
     groups: Sequence[TrajectoryGroup], language: Language, calls: CallStore, start: Start
-) -> Resolved:
+) -> ResolvedGroups:
     """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
-    record, config = start.record, start.config
-    template = language.template_for(record.spec.chat_template_kwargs)
-    fingerprint = language.fingerprint_of(template)
-    config_file = language.files.path / "config.json"
-    shape = DecoderConfig.parse(language.files.config, where=str(config_file))
-    choices = Choices(
-        template,
-        calls,
-        model=str(record.key),
-        base_model=record.spec.base_model,
-        fingerprint=fingerprint,
-        vocab=shape.vocab,
-        step=start.step,
-    )
-    resolver = _Resolver(
-        record=record,
-        fingerprint=fingerprint,
-        calls=calls,
-        choices=choices,
-        config=config,
-        vocab=shape.vocab,
-        limit=min(config.max_seq_length, shape.max_positions),
-        step=start.step,
-        adapter_sha256=start.adapter_sha256,
-    )
-    return resolver.run(groups)
+    return _Resolver(language, calls, start).run(groups)
 
 
 class _Resolver:
-    """One job being resolved."""
+    """Resolves one job."""
 
-    def __init__(
-        self,
-        *,
-        record: ModelRecord,
-        fingerprint: str,
-        calls: CallStore,
-        choices: Choices,
-        config: TrainConfig,
-        vocab: int,
-        limit: int,
-        step: int,
-        adapter_sha256: str | None,
-    ) -> None:
-        """`step`, `adapter_sha256`: the newest, from which the job would start."""
-        self._record = record
-        self._fingerprint = fingerprint
+    def __init__(self, language: Language, calls: CallStore, start: Start) -> None:
+        record, config = start.record, start.config
+        template = language.template.with_kwargs(record.spec.chat_template_kwargs)
+        config_file = language.files.path / "config.json"
+        shape = DecoderConfig.parse(language.files.config, where=str(config_file))
+        self._record, self._config, self._start = record, config, start
         self._calls = calls
-        self._choices = choices
-        self._config = config
-        self._vocab = vocab
-        self._limit = limit
-        self._step = step
-        self._adapter_sha256 = adapter_sha256
+        self._fingerprint = language.fingerprint_of(template)
+        self._vocab = shape.vocab
+        self._limit = min(config.max_seq_length, shape.max_positions)
+        self._choices = ChoiceReader(
+            template,
+            calls,
+            model=str(record.key),
+            base_model=record.spec.base_model,
+            fingerprint=self._fingerprint,
+            vocab=shape.vocab,
+            step=start.step,
+        )
         self._counts: Counter[str] = Counter()
         self._errors: list[FieldError] = []
         self._used: list[str] = []
-        self._rollouts: dict[str, Path] = {}
+        self._rollouts: dict[str, FieldPath] = {}
 
-    def run(self, groups: Sequence[TrajectoryGroup]) -> Resolved:
-        kept = [self._group(group, ("groups", g)) for g, group in enumerate(groups)]
-        left = [group for group in kept if group.trajectories]
-        self._counts["dropped/empty_group"] = len(kept) - len(left)
+    def run(self, groups: Sequence[TrajectoryGroup]) -> ResolvedGroups:
+        resolved = [self._group(group, ("groups", g)) for g, group in enumerate(groups)]
+        trained = [group for group in resolved if group.trajectories]
+        self._counts["dropped/empty_group"] = len(resolved) - len(trained)
         self._counts["dropped/no_logprobs"] = self._choices.without_logprobs
         counts = dict(sorted((+self._counts).items()))
-        if not self._errors and not left:
-            self._errors.append(FieldError(("groups",), self._nothing(counts)))
+        if not self._errors and not trained:
+            self._errors.append(FieldError(("groups",), self._nothing_to_train(counts)))
         if self._errors:
             raise Unprocessable(self._errors[:MAX_ERRORS])
-        return Resolved(left, counts, self._used)
+        return ResolvedGroups(trained, counts, self._used)
 
-    def _group(self, group: TrajectoryGroup, path: Path) -> TrajectoryGroup:
+    def _group(self, group: TrajectoryGroup, path: FieldPath) -> TrajectoryGroup:
         self._counts["exceptions"] += len(group.exceptions)
         trajectories = []
         for t, trajectory in enumerate(group.trajectories):
             try:
-                found = self._trajectory(trajectory, (*path, "trajectories", t))
-            except Refused as refused:
-                self._errors.append(refused.field)
+                resolved = self._trajectory(trajectory, (*path, "trajectories", t))
+            except InvalidField as error:
+                self._errors.append(error.field)
                 continue
-            if found is not None:
-                trajectories.append(found)
+            if resolved is not None:
+                trajectories.append(resolved)
         return TrajectoryGroup(
             trajectories,
             example=group.example,
@@ -194,19 +147,19 @@ class _Resolver:
             metadata=_finite(group.metadata),
         )
 
-    def _trajectory(self, trajectory: Trajectory, path: Path) -> Trajectory | None:
+    def _trajectory(self, trajectory: Trajectory, path: FieldPath) -> Trajectory | None:
         """As calls; None where nothing of it can be trained."""
         forms = [name for name in FORMS if getattr(trajectory, name)]
         if {"messages_and_choices", "additional_histories"} <= set(forms):
             forms.remove("additional_histories")
         if len(forms) > 1:
-            raise Refused(
+            raise InvalidField(
                 path,
                 f"{' and '.join(forms)} each say what was sampled; send one of them and leave the "
                 "others out",
             )
         if trajectory.trained_calls is not None and forms != ["rollout"]:
-            raise Refused(
+            raise InvalidField(
                 (*path, "trained_calls"),
                 "names recorded calls of a rollout, and there is no rollout here; send its id as "
                 "rollout, or leave trained_calls out",
@@ -235,23 +188,25 @@ class _Resolver:
 
     # ---- three ways to say what was sampled -----------------------------------------------------
 
-    def _by_tokens(self, trajectory: Trajectory, path: Path) -> list[Call]:
+    def _by_tokens(self, trajectory: Trajectory, path: FieldPath) -> list[Call]:
         for c, call in enumerate(trajectory.calls):
             self._check_call(call, (*path, "calls", c))
         self._counts["by_tokens"] += len(trajectory.calls)
         return trajectory.calls
 
-    def _by_rollout(self, trajectory: Trajectory, inside: Path) -> list[Call]:
+    def _by_rollout(self, trajectory: Trajectory, inside: FieldPath) -> list[Call]:
         rollout, path = trajectory.rollout, (*inside, "rollout")
         if not ROLLOUT_ID.fullmatch(rollout):
-            raise Refused(path, f"{rollout!r} is no rollout id; send the id the agent ran under")
+            raise InvalidField(
+                path, f"{rollout!r} is no rollout id; send the id the agent ran under"
+            )
         if rollout in self._rollouts:
             first = ".".join(map(str, self._rollouts[rollout]))
-            raise Refused(path, f"rollout {rollout!r} is at {first} too; train it once")
+            raise InvalidField(path, f"rollout {rollout!r} is at {first} too; train it once")
         self._rollouts[rollout] = path
         recorded = self._calls.rollout(rollout)
         if not recorded:
-            raise Refused(
+            raise InvalidField(
                 path,
                 f"nothing is recorded of rollout {rollout!r}: its agent called no model of this "
                 "server under that id, or its calls were pruned; open a run to keep them "
@@ -263,36 +218,36 @@ class _Resolver:
         self._counts["by_rollout"] += sum(call.trained for call in calls)
         return calls
 
-    def _wanted(self, trajectory: Trajectory, known: list[str], path: Path) -> set[str]:
+    def _wanted(self, trajectory: Trajectory, known: list[str], path: FieldPath) -> set[str]:
         """Ids of the calls that may be trained: those named, or all."""
         if trajectory.trained_calls is None:
             return set(known)
         for i, name in enumerate(trajectory.trained_calls):
             if name not in known:
-                raise Refused(
+                raise InvalidField(
                     (*path, "trained_calls", i),
                     f"rollout {trajectory.rollout!r} has no call {brief(name)}. Its calls: "
                     f"{', '.join(known[:20])}{', ...' if len(known) > 20 else ''}.",
                 )
         return set(trajectory.trained_calls)
 
-    def _recorded(self, one: RecordedCall, wanted: set[str], path: Path) -> Call | None:
+    def _recorded(self, one: RecordedCall, wanted: set[str], path: FieldPath) -> Call | None:
         """One call of a rollout; other models' are context, and abandoned ones nothing at all."""
         if one.abandoned:
             self._counts["dropped/abandoned"] += 1
             return None
-        if one.model != str(self._record.key):
-            self._counts["dropped/other_model"] += 1
-            return one.call.model_copy(update={"trained": False})
-        if one.is_frozen:
-            self._counts["dropped/frozen"] += 1
-            return one.call.model_copy(update={"trained": False})
-        if one.id not in wanted:
-            self._counts["dropped/not_named"] += 1
-            return one.call.model_copy(update={"trained": False})
+        context = {
+            "other_model": one.model != str(self._record.key),
+            "frozen": one.is_frozen,
+            "not_named": one.id not in wanted,
+        }
+        for reason, applies in context.items():
+            if applies:
+                self._counts[f"dropped/{reason}"] += 1
+                return one.call.model_copy(update={"trained": False})
         different = differing(one.fingerprint, self._fingerprint)
         if other := [part for part in different if part in FIXED]:
-            raise Refused(
+            raise InvalidField(
                 path,
                 f"call {one.id!r} was answered with other {' and '.join(other)} than "
                 f"{one.base_model!r} has now, and its ids may mean something else. Run the rollout "
@@ -300,48 +255,50 @@ class _Resolver:
             )
         self._counts["other_template_args"] += bool(different)
         self._check_fresh(one.call.step, path, f"call {one.id!r} ")
-        same = one.adapter_sha256 == self._adapter_sha256 or one.call.step != self._step
+        same = one.adapter_sha256 == self._start.adapter_sha256 or one.call.step != self._start.step
         if not same and self._config.max_staleness is not None:
-            raise Refused(
+            raise InvalidField(
                 path,
-                f"call {one.id!r} was answered by another step {self._step} than "
+                f"call {one.id!r} was answered by another step {self._start.step} than "
                 f"{str(self._record.key)!r} has now: the model was renamed, or its steps were "
                 "deleted and trained anew. Run the rollout again.",
             )
         return one.call
 
-    def _check_fresh(self, step: int, path: Path, what: str = "it ") -> None:
-        if why := too_stale(step, self._step, self._config):
-            raise Refused(path, what + why)
+    def _check_fresh(self, step: int, path: FieldPath, what: str = "it ") -> None:
+        if why := too_stale(step, self._start.step, self._config):
+            raise InvalidField(path, what + why)
 
-    def _by_messages(self, trajectory: Trajectory, path: Path) -> list[Call]:
-        histories: list[tuple[History, Path]] = [(trajectory, path)]
+    def _by_messages(self, trajectory: Trajectory, path: FieldPath) -> list[Call]:
+        histories: list[tuple[History, FieldPath]] = [(trajectory, path)]
         histories += [
             (history, (*path, "additional_histories", h))
             for h, history in enumerate(trajectory.additional_histories)
         ]
-        taken = [one for history, where in histories for one in self._choices.read(history, where)]
-        self._counts.update(one.how for one in taken)
-        self._counts["other_template_args"] += sum(one.other_args for one in taken)
-        for one in taken:
-            self._check_fresh(one.call.step, one.where)
-        self._used += [one.recorded for one in taken if one.recorded is not None]
-        return [one.call for one in taken]
+        calls = [
+            call for history, where in histories for call in self._choices.read(history, where)
+        ]
+        self._counts.update(call.source for call in calls)
+        self._counts["other_template_args"] += sum(call.other_args for call in calls)
+        for call in calls:
+            self._check_fresh(call.call.step, call.where)
+        self._used += [call.recorded for call in calls if call.recorded is not None]
+        return [call.call for call in calls]
 
     # ---- what would be wrong to train on ---------------------------------------------------------
 
-    def _check_call(self, call: Call, path: Path) -> None:
+    def _check_call(self, call: Call, path: FieldPath) -> None:
         if not isfinite(call.temperature):
-            raise Refused((*path, "temperature"), "expected a finite number")
+            raise InvalidField((*path, "temperature"), "expected a finite number")
         if call.step > MAX_STEP:
-            raise Refused((*path, "step"), f"expected a step, got {call.step}")
+            raise InvalidField((*path, "step"), f"expected a step, got {call.step}")
         # Calls that are context keep their own vocabulary: they are never computed.
         vocab = self._vocab if call.trained else MAX_ID
         for field in ("prompt_ids", "completion_ids"):
             ids = getattr(call, field)
             if wrong := first_outside(ids, vocab):
                 place, token = wrong
-                raise Refused(
+                raise InvalidField(
                     (*path, field, place),
                     f"token id {token} is outside the vocabulary of {vocab} of "
                     f"{self._record.spec.base_model!r}; train the model that answered the call"
@@ -353,13 +310,13 @@ class _Resolver:
         self._check_fresh(call.step, (*path, "step"))
         for place, value in enumerate(call.logprobs or ()):
             if why := wrong_logprob(value):
-                raise Refused((*path, "logprobs", place), why)
+                raise InvalidField((*path, "logprobs", place), why)
 
-    def _check_shaped(self, trajectory: Trajectory, trained: int, path: Path) -> None:
+    def _check_shaped(self, trajectory: Trajectory, trained: int, path: FieldPath) -> None:
         shaped, path = trajectory.shaped_rewards, (*path, "shaped_rewards")
         if shaped is None:
             if self._config.credit != "outcome":
-                raise Refused(
+                raise InvalidField(
                     path,
                     f"credit is {self._config.credit!r}, which needs one value for each of the "
                     f"{trained} trained calls; send them, or set credit: outcome",
@@ -367,16 +324,16 @@ class _Resolver:
             return
         bad = next((i for i, value in enumerate(shaped) if not isfinite(value)), None)
         if bad is not None:
-            raise Refused((*path, bad), f"expected a finite number, got {shaped[bad]!r}")
+            raise InvalidField((*path, bad), f"expected a finite number, got {shaped[bad]!r}")
         if len(shaped) != trained:
-            raise Refused(
+            raise InvalidField(
                 path,
                 f"{len(shaped)} values for {trained} trained calls; send one for each, in the "
                 "order of the calls",
             )
 
-    def _nothing(self, counts: Mapping[str, int]) -> str:
-        found = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "there are no groups"
+    def _nothing_to_train(self, counts: Mapping[str, int]) -> str:
+        counted = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "there are no groups"
         hint = (
             "Sample with logprobs from this server and send the choices as the client returned "
             "them, or refer to the rollouts by their ids."
@@ -386,7 +343,7 @@ class _Resolver:
                 f"The rollouts called other models than {str(self._record.key)!r}; let the agent "
                 f"ask for {self._record.key.name!r}, or open a run with that model (POST /v1/runs)."
             )
-        return f"No valid assistant messages with logprobs ({found}). {hint}"
+        return f"No valid assistant messages with logprobs ({counted}). {hint}"
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""OpenAI messages and choices with log-probabilities to Calls: the form ART's clients send.
+"""Turn OpenAI messages and choices with log-probabilities, as ART's clients send them, into Calls.
 
-In:   a History; what this server recorded; the model's chat template
-Out:  one Taken per choice whose log-probabilities are known, in the order they were said
+In:   a History; the calls this server recorded; the model's chat template
+Out:  one ChoiceCall per choice whose log-probabilities are known, in their order
 
-A choice that this server sampled is found again by the call's id, if the client kept it (then it
-needs no log-probabilities of its own), or by its token ids, and the call is what was recorded:
-prompt, temperature, step. Any other is rendered from text, which is a guess about what its sampler
-was fed; it is counted as such, and refused where its ids do not say what its message
-says or where the number of ids and of log-probabilities differ.
+A choice that this server sampled is matched with its recorded call by the call's id, if the client
+sent it (then it needs no log-probabilities of its own), or by its token ids; prompt, temperature and
+step are the recorded ones. The prompt of any other choice is rendered from text, which is a guess
+about what its sampler was fed: it is counted as such, and refused where ids and message differ or
+where the numbers of ids and of log-probabilities do.
 """
 
 import re
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hone.chat.bridge import Conversation, RenderedCall
-from hone.chat.choice_tokens import Path, Refused, Sampled, TokenReader
+from hone.chat.choice_tokens import FieldPath, InvalidField, SampledTokens, TokenReader
 from hone.chat.messages import check_messages
 from hone.chat.template import ChatTemplate
 from hone.errors import NotFound, TemplateError
@@ -33,28 +33,28 @@ _CALL = re.compile(r"call-[0-9a-f]{20}")
 
 
 class Recorded(Protocol):
-    """What is asked of calls.CallStore here."""
+    """The part of CallStore that is used here."""
 
     def match(self, base_model: str, completion_ids: Sequence[int]) -> list[RecordedCall]: ...
     def get(self, call_ids: Iterable[str]) -> list[RecordedCall]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """A choice as a call, and how it became one."""
+class ChoiceCall:
+    """The call of a choice, and where it came from."""
 
     call: Call
-    how: Literal["matched", "rerendered"]
+    source: Literal["matched", "rerendered"]
     recorded: str | None
-    """Id of the recorded call it is."""
-    where: Path
+    """Id of the recorded call."""
+    where: FieldPath
     """The choice in the request."""
     other_args: bool = False
     """Its chat template had other arguments, or printed another date, than the model's own."""
 
 
-class Choices:
-    """The choices of one job. Keeps what it looked up, since short answers come up often."""
+class ChoiceReader:
+    """Reads the choices of one job; caches what it looked up, since short answers are frequent."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Choices:
         vocab: int,
         step: int,
     ) -> None:
-        """`step`: the newest, which is taken for the step of a choice nobody recorded."""
+        """`step`: the newest, assumed for choices that were not recorded here."""
         self._template = template
         self._store = recorded
         self._model = model
@@ -75,14 +75,14 @@ class Choices:
         self._fingerprint = fingerprint
         self._step = step
         self._tokens = TokenReader(template, base_model=base_model, vocab=vocab)
-        self._found: dict[tuple[int, ...], list[RecordedCall]] = {}
+        self._by_ids: dict[tuple[int, ...], list[RecordedCall]] = {}
         self.without_logprobs = 0
-        """Choices that could only be context."""
+        """Choices that can only be context."""
 
-    def read(self, history: History, path: Path) -> list[Taken]:
-        """The trained choices of a conversation. Raises Refused."""
-        talk = _Talk(history, Conversation(self._template))
-        taken: list[Taken] = []
+    def read(self, history: History, path: FieldPath) -> list[ChoiceCall]:
+        """The trained choices of a conversation. Raises InvalidField."""
+        transcript = _Transcript(history, Conversation(self._template))
+        calls: list[ChoiceCall] = []
         for i, item in enumerate(history.messages_and_choices):
             where = (*path, "messages_and_choices", i)
             message, choice = _split(item, where)
@@ -91,35 +91,34 @@ class Choices:
                 if sampled is None:
                     self.without_logprobs += 1
                 else:
-                    one = self._take(choice, message, sampled, talk, where)
-                    taken.append(one)
-                    talk.answer(one.call, message)
-            talk.said.append(message)
-        return taken
+                    call = self._call(choice, message, sampled, transcript, where)
+                    calls.append(call)
+                    transcript.answer(call.call, message)
+            transcript.messages.append(message)
+        return calls
 
-    def _take(
+    def _call(
         self,
         choice: Mapping[str, Any],
         message: dict[str, Any],
-        sampled: Sampled,
-        talk: "_Talk",
-        where: Path,
-    ) -> Taken:
-        found = self._named(choice, sampled) or self._match(sampled, talk.said)
-        if found is not None:
-            call = found.call.model_copy(update={"trained": True})
-            return Taken(
-                call=call,
-                how="matched",
-                recorded=found.id,
+        sampled: SampledTokens,
+        transcript: "_Transcript",
+        where: FieldPath,
+    ) -> ChoiceCall:
+        recorded = self._named(choice, sampled) or self._match(sampled, transcript.messages)
+        if recorded is not None:
+            return ChoiceCall(
+                call=recorded.call.model_copy(update={"trained": True}),
+                source="matched",
+                recorded=recorded.id,
                 where=where,
-                other_args=bool(differing(found.fingerprint, self._fingerprint)),
+                other_args=bool(differing(recorded.fingerprint, self._fingerprint)),
             )
         try:
-            prompt = talk.prompt()
-            self._same_text(choice, message, sampled.ids, prompt, talk.history, where)
+            prompt = transcript.prompt()
+            self._check_text(choice, message, sampled.ids, prompt, transcript.history, where)
         except TemplateError as error:
-            raise Refused(
+            raise InvalidField(
                 where, f"no call of this server is like it, and it cannot be rendered: {error}"
             ) from None
         call = Call(
@@ -128,12 +127,12 @@ class Choices:
             logprobs=sampled.logprobs,
             step=self._step,
         )
-        return Taken(call=call, how="rerendered", recorded=None, where=where)
+        return ChoiceCall(call=call, source="rerendered", recorded=None, where=where)
 
-    # ---- which call it was --------------------------------------------------------------------
+    # ---- the recorded call ---------------------------------------------------------------------
 
-    def _named(self, choice: Mapping[str, Any], sampled: Sampled) -> RecordedCall | None:
-        """The call whose id this server put into the choice, if it still says the same."""
+    def _named(self, choice: Mapping[str, Any], sampled: SampledTokens) -> RecordedCall | None:
+        """The call whose id is in the choice, if ids and log-probabilities are still the same."""
         call = self._by_id(choice)
         if call is None or call.call.completion_ids != sampled.ids:
             return None
@@ -141,20 +140,20 @@ class Choices:
 
     def _recorded_sample(
         self, choice: Mapping[str, Any], message: dict[str, Any]
-    ) -> Sampled | None:
-        """Of a choice without log-probabilities: those of the call it names, if it says the same."""
+    ) -> SampledTokens | None:
+        """The tokens of the call that a choice without log-probabilities names, if it is unchanged."""
         call = self._by_id(choice)
         if call is None or call.call.logprobs is None:
             return None
         if choice.get("token_ids") not in (None, call.call.completion_ids):
             return None
-        meant = _meanings([message])
-        if meant is None or meant != _meanings([call.reply]):
+        meaning = _meanings([message])
+        if meaning is None or meaning != _meanings([call.reply]):
             return None
-        return Sampled(call.call.completion_ids, call.call.logprobs)
+        return SampledTokens(call.call.completion_ids, call.call.logprobs)
 
     def _by_id(self, choice: Mapping[str, Any]) -> RecordedCall | None:
-        """The call whose id this server put into the choice, if it can be trained here."""
+        """The call whose id is in the choice, if it can be trained here."""
         name = choice.get("call_id")
         if not (isinstance(name, str) and _CALL.fullmatch(name)):
             return None
@@ -164,45 +163,45 @@ class Choices:
             return None
         return call if call.base_model == self._base_model and self._usable(call) else None
 
-    def _match(self, sampled: Sampled, said: list[dict[str, Any]]) -> RecordedCall | None:
-        """The recorded call with these ids and log-probabilities, if there is no doubt which."""
-        found = [call for call in self._recorded(sampled.ids) if _same(call.call, sampled)]
-        found = [call for call in found if call.model == self._model] or found
+    def _match(self, sampled: SampledTokens, messages: list[dict[str, Any]]) -> RecordedCall | None:
+        """The recorded call with these ids and log-probabilities, if it is unambiguous."""
+        calls = [call for call in self._recorded(sampled.ids) if _same(call.call, sampled)]
+        calls = [call for call in calls if call.model == self._model] or calls
         surprising = -sum(sampled.logprobs) > _CERTAIN
-        if not (surprising and _equivalent(found)):
-            meant = _meanings(said)
-            found = [
+        if not (surprising and _equivalent(calls)):
+            meanings = _meanings(messages)
+            calls = [
                 call
-                for call in found
-                if meant is not None
+                for call in calls
+                if meanings is not None
                 and call.messages is not None
-                and _meanings(call.messages) == meant
+                and _meanings(call.messages) == meanings
             ]
-        return found[0] if found and _equivalent(found) else None
+        return calls[0] if calls and _equivalent(calls) else None
 
     def _recorded(self, ids: list[int]) -> list[RecordedCall]:
         key = tuple(ids)
-        if key not in self._found:
-            self._found[key] = [
+        if key not in self._by_ids:
+            self._by_ids[key] = [
                 call for call in self._store.match(self._base_model, ids) if self._usable(call)
             ]
-        return self._found[key]
+        return self._by_ids[key]
 
     def _usable(self, call: RecordedCall) -> bool:
-        # Arguments of its template and its date are the call's own: its ids are what they are.
+        # Template arguments and date may differ: the ids mean the same.
         fixed = FIXED.isdisjoint(differing(call.fingerprint, self._fingerprint))
         return fixed and not call.abandoned
 
-    # ---- whether ids and message agree --------------------------------------------------------
+    # ---- ids against the message ---------------------------------------------------------
 
-    def _same_text(
+    def _check_text(
         self,
         choice: Mapping[str, Any],
         message: dict[str, Any],
         ids: list[int],
         prompt: list[int],
         history: History,
-        where: Path,
+        where: FieldPath,
     ) -> None:
         """Refuse ids that do not say what the message says."""
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
@@ -221,7 +220,7 @@ class Choices:
                 return
         if not calls and content == _trimmed(text):
             return
-        raise Refused(
+        raise InvalidField(
             where,
             f"its token ids say {brief(text)} and its message says {brief(sent.content)}"
             f"{f' with {len(calls)} tool calls' if calls else ''}; send the choice as the client "
@@ -235,58 +234,60 @@ class Choices:
 
 
 @dataclass(slots=True)
-class _Talk:
+class _Transcript:
     """A conversation as far as it has been read."""
 
     history: History
     conversation: Conversation
-    said: list[dict[str, Any]] = field(default_factory=list)
-    unread: list[RenderedCall] = field(default_factory=list)
-    """Answers the conversation was not told of yet; where all are found, it never is."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    pending: list[RenderedCall] = field(default_factory=list)
+    """Answers not yet added to the conversation, which only rendering needs."""
 
     def answer(self, call: Call, message: dict[str, Any]) -> None:
-        self.unread.append(
+        self.pending.append(
             RenderedCall(
                 prompt_ids=call.prompt_ids,
                 completion_ids=call.completion_ids,
-                messages=list(self.said),
+                messages=list(self.messages),
                 reply=message,
                 tools=self.history.tools,
             )
         )
 
     def prompt(self) -> list[int]:
-        """What its next answer is sampled from, if it continues the ids of those before it."""
-        while self.unread:
-            self.conversation.add(self.unread[0])
-            del self.unread[0]
-        return self.conversation.prompt(self.said, self.history.tools).ids
+        """The prompt of the next answer, continuing the ids of those before it where possible."""
+        while self.pending:
+            self.conversation.add(self.pending[0])
+            del self.pending[0]
+        return self.conversation.prompt(self.messages, self.history.tools).ids
 
 
-def _split(item: Any, where: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+def _split(item: Any, where: FieldPath) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """The message, and the choice if the item is one."""
     if hasattr(item, "model_dump"):  # a choice as the OpenAI client returned it
         item = item.model_dump()
     if not isinstance(item, Mapping):
-        raise Refused(where, f"expected a message or a choice, got {brief(item)}")
+        raise InvalidField(where, f"expected a message or a choice, got {brief(item)}")
     if "message" not in item and "role" in item:
         return _message(item, where), None
     if not isinstance(item.get("message"), Mapping):
-        raise Refused(where, f"expected a role or a message in it, got the keys {brief([*item])}")
+        raise InvalidField(
+            where, f"expected a role or a message in it, got the keys {brief([*item])}"
+        )
     message = _message(item["message"], (*where, "message"))
     if message.get("role", "assistant") != "assistant":
-        raise Refused((*where, "message", "role"), f"a choice is not by {message['role']!r}")
+        raise InvalidField((*where, "message", "role"), f"a choice is not by {message['role']!r}")
     return {"role": "assistant"} | message, item
 
 
-def _message(message: Mapping[str, Any], where: Path) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], where: FieldPath) -> dict[str, Any]:
     """Without nulls, which clients send for what is absent."""
     if not all(isinstance(key, str) for key in message):
-        raise Refused(where, f"expected text for keys, got {brief([*message])}")
+        raise InvalidField(where, f"expected text for keys, got {brief([*message])}")
     return {"content": ""} | {key: value for key, value in message.items() if value is not None}
 
 
-def _same(call: Call, sampled: Sampled) -> bool:
+def _same(call: Call, sampled: SampledTokens) -> bool:
     return call.logprobs is not None and all(
         abs(a - b) <= _SAME for a, b in zip(call.logprobs, sampled.logprobs, strict=True)
     )
