@@ -12,6 +12,7 @@ origin without a key, stops the build, so the table of defaults is always comple
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -189,7 +190,7 @@ def _fields(model: type[BaseModel], skip: tuple[str, ...] = ()) -> list[str]:
         if key not in skip:
             default = field.get_default(call_default_factory=True)
             value = "" if default is PydanticUndefined else f"`{json.dumps(default)}`"
-            kind = _type_name(field.annotation).replace("|", "\\|")
+            kind = re.sub(r"hone\.[\w.]*\.", "", _type_name(field.annotation)).replace("|", "\\|")
             text = " ".join((field.description or "").split())
             rows.append(f"| `{key}` | `{kind}` | {value} | {text} |")
     head = ["", "| field | type | default | description |", "|---|---|---|---|"]

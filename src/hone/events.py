@@ -48,6 +48,7 @@ class RunStarted(Event, frozen=True):
 
     type: Literal["run_started"] = "run_started"
     run_id: str
+    """Id of the run."""
     session: int
     """How many times the run was started, this time included."""
     epochs: int
@@ -59,18 +60,25 @@ class RunStarted(Event, frozen=True):
     name: str | None = None
     """Model that is trained."""
     project: str | None = None
+    """Project of the model."""
     base_model: str | None = None
+    """Model that the adapter is trained for."""
     config_file: str | None = None
+    """Path of the configuration."""
     command: str | None = None
+    """Command of this session."""
     again: str | None = None
     """Command that resumes the run."""
     seed: int | None = None
+    """Value of `finetuning.seed`."""
     examples: int | None = None
     """Training examples."""
     generations: int | None = None
     """Rollouts per training example."""
     validation_examples: int | None = None
+    """Held-out examples; 0 without a validation dataset."""
     validation_interval: int | None = None
+    """Epochs between two validations."""
     validation_greedy: bool = False
     """Validations run at temperature 0."""
     evaluator: str | None = None
@@ -78,12 +86,15 @@ class RunStarted(Event, frozen=True):
     validation_evaluator: str | None = None
     """Evaluator that computes rewards of validations, if it is another one."""
     learning_rate: float | None = None
+    """Value of `training.learning_rate`."""
     credit: str = "outcome"
     """Value of `training.credit`."""
     baseline: str = "group"
     """Value of `training.baseline`."""
     output_dir: str | None = None
+    """Directory of the run."""
     resumed: bool = False
+    """An earlier session started the run."""
     root: str | None = None
     """Root of the server that the run starts itself."""
     base_url: str | None = None
@@ -133,7 +144,9 @@ class RolloutDone(Event, frozen=True):
     split: str
     """`train`, `val`, or `final` for the validation at the end of the run."""
     epoch: int
+    """Number of the epoch; in a validation, the epochs that the policy was trained for."""
     example: str
+    """Id of the example."""
     generation: int
     """Number of the rollout among those of its example, from 0."""
     reward: float | None
@@ -143,10 +156,13 @@ class RolloutDone(Event, frozen=True):
     tokens: int | None
     """Sampled tokens."""
     round: int = 0
+    """Number of the round in the epoch, from 0."""
     rollout: str | None = None
     """Id under which the server records the calls of the rollout."""
     failure_reason: str | None = None
+    """Reason of the failure, such as `timeout` or `token_limit`."""
     seconds: float | None = None
+    """Duration of the rollout."""
     calls: int | None = None
     """Model calls."""
 
@@ -156,7 +172,9 @@ class EpochCollected(Event, frozen=True):
 
     type: Literal["epoch_collected"] = "epoch_collected"
     epoch: int
+    """Number of the epoch, from 0."""
     round: int
+    """Number of the round in the epoch, from 0."""
     metrics: dict[str, Any]
     """Numbers for `training_metrics.jsonl`."""
     dropped: dict[str, int] | None
@@ -176,11 +194,15 @@ class JobSubmitted(Event, frozen=True):
 
     type: Literal["job_submitted"] = "job_submitted"
     epoch: int
+    """Number of the epoch, from 0."""
     round: int
+    """Number of the round in the epoch, from 0."""
     job: str | None
     """Id of the job."""
     trajectories: int
+    """Trajectories that were submitted."""
     groups: int
+    """Groups that were submitted."""
 
 
 class JobProgress(Event, frozen=True):
@@ -188,11 +210,15 @@ class JobProgress(Event, frozen=True):
 
     type: Literal["job_progress"] = "job_progress"
     phase: str
+    """What the learner does, such as `train`."""
     step: int
     """Optimizer step, from 1."""
     steps: int
+    """Optimizer steps of the job."""
     row: int | None = None
+    """Row of the optimizer step, from 0."""
     rows: int | None = None
+    """Rows of the optimizer step."""
 
 
 class JobDone(Event, frozen=True):
@@ -200,13 +226,17 @@ class JobDone(Event, frozen=True):
 
     type: Literal["job_done"] = "job_done"
     epoch: int
+    """Number of the epoch, from 0."""
     round: int
+    """Number of the round in the epoch, from 0."""
     job: str | None
+    """Id of the job."""
     step: int | None
     """New policy step."""
     metrics: dict[str, Any] | None
     """Metrics of the learner."""
     seconds: float
+    """Duration of the job."""
     counts: dict[str, Any] | None = None
     """Counts of what the learner did with the trajectories."""
     reason: str | None = None
@@ -220,10 +250,15 @@ class JobFailed(Event, frozen=True):
 
     type: Literal["job_failed"] = "job_failed"
     epoch: int
+    """Number of the epoch, from 0."""
     round: int
+    """Number of the round in the epoch, from 0."""
     message: str
+    """Why the job failed."""
     job: str | None = None
+    """Id of the job."""
     step: int | None = None
+    """Policy step that is served."""
 
 
 class ValidationStarted(Event, frozen=True):
@@ -233,6 +268,7 @@ class ValidationStarted(Event, frozen=True):
     epoch: int
     """Epochs that the policy was trained for."""
     rollouts: int
+    """Rollouts of the validation."""
     resumed: int = 0
     """Rollouts of the validation that an earlier session finished."""
     final: bool = False
@@ -258,8 +294,11 @@ class ValidationResult(Event, frozen=True):
     failures: Annotated[int, BeforeValidator(_number_of_failures)]
     """Rollouts without a reward."""
     min_reward: float | None = None
+    """Lowest reward."""
     max_reward: float | None = None
+    """Highest reward."""
     num_examples: int | None = None
+    """Examples that were run."""
     policy_failures: dict[str, int] | None = None
     """Rollouts that failed because of the model, by example."""
     on_policy_failure: Literal["drop"] | float = "drop"
@@ -267,6 +306,7 @@ class ValidationResult(Event, frozen=True):
     error: str | None = None
     """Why the validation failed."""
     seconds: float | None = None
+    """Duration of the validation."""
 
 
 class ValidationDone(ValidationResult, frozen=True):
@@ -286,6 +326,7 @@ class EpochDone(Event, frozen=True):
 
     type: Literal["epoch_done"] = "epoch_done"
     epoch: int
+    """Number of the epoch, from 0."""
     status: str
     """`completed`, `failed`, or another status of the trainer."""
     phases: dict[str, float]
@@ -297,6 +338,7 @@ class WarningLogged(Event, frozen=True):
 
     type: Literal["warning"] = "warning"
     message: str
+    """Text of the warning."""
 
 
 class RunInterrupted(Event, frozen=True):
@@ -312,6 +354,7 @@ class RunFinished(Event, frozen=True):
     status: str
     """`completed`, `failed`, or another status of the trainer."""
     message: str | None
+    """How the run ended, in words."""
     step: int | None
     """Newest policy step."""
     seconds: float

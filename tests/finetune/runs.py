@@ -83,17 +83,17 @@ STORIES = {
 
 def tell(story: Story, directory: Path) -> list[Line]:
     """Write events.jsonl and trajectories/validation_NNN.jsonl, as a run leaves them."""
-    told = list(lines(story))
+    written = list(lines(story))
     (directory / "trajectories").mkdir(parents=True, exist_ok=True)
     with (directory / "events.jsonl").open("w") as file:
-        file.writelines(json.dumps(event) + "\n" for event in told)
-    for event in told:
+        file.writelines(json.dumps(event) + "\n" for event in written)
+    for event in written:
         if event["type"] == "rollout":
             name = {"val": "validation", "train": "epoch"}.get(event["split"], "final")
             path = directory / "trajectories" / f"{name}_{event['epoch']:03d}.jsonl"
             with path.open("a") as file:
                 file.write(json.dumps(_record(event)) + "\n")
-    return told
+    return written
 
 
 def events(story: Story) -> Iterator[Event]:
@@ -238,15 +238,17 @@ class _Teller:
     def collected(self, epoch: int, groups: dict[str, list[float]]) -> dict[str, Any]:
         rewards = [r for g in groups.values() for r in g]
         ranked = sorted(groups.values(), key=fmean, reverse=True)
-        kept = ranked[: max(1, math.ceil(len(ranked) * self.percentile))]
-        used = [r for g in kept for r in g]
+        admitted = ranked[: max(1, math.ceil(len(ranked) * self.percentile))]
+        used = [r for g in admitted for r in g]
         metrics: dict[str, Any] = {}
         for prefix, values in (("", rewards), ("filtered_", used)):
             metrics[f"{prefix}avg_reward"] = fmean(values) if values else None
             metrics[f"{prefix}min_reward"] = min(values, default=None)
             metrics[f"{prefix}max_reward"] = max(values, default=None)
             metrics[f"{prefix}trajectories" if prefix else "num_trajectories"] = len(values)
-            metrics[f"{prefix}groups" if prefix else "num_groups"] = len(kept if prefix else ranked)
+            metrics[f"{prefix}groups" if prefix else "num_groups"] = len(
+                admitted if prefix else ranked
+            )
         order = "avg_reward min_reward max_reward num_trajectories num_groups filtered_trajectories"
         order += " filtered_groups filtered_avg_reward filtered_min_reward filtered_max_reward"
         metrics = {key: metrics[key] for key in order.split()}
@@ -284,7 +286,7 @@ class _Teller:
 
     def confirm(self) -> Iterator[Line]:
         """The first and the chosen step answer anew, where one was chosen among several."""
-        best = max(self.validated, key=lambda found: found[0], default=None)
+        best = max(self.validated, key=lambda entry: entry[0], default=None)
         if best is not None and len(self.validated) > 2 and best != self.validated[0]:
             for _, step, epoch in (self.validated[0], best):
                 yield from self.validate(epoch, step=step)
@@ -327,7 +329,7 @@ class _Teller:
             status=status,
             message=message,
             step=self.step,
-            best_step=max(self.validated, key=lambda found: found[0], default=(0.0, None, 0))[1],
+            best_step=max(self.validated, key=lambda entry: entry[0], default=(0.0, None, 0))[1],
             seconds=self.at - self.began,
         )
 
@@ -352,8 +354,8 @@ def _record(event: Line) -> dict[str, Any]:
     city = ("Paris", "Tokyo <b>& Osaka</b>", "Lima")[int(event["example"].split("-")[1]) % 3]
     ask = f"What is the weather in {city} tomorrow? ({event['example']})"
     good = event["reward"] == 1.0
-    said = {"tool": "weather", "arguments": {"city": city, "day": "tomorrow" if good else None}}
-    reply: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [said]}
+    call = {"tool": "weather", "arguments": {"city": city, "day": "tomorrow" if good else None}}
+    reply: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     failure = None
     if event["failure_kind"]:
         failure = {"kind": event["failure_kind"], "reason": event["failure_reason"], "type": "X"}
@@ -363,7 +365,7 @@ def _record(event: Line) -> dict[str, Any]:
         **{k: event[k] for k in ("reward", "seconds", "calls", "tokens")},
         "scores": {"match": event["reward"]},
         "failure": failure,
-        "output": None if failure else said,
+        "output": None if failure else call,
         "input": ask,
         "shaped": [],
         "policy_steps": [0],

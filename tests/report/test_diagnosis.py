@@ -20,9 +20,9 @@ def test_two_epochs_are_too_few_to_tell():
 
 def test_never_solved():
     groups = {str(i): [0.0] * 2 for i in range(9)} | {"9": [0.0, 1.0]}
-    said = diagnosed(flat_run([groups] * 3, generations=2, learning_rate=1e-6))
-    assert said is not None
-    lines = said.splitlines()
+    text = diagnosed(flat_run([groups] * 3, generations=2, learning_rate=1e-6))
+    assert text is not None
+    lines = text.splitlines()
     assert lines[0].startswith(
         "The reward did not rise by more than chance in the last 3 epochs: 0.050 -> 0.050"
     )
@@ -36,56 +36,56 @@ def test_never_solved():
 
 def test_all_solved():
     groups = {str(i): [1.0] * 8 for i in range(9)} | {"9": [0.0] + [1.0] * 7}
-    said = diagnosed(flat_run([groups] * 3))
-    assert said is not None
-    assert "highest reward of the run: these examples are solved" in said
-    assert "num_generations" not in said
+    text = diagnosed(flat_run([groups] * 3))
+    assert text is not None
+    assert "highest reward of the run: these examples are solved" in text
+    assert "num_generations" not in text
 
 
 def test_an_evaluator_that_tells_nothing_apart():
-    said = diagnosed(flat_run([{str(i): [0.5] * 8 for i in range(4)}] * 3))
-    assert said is not None
-    assert "every rollout of the run has the reward 0.5" in said
+    text = diagnosed(flat_run([{str(i): [0.5] * 8 for i in range(4)}] * 3))
+    assert text is not None
+    assert "every rollout of the run has the reward 0.5" in text
 
 
 def test_too_much_clipping():
-    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
-    for event in told:
+    lines = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
+    for event in lines:
         if event["type"] == "job_done":
             event["metrics"]["learn/clip_frac"] = 0.4
-    said = diagnosed(told)
-    assert said is not None
-    assert "clip_frac is 0.40" in said and "Halve" in said
+    text = diagnosed(lines)
+    assert text is not None
+    assert "clip_frac is 0.40" in text and "Halve" in text
 
 
 def test_jobs_that_never_took_a_step():
-    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
-    for event in told:
+    lines = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
+    for event in lines:
         if event["type"] == "job_done":
             event["metrics"] = {}
             event["reason"] = "no gradient step: 4 of 4 groups have equal rewards"
-    said = diagnosed(told)
-    assert said is not None
-    assert "no job has changed the model yet: no gradient step: 4 of 4" in said
+    text = diagnosed(lines)
+    assert text is not None
+    assert "no job has changed the model yet: no gradient step: 4 of 4" in text
 
 
 def test_a_falling_reward_is_called_that():
     falling = [{str(i): [1 - e / 4, 0.9 - e / 4] for i in range(10)} for e in range(3)]
-    said = diagnosed(flat_run(falling))
-    assert said is not None
-    assert "the reward falls" in said and "training.beta" in said
+    text = diagnosed(flat_run(falling))
+    assert text is not None
+    assert "the reward falls" in text and "training.beta" in text
 
 
 def test_what_none_of_the_four_explains():
-    said = diagnosed(flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3))
-    assert said is not None
-    assert "none of these explains it" in said
+    text = diagnosed(flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3))
+    assert text is not None
+    assert "none of these explains it" in text
 
 
 def test_failures_are_named():
-    told = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
+    lines = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
     lost = {"failure_kind": "policy", "failure_reason": "token_limit"}
-    told[1:1] = [rollout(0, f"x{i}", 0, None, **lost) for i in range(12)]
-    said = diagnosed(told)
-    assert said is not None
-    assert "12 of 108 rollouts failed" in said
+    lines[1:1] = [rollout(0, f"x{i}", 0, None, **lost) for i in range(12)]
+    text = diagnosed(lines)
+    assert text is not None
+    assert "12 of 108 rollouts failed" in text

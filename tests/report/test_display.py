@@ -49,8 +49,8 @@ def test_a_job_is_rows_of_steps():
             | {"job": "j", "trajectories": 8, "groups": 2}
         )
     )
-    told = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 2, "steps": 3}
-    state.add(parse(told | {"row": 4, "rows": 10}))
+    progress = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 2, "steps": 3}
+    state.add(parse(progress | {"row": 4, "rows": 10}))
     # One whole step of 10 rows, and 4 of the second, of 30 in all.
     assert (state.stage, state.finished, state.total) == ("learning", 14, 30)
 

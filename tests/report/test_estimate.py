@@ -37,11 +37,11 @@ def test_nothing_has_no_mean_and_one_example_no_interval():
 
 def test_an_interval_is_students():
     # Mean 2; four squares of 1 over 3; t(0.975, 3 degrees of freedom) = 3.1824.
-    found = estimate([1.0, 1.0, 3.0, 3.0])
-    assert found is not None
+    result = estimate([1.0, 1.0, 3.0, 3.0])
+    assert result is not None
     spread = (4 / 3) ** 0.5
-    assert found.low == pytest.approx(2 - 3.1824 * spread / 2, abs=1e-3)
-    assert found.high == pytest.approx(2 + 3.1824 * spread / 2, abs=1e-3)
+    assert result.low == pytest.approx(2 - 3.1824 * spread / 2, abs=1e-3)
+    assert result.high == pytest.approx(2 + 3.1824 * spread / 2, abs=1e-3)
 
 
 def test_a_mean_of_rewards_between_0_and_1_stays_there():
@@ -64,16 +64,16 @@ def test_a_gain_pairs_examples_and_each_counts_once():
     after = {"a": [1.0], "b": [0.25, 0.75], "new": [0.0], "empty": [1.0]}
     # a: 1 - 0.5 = 0.5; b: 0.5 - 0.25 = 0.25; the others are not in both. Mean 0.375.
     assert changes(before, after) == {"a": 0.5, "b": 0.25}
-    found = gain(before, after)
-    assert found is not None
-    assert (found.mean, found.n) == (0.375, 2)
+    result = gain(before, after)
+    assert result is not None
+    assert (result.mean, result.n) == (0.375, 2)
     # Four sign patterns: 0.75, 0.25, -0.25, -0.75. One is as large, so p = 2 * 1/4.
-    assert found.p == pytest.approx(0.5)
+    assert result.p == pytest.approx(0.5)
 
 
 def test_rewards_between_0_and_1_change_by_at_most_1():
-    found = gain({"a": [0.0], "b": [0.0]}, {"a": [0.25], "b": [1.0]})
-    assert found is not None and (found.low, found.high) == (-1.0, 1.0)
+    result = gain({"a": [0.0], "b": [0.0]}, {"a": [0.25], "b": [1.0]})
+    assert result is not None and (result.low, result.high) == (-1.0, 1.0)
     wide = gain({"a": [0.0], "b": [0.0]}, {"a": [0.5], "b": [2.0]})
     assert wide is not None and wide.high is not None and wide.high > 2
 
@@ -97,20 +97,20 @@ def test_no_pairs_no_gain():
     ],
 )
 def test_p_values_by_counting(deltas: list[float], p: float):
-    found = gain(*pairs(deltas))
-    assert found is not None
-    assert found.p == pytest.approx(p)
-    assert found.certain is (p <= 0.05)
+    result = gain(*pairs(deltas))
+    assert result is not None
+    assert result.p == pytest.approx(p)
+    assert result.certain is (p <= 0.05)
 
 
 def test_pairing_sees_what_means_alone_would_not():
     # Examples from 0 to 0.98 that each gain 0.01: a change far smaller than they differ, and sure.
     before = {str(i): [i / 50] for i in range(50)}
     after = {str(i): [i / 50 + 0.01] for i in range(50)}
-    found = gain(before, after)
-    assert found is not None and found.certain
-    assert found.mean == pytest.approx(0.01)
-    assert found.low == pytest.approx(0.01) and found.high == pytest.approx(0.01)
+    result = gain(before, after)
+    assert result is not None and result.certain
+    assert result.mean == pytest.approx(0.01)
+    assert result.low == pytest.approx(0.01) and result.high == pytest.approx(0.01)
 
 
 def test_a_step_chosen_among_several_must_be_better_by_more():
@@ -130,13 +130,13 @@ def test_a_step_chosen_among_several_must_be_better_by_more():
 def test_different_examples_are_compared_by_their_means():
     before = {f"a{i}": [i / 10] for i in range(5)}
     after = {f"b{i}": [1 + i / 10] for i in range(5)}
-    found = unpaired_gain(before, after)
-    assert found is not None and found.low is not None and found.high is not None
-    assert found.mean == pytest.approx(1.0) and found.n == 5
+    result = unpaired_gain(before, after)
+    assert result is not None and result.low is not None and result.high is not None
+    assert result.mean == pytest.approx(1.0) and result.n == 5
     # 10 over 5 = 252 ways to deal ten rewards out; one is as extreme, in each direction.
-    assert found.p == pytest.approx(2 / 252)
+    assert result.p == pytest.approx(2 / 252)
     # Variances of 0.025 over 5 each: a standard error of 0.1, 8 degrees of freedom, t = 2.306.
-    assert found.low == pytest.approx(1 - 0.2306, abs=1e-3)
+    assert result.low == pytest.approx(1 - 0.2306, abs=1e-3)
     assert unpaired_gain({"a": [1.0]}, {}) is None
     assert unpaired_gain({"a": [1.0]}, {"b": [0.5]}) == Estimate(-0.5, None, None, 1)
 
@@ -160,8 +160,8 @@ def test_equal_policies_are_told_apart_in_at_most_6_percent(n: int, rewards: str
     assert np.mean(p <= ALPHA) <= 0.06
     # What a report says is that very number.
     before, after = ({str(i): [float(r)] for i, r in enumerate(arm)} for arm in arms[0])
-    found = gain(before, after)
-    assert found is not None and found.p == pytest.approx(p[0])
+    result = gain(before, after)
+    assert result is not None and result.p == pytest.approx(p[0])
 
 
 @pytest.mark.parametrize("rewards", REWARDS)
@@ -183,9 +183,9 @@ def test_the_best_of_five_equal_policies_is_told_apart_in_at_most_6_percent(
 
 def test_a_true_gain_is_found():
     # Half of 24 examples become right: the p value of 12 of one sign is 2 / 2**12.
-    found = gain(*pairs([1.0] * 12 + [0.0] * 12))
-    assert found is not None and found.p is not None
-    assert found.p <= 0.005 and found.leaves_out_0
+    result = gain(*pairs([1.0] * 12 + [0.0] * 12))
+    assert result is not None and result.p is not None
+    assert result.p <= 0.005 and result.leaves_out_0
 
 
 def test_scipy_is_loaded_when_a_number_needs_it():

@@ -30,8 +30,8 @@ def test_one_validation_alone_is_told(tmp_path: Path):
     )
 
 
-def basis(tmp_path: Path, *told: dict) -> tuple[str, str]:
-    document = sections(measure(log(tmp_path, *told)), brief=True)
+def basis(tmp_path: Path, *lines: dict) -> tuple[str, str]:
+    document = sections(measure(log(tmp_path, *lines)), brief=True)
     return document.headline, document.basis
 
 
@@ -48,8 +48,8 @@ def test_jobs_that_moved_nothing_are_no_gain(tmp_path: Path):
     why = "no gradient step: 4 of 4 groups have equal rewards"
     right = {str(i): [1.0] for i in range(8)}
     wrong = {str(i): [0.0] for i in range(8)}
-    told = [started(), validation(0, wrong, 0.0), collected(0, 0.5), job(0, reason=why)]
-    headline, rests = basis(tmp_path, *told, validation(1, right, 1.0), finished())
+    lines = [started(), validation(0, wrong, 0.0), collected(0, 0.5), job(0, reason=why)]
+    headline, rests = basis(tmp_path, *lines, validation(1, right, 1.0), finished())
     assert headline == "Nothing was learned"
     assert rests == (
         f"No job changed the model: N{why[1:]}. The held-out reward still went from 0.00 to 1.00, "
@@ -58,7 +58,7 @@ def test_jobs_that_moved_nothing_are_no_gain(tmp_path: Path):
     assert measure(tmp_path).verdict == "unclear"
     # One job that did move it is enough.
     headline, _ = basis(
-        tmp_path, *told, collected(1, 0.5), job(1), validation(2, right, 1.0), finished()
+        tmp_path, *lines, collected(1, 0.5), job(1), validation(2, right, 1.0), finished()
     )
     assert headline == "Held-out reward rose from 0.00 to 1.00"
     # Nothing to compare, and nothing learned.
@@ -100,21 +100,21 @@ def test_examples_that_no_validation_scored_are_told(tmp_path: Path):
 
 
 def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
-    told = []
+    lines = []
     for epoch in range(2):
-        told += [rollout(epoch, str(i), 0, float(epoch)) for i in range(8)]
-        told.append(collected(epoch, float(epoch)))
-    headline, rests = basis(tmp_path, started(), *told)
+        lines += [rollout(epoch, str(i), 0, float(epoch)) for i in range(8)]
+        lines.append(collected(epoch, float(epoch)))
+    headline, rests = basis(tmp_path, started(), *lines)
     assert (
         "So far: training reward rose from 0.00 to 1.00. There are no held-out examples, " in rests
     )
     assert headline == "The run was interrupted after 0 of 5 epochs"
     held_out = started(validation_examples=8)
-    _, rests = basis(tmp_path, held_out, validation(0, {}, None), *told, finished())
+    _, rests = basis(tmp_path, held_out, validation(0, {}, None), *lines, finished())
     assert rests.startswith("No validation has a reward, so these are the rewards of epoch 1 ")
     assert "--validation_dataset" not in rests  # it was named
     _, rests = basis(
-        tmp_path, held_out, validation(0, {"a": [0.5]}, 0.5), *told, validation(2, {}, None)
+        tmp_path, held_out, validation(0, {"a": [0.5]}, 0.5), *lines, validation(2, {}, None)
     )
     assert "Only one validation has a reward, 0.50 before training (1 failed), so " in rests
 
@@ -123,8 +123,8 @@ def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_pat
     zero = {str(i): [0.0] for i in range(8)}
     # 4 of 8 rose by 1: the t interval is 0.05 to 0.95, and p = 2 / 2**4.
     some = {str(i): [float(i < 4)] for i in range(8)}
-    told = [started(), validation(0, zero, 0.0), validation(1, some, 0.5), finished()]
-    headline, rests = basis(tmp_path, *told)
+    lines = [started(), validation(0, zero, 0.0), validation(1, some, 0.5), finished()]
+    headline, rests = basis(tmp_path, *lines)
     assert headline == "No significant change: held-out reward went from 0.00 to 0.50"
     assert rests.startswith(
         "The change is +0.50 (95% interval +0.05 to +0.95), paired over 8 examples, p = 0.12. This "
@@ -133,8 +133,8 @@ def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_pat
     assert measure(tmp_path).verdict == "unclear"
     # All rose, seven of them by little: p = 2 / 2**8, and the interval reaches below 0.
     uneven = {str(i): [1.0 if i == 0 else 0.01] for i in range(8)}
-    told = [started(), validation(0, zero, 0.0), validation(1, uneven, 0.13), finished()]
-    headline, rests = basis(tmp_path, *told)
+    lines = [started(), validation(0, zero, 0.0), validation(1, uneven, 0.13), finished()]
+    headline, rests = basis(tmp_path, *lines)
     assert headline == "Held-out reward rose from 0.00 to 0.13"
     assert "p = 0.008. The gain is unlikely to be chance. Its size is uncertain" in rests
     assert measure(tmp_path).verdict == "better"
@@ -143,23 +143,23 @@ def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_pat
 def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
     """Fresh answers, a p value that allows for the choice, or nothing to say."""
     zero, half, one = ({str(i): [float(i < n)] for i in range(8)} for n in (0, 4, 8))
-    told = [validation(0, zero, 0.0), validation(1, half, 0.5), validation(2, one, 1.0)]
-    _, rests = basis(tmp_path, started(), *told[::2], finished())
+    lines = [validation(0, zero, 0.0), validation(1, half, 0.5), validation(2, one, 1.0)]
+    _, rests = basis(tmp_path, started(), *lines[::2], finished())
     assert "chosen" not in rests
-    _, rests = basis(tmp_path, started(), *told, finished())
+    _, rests = basis(tmp_path, started(), *lines, finished())
     choice = "Step 2 was chosen as the best of 2 validated steps"
     allows = f"{choice} by these same answers. The p value allows for that choice; the interval does not."
     assert rests.endswith(allows)
-    _, rests = basis(tmp_path, started(validation_greedy=True), *told, finished())
+    _, rests = basis(tmp_path, started(validation_greedy=True), *lines, finished())
     assert rests.endswith(f"{allows} At temperature 0, answering again would repeat the answers.")
-    _, rests = basis(tmp_path, started(), *told)
+    _, rests = basis(tmp_path, started(), *lines)
     assert rests.endswith(f"{allows} At the end of a run both steps answer again.")
     most = {str(i): [float(i < 7)] for i in range(8)}
     anew = [
         validation(0, half, 0.5) | {"type": "final_validation"},
         validation(2, most, 0.875) | {"type": "final_validation"},
     ]
-    headline, rests = basis(tmp_path, started(), *told, *anew, finished())
+    headline, rests = basis(tmp_path, started(), *lines, *anew, finished())
     # Three of eight examples rose: p = 2 / 2**3, where the answers that chose the step say 2 / 2**8.
     assert headline == "No significant change: held-out reward went from 0.50 to 0.88"
     assert ", p = 0.25. This may be chance." in rests
@@ -172,17 +172,17 @@ def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
 def test_failures_of_the_model_are_told_and_count_alike_on_both_sides(tmp_path: Path):
     """All of step 0 answer -0.5 or fail; none of step 1 fails. A failure counts as -0.5."""
     first = {str(i): [-0.5 if i < 4 else None] for i in range(8)}
-    told = validation(0, {}, -0.5) | {"rewards": first, "on_policy_failure": "drop"}
-    told |= {"policy_failures": {str(i): 1 for i in range(4, 8)}, "failures": 4}
+    lines = validation(0, {}, -0.5) | {"rewards": first, "on_policy_failure": "drop"}
+    lines |= {"policy_failures": {str(i): 1 for i in range(4, 8)}, "failures": 4}
     after = validation(1, {str(i): [1.0] for i in range(8)}, 1.0)
-    headline, rests = basis(tmp_path, started(), told, after, finished())
+    headline, rests = basis(tmp_path, started(), lines, after, finished())
     assert headline == "Held-out reward rose from \u22120.50 to 1.00"
     assert rests.endswith(
         "50% of the rollouts failed because of the model before and 0% after; each counts as "
         "\u22120.50 on both sides."
     )
-    found = measure(tmp_path).as_dict()
-    assert (found["baseline"]["failure_rate"], found["tuned"]["failure_rate"]) == (0.5, 0.0)
-    assert found["failure_reward"] == -0.5 and found["gain"]["n"] == 8
+    numbers = measure(tmp_path).as_dict()
+    assert (numbers["baseline"]["failure_rate"], numbers["tuned"]["failure_rate"]) == (0.5, 0.0)
+    assert numbers["failure_reward"] == -0.5 and numbers["gain"]["n"] == 8
     _, note = plots.headline(measure(tmp_path).history)
     assert note.endswith(", failures 50% \u2192 0%")

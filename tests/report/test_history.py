@@ -19,24 +19,24 @@ def validations(*means: float | None) -> list[dict]:
 
 
 def test_the_best_is_the_first_of_the_highest():
-    found = history_of([started(), *validations(0.1, 0.4, None, 0.4)]).best
-    assert found is not None and (found.step, found.mean) == (1, 0.4)
+    best = history_of([started(), *validations(0.1, 0.4, None, 0.4)]).best
+    assert best is not None and (best.step, best.mean) == (1, 0.4)
     # Rewards below 0 are rewards, too.
-    found = history_of([started(), *validations(None, -2.0, -1.0, -1.0)]).best
-    assert found is not None and (found.step, found.mean) == (2, -1.0)
+    best = history_of([started(), *validations(None, -2.0, -1.0, -1.0)]).best
+    assert best is not None and (best.step, best.mean) == (2, -1.0)
     assert history_of([started(), *validations(None)]).best is None
 
 
 def test_of_equal_validations_report_and_plot_name_the_same_step_as_the_run(tmp_path: Path):
-    told = [started(), *validations(0.1, 0.4, 0.2, 0.4)]
-    found = measure(log(tmp_path, *told))
-    assert found.best is not None and (found.best.step, found.best.epoch) == (1, 1)
-    assert found.best_step == 1
-    assert curves(history_of(told)).best == (1.0, 1)
+    lines = [started(), *validations(0.1, 0.4, 0.2, 0.4)]
+    outcome = measure(log(tmp_path, *lines))
+    assert outcome.best is not None and (outcome.best.step, outcome.best.epoch) == (1, 1)
+    assert outcome.best_step == 1
+    assert curves(history_of(lines)).best == (1.0, 1)
 
 
 def test_where_nothing_beat_the_untrained_model_that_is_the_best(tmp_path: Path):
-    told = [started(), *validations(0.4, 0.4)]
-    found = measure(log(tmp_path, *told))
-    assert found.best is not None and found.best.step == found.best_step == 0
-    assert curves(history_of(told)).best == (0.0, 0)
+    lines = [started(), *validations(0.4, 0.4)]
+    outcome = measure(log(tmp_path, *lines))
+    assert outcome.best is not None and outcome.best.step == outcome.best_step == 0
+    assert curves(history_of(lines)).best == (0.0, 0)

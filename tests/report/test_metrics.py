@@ -48,7 +48,7 @@ def rollout(epoch: int, example: str, generation: int, reward: float | None, **m
 
 def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any) -> Line:
     n = more.pop("n", 10)
-    found = {
+    numbers = {
         "avg_reward": average,
         "min_reward": more.pop("low", 0.0),
         "max_reward": more.pop("high", 1.0),
@@ -59,7 +59,7 @@ def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any)
         "curriculum_percentile": more.pop("share", 1.0),
     }
     event = {"at": epoch + 0.6, "type": "epoch_collected", "epoch": epoch, "round": round}
-    return event | {"metrics": found, "dropped": {}, "zero_variance_groups": 0} | more
+    return event | {"metrics": numbers, "dropped": {}, "zero_variance_groups": 0} | more
 
 
 def job(epoch: int, *, reason: str = "", **learned: float) -> Line:
@@ -70,24 +70,24 @@ def job(epoch: int, *, reason: str = "", **learned: float) -> Line:
 
 def flat_run(per_epoch: list[dict[str, list[float]]], **facts: Any) -> list[Line]:
     """Epochs of (example -> rewards), each with a job."""
-    told = [started(**facts)]
+    log = [started(**facts)]
     for epoch, groups in enumerate(per_epoch):
         values = [r for g in groups.values() for r in g]
         flat = sum(min(g) == max(g) for g in groups.values())
         for example, rewards in groups.items():
-            told += [rollout(epoch, example, i, r) for i, r in enumerate(rewards)]
+            log += [rollout(epoch, example, i, r) for i, r in enumerate(rewards)]
         average = sum(values) / len(values)
-        told.append(collected(epoch, average, groups=len(groups), zero_variance_groups=flat))
+        log.append(collected(epoch, average, groups=len(groups), zero_variance_groups=flat))
         rate = facts.get("learning_rate", 5e-5)
-        told.append(job(epoch, optimizer_steps=1, clip_frac=0.02, learning_rate=rate))
-    return told
+        log.append(job(epoch, optimizer_steps=1, clip_frac=0.02, learning_rate=rate))
+    return log
 
 
 # ---- history --------------------------------------------------------------------------------------
 
 
 def test_what_happened_twice_counts_once_and_its_time_twice():
-    told = [
+    log = [
         started(0.0),
         rollout(
             0, "a", 0, None, at=5.0, failure_kind="infrastructure", failure_reason="connection"
@@ -99,7 +99,7 @@ def test_what_happened_twice_counts_once_and_its_time_twice():
         rollout(0, "a", 0, 1.0, at=1002.0),
         collected(0, 0.6, at=1004.0),
     ]
-    history = history_of(told)
+    history = history_of(log)
     assert history.rewards(0) == {"a": [1.0], "b": [0.2]}
     assert history.failures == {}
     # 10 s in the first session, 4 s in the second; the 990 s between them were not spent.
@@ -117,7 +117,7 @@ def started_epoch(at: float, epoch: int = 0) -> Line:
 def test_phases_add_up_to_the_time_since_the_command():
     done = {"at": 80.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
     validation = {"at": 85.0, "type": "validation", "epoch": 1, "step": 1, "avg_reward": 0.5}
-    told = [
+    log = [
         started(10.0, began=2.0),
         {"at": 13.0, "type": "preflight", "checks": []},
         started_epoch(14.0),
@@ -127,7 +127,7 @@ def test_phases_add_up_to_the_time_since_the_command():
         {"at": 90.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
         | {"seconds": 88.0},
     ]
-    history = history_of(told)
+    history = history_of(log)
     # The command was given at 2, the server answered at 10, the first rollout began at 14.
     assert history.seconds == 88.0
     # 88 - 12 - 40 - 20 - 5 = 11
@@ -141,7 +141,7 @@ def test_phases_add_up_to_the_time_since_the_command():
 
 
 def test_an_epoch_that_never_ended_took_its_time_too():
-    told = [
+    log = [
         started(1.0, began=0.0),
         started_epoch(2.0),
         collected(0, 0.5, at=32.0),
@@ -164,10 +164,10 @@ def test_an_epoch_that_never_ended_took_its_time_too():
         "validate_s": 0.0,
         "other_s": 1.0,
     }
-    assert history_of(told).phases == expected
+    assert history_of(log).phases == expected
     # Started again at 103 by a command of 100, it finds its job and ends it: what was measured adds up.
     done = {"at": 110.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
-    told += [
+    log += [
         started(103.0, began=100.0, session=2),
         collected(0, 0.5, at=104.0),
         {
@@ -182,7 +182,7 @@ def test_an_epoch_that_never_ended_took_its_time_too():
         job(0) | {"at": 109.0},
         done | {"phases": {"rollout_s": 0.0, "learn_s": 4.5, "validate_s": 0.0, "other_s": 0.5}},
     ]
-    history = history_of(told)
+    history = history_of(log)
     # 43 s and 10 s. Start 2 + 4, learning 10 + 4.5, other 53 - 6 - 30 - 14.5 = 2.5.
     expected = {
         "start_s": 6.0,
@@ -206,8 +206,8 @@ def test_every_story_adds_up(name: str):
 
 
 def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
-    told = list(events(Story(epochs=6, curriculum=True, interval=2, failed_validations=(2,))))
-    metrics.write(tmp_path, History.of(told))
+    log = list(events(Story(epochs=6, curriculum=True, interval=2, failed_validations=(2,))))
+    metrics.write(tmp_path, History.of(log))
     lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert list(lines[0])[:14] == ["epoch", "timestamp", "run_id", *KEYS]
@@ -226,10 +226,10 @@ def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
 
 
 def test_a_resumed_run_has_the_files_of_one(tmp_path: Path):
-    told = list(events(Story(epochs=6, killed_at=(2, 4))))
-    for count in range(0, len(told), 97):  # written now and then, as a run does
-        metrics.write(tmp_path, History.of(told[:count]))
-    metrics.write(tmp_path, History.of(told))
+    log = list(events(Story(epochs=6, killed_at=(2, 4))))
+    for count in range(0, len(log), 97):  # written now and then, as a run does
+        metrics.write(tmp_path, History.of(log[:count]))
+    metrics.write(tmp_path, History.of(log))
     lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -246,13 +246,13 @@ def test_an_epoch_without_trajectories_has_its_line_and_no_reward():
 
 
 def test_rounds_are_put_together_by_what_they_weigh():
-    told = [
+    log = [
         started(),
         collected(0, 0.2, n=10, low=0.1, high=0.5, share=0.3),
         collected(0, 0.8, n=30, low=0.4, high=0.9, share=0.5, round=1),
         collected(0, None, n=0, low=None, high=None, share=0.5, round=2),
     ]
-    (entry,) = reward_history(history_of(told))
+    (entry,) = reward_history(history_of(log))
     # (0.2 * 10 + 0.8 * 30) / 40 = 0.65
     assert entry["avg_reward"] == pytest.approx(0.65)
     assert (entry["min_reward"], entry["max_reward"]) == (0.1, 0.9)

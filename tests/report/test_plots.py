@@ -30,7 +30,7 @@ def validation(epoch: int, rewards: dict[str, list[float]], mean: float | None) 
 
 
 def test_the_lines_are_the_numbers():
-    told = [
+    lines = [
         started(),
         validation(0, {"a": [0.0], "b": [1.0]}, 0.5),
         rollout(0, "a", 0, 0.0),
@@ -43,7 +43,7 @@ def test_the_lines_are_the_numbers():
         collected(2, 0.7, share=0.3),
         collected(3, 0.7, share=0.5),
     ]
-    drawn = curves(history_of(told))
+    drawn = curves(history_of(lines))
     # Both examples of epoch 0 have the mean 0.5: no width. Epoch 1 gave nothing: no value.
     assert drawn.training[0].value == Estimate(0.5, 0.5, 0.5, 2)
     assert [p.x for p in drawn.training] == [0.0, 1.0, 2.0, 3.0]
@@ -64,9 +64,9 @@ def test_the_lines_are_the_numbers():
 
 
 def test_the_best_step_is_marked_where_it_is_not_the_newest():
-    told = [started(), validation(0, {"a": [0.1]}, 0.1), validation(4, {"a": [0.9]}, 0.9)]
-    told.append(validation(6, {"a": [0.5]}, 0.5))
-    assert curves(history_of(told)).best == (4.0, 4)
+    lines = [started(), validation(0, {"a": [0.1]}, 0.1), validation(4, {"a": [0.9]}, 0.9)]
+    lines.append(validation(6, {"a": [0.5]}, 0.5))
+    assert curves(history_of(lines)).best == (4.0, 4)
 
 
 def test_rounds_stand_between_the_epochs_and_restarts_where_they_happened():
@@ -78,9 +78,9 @@ def test_rounds_stand_between_the_epochs_and_restarts_where_they_happened():
 
 
 def test_a_gap_stays_a_gap_when_smoothed():
-    found = smoothed([0.0, 1.0, math.nan, 4.0, 5.0], 3)
+    means = smoothed([0.0, 1.0, math.nan, 4.0, 5.0], 3)
     # (0 + 1) / 2, (0 + 1) / 2, the gap, (4 + 5) / 2, (4 + 5) / 2
-    assert found[:2] == [0.5, 0.5] and math.isnan(found[2]) and found[3:] == [4.5, 4.5]
+    assert means[:2] == [0.5, 0.5] and math.isnan(means[2]) and means[3:] == [4.5, 4.5]
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -107,20 +107,20 @@ def test_what_two_evaluators_measured_shares_no_axis():
 
 
 def test_one_evaluator_has_one_axis_and_temperature_0_is_named():
-    told = [started(evaluator="match"), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
-    drawn = curves(history_of(told))
+    lines = [started(evaluator="match"), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
+    drawn = curves(history_of(lines))
     assert drawn.by_evaluator() == [drawn]
     assert drawn.labels == ("training", "held out")
-    told[0]["validation_greedy"] = True
-    assert curves(history_of(told)).labels == ("training", "held out at temperature 0")
+    lines[0]["validation_greedy"] = True
+    assert curves(history_of(lines)).labels == ("training", "held out at temperature 0")
     # Runs of before this was recorded.
-    assert not curves(history_of([started(), *told[1:]])).apart
+    assert not curves(history_of([started(), *lines[1:]])).two_evaluators
 
 
 def test_a_name_is_no_formula(tmp_path: Path):
     named: dict[str, Any] = {"evaluator": "cost in $ and $x^{", "validation_evaluator": "$"}
-    told = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
-    assert size(plots.rewards(history_of(told), plots.WIDE)) == (1500, 1014)
+    lines = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
+    assert size(plots.rewards(history_of(lines), plots.WIDE)) == (1500, 1014)
 
 
 def test_there_is_a_picture_for_a_phone():
@@ -146,40 +146,40 @@ def test_changes_of_any_shape_can_be_drawn(deltas: list[float]):
 
 
 def test_the_headline_says_the_finding():
-    told = [started(), validation(0, {str(i): [0.0] for i in range(8)}, 0.0)]
-    told.append(validation(1, {str(i): [1.0] for i in range(8)}, 1.0))
-    title, note = plots.headline(history_of(told))
+    lines = [started(), validation(0, {str(i): [0.0] for i in range(8)}, 0.0)]
+    lines.append(validation(1, {str(i): [1.0] for i in range(8)}, 1.0))
+    title, note = plots.headline(history_of(lines))
     assert title == "Held-out reward 0.00 \u2192 1.00"
     assert note == "+1.00 (95% interval +1.00 to +1.00), 8 examples, p = 0.008"
 
 
 def test_the_headline_of_gaps_and_of_one_epoch():
-    told = [started(), validation(0, {}, None)]
-    assert plots.headline(history_of([*told, collected(0, 0.5)])) == (
+    lines = [started(), validation(0, {}, None)]
+    assert plots.headline(history_of([*lines, collected(0, 0.5)])) == (
         *("Training reward 0.50", "of one epoch"),
     )
-    told += [
+    lines += [
         validation(2, {"a": [0.0], "b": [0.0]}, 0.0),
         validation(4, {"a": [1.0], "b": [1.0]}, 1.0),
     ]
-    title, note = plots.headline(history_of(told))
+    title, note = plots.headline(history_of(lines))
     assert title == "Held-out reward 0.00 \u2192 1.00"
     assert note.endswith("2 examples, p = 0.50, baseline after 2 epochs")
     # Rounds count by what they weigh: (0.2 * 10 + 0.8 * 30) / 40 = 0.65.
-    told = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
-    assert plots.headline(history_of(told))[0] == "Training reward 0.65"
+    lines = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
+    assert plots.headline(history_of(lines))[0] == "Training reward 0.65"
 
 
 def test_the_headline_of_one_validation():
-    told = [started(), validation(0, {"a": [0.25]}, 0.25)]
-    assert plots.headline(history_of(told)) == (
+    lines = [started(), validation(0, {"a": [0.25]}, 0.25)]
+    assert plots.headline(history_of(lines)) == (
         *("Held-out reward 0.25 before training", "of one validation"),
     )
-    assert plots.headline(history_of([*told, collected(0, 0.5)])) == (
+    assert plots.headline(history_of([*lines, collected(0, 0.5)])) == (
         *("Training reward 0.50", "of one epoch; held out 0.25 before training"),
     )
-    told = [started(), validation(0, {}, None), validation(2, {"a": [0.5]}, 0.5)]
-    assert plots.headline(history_of(told))[0] == "Held-out reward 0.50 after 2 epochs"
+    lines = [started(), validation(0, {}, None), validation(2, {"a": [0.5]}, 0.5)]
+    assert plots.headline(history_of(lines))[0] == "Held-out reward 0.50 after 2 epochs"
 
 
 def test_numbers_in_words():

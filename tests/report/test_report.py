@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from base64 import b64encode
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,17 +15,18 @@ from tests.report.test_metrics import collected, history_of, job, started
 from tests.report.test_plots import validation
 
 from hone.errors import ConfigError
-from hone.events import FILE
-from hone.report import page, plots, report
+from hone.events import FILE, read
+from hone.report import metrics, page, plots, report
 from hone.report.blocks import Document, Picture, Section, Text
 from hone.report.estimate import Estimate
 from hone.report.examples import LONGEST, pick, shown
+from hone.report.history import History
 from hone.report.outcome import measure
 from hone.report.sections import sections
 
 
-def log(tmp_path: Path, *told: dict) -> Path:
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+def log(tmp_path: Path, *lines: dict) -> Path:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
     return tmp_path
 
 
@@ -42,20 +44,20 @@ def test_baseline_tuned_and_gain_by_hand(tmp_path: Path):
     place = log(
         tmp_path, started(), validation(0, first, 1 / 6), validation(2, last, 2 / 3), finished()
     )
-    found = report.write(place).as_dict()
-    assert json.loads((tmp_path / "report.json").read_text()) == found
-    assert (found["baseline"]["mean"], found["baseline"]["n"]) == (pytest.approx(1 / 6), 12)
-    assert (found["tuned"]["mean"], found["tuned"]["step"]) == (pytest.approx(2 / 3), 2)
+    result = report.write(place).as_dict()
+    assert json.loads((tmp_path / "report.json").read_text()) == result
+    assert (result["baseline"]["mean"], result["baseline"]["n"]) == (pytest.approx(1 / 6), 12)
+    assert (result["tuned"]["mean"], result["tuned"]["step"]) == (pytest.approx(2 / 3), 2)
     # Six examples rose by 1, six stayed: 12 squares of 1/2 over 11, so a standard error of 0.1508,
     # times t(0.975, 11 degrees) = 2.201. Six changes of one sign have p = 2 / 2**6.
-    gain = found["gain"]
+    gain = result["gain"]
     assert (gain["mean"], gain["n"]) == (0.5, 12)
     assert (gain["low"], gain["high"]) == pytest.approx((0.1682, 0.8318), abs=1e-4)
     assert gain["p"] == pytest.approx(2 / 2**6, abs=0.01)  # of 1,999 of 4,096 flips
     assert gain["certain"] and (gain["better"], gain["worse"], gain["unchanged"]) == (6, 0, 6)
-    assert found["verdict"] == "better" and found["measured_on"] == "validation"
-    assert found["checkpoint"]["step"] == 2
-    assert found["seconds"] == 99.0 and set(found["phases"]) == {
+    assert result["verdict"] == "better" and result["measured_on"] == "validation"
+    assert result["checkpoint"]["step"] == 2
+    assert result["seconds"] == 99.0 and set(result["phases"]) == {
         *("start_s", "rollout_s", "learn_s", "validate_s", "other_s")
     }
     # A picture of every example in the HTML; without pictures, how many.
@@ -72,10 +74,10 @@ def test_a_validation_that_failed_is_no_baseline(tmp_path: Path):
         validation(1, {"a": [0.5]}, 0.5),
         validation(2, {"a": [0.75]}, 0.75),
     )
-    found = measure(place)
-    assert found.baseline is not None and found.baseline.epoch == 1
-    assert found.gain == Estimate(0.25, None, None, 1)
-    assert found.verdict == "unclear"
+    result = measure(place)
+    assert result.baseline is not None and result.baseline.epoch == 1
+    assert result.gain == Estimate(0.25, None, None, 1)
+    assert result.verdict == "unclear"
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
@@ -85,18 +87,41 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path):
 
 def test_what_measured_is_named(tmp_path: Path):
     log(tmp_path, started(evaluator="match"), collected(0, 0.5), finished())
-    found = measure(tmp_path).as_dict()
-    assert (found["evaluator"], found["validation_evaluator"]) == ("match", "match")
-    told: dict[str, Any] = {
+    result = measure(tmp_path).as_dict()
+    assert (result["evaluator"], result["validation_evaluator"]) == ("match", "match")
+    lines: dict[str, Any] = {
         "evaluator": "r (agent.py:shaped)",
         "validation_evaluator": "r (exact_match)",
     }
-    log(tmp_path, started(**told), collected(0, 0.5), finished())
-    found = measure(tmp_path).as_dict()
-    assert {key: found[key] for key in told} == told
+    log(tmp_path, started(**lines), collected(0, 0.5), finished())
+    result = measure(tmp_path).as_dict()
+    assert {key: result[key] for key in lines} == lines
     log(tmp_path, started(), finished())  # of before this was recorded
-    found = measure(tmp_path).as_dict()
-    assert (found["evaluator"], found["validation_evaluator"]) == (None, None)
+    result = measure(tmp_path).as_dict()
+    assert (result["evaluator"], result["validation_evaluator"]) == (None, None)
+
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def test_a_run_directory_recorded_by_an_earlier_version_gives_the_same_files(tmp_path: Path):
+    """The run was resumed, and has rounds, a curriculum, policy failures and a final validation.
+
+    Everything in recorded/ was written by the last version without typed events.
+    """
+    shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
+    metrics.write(tmp_path, History.of(read(tmp_path / FILE)))
+    report.write(tmp_path, brief=True)
+    expected = {path.name: path.read_bytes() for path in (RECORDED / "expected").iterdir()}
+    # Versions of scipy differ in the last digit of an interval.
+    numbers = rounded(expected.pop("report.json"))
+    assert rounded((tmp_path / "report.json").read_bytes()) == numbers
+    assert len(expected) == 4
+    assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+
+
+def rounded(report: bytes) -> Any:
+    return json.loads(report, parse_float=lambda digits: round(float(digits), 9))
 
 
 # ---- what it says first ---------------------------------------------------------------------------
@@ -206,8 +231,8 @@ def test_the_model_is_asked_what_the_agent_asks(tmp_path: Path):
 
 
 def test_a_server_of_somebody_else_is_asked_where_it_is(tmp_path: Path):
-    told = Story(epochs=2, interval=1, examples=4, more={"base_url": "http://gpu:8000/v1"})
-    tell(told, tmp_path)
+    story = Story(epochs=2, interval=1, examples=4, more={"base_url": "http://gpu:8000/v1"})
+    tell(story, tmp_path)
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     assert "curl http://gpu:8000/v1/chat/completions" in text and "hone serve" not in text
@@ -225,9 +250,9 @@ def test_no_trained_step_beats_the_base_model(tmp_path: Path):
 @pytest.mark.parametrize("name", ["gaps", "no_validation"])
 def test_no_heading_stands_over_nothing(name: str, tmp_path: Path):
     tell(STORIES[name], tmp_path)
-    told = sections(measure(tmp_path))
-    assert "<h2>Training metrics</h2>" in page.html(told)
-    lines = [line for line in page.markdown(told).splitlines() if line]
+    document = sections(measure(tmp_path))
+    assert "<h2>Training metrics</h2>" in page.html(document)
+    lines = [line for line in page.markdown(document).splitlines() if line]
     headings = [i for i, line in enumerate(lines) if line.startswith("## ")]
     assert "## Training metrics" in lines and "## Where the time went" in lines
     assert all(not line.startswith("#") for i in headings for line in lines[i + 1 : i + 2])
@@ -236,14 +261,16 @@ def test_no_heading_stands_over_nothing(name: str, tmp_path: Path):
 
 def test_a_picture_that_stands_in_the_html_alone_has_no_heading_in_markdown():
     drawn = Section("Drawn", (Picture(b"", None, "a curve"),))
-    told = Document("m", "Better", "So it is.", "good", (drawn, Section("Told", (Text("So."),))))
-    assert page.markdown(told) == "# Better\n\nSo it is.\n\n## Told\n\nSo.\n"
-    assert "<h2>Drawn</h2>" in page.html(told)
+    document = Document(
+        "m", "Better", "So it is.", "good", (drawn, Section("Told", (Text("So."),)))
+    )
+    assert page.markdown(document) == "# Better\n\nSo it is.\n\n## Told\n\nSo.\n"
+    assert "<h2>Drawn</h2>" in page.html(document)
 
 
 def test_what_was_left_out_is_counted(tmp_path: Path):
-    told = tell(STORIES["gaps"], tmp_path)
-    rollouts = [e for e in told if e["type"] == "rollout" and e["split"] == "train"]
+    lines = tell(STORIES["gaps"], tmp_path)
+    rollouts = [e for e in lines if e["type"] == "rollout" and e["split"] == "train"]
     limit = sum(e["failure_reason"] == "token_limit" for e in rollouts)
     text = page.markdown(sections(measure(tmp_path), brief=True))
     assert (
@@ -274,10 +301,14 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_brief_report_says_that_the_run_is_not_finished_and_how_to_go_on(interrupted: Path):
-    found = report.write(interrupted, brief=True).as_dict()
-    assert (found["status"], found["verdict"], found["message"]) == ("unfinished", "unclear", None)
-    assert (found["epochs"], found["epochs_planned"], found["seconds"]) == (1, 5, 12.0)
-    assert json.loads((interrupted / "report.json").read_text()) == found
+    result = report.write(interrupted, brief=True).as_dict()
+    assert (result["status"], result["verdict"], result["message"]) == (
+        "unfinished",
+        "unclear",
+        None,
+    )
+    assert (result["epochs"], result["epochs_planned"], result["seconds"]) == (1, 5, 12.0)
+    assert json.loads((interrupted / "report.json").read_text()) == result
     text = (interrupted / "report.md").read_text()
     assert text.startswith(
         "# The run was interrupted after 1 of 5 epochs\n\nIt is not finished; the command below "
@@ -306,9 +337,9 @@ def test_a_brief_report_draws_nothing(interrupted: Path):
 
 def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
     plot = interrupted / "reward_plot.png"
-    told = [json.loads(line) for line in (interrupted / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (interrupted / FILE).read_text().splitlines()]
     # A plot of what was known before the last validation may have been finished after it.
-    for known, is_shown in ((told, True), (told[:-2], False), (told[:-3], False)):
+    for known, is_shown in ((lines, True), (lines[:-2], False), (lines[:-3], False)):
         drawn = b"drawn before " + plots.mark(history_of(known)).encode()
         plot.write_bytes(drawn)
         report.write(interrupted, brief=True)
@@ -322,18 +353,18 @@ def test_a_brief_report_shows_the_plot_that_was_drawn_last(interrupted: Path):
 
 
 def test_a_plot_says_what_it_shows_and_is_not_drawn_twice(tmp_path: Path):
-    told = [started(), validation(0, {"a": [0.25]}, 0.25), collected(0, 0.5)]
-    history = history_of(told)
+    lines = [started(), validation(0, {"a": [0.25]}, 0.25), collected(0, 0.5)]
+    history = history_of(lines)
     picture = plots.rewards(history, plots.NARROW)
     assert plots.shows_all(picture, history)
-    assert not plots.shows_all(picture, history_of([*told, validation(1, {"a": [0.75]}, 0.75)]))
+    assert not plots.shows_all(picture, history_of([*lines, validation(1, {"a": [0.75]}, 0.75)]))
     # What brought no reward leaves it as it is.
-    assert plots.shows_all(picture, history_of([*told, {"at": 12.0, "type": "run_interrupted"}]))
+    assert plots.shows_all(picture, history_of([*lines, {"at": 12.0, "type": "run_interrupted"}]))
     # A whole report takes it as it is, and draws one that shows less anew.
-    place = log(tmp_path, *told) / "reward_plot.png"
+    place = log(tmp_path, *lines) / "reward_plot.png"
     for drawn, is_kept in (
         (picture, True),
-        (plots.rewards(history_of(told[:2]), plots.NARROW), False),
+        (plots.rewards(history_of(lines[:2]), plots.NARROW), False),
     ):
         place.write_bytes(drawn)
         report.write(tmp_path)
@@ -368,18 +399,18 @@ def test_examples_show_what_got_worse_too(tmp_path: Path):
         + record("gone", None, None, failure=lost)
         + '{"example": "torn'
     )
-    found = {example.id: example for example in pick(before, after)}
-    assert {id: example.kind for id, example in found.items()} == {
+    result = {example.id: example for example in pick(before, after)}
+    assert {id: example.kind for id, example in result.items()} == {
         "up": "improved",
         "down": "got worse",
         "gone": "could not be scored",
         "zero": "still failing",
     }
-    assert found["up"].before.text == "wrong" and found["up"].after.reward == 1.0
-    assert found["down"].before.text == '{"a": 1}' and found["down"].after.text == "[]"
-    assert found["gone"].before.text == "said"
-    assert found["gone"].after.text == "failed (infrastructure: timeout: after 600 s)"
-    assert found["gone"].after.reward is None
+    assert result["up"].before.text == "wrong" and result["up"].after.reward == 1.0
+    assert result["down"].before.text == '{"a": 1}' and result["down"].after.text == "[]"
+    assert result["gone"].before.text == "said"
+    assert result["gone"].after.text == "failed (infrastructure: timeout: after 600 s)"
+    assert result["gone"].after.reward is None
 
 
 def test_an_example_that_failed_once_is_neither_better_nor_worse(tmp_path: Path):
@@ -388,12 +419,12 @@ def test_an_example_that_failed_once_is_neither_better_nor_worse(tmp_path: Path)
     long = {"kind": "policy", "reason": "token_limit", "message": ""}
     before.write_text(record("first", None, None, failure=lost) + record("rated", 0.5))
     after.write_text(record("first", 1.0) + record("rated", 0.0, None, failure=long))
-    found = {example.id: example for example in pick(before, after)}
-    assert found["first"].kind == "could not be scored"
-    assert found["first"].before.text == "failed (infrastructure: connection)"
-    assert (found["first"].before.reward, found["first"].after.reward) == (None, 1.0)
+    result = {example.id: example for example in pick(before, after)}
+    assert result["first"].kind == "could not be scored"
+    assert result["first"].before.text == "failed (infrastructure: connection)"
+    assert (result["first"].before.reward, result["first"].after.reward) == (None, 1.0)
     # A failure of the model may have been given a reward: then it was scored.
-    assert found["rated"].kind == "got worse" and found["rated"].after.reward == 0.0
+    assert result["rated"].kind == "got worse" and result["rated"].after.reward == 0.0
     # Both failed, too; one of them is shown, and it is no gain and no loss.
     after.write_text(record("first", None, None, failure=lost) + record("rated", None, "x"))
     (shown_one,) = pick(before, after)

@@ -22,7 +22,7 @@ from hone.report.outcome import measure
 from hone.report.sections import sections
 
 
-def told(place: Path, title: str) -> str | None:
+def section_text(place: Path, title: str) -> str | None:
     """What stands under a heading of the Markdown, without pictures; None where it is not there."""
     text = page.markdown(sections(measure(place), brief=True))
     return under(text, title)
@@ -61,17 +61,17 @@ def test_time_counts_from_the_command_and_the_start_is_a_part_of_it(tmp_path: Pa
         done(86.0, 0, rollout_s=40.0, learn_s=25.0, other_s=1.0),
         finished() | {"at": 100.0},
     )
-    found = measure(tmp_path).as_dict()
+    numbers = measure(tmp_path).as_dict()
     # Given at 0, first rollout at 20, over at 100; 100 - 20 - 40 - 25 = 15. 400 tokens in 40 s.
-    assert found["seconds"] == 100.0
-    assert found["phases"] == {
+    assert numbers["seconds"] == 100.0
+    assert numbers["phases"] == {
         "start_s": 20.0,
         "rollout_s": 40.0,
         "learn_s": 25.0,
         "validate_s": 0.0,
         "other_s": 15.0,
     }
-    assert told(tmp_path, "Where the time went") == (
+    assert section_text(tmp_path, "Where the time went") == (
         "1 min 40 s in total; 1 rollout, 2 model calls and 400 sampled tokens, 10 per second. Start is "
         "the time from the command to the first rollout: server, model, checks.\n\n"
         "| phase | share | time |\n|---|---|---|\n"
@@ -103,9 +103,9 @@ def test_tokens_that_were_shared_are_told(tmp_path: Path):
         "computed": 300,
         "shared": 700,
     }
-    said = told(tmp_path, "Where the time went")
-    assert said is not None
-    assert "1,000 training tokens, of which 300 were computed and 700 shared." in said
+    text = section_text(tmp_path, "Where the time went")
+    assert text is not None
+    assert "1,000 training tokens, of which 300 were computed and 700 shared." in text
     (tmp_path / "none").mkdir()
     log(tmp_path / "none", started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
     assert measure(tmp_path / "none").as_dict()["trained_tokens"] == {}
@@ -113,7 +113,7 @@ def test_tokens_that_were_shared_are_told(tmp_path: Path):
 
 def test_a_log_that_does_not_know_the_command_has_no_start(tmp_path: Path):
     log(tmp_path, started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
-    assert told(tmp_path, "Where the time went") == (
+    assert section_text(tmp_path, "Where the time went") == (
         "10 s in total.\n\n| phase | share | time |\n|---|---|---|\n| rollouts | 100% | 10 s |"
     )
 
@@ -136,7 +136,7 @@ def test_what_never_ended_has_its_time_by_stage(tmp_path: Path):
     )
     # 30 s and 70 s: start 10 + 10, rollouts 20 of the killed epoch + 30, learning 15, and 15 of a
     # validation that gave nothing. 20 tokens in 50 + 15 s are 0.3 a second.
-    assert told(tmp_path, "Where the time went") == (
+    assert section_text(tmp_path, "Where the time went") == (
         "1 min 40 s in total, over 2 sessions (the run was resumed); 2 rollouts, 2 model calls "
         "and 20 sampled tokens, 0 per second. Start is the time from the command to the first rollout: server, "
         "model, checks.\n\n"
@@ -174,7 +174,7 @@ def test_what_the_jobs_measured_is_told_without_pictures(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rates", "said"),
+    ("rates", "expected"),
     [
         ([], "2e-05"),  # as it was configured
         ([5e-5, 5e-5], "5e-05"),  # as the jobs had it
@@ -184,13 +184,16 @@ def test_what_the_jobs_measured_is_told_without_pictures(tmp_path: Path):
     ],
 )
 def test_a_learning_rate_that_changed_is_told_as_what_it_was(
-    rates: Sequence[float], said: str, tmp_path: Path
+    rates: Sequence[float], expected: str, tmp_path: Path
 ):
     jobs = []
     for epoch, rate in enumerate(rates):
         jobs += [collected(epoch, 0.5), job(epoch) | {"config": {"learning_rate": rate}}]
     log(tmp_path, started(learning_rate=2e-5), *jobs)
-    assert f"| learning rate | {said} |" in (told(tmp_path, "Run details") or "").splitlines()
+    assert (
+        f"| learning rate | {expected} |"
+        in (section_text(tmp_path, "Run details") or "").splitlines()
+    )
 
 
 # ---- what measured the rewards --------------------------------------------------------------------
@@ -252,14 +255,16 @@ def test_a_run_that_failed_goes_on_when_that_is_mended(tmp_path: Path):
     anew: dict[str, Any] = {"command": "hone finetune --config_file=a.yml --fresh"}
     goes_on: dict[str, Any] = anew | {"again": "hone finetune --config_file=a.yml"}
     log(tmp_path, started(**goes_on), finished("failed", message="CUDA out of memory"))
-    assert told(tmp_path, "Resume the run") == (
+    assert section_text(tmp_path, "Resume the run") == (
         "```bash\n# resume when that is fixed; finished rollouts and jobs are kept\n"
         "hone finetune --config_file=a.yml\n```"
     )
     log(tmp_path, started(command="hone finetune --config_file=old.yml"))  # of before `again`
-    assert "\nhone finetune --config_file=old.yml\n" in (told(tmp_path, "Resume the run") or "")
+    assert "\nhone finetune --config_file=old.yml\n" in (
+        section_text(tmp_path, "Resume the run") or ""
+    )
     log(tmp_path, started(**goes_on), finished())
-    assert told(tmp_path, "Resume the run") is None
+    assert section_text(tmp_path, "Resume the run") is None
 
 
 # ---- warnings -------------------------------------------------------------------------------------
@@ -292,9 +297,9 @@ def test_a_held_out_reward_that_rose_needs_no_diagnosis(tmp_path: Path):
     flat = flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3)
     first, last = ({str(i): [reward] for i in range(8)} for reward in (0.0, 1.0))
     log(tmp_path, *flat, validation(0, first, 0.0), validation(3, last, 1.0), finished())
-    assert told(tmp_path, "Why the reward does not rise") is None
+    assert section_text(tmp_path, "Why the reward does not rise") is None
     log(tmp_path, *flat, validation(0, last, 1.0), validation(3, first, 0.0), finished())
-    assert told(tmp_path, "Why the reward does not rise") is not None
+    assert section_text(tmp_path, "Why the reward does not rise") is not None
 
 
 def test_the_same_warning_of_several_epochs_stands_once(tmp_path: Path):
@@ -310,7 +315,7 @@ def test_the_same_warning_of_several_epochs_stands_once(tmp_path: Path):
         *(warning(f"epoch {epoch}: slow") for epoch in range(1, 11)),
         finished(),
     )
-    assert told(tmp_path, "Warnings") == (
+    assert section_text(tmp_path, "Warnings") == (
         "2 epochs (1, 2): nothing was learned: no gradient step\n\n"
         "the disk is nearly full (2 times)\n\n"
         "Epoch 2: the curriculum left no group to train on\n\n"
@@ -321,13 +326,13 @@ def test_the_same_warning_of_several_epochs_stands_once(tmp_path: Path):
 def test_groups_that_differ_are_not_counted_among_what_was_left_out(tmp_path: Path):
     lost = collected(0, 0.5, dropped={"evaluator failed": 2})
     log(tmp_path, started(), rollout(0, "a", 0, 0.5), lost)
-    left_out = told(tmp_path, "What was left out of training") or ""
+    left_out = section_text(tmp_path, "What was left out of training") or ""
     assert left_out.startswith(
         "1 training rollout in 5 groups; 10 trajectories were submitted for "
     )
     assert left_out.endswith("|---|---|---|\n| evaluator failed | 2 |  |")
     log(tmp_path, started(), rollout(0, "a", 0, 0.5), lost | {"zero_variance_groups": 3})
     # 3 of 5
-    assert (told(tmp_path, "What was left out of training") or "").endswith(
+    assert (section_text(tmp_path, "What was left out of training") or "").endswith(
         "| group with equal rewards: nothing to learn from | 3 | 60.0% |"
     )

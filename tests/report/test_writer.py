@@ -77,14 +77,14 @@ async def test_a_full_disk_is_a_warning(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hone.report.writer.write", write)
-    told: list[Event] = []
-    events.listeners.append(told.append)
+    seen: list[Event] = []
+    events.listeners.append(seen.append)
     files = Files(events, tmp_path)
     with caplog.at_level(logging.WARNING, logger="hone"):
         files.refresh()
         await files.settle()
     assert "No space left on device" in caplog.text
-    assert [event.type for event in told] == ["warning", "warning"]  # at the end, again
+    assert [event.type for event in seen] == ["warning", "warning"]  # at the end, again
 
 
 async def test_a_round_reads_what_it_appended_over_100_epochs(

@@ -41,61 +41,81 @@ MESSAGES_SHOWN = 3
 
 
 class FailureRecord(Strict):
-    """Why a rollout, or its scoring, came to nothing."""
+    """Why a rollout failed, or could not be scored."""
 
     kind: Literal["infrastructure", "policy"]
+    """`policy` if the model caused the failure."""
     reason: str
+    """Reason under which failures are counted, such as `timeout` or `token_limit`."""
     type: str = ""
+    """Class of the exception."""
     message: str = ""
+    """Text of the exception."""
     traceback: str = ""
+    """Last part of the traceback."""
 
 
 class StepRecord(Strict):
-    """What `hone.step` was told."""
+    """One call of `hone.step`."""
 
     name: str
+    """Name of the step."""
     value: float | None = None
+    """Value of the step, which becomes a shaped reward."""
     calls: int
-    """How many calls the rollout had sent before it."""
+    """Model calls that the rollout had sent before."""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    """Other arguments of `hone.step`."""
 
 
 class RolloutRecord(Strict):
-    """One rollout that ended, as the journal keeps it: enough not to run it again."""
+    """One finished rollout; a resumed run does not repeat it."""
 
     epoch: int
+    """Number of the epoch; in a validation, the epochs that the policy was trained for."""
     round: int = 0
+    """Number of the round in the epoch."""
     split: Split
+    """`train`, `val`, or `final` for the validation at the end of the run."""
     example: str
+    """Id of the example."""
     generation: int
+    """Number of the rollout among those of its example."""
     rollout: str
-    """Its id, under which the server keeps its calls."""
+    """Id under which the server records the calls of the rollout."""
     reward: float | None
-    """None: it could not be run, or not be scored."""
+    """None if the rollout failed or could not be scored."""
     scores: dict[str, float | None] = Field(default_factory=dict)
+    """Score of each evaluator."""
     failure: FailureRecord | None = None
+    """Why the rollout failed; None on success."""
     output: JsonValue = None
+    """What the workflow returned."""
     input: JsonValue = None
+    """What the workflow was called with."""
     shaped: list[StepRecord] = Field(default_factory=list)
+    """Calls of `hone.step`."""
     seconds: float = 0.0
+    """Duration of the rollout."""
     calls: int = 0
+    """Number of model calls."""
     tokens: int = 0
-    """Sampled ones."""
+    """Number of sampled tokens."""
     policy_steps: list[int] = Field(default_factory=list)
-    """Of its calls, each once."""
+    """Policy steps that answered the calls, each once."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
-    """Its last conversation, for those who read the report."""
+    """The last conversation, for the report."""
     request: dict[str, Any] | None = None
-    """The body of its first call to the model, without the model's name. Kept for the first rollout
-    of each example, so that a report can show what the agent asks."""
+    """Body of the first model call, without the model's name. Recorded for the first rollout of each
+    example, so that a report can show what the agent sends."""
     trained_calls: list[str] | None = None
-    """Ids of the recorded calls that are trained; None where nothing is, or no server records."""
+    """Ids of the recorded calls that are trained; None if none is, or if no server records calls."""
     episode: list[EpisodeItem] | None = None
-    """The text that is trained, where no server recorded the calls."""
+    """The text that is trained, if no server recorded the calls."""
     shaped_rewards: list[float] | None = None
     """One value per trained call."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """More that the trajectory's metadata holds, such as the evaluator's `reasoning`."""
+    """Other metadata of the trajectory, such as the evaluator's `reasoning`."""
 
     @model_validator(mode="before")
     @classmethod

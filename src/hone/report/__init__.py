@@ -1,1 +1,1 @@
-"""What a run did, told and drawn: reads the run directory and nothing else."""
+"""What a run did, in words, numbers and plots: reads the run directory and nothing else."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hone.events import JobFailed
-from hone.report.estimate import Estimate, estimate
-from hone.report.history import History, Round
+from hone.report.estimate import Estimate, Rewards, estimate
+from hone.report.history import History
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,21 @@ class Curves:
         return max((p.x for p in (*self.training, *self.held_out)), default=0.0)
 
     @property
-    def apart(self) -> bool:
+    def two_evaluators(self) -> bool:
         """Training and validation have different evaluators."""
-        first, second = self.names
-        return None not in self.names and first != second
+        return None not in self.names and self.names[0] != self.names[1]
 
     @property
     def labels(self) -> tuple[str, str]:
         """Labels of the two lines."""
         how = " at temperature 0" if self.greedy else ""
-        if not self.apart:
+        if not self.two_evaluators:
             return "training", f"held out{how}"
         return f"training, by {self.names[0]}", f"held out{how}, by {self.names[1]}"
 
     def by_evaluator(self) -> "list[Curves]":
         """One, or with two evaluators: the held-out line, and the training line."""
-        if not (self.apart and self.training and self.held_out):
+        if not (self.two_evaluators and self.training and self.held_out):
             return [self]
         return [
             replace(self, training=[], filtered=[], training_bounds=None),
@@ -97,15 +96,14 @@ def curves(history: History) -> Curves:
     shares = [(r.trained, float(r.metrics.get("curriculum_percentile") or 1.0)) for r in rounds]
     with_curriculum = any(share < 1 for _, share in shares)
     filtered = [(r.trained, r.metrics.get("filtered_avg_reward")) for r in rounds]
-    differs = any(r.metrics.get("filtered_avg_reward") != _mean(r) for r in rounds)
+    differs = any(
+        mean != r.metrics.get("avg_reward") for r, (_, mean) in zip(rounds, filtered, strict=True)
+    )
     ends = [r.metrics.get(key) for r in rounds for key in ("min_reward", "max_reward")]
     held_out_ends = [end for v in history.validations for end in (v.min, v.max)]
     return Curves(
-        training=[Point(r.trained, _training(r)) for r in rounds],
-        held_out=[
-            Point(float(v.epoch), None if v.mean is None else _estimated(v.rewards, v.mean))
-            for v in history.validations
-        ],
+        training=[_point(r.trained, r.by_example, r.metrics.get("avg_reward")) for r in rounds],
+        held_out=[_point(float(v.epoch), v.rewards, v.mean) for v in history.validations],
         filtered=filtered if differs else [],
         percentile=shares if with_curriculum else [],
         expansions=[here for before, here in pairwise(shares) if here[1] > before[1]],
@@ -132,24 +130,15 @@ def _best(history: History) -> tuple[float, int] | None:
     return float(best.epoch), best.step
 
 
-def _mean(r: Round) -> float | None:
-    return r.metrics.get("avg_reward")
-
-
-def _training(r: Round) -> Estimate | None:
+def _point(x: float, rewards: Rewards, mean: float | None) -> Point:
     """The logged mean, with the interval of its examples."""
-    mean = _mean(r)
     if mean is None:
-        return None
-    return _estimated(r.by_example, mean)
-
-
-def _estimated(rewards: dict[str, list[float]], mean: float) -> Estimate:
+        return Point(x, None)
     known = [sum(group) / len(group) for group in rewards.values() if group]
     value = estimate(known)
     if value is None or value.low is None or value.high is None:
-        return Estimate(mean, None, None, len(known))
-    return Estimate(mean, min(value.low, mean), max(value.high, mean), value.n)
+        return Point(x, Estimate(mean, None, None, len(known)))
+    return Point(x, Estimate(mean, min(value.low, mean), max(value.high, mean), value.n))
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hone.events import (
-    EpochCollected,
     EpochDone,
     EpochStarted,
     Event,
@@ -50,13 +49,16 @@ class State:
         self.failed = self.tokens = 0
         self.rewards: list[float] = []
         """Rewards of this stage."""
-        self.training: dict[tuple[int, int], float | None] = {}
-        """Mean training reward by epoch and round."""
         self._history = History()
         self.status: str | None = None
         self.started_at = self.stage_at = self.now = 0.0
         self._durations: list[float] = []
         self._epoch_at: float | None = None
+
+    @property
+    def training(self) -> dict[tuple[int, int], float | None]:
+        """Mean training reward by epoch and round."""
+        return {(r.epoch, r.index): r.metrics.get("avg_reward") for r in self._history.rounds}
 
     @property
     def held_out(self) -> dict[int, float | None]:
@@ -76,8 +78,6 @@ class State:
                 self._start_stage("validation", event)
             case RolloutDone():
                 self._add_rollout(event)
-            case EpochCollected():
-                self.training[event.epoch, event.round] = event.metrics.get("avg_reward")
             case JobSubmitted():
                 self._reset_stage("learning")
             case JobProgress():

@@ -13,9 +13,9 @@ Random draws are seeded, so a report that is written again says the same.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -45,9 +45,6 @@ class Estimate:
     """Number of examples."""
     p: float | None = None
     """For a change: the probability of one at least this large by chance, in either direction."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def certain(self) -> bool:

@@ -8,7 +8,7 @@ be read is skipped: examples illustrate, and the numbers do not come from here.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,6 @@ class Example:
     input: str
     before: Answer
     after: Answer
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> list[Example]:

@@ -3,9 +3,9 @@
 In:   an Outcome
 Out:  a headline, a few sentences, and a tone
 
-A run that failed, was interrupted or learned nothing says that before anything else. Whatever makes
-two numbers less comparable than they look is said with them: which validations failed, which
-examples only one of them scored, that the rewards are those of training examples.
+A run that failed, was interrupted or learned nothing says that before anything else. The sentences
+name whatever makes two numbers less comparable than they look: validations that failed, examples
+that only one of them scored, rewards of training examples.
 """
 
 from hone.report.blocks import Tone

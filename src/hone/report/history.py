@@ -234,7 +234,7 @@ class History:
 
     @property
     def validations(self) -> list[Validation]:
-        for key, event in self._validations.items():
+        for key, event in tuple(self._validations.items()):  # the display reads in its own thread
             if key not in self._counted:
                 self._counted[key] = Validation.of(event, self.failure_reward)
         return sorted(self._counted.values(), key=lambda v: (v.epoch, v.step or 0))

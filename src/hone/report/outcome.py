@@ -10,7 +10,7 @@ the last epoch are compared, and the report says so first, because a model can m
 examples.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class PolicyReward:
 
     def as_dict(self) -> dict[str, Any]:
         policy = {"epoch": self.epoch, "step": self.step, "failure_rate": self.failure_rate}
-        return self.value.as_dict() | policy
+        return asdict(self.value) | policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class Outcome:
         return {
             "baseline": self.baseline and self.baseline.as_dict(),
             "tuned": self.tuned and self.tuned.as_dict(),
-            "gain": gain and {**gain.as_dict(), "certain": gain.certain, **self.counts},
+            "gain": gain and {**asdict(gain), "certain": gain.certain, **self.counts},
             "verdict": self.verdict,
             "measured_on": "validation" if self.held_out else "training",
             "best": self.best and self.best.as_dict(),
@@ -194,7 +194,7 @@ class Outcome:
             "dropped": dict(history.dropped),
             "rewards": metrics.reward_history(history),
             "validations": metrics.validation_history(history),
-            "examples": [example.as_dict() for example in self.examples],
+            "examples": [asdict(example) for example in self.examples],
             "warnings": history.warnings,
         }
 

@@ -118,7 +118,7 @@ def _reward(outcome: Outcome, picture: bytes | None, *, brief: bool) -> Iterator
 
 def _how_to_read(outcome: Outcome) -> Iterator[str]:
     drawn = curves(outcome.history)
-    if drawn.apart and drawn.held_out and drawn.training:
+    if drawn.two_evaluators and drawn.held_out and drawn.training:
         training, held_out = drawn.names
         yield (
             f"Training rewards are measured by {training} and held-out rewards by {held_out}: each has "
