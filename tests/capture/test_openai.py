@@ -14,7 +14,7 @@ from tests.workflow.rollouts import ran
 
 import hone
 from hone.capture.base import Recorder, SeenCall
-from hone.capture.scope import apart, recorded, within
+from hone.capture.scope import outside_rollouts, recorded, within
 from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER, TEMPERATURE_HEADER
 
 ASK: Any = [{"role": "user", "content": "hi"}]
@@ -74,11 +74,11 @@ async def test_logprobs_of_a_foreign_server_are_kept():
 async def test_calls_apart_name_whose_they_are_and_no_rollout():
     endpoint = Endpoint()
     async with serving(endpoint) as url, client(url) as ask:
-        with apart("<evaluation>", host="127.0.0.1"):
+        with outside_rollouts("<evaluation>", host="127.0.0.1"):
             await ask.chat.completions.create(model="m", messages=ASK)
             with recorded("r")[0]:
                 await ask.chat.completions.create(model="m", messages=ASK)
-        with apart("<evaluation>", host="elsewhere"):
+        with outside_rollouts("<evaluation>", host="elsewhere"):
             await ask.chat.completions.create(model="m", messages=ASK)
         await ask.chat.completions.create(model="m", messages=ASK)
     assert endpoint.header(FUNCTION_HEADER) == ["<evaluation>", None, None, None]

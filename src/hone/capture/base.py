@@ -1,4 +1,4 @@
-"""Values and protocols of capturing: the open scope, the calls seen in it, the taps that see them.
+"""Values and protocols of capture: the open scope, its calls and steps, the taps.
 
 In:   nothing
 Out:  Scope, current; SeenCall, Step, Recorder; Tap
@@ -86,7 +86,7 @@ class Step:
     """Indices of the calls that its value may belong to, likeliest first; empty without a value."""
 
 
-class Unread(Protocol):
+class WatchedCall(Protocol):
     """A call that a tap watches."""
 
     def read(self) -> SeenCall:
@@ -98,7 +98,7 @@ class Unread(Protocol):
         ...
 
 
-UnreadT = TypeVar("UnreadT", bound=Unread)
+WatchedT = TypeVar("WatchedT", bound=WatchedCall)
 
 
 class Recorder:
@@ -111,7 +111,7 @@ class Recorder:
         """Root of the tree of the rollout's tasks and threads."""
         self.is_shared = False
         """The rollout's URL was used: there may be calls that are not seen here."""
-        self._calls: list[Unread] = []
+        self._calls: list[WatchedCall] = []
         self._steps: list[Step] = []
         self._lock = threading.Lock()
 
@@ -135,14 +135,14 @@ class Recorder:
     def steps(self) -> list[Step]:
         return list(self._steps)
 
-    def add_call(self, make: Callable[[int], UnreadT]) -> UnreadT:
+    def add_call(self, make: Callable[[int], WatchedT]) -> WatchedT:
         """Record a call that is sent; `make` gets its index."""
         with self._lock:
             call = make(len(self._calls))
             self._calls.append(call)
         return call
 
-    def resume(self, is_retry: Callable[[Unread], bool]) -> Unread | None:
+    def resume(self, is_retry: Callable[[WatchedCall], bool]) -> WatchedCall | None:
         """The newest call that the request is a retry of, or None."""
         with self._lock:
             return next((call for call in reversed(self._calls) if is_retry(call)), None)

@@ -112,7 +112,7 @@ def recorded(
     return Rollout(scope), recorder
 
 
-def apart(function: str, *, host: str) -> Rollout:
+def outside_rollouts(function: str, *, host: str) -> Rollout:
     """A scope whose calls to `host` belong to no rollout and carry only the function.
 
     Calls of a rollout that is opened inside it belong to that rollout.
@@ -160,7 +160,7 @@ def within(function: str) -> Iterator[None]:
 
 
 @contextmanager
-def kept_open() -> Iterator[None]:
+def keep_patched() -> Iterator[None]:
     """Keep libraries patched, even if another thread closes the scope meanwhile."""
     _taps.open()
     try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from hone.capture.scope import apart
+from hone.capture.scope import outside_rollouts
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import EvalOutputItem
@@ -283,7 +283,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     ) -> "ItemResult":
         """One rollout, scored; its evaluators' calls to the server are not the agent's."""
         host = self._evaluation.host
-        with nullcontext() if host is None else apart(EVALUATION, host=host):
+        with nullcontext() if host is None else outside_rollouts(EVALUATION, host=host):
             return await self._evaluation.run_item(
                 item, rollout=rollout, evaluators=None if reward is None else [reward]
             )

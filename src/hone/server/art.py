@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hone.errors import (
     Conflict,
@@ -29,6 +28,7 @@ from hone.logs import say
 from hone.server import art_log, job_tasks
 from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
 from hone.server.art_log import ArtGroup
+from hone.server.art_requests import KeepRequest, LogRequest, PrepareRequest, TrainRequest
 from hone.server.art_stream import Sent, streamed
 from hone.server.auth import inference_key
 from hone.server.bodies import checked, large_body_route
@@ -37,53 +37,10 @@ from hone.server.training import inference_url, registered
 from hone.server.workers import Worker
 from hone.store.models import ModelRecord
 from hone.trajectory import JobRequest, means
-from hone.types import FieldError, JobInfo, ModelKey, Name
+from hone.types import FieldError, JobInfo, ModelKey
 
 if TYPE_CHECKING:
     from hone.server.state import State
-
-
-class _Request(BaseModel):
-    """A body that carries the model object under `model`, or is one."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    model: ArtModel
-
-    @model_validator(mode="before")
-    @classmethod
-    def _wrapped(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "name" in data and "model" not in data:
-            return {"model": data}
-        return data
-
-
-class PrepareRequest(_Request):
-    """What ART starts its OpenAI server with; ours runs already."""
-
-    config: dict[str, Any] | None = None
-
-
-class TrainRequest(_Request):
-    """A training call."""
-
-    trajectory_groups: list[ArtGroup]
-    config: dict[str, Any] | None = None
-    dev_config: dict[str, Any] | None = None
-    verbose: bool | None = None
-
-
-class LogRequest(_Request):
-    """Trajectories to be kept, and averaged."""
-
-    trajectory_groups: list[ArtGroup]
-    split: Name = "val"
-
-
-class KeepRequest(_Request):
-    """The checkpoints to be kept."""
-
-    steps_to_keep: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 def routes(state: "State") -> APIRouter:

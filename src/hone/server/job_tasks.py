@@ -11,12 +11,14 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from hone.errors import BadRequest
 from hone.learner.packed import unpack_groups
+from hone.server import art_log
+from hone.server.art_requests import LogRequest, TrainRequest
 from hone.server.chat_tasks import Invalid, TemplateRef
 from hone.server.checks import digest
 from hone.server.language import Language
@@ -26,9 +28,6 @@ from hone.store.calls import CallStore
 from hone.store.database import Store
 from hone.trajectory import JobRequest, means
 from hone.types import JobInfo
-
-if TYPE_CHECKING:
-    from hone.server.art import LogRequest, TrainRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class LanguageRef:
 class ArtHead:
     """A request of ART's without its trajectories."""
 
-    request: "TrainRequest | LogRequest"
+    request: TrainRequest | LogRequest
     groups: int
     trajectories: int
 
@@ -63,7 +62,7 @@ class _Held:
     """What the last body was parsed into."""
 
     job: JobRequest | None = None
-    art: "TrainRequest | LogRequest | None" = None
+    art: TrainRequest | LogRequest | None = None
 
 
 def read_job(body: bytes) -> tuple[JobRequest, str] | Invalid:
@@ -75,8 +74,6 @@ def read_job(body: bytes) -> tuple[JobRequest, str] | Invalid:
 
 
 def read_art(body: bytes, *, log: bool) -> ArtHead | Invalid:
-    from hone.server.art import LogRequest, TrainRequest
-
     request = _validated(LogRequest if log else TrainRequest, body)
     if isinstance(request, Invalid):
         return request
@@ -95,8 +92,6 @@ def art_job(**fields: Any) -> tuple[JobRequest, str]:
 
 def log_art(model_dir: Path, split: str, step: int) -> dict[str, float]:
     """Write ART's groups to their file; the means of their metrics."""
-    from hone.server import art_log
-
     assert _Held.art is not None, "read_art comes first"
     art_log.write(model_dir, split, step, _Held.art.trajectory_groups)
     return means(_Held.art.trajectory_groups)

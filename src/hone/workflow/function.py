@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
-from hone.capture.scope import kept_open, within
+from hone.capture.scope import keep_patched, within
 from hone.config.registry import WRAPPERS
 from hone.errors import ConfigError, NotInThisVersion
 from hone.workflow.fit import Fit
@@ -131,7 +131,7 @@ async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             done.set_result(None)
 
     def work() -> None:
-        with kept_open():
+        with keep_patched():
             try:
                 outcome.append(context.run(fn, *args, **kwargs))
             except BaseException as error:  # noqa: BLE001  # raised again where it is awaited
