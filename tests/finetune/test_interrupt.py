@@ -38,7 +38,7 @@ def test_the_first_cancels_the_task_and_its_cleanup_is_not_disturbed(
 
     with Interrupts() as interrupts, pytest.raises(asyncio.CancelledError):
         asyncio.run(run(interrupts))
-    assert cleaned and interrupts.heard
+    assert cleaned and interrupts.received
     assert capfd.readouterr().err.count("Ctrl-C again leaves at once") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -74,7 +74,7 @@ def test_a_program_that_listens_itself_keeps_listening():
     signal.signal(signal.SIGINT, lambda *_: heard.append(1))
     with Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
-    assert heard == [1] and not interrupts.heard
+    assert heard == [1] and not interrupts.received
 
 
 STUBBORN = """

@@ -1,10 +1,10 @@
-"""What the YAML says of the server: where it is, what it trains, and how.
+"""Configuration of the built-in trainer adapter: the server, the model, and the training.
 
 In:   a block of `trainer_adapters` with `_type: openpipe_art_trainer_adapter`
 Out:  ARTTrainerAdapterConfig; the keys of each job
 
-`training` has every key of a job: what is not written there is not sent either, so that the
-server's defaults stay the server's. Only learning_rate and beta have defaults of this block's own.
+`training` has every key of a job. Keys that are not in the YAML are not sent, so that the server's
+defaults apply; only learning_rate and beta have defaults of this block's own.
 """
 
 from collections.abc import Mapping
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class ARTBackendConfig(Strict):
-    """Where the model is trained and served; without `ip` a server of this run's own."""
+    """Server that trains and serves the model; without `ip` the run starts its own."""
 
     ip: str | None = Field(None, min_length=1)
-    """Host of a running `hone serve`; 0.0.0.0 is dialled as 127.0.0.1. Without it and `port` this
-    run starts a server of its own and stops it at the end."""
+    """Host of a running `hone serve`; 0.0.0.0 means 127.0.0.1. Without `ip` and `port` the run
+    starts its own server and stops it at the end."""
     port: int | None = Field(None, ge=1, le=65535)
-    """Its control port."""
+    """Control port of the server."""
     inference_port: int | None = Field(None, ge=1, le=65535)
-    """Where its OpenAI API answers, if agents are to use another port than `port`."""
+    """Port of the server's OpenAI API, if agents use another port than `port`."""
     name: Name = "trainer_run"
-    """Of the model in training: what the server calls it."""
+    """Name of the trained model on the server."""
     project: Name = "trainer_project"
     base_model: str = Field("Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=512)
-    """What is trained: a name of `hone models list`, a hub name or a directory on the server."""
+    """Model to train: a name of `hone models list`, a hub name or a directory on the server."""
     api_key: str = "default"
-    """What the server asks for; `default` is enough on its own machine."""
+    """API key of the server; `default` is enough on the same machine."""
     delete_old_checkpoints: bool = False
     """Before each job, delete all steps but the newest and the best."""
     init_args: dict[str, JsonValue] | None = None
@@ -48,24 +48,24 @@ class ARTBackendConfig(Strict):
     engine_args: dict[str, JsonValue] | None = None
     """How it is served, for instance `gpu_memory_utilization`."""
     peft_args: dict[str, JsonValue] | None = None
-    """PEFT's words for the adapter: `r`, `lora_alpha`."""
+    """Adapter settings under PEFT's names: `r`, `lora_alpha`."""
     server_config: dict[str, JsonValue] | None = None
-    """What ART would start its OpenAI server with; `engine_args` in it count like those beside it,
-    the rest means nothing to a server that runs already, and is named in the log."""
+    """Settings that ART would start its OpenAI server with. Its `engine_args` are used like those
+    beside it; the rest does not apply to a running server and is named in the log."""
     root: Path = Path(".hone")
-    """Where a server of this run's own keeps its state."""
+    """Directory in which the run's own server keeps its state."""
     rank: int = Field(8, gt=0, le=512)
-    """Of the LoRA adapter."""
+    """LoRA rank."""
     alpha: float = Field(16.0, gt=0)
-    """Its scale, as in PEFT."""
+    """LoRA alpha, as in PEFT."""
 
     @property
     def url(self) -> str | None:
-        """Of the server that runs already; None for one of this run's own."""
+        """Address of the running server; None for the run's own."""
         return None if self.ip is None else f"http://{bracketed(self.ip)}:{self.port}"
 
     def trainable_model(self) -> TrainableModel[Any]:
-        """What is registered at the server."""
+        """The model as it is registered at the server."""
         served = (self.server_config or {}).get("engine_args")
         return TrainableModel(
             name=self.name,

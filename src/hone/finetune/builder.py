@@ -1,4 +1,4 @@
-"""Turn examples into groups of trajectories: run each several times, score, keep what is trained.
+"""Run each example several times, score the rollouts, and group them by example.
 
 In:   an Evaluation (workflow, items, evaluators), the number of generations, the targets
 Out:  a TrajectoryCollection, one group per example; what was left out, counted by reason

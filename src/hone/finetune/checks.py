@@ -44,14 +44,14 @@ moves each weight by about the learning rate a step; the demo's task turns at ab
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
     message: str
-    """What was found; if it is not ok, what to change."""
+    """What is true; if it is not ok, what to change."""
     warning: bool = False
-    """It is ok, and still somebody should read the message."""
+    """It is ok, and the user should still read the message."""
     path: Keys = ()
     """The key to change, where it is one of the file."""
 
@@ -61,13 +61,13 @@ class Plan:
     """What a run would do, if every group could be trained."""
 
     examples: int
-    """Of one epoch."""
+    """Examples per epoch."""
     generations: int
     epochs: int
     rounds: int
-    """Of each epoch."""
+    """Rounds per epoch."""
     rollouts: int
-    """For training, in all epochs; retries and validation not counted."""
+    """Training rollouts of all epochs, without retries and validation."""
     jobs: int
     optimizer_steps: int
     learning_rate: float | None
@@ -77,7 +77,7 @@ class Plan:
 
 
 def failures(checks: Sequence[Check]) -> list[Check]:
-    """Those that forbid to go on."""
+    """The checks that failed."""
     return [check for check in checks if not check.ok]
 
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a run: what must not change, so that the same command can go on with it.
+"""The fingerprint of a run: what must not change if the same command is to resume it.
 
 In:   the configuration as it was read, and what the command line said beside it
 Out:  JSON values that run.json keeps and the next start is compared with; the functions that a

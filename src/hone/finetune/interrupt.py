@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one ends a run that then tells what it has, the second one leaves at once.
+"""Ctrl-C: the first one ends a run with a report, the second one leaves at once.
 
 In:   SIGINT, while a run goes on
 Out:  the run's task is cancelled, once; or the process ends with 130
@@ -27,32 +27,32 @@ INTERRUPTED = 130
 SAME_S = 0.5
 """Signals so near each other are one Ctrl-C: a terminal sends it to all its processes, and one that
 started this one (`uv run`, `make`) may pass it on."""
-SAID = "Ending what runs; Ctrl-C again leaves at once"
+MESSAGE = "Ending what runs; Ctrl-C again leaves at once"
 
 
 class Interrupts:
-    """Listens while it is open, in the main thread, unless a program listens already."""
+    """Handles SIGINT while it is open, in the main thread, unless a program handles it already."""
 
     def __init__(self) -> None:
-        self.heard = False
-        self._heard_at = 0.0
+        self.received = False
+        self._received_at = 0.0
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._listening = False
-        self._saying = threading.Thread(target=progress.write, args=(SAID,), daemon=True)
+        self._installed = False
+        self._printing = threading.Thread(target=progress.write, args=(MESSAGE,), daemon=True)
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._hear)
-            self._listening = True
+            signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._listening:
+        if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._listening = False
-        if self._saying.ident is not None:
-            self._saying.join()
+            self._installed = False
+        if self._printing.ident is not None:
+            self._printing.join()
 
     def end_this(self) -> None:
         """From now on the first Ctrl-C cancels the task that calls this."""
@@ -60,17 +60,17 @@ class Interrupts:
         assert task is not None, "called outside of a task"
         self._running = asyncio.get_running_loop(), task
 
-    def _hear(self, *_: object) -> None:
+    def _handle(self, *_: object) -> None:
         now = time.monotonic()
-        if self.heard:
-            if now - self._heard_at >= SAME_S:
+        if self.received:
+            if now - self._received_at >= SAME_S:
                 leave()
             return
-        self.heard, self._heard_at = True, now
+        self.received, self._received_at = True, now
         if self._running is None:
             raise KeyboardInterrupt
         # In a thread: this may have come in the middle of a line of the console's.
-        self._saying.start()
+        self._printing.start()
         loop, task = self._running
         loop.set_exception_handler(to_debug)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over

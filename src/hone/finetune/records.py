@@ -1,4 +1,4 @@
-"""One record per rollout: what the journal keeps of it, and groups and numbers made of records.
+"""One record per rollout, and the groups and numbers made of records.
 
 In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
 Out:  a RolloutRecord; its event; groups by example; the numbers of a round; refusals where too

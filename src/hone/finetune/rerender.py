@@ -1,4 +1,4 @@
-"""Text where no tokens were recorded: calls -> an episode, an episode -> what the server renders.
+"""Text where no tokens were recorded: episodes from calls, chat messages from episodes.
 
 In:   sampled calls; trajectories that hold an episode of messages
 Out:  episodes; the SDK's TrajectoryGroups; what could not be converted, counted by reason

@@ -80,7 +80,7 @@ def finetune(options: FinetuneOptions) -> int:
             status = run_loop(run.go())
         except (KeyboardInterrupt, asyncio.CancelledError):
             return run.interrupted()
-        return run.interrupted() if interrupts.heard else status
+        return run.interrupted() if interrupts.received else status
 
 
 def _dry_run(
@@ -129,7 +129,7 @@ class Run:
             status, message = self._verdict(statuses)
         except HoneError as error:
             status, message = TrainingStatusEnum.FAILED, str(error)
-        if self.interrupts.heard:  # whatever it met on its way out
+        if self.interrupts.received:  # whatever it met on its way out
             raise asyncio.CancelledError
         best = self.state.history.best
         self.events.append(
