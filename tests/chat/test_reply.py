@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from hone.chat.messages import parse_object
 from hone.chat.reply import (
     ByteDecoder,
     CallDelta,
@@ -23,6 +22,7 @@ from hone.chat.reply import (
 )
 from hone.chat.template import ChatTemplate
 from hone.errors import TemplateError
+from hone.wire.json import load_object
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather"}}]
@@ -237,7 +237,7 @@ def read(text: str, stop: list[str], *, thinks: bool) -> tuple[str | None, str, 
     for piece in re.split(r"(<tool_call>.*?</tool_call>)", text, flags=re.DOTALL):
         if piece.startswith("<tool_call>") and piece.endswith("</tool_call>"):
             try:
-                names.append(str(parse_object(piece[11:-12])["name"]))
+                names.append(str(load_object(piece[11:-12])["name"]))
                 content, after = content.rstrip(), True
                 continue
             except (ValueError, KeyError):

@@ -18,8 +18,9 @@ from typing import Any
 from hone.capture.base import SeenCall
 from hone.capture.tee import decoder, loop_of, tee_like
 from hone.wire.errors import error_message
+from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import usage
-from hone.wire.stream import join_events, parse_object
+from hone.wire.stream import join_events
 
 UNANSWERED = "no answer yet"
 LEFT = "the client left the stream before its end"
@@ -110,14 +111,14 @@ class Exchange:
         seconds, status = self._seconds, self._status
         body = b"".join(self._pieces)
         body = body if self._decode is None else self._decode(body)
-        request = parse_object(self.sent)
+        request = object_or_empty(self.sent)
         if status is not None and status >= 400:
-            text = error_message(parse_object(body)) or body[:500].decode(errors="replace")
+            text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
             response = _Response(error=f"HTTP {status}: {text or 'no reason given'}")
         elif status is None or (seconds is None and not self._is_stream):
             response = _Response()
         else:
-            response = _response(join_events(body) if self._is_stream else parse_object(body))
+            response = _response(join_events(body) if self._is_stream else object_or_empty(body))
         under_way = UNANSWERED if seconds is None else None
         seen = SeenCall(
             index=self.index,

@@ -9,13 +9,13 @@ their own framework, and a comparison of bytes would find no turn that continues
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
 from hone.errors import TemplateError
 from hone.wire.errors import brief
+from hone.wire.json import load_object
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -78,9 +78,6 @@ class Message:
 
 Tools = Sequence[Mapping[str, Any]]
 
-_MAX_DEPTH = 100
-"""Levels of nesting in argument JSON; deeper ones could overflow the stack of its next reader."""
-
 
 def check_messages(messages: object) -> list[Message]:
     """The messages; raises TemplateError for what no template could express."""
@@ -105,22 +102,6 @@ def check_tools(tools: object) -> list[dict[str, Any]]:
             )
         checked.append(dict(tool))
     return checked
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; raises ValueError unless it can be written as JSON again."""
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    level: list[object] = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [item for parent in level for item in _checked_items(parent)]
-        if not level:
-            return value
-    raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}")
 
 
 def _message(entry: object, where: str) -> Message:
@@ -205,7 +186,7 @@ def _arguments(arguments: object, where: str) -> str:
     if not isinstance(arguments, str):
         _refuse(where, f"expected the JSON text of an object, got {brief(arguments)}")
     try:
-        parse_object(arguments)
+        load_object(arguments)
     except ValueError as error:
         _refuse(where, f"{error} in {brief(arguments)}; send the JSON text of an object")
     return arguments
@@ -237,25 +218,6 @@ def _without_float_integers(value: object) -> object:
     if isinstance(value, list):
         return [_without_float_integers(item) for item in value]
     return value
-
-
-def _checked_items(value: object) -> list[object]:
-    """The items of a JSON value; raises ValueError for what cannot be written as JSON again."""
-    if isinstance(value, dict):
-        for key in value:
-            key.encode()
-        return list(value.values())
-    if isinstance(value, list):
-        return value
-    if isinstance(value, str):
-        value.encode()  # a lone surrogate: no tokenizer and no HTTP body can carry it
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number too large for JSON")
-    return []
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _refuse(where: str, what: str) -> NoReturn:

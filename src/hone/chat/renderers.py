@@ -17,10 +17,11 @@ from datetime import date
 from typing import Any
 
 from hone.chat.jinja import Jinja
-from hone.chat.messages import Message, ToolCall, parse_object
+from hone.chat.messages import Message, ToolCall
 from hone.chat.reply import CallDelta, ContentDelta, Event, ReasoningDelta, Reply, call_id
 from hone.errors import TemplateError
 from hone.inference.base import FinishReason
+from hone.wire.json import load_object
 
 _DATE_FIELDS: dict[str, str] = {
     "date_string": "%d %b %Y",  # Llama 3
@@ -219,7 +220,7 @@ class WholeParser:
         text = attempt.arguments
         if not isinstance(text, str):
             text = json.dumps({} if text is None else text, ensure_ascii=False)
-        parse_object(text)
+        load_object(text)
         return ToolCall(
             attempt.name, text, attempt.id or call_id(self._seed, index, attempt.name, text)
         )

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from hone.chat.messages import ToolCall, parse_object
+from hone.chat.messages import ToolCall
 from hone.inference.base import FinishReason
+from hone.wire.json import load_object
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
@@ -270,7 +271,7 @@ class StreamParser:
             self._add_text(OPEN_CALL + body)
             return True
         try:
-            call = self._tool_call(parse_object(body))
+            call = self._tool_call(load_object(body))
         except ValueError as error:
             self._malformed.append(f"tool call {body.strip()[:80]!r}: {error}")
             self._add_text(OPEN_CALL + body + CLOSE_CALL)

@@ -28,9 +28,9 @@ from hone.server.responses import EventStream, UntilDisconnect
 from hone.server.serving import ServedName
 from hone.server.state import State
 from hone.wire.errors import error_body
+from hone.wire.json import write_json
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
 from hone.wire.rollout import RolloutScope
-from hone.wire.stream import write_json
 
 
 def routes(state: State) -> APIRouter:

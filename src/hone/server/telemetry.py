@@ -20,7 +20,7 @@ from hone.logs import log
 from hone.redact import HIDDEN, redact
 from hone.server.settings import Settings
 from hone.wire.errors import error_message
-from hone.wire.stream import parse_object
+from hone.wire.json import object_or_empty
 
 MAX_REASON = 1000
 """Characters of a refusal that are logged."""
@@ -60,7 +60,7 @@ class Metrics:
 
 def refusal_text(body: bytes, key: str | None = None) -> str:
     """The message of an error response, short enough for a log line and without keys."""
-    message = error_message(parse_object(body)) if len(body) < 2**20 else None
+    message = error_message(object_or_empty(body)) if len(body) < 2**20 else None
     text = redact((message or "").replace(key, HIDDEN) if key else message or "")
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 

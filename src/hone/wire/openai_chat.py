@@ -10,7 +10,7 @@ Keys that are known and not supported yet pass only with the value that asks for
 import difflib
 import json
 import math
-from typing import Annotated, Any, ClassVar, NoReturn, NotRequired, Self, TypedDict
+from typing import Annotated, Any, ClassVar, NotRequired, Self, TypedDict
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,7 @@ from pydantic import (
 
 from hone.errors import BadRequest
 from hone.wire.errors import brief
+from hone.wire.json import load_object
 
 IGNORED = {
     "user": "names the end user; there are no accounts here",
@@ -66,9 +67,6 @@ GREEDY_BELOW = 1e-3
 """A temperature below this is greedy: scores divided by it would overflow."""
 SMALLEST_TOP_P = 1e-9
 """A `top_p` below this is greedy: no more than the likeliest token can be left."""
-
-_MAX_DEPTH = 100
-"""Levels of nesting in a body; deeper ones could overflow the stack when it is written again."""
 
 _Stops = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
@@ -268,38 +266,12 @@ def effective_temperature(temperature: float) -> float:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The body of a request; raises BadRequest unless it is a JSON object of sound text."""
+    """The body of a request; raises BadRequest unless it is a JSON object."""
     try:
-        value = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise BadRequest(f"the body is {brief(value)}; send a JSON object", code="invalid_json")
-    if body.count(b"{") + body.count(b"[") > _MAX_DEPTH:
-        _check_depth(value)
-    if b"\\u" in body:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise BadRequest(
-                "the body has half of a surrogate pair; send whole characters",
-                code="invalid_json",
-            ) from None
-    return value
-
-
-def _check_depth(value: dict[str, Any]) -> None:
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise BadRequest(f"the body is nested deeper than {_MAX_DEPTH}", code="invalid_json")
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+        return load_object(body)
+    except ValueError as error:
+        message = f"the body is not JSON: {error}; send a JSON object"
+        raise BadRequest(message, code="invalid_json") from None
 
 
 # ---- responses ---------------------------------------------------------------------------------

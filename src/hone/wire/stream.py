@@ -7,29 +7,15 @@ The `openai` package joins chunks too (ChatCompletionStreamState, 3.49), but dro
 choice that it does not know. hone's servers and vLLM send `token_ids` there.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic_core import from_json
-
-
-def write_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+from hone.wire.json import object_or_empty, write_json
 
 
 def write_event(value: dict[str, Any] | Literal["[DONE]"]) -> bytes:
     data = value.encode() if isinstance(value, str) else write_json(value)
     return b"data: " + data + b"\n\n"
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a response body; empty where it is none."""
-    try:
-        value = from_json(body)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def read_events(body: bytes) -> Iterator[dict[str, Any]]:
@@ -38,7 +24,7 @@ def read_events(body: bytes) -> Iterator[dict[str, Any]]:
         if line.startswith(b"data:"):
             data.append(line[5:].strip())
         elif not line and data:
-            event = parse_object(b"\n".join(data))
+            event = object_or_empty(b"\n".join(data))
             data.clear()
             if event:
                 yield event

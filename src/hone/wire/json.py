@@ -1,0 +1,67 @@
+"""JSON objects: parsed so that they can be written again, and written compactly.
+
+In:   JSON text of a request, of a response or of a model
+Out:  dicts; the bytes of JSON
+
+Python's parser accepts what no JSON document can hold: NaN, numbers beyond a float, half of a
+surrogate pair, nesting without end. Here they are errors, before they reach a file or a template.
+"""
+
+import json
+import math
+from typing import Any, NoReturn
+
+from pydantic_core import from_json
+
+MAX_DEPTH = 100
+"""Levels of nesting; deeper ones could overflow the stack of the next reader."""
+
+
+def load_object(text: str | bytes) -> dict[str, Any]:
+    """Raises ValueError, with the reason, unless `text` is an object that can be written again."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError(f"JSON nested deeper than {MAX_DEPTH}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    body = text.encode() if isinstance(text, str) else text
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        _check_depth(value)
+    if b"\\u" in body:
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+    return value
+
+
+def object_or_empty(body: bytes) -> dict[str, Any]:
+    """The JSON object of a response body; empty where it is none."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _check_depth(value: dict[str, Any]) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"JSON nested deeper than {MAX_DEPTH}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number too large for JSON")
+    return number
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
