@@ -224,23 +224,6 @@ def test_save_load_save_is_byte_equal_and_keeps_the_hash(tiny_llama_dir: Path, t
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("wanted", [[0, 5, 6, 36], [36], [], list(range(37))])
-def test_of_the_last_layer_only_wanted_rows_can_be_asked_for(tiny_llama_dir: Path, wanted):
-    decoder = Decoder.load(tiny_llama_dir)
-    loras = [Lora.init(decoder.config, rank=4, seed=seed) for seed in (1, 2)]
-    for lora in loras:
-        for path, tensor in lora.named():
-            if "lora_B" in path:
-                tensor.normal_(0, 0.2, generator=torch.Generator().manual_seed(9))
-    ids, places = torch.arange(3, 40), torch.arange(37)
-    spans = [(0, 6, loras[0]), (8, 37, loras[1])]
-    asked = (ids, places, whole_sequence(decoder), spans)
-    all_rows = decoder.hidden(*asked)
-    assert decoder.hidden(*asked, wanted).shape == (len(wanted), decoder.config.hidden)
-    torch.testing.assert_close(decoder.hidden(*asked, wanted), all_rows[wanted], atol=1e-5, rtol=0)
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama with biases", "qwen2", "qwen3"])
 def test_a_packed_decoder_computes_the_same(name: str, tmp_path: Path):
     # On machines where packing wins nothing it is the same decoder, and this says little.

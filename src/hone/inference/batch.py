@@ -11,7 +11,6 @@ prompt's block, computed together for all sequences of that prompt, and over its
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -125,22 +124,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def wanted(self, *, whole: int) -> tuple[list[int] | None, list[int]]:
-        """The rows whose hidden states are needed (None: all), and how many per chunk, then of pools.
-
-        All rows of the first `whole` chunks, which belong to probes, and of the pools; of a prompt
-        only its last row, from which the first token of every sample is drawn.
-        """
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each chunk, then of all pools together."""
         chunks = [prefill.chunk for prefill in self._prefills]
-        lengths = [chunk.stop - chunk.start for chunk in chunks]
-        needed = lengths[:whole] + [int(c.stop == len(c.block.ids)) for c in chunks[whole:]]
-        sizes = [*needed, len(self) - self.decode_start]
-        if needed == lengths:
-            return None, sizes
-        rows: list[int] = []
-        for end, count in zip(accumulate(lengths), needed, strict=True):
-            rows += range(end - count, end)
-        return [*rows, *range(self.decode_start, len(self))], sizes
+        return [*(c.stop - c.start for c in chunks), len(self) - self.decode_start]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = self._config.windows[layer]

@@ -53,11 +53,10 @@ class ModelRunner:
         if not len(batch):
             return None
         decoder, adapters = self.merger.decoder(len(batch), batch.spans)
-        wanted, sizes = batch.wanted(whole=len(probes))
-        hidden = decoder.hidden(batch.token_ids, batch.positions, batch.attend, adapters, wanted)
+        hidden = decoder.hidden(batch.token_ids, batch.positions, batch.attend, adapters)
         for chunk in chunks:
             chunk.block.filled = chunk.stop
-        *states, decoding = hidden.split(sizes)
+        *states, decoding = hidden.split(batch.sizes)
         scorer.add_states(list(zip(probes, states, strict=False)))
         for chunk, computed in zip(prompts, states[len(probes) :], strict=True):
             self.prefilled += chunk.stop - chunk.start

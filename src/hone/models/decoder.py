@@ -8,7 +8,6 @@ sums. The caller chooses the kernels by the method it calls; grad mode changes n
 decides which tokens see each other, so there is no batch axis, no padding and no mask here.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,27 +161,16 @@ class Decoder:
         positions: Tensor,  # [N] int64
         attend: Attend,
         adapters: Sequence[Span] = (),
-        wanted: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states after the last norm, [N, hidden], for inference: no gradients.
-
-        `wanted`, rows in ascending order, limits the result to those rows. Most prompt tokens are
-        needed only for their keys and values, so the last layer skips the rest of their work.
-        """
+        """Hidden states after the last norm, [N, hidden], for inference: no gradients."""
         cos, sin = self._rotation(positions)
         x = self.embedding[token_ids]
         for index, layer in enumerate(self.layers):
             y = rms_norm(x, layer.input_norm, self.config.norm_eps)
-            qk, v = self._heads(layer, layer.qkv(y, adapters))
-            if self.config.rotary[index]:
-                qk = _rotate_halves(qk, cos, sin)
-            seen = attend(index, *self._split(qk), v)
-            if wanted is not None and index == len(self.layers) - 1:
-                rows = torch.tensor(wanted, dtype=torch.int64, device=x.device)
-                x, seen, adapters = x[rows], seen[rows], _among(wanted, adapters)
-            x = layer.out.add_to_(x, seen, adapters)
+            q, k, v = self._heads(index, layer.qkv(y, adapters), cos, sin)
+            x.add_(layer.out(attend(index, q, k, v), adapters))
             y = rms_norm(x, layer.post_norm, self.config.norm_eps)
-            x = layer.down.add_to_(x, swiglu(layer.gate_up(y, adapters)), adapters)
+            x.add_(layer.down(swiglu(layer.gate_up(y, adapters)), adapters))
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def hidden_for_training(
@@ -200,10 +188,8 @@ class Decoder:
         x = self.embedding[token_ids]
         for index, layer in enumerate(self.layers):
             y = rms_norm(x, layer.input_norm, self.config.norm_eps)
-            qk, v = self._heads(layer, layer.qkv.differentiable(y, lora))
-            if self.config.rotary[index]:
-                qk = torch.addcmul(qk * cos, qk.roll(self.config.head_dim // 2, -1), sin)
-            x = x + layer.out.differentiable(attend(index, *self._split(qk), v), lora)
+            q, k, v = self._heads(index, layer.qkv.differentiable(y, lora), cos, sin)
+            x = x + layer.out.differentiable(attend(index, q, k, v), lora)
             y = rms_norm(x, layer.post_norm, self.config.norm_eps)
             y = swiglu(layer.gate_up.differentiable(y, lora))
             x = x + layer.down.differentiable(y, lora)
@@ -234,21 +220,21 @@ class Decoder:
         decoder._packed_head = self._packed_head
         return decoder
 
-    def _heads(self, layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [N, heads + kv_heads, head_dim], normed if the model does so, and values."""
-        config = self.config
-        heads, kv = config.heads, config.kv_heads
-        qkv = qkv.view(-1, heads + 2 * kv, config.head_dim)
+    def _heads(
+        self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [N, heads, head_dim] each, normed and rotated as the layer does."""
+        config, layer = self.config, self.layers[index]
+        heads, kv, dim = config.heads, config.kv_heads, config.head_dim
+        qkv = qkv.view(-1, heads + 2 * kv, dim)
         qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._split(qk)
-            q = rms_norm(q, layer.q_norm, config.norm_eps)
-            k = rms_norm(k, layer.k_norm, config.norm_eps)
+            q = rms_norm(qk[:, :heads], layer.q_norm, config.norm_eps)
+            k = rms_norm(qk[:, heads:], layer.k_norm, config.norm_eps)
             qk = torch.cat((q, k), 1)
-        return qk, v
-
-    def _split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
-        return qk[:, : self.config.heads], qk[:, self.config.heads :]
+        if config.rotary[index]:
+            qk = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin)
+        return qk[:, :heads], qk[:, heads:], v
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines signed for a rotation by half the dimensions; [N, 1, head_dim]."""
@@ -263,20 +249,6 @@ class Decoder:
             )
         cos, sin = self._tables
         return cos[positions], sin[positions]
-
-
-def _rotate_halves(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding half by half, without the copy that `roll` makes."""
-    half, turned = qk.shape[-1] // 2, qk * cos
-    turned[..., :half].addcmul_(qk[..., half:], sin[..., :half])
-    turned[..., half:].addcmul_(qk[..., :half], sin[..., half:])
-    return turned
-
-
-def _among(wanted: Sequence[int], adapters: Sequence[Span]) -> list[Span]:
-    """The spans in terms of wanted rows."""
-    ends = [(bisect_left(wanted, a), bisect_left(wanted, b), lora) for a, b, lora in adapters]
-    return [(start, stop, lora) for start, stop, lora in ends if start < stop]
 
 
 def _frequencies(config: DecoderConfig, device: torch.device) -> tuple[Tensor, float]:

@@ -42,7 +42,9 @@ class Projection:
             y = _linear(x, self.weight, self.bias)
         else:
             y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        self._adapt_(y, x, adapters)
+        for start, stop, lora in adapters:
+            a, b = lora.fused(self.key, y.dtype)
+            y[start:stop].addmm_(x[start:stop] @ a, b, alpha=lora.scale)
         return y
 
     def differentiable(self, x: Tensor, lora: Lora | None) -> Tensor:
@@ -51,14 +53,6 @@ class Projection:
             return _linear(x, self.weight, self.bias)
         a, b = lora.factors(self.key)
         return _LoraLinear.apply(x, self.weight, self.bias, lora.scale, a, *b)
-
-    def add_to_(self, x: Tensor, y: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> Tensor:
-        """For inference: add the projection of y to x in place."""
-        if self.packed is not None or self.bias is not None:
-            return x.add_(self(y, adapters))
-        x.addmm_(y, self.weight)
-        self._adapt_(x, y, adapters)
-        return x
 
     def pack(self) -> "Projection":
         """A copy with the packed matrix."""
@@ -76,11 +70,6 @@ class Projection:
         if self.packed is None:
             return replace(self, weight=rows.t())
         return replace(self, packed=packed(rows))
-
-    def _adapt_(self, y: Tensor, x: Tensor, adapters: Sequence[tuple[int, int, Lora]]) -> None:
-        for start, stop, lora in adapters:
-            a, b = lora.fused(self.key, y.dtype)
-            y[start:stop].addmm_(x[start:stop] @ a, b, alpha=lora.scale)
 
 
 def packed(rows: Tensor) -> Tensor:
