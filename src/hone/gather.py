@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TypeVar
 
 from hone.progress import Progress
-from hone.tally import Share, Tally, check_budget, current_share, discard, end_all, run_all
+from hone.tally import Share, Tally, cancel_all, check_budget, current_share, discard, run_all
 from hone.trajectory import TrajectoryGroup
 
 R = TypeVar("R")
@@ -118,7 +118,9 @@ async def trajectory_group_batches(
                     ended += [task.result() for task in running if task in done]
                     running = {task: g for task, g in running.items() if task not in done}
         finally:
-            await end_all(running)
+            await cancel_all(running)
+            for group in running.values():
+                discard(group)
 
 
 async def _finish(

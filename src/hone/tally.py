@@ -10,7 +10,7 @@ was cancelled and awaited: nothing goes on sampling after the call has ended.
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -152,22 +152,30 @@ async def run_rollouts(rollouts: Sequence[Awaitable[Any]], kind: type) -> list[A
     return await run_all(rollouts, lambda rollout: tally.watch(rollout, kind=kind))
 
 
-async def run_all(items: Sequence[T], run: Callable[[T], Coroutine[Any, Any, R]]) -> list[R]:
-    """Run all at once, results in order; when one raises, the others are ended first."""
-    tasks = {asyncio.create_task(run(item)): item for item in items}
+async def run_together(work: Iterable[Awaitable[R]]) -> list[R]:
+    """Run all at once, results in order; when one raises, the others are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await end_all(tasks)
+        await cancel_all(tasks)
 
 
-async def end_all(tasks: Mapping[asyncio.Task[Any], Any]) -> None:
-    """Cancel what runs and wait for it; a task that had not begun leaves its item unawaited."""
+async def run_all(items: Sequence[T], run: Callable[[T], Coroutine[Any, Any, R]]) -> list[R]:
+    """`run_together` of `run(item)`; items whose run had not begun are discarded."""
+    try:
+        return await run_together(map(run, items))
+    finally:
+        for item in items:
+            discard(item)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks and wait until they have ended."""
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for item in tasks.values():
-        discard(item)
 
 
 def discard(item: Any) -> None:

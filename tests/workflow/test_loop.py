@@ -12,8 +12,9 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran
 
 from hone.capture.openai import LEFT
+from hone.tally import run_together
 from hone.workflow import loop
-from hone.workflow.loop import ended_together, run_loop
+from hone.workflow.loop import run_loop
 
 
 def test_a_task_that_ignores_its_cancellation_is_left(
@@ -71,9 +72,9 @@ async def test_when_one_of_many_fails_the_others_are_ended_first():
         raise ValueError("one")
 
     with pytest.raises(ValueError, match="one"):
-        await ended_together([waits("a"), fails(), asyncio.create_task(waits("b"))])
+        await run_together([waits("a"), fails(), asyncio.create_task(waits("b"))])
     assert ended == ["a", "b"]
-    assert await ended_together(asyncio.sleep(0, n) for n in (1, 2)) == [1, 2]
+    assert await run_together(asyncio.sleep(0, n) for n in (1, 2)) == [1, 2]
 
 
 def test_a_thread_that_hangs_is_not_waited_for():

@@ -41,9 +41,10 @@ from hone.evaluation.results import (
     usage,
 )
 from hone.progress import Progress
+from hone.tally import run_together
 from hone.trajectory import failure_of
 from hone.workflow.function import Function
-from hone.workflow.loop import ended_together, run_loop
+from hone.workflow.loop import run_loop
 from hone.workflow.run import RecordedCalls, run_rollout
 from hone.workflow.target import load_target
 
@@ -177,7 +178,7 @@ class Evaluation:
                 on_result(result)
             return result
 
-        results = await ended_together(map(one, self.items if items is None else items))
+        results = await run_together(map(one, self.items if items is None else items))
         return EvaluationRunOutput(
             results=results,
             eval_input=EvalInput(eval_input_items=[result.item for result in results]),
@@ -205,7 +206,7 @@ class Evaluation:
             except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; it is recorded
                 return dict.fromkeys(names, Score(None, failure=failure_of(error)))
         deadline = self.timeout_s
-        scores = await ended_together(
+        scores = await run_together(
             [score(self.evaluators[name], item, timeout_s=deadline) for name in names]
         )
         return dict(zip(names, scores, strict=True))

@@ -42,8 +42,8 @@ from hone.finetune.records import (
 )
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
+from hone.tally import run_together
 from hone.trajectory import failure_of
-from hone.workflow.loop import ended_together
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
@@ -143,7 +143,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 of_generation.append(asyncio.create_task(rollout))
         self._rounds[run_id] = at
         self.evaluation_runs[run_id] = [
-            asyncio.create_task(ended_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
+            asyncio.create_task(run_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
             for k, tasks in enumerate(rollouts)
         ]
 
@@ -180,7 +180,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             raise ConfigError(f"No evaluation runs found for run_id: {run_id}")
         runs, at = self.evaluation_runs[run_id], self._rounds[run_id]
         try:
-            records = [record for ran in await ended_together(runs) for record in ran]
+            records = [record for ran in await run_together(runs) for record in ran]
         finally:
             self.evaluation_runs.pop(run_id, None)
             self._rounds.pop(run_id, None)

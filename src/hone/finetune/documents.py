@@ -11,7 +11,6 @@ contacted. What only the server can know of a base model is left to the server.
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from hone.config.load import Loaded
 from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.problems import Path as Keys
 from hone.config.schema import Document, FinetuneRunConfig, examine
-from hone.errors import ConfigError
+from hone.errors import ConfigError, did_you_mean
 from hone.evaluation.datasets import (
     WHERE,
     CsvDataset,
@@ -335,8 +334,7 @@ def _expected(
 
 
 def _no_column(column: str, columns: Sequence[str], path: Keys) -> Check:
-    guess = get_close_matches(column, columns, n=1)
-    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    maybe = did_you_mean(column, columns)
     message = f"no row has a {column!r}.{maybe} There are: {', '.join(columns)}."
     return Check("dataset", False, message, path=path)
 
@@ -393,8 +391,7 @@ def _unknown(name: str) -> str | None:
     names = list(KNOWN)
     if name in names:
         return None
-    guess = get_close_matches(name, names, n=1)
-    maybe = f" Did you mean {guess[0]!r}?" if guess else ""
+    maybe = did_you_mean(name, names)
     return (
         f"{name!r} is not a model that hone knows, a directory, or a name on the hub "
         f"(ORGANISATION/MODEL).{maybe} `hone models list` shows what is known."

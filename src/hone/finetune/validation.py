@@ -27,7 +27,7 @@ from hone.finetune.records import (
 )
 from hone.report.text import counted, failed
 from hone.report.validations import Validation
-from hone.workflow.loop import ended_together
+from hone.tally import run_together
 
 if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
@@ -83,7 +83,7 @@ class Validator:
             self.events.append("rollout", **event_fields(record))
             return record
 
-        records = await ended_together(rollout(*one) for one in wanted)
+        records = await run_together(rollout(*one) for one in wanted)
         after = f"validation after {counted(epoch, 'epoch')}"
         where = f"final validation of step {step}" if final else after
         outcome = self._outcome(records, where)

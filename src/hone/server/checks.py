@@ -11,13 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
 from pydantic import ValidationError
 
-from hone.errors import ModelNotFound, Unprocessable
+from hone.errors import ModelNotFound, Unprocessable, did_you_mean
 from hone.models.find import check_exists
 from hone.server.model_args import OWN_SECTIONS, settled
 from hone.trajectory import JobRequest
@@ -81,8 +80,7 @@ def train_config(
     wrong = unwritable(requested, (field,))
     for key in requested:
         if key not in known:
-            close = get_close_matches(key, known, n=1, cutoff=0.5)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
+            guess = did_you_mean(key, known, cutoff=0.5)
             message = f"no such key.{guess} Known: {', '.join(known)}."
             wrong.append(FieldError((field, key), message))
     if wrong:

@@ -9,12 +9,11 @@ it was written, so that it is loaded once. How it is called and trained by defau
 may be registered anew at any time. Its name is changed by rename.py, with all that is kept of it.
 """
 
-import difflib
 import time
 from dataclasses import dataclass
 from sqlite3 import Connection
 
-from hone.errors import Conflict, NotFound
+from hone.errors import Conflict, NotFound, did_you_mean
 from hone.models.find import canonical
 from hone.store.database import Store
 from hone.types import ModelKey, ModelSpec
@@ -149,7 +148,6 @@ def _check_name(spec: ModelSpec, known: Records) -> None:
 
 def _unknown(name: str, known: Records) -> str:
     names = [str(record.key) for record in known]
-    close = difflib.get_close_matches(name, [*names, *(r.key.name for r in known)], n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
+    guess = did_you_mean(name, [*names, *(r.key.name for r in known)])
     registered = ", ".join(names) or "none yet"
     return f"no model called {name!r} is registered.{guess} Registered: {registered}."

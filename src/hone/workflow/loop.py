@@ -11,7 +11,7 @@ ending. Here threads are daemons, which the process does not wait for.
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -34,17 +34,6 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
         # Not runner.close(), which would wait for them.
         asyncio.set_event_loop(None)
         loop.close()
-
-
-async def ended_together(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Run all at once, results in order; when one raises, the others are ended first."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _alone(main: Coroutine[Any, Any, T]) -> T:
