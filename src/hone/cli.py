@@ -38,7 +38,7 @@ EXITS = {
 }
 """The meaning of each exit status; docs/reference/cli.md shows it."""
 
-_SERVER_PACKAGES = {"fastapi", "filelock", "gguf", "huggingface_hub", "numpy", "psutil"} | {
+_SERVER_PACKAGES = {"fastapi", "gguf", "huggingface_hub", "numpy", "psutil"} | {
     "prometheus_client",
     "safetensors",
     "starlette",

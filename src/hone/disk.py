@@ -1,6 +1,6 @@
-"""Durable file operations, and the error that says why one failed.
+"""Durable files: written whole, appended line by line, and an error that says why it failed.
 
-In:   paths
+In:   paths and content
 Out:  files and directories that survive a loss of power once a function returns; StorageError or
       DiskFull instead of the errors of the operating system, of SQLite and of Rust libraries
 
@@ -10,12 +10,17 @@ tell the two apart, so FileNotFoundError and everything about the content passes
 """
 
 import errno
+import json
 import os
 import re
+import secrets
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from filelock import lock_descriptor
 
 from hone.errors import DiskFull, HoneError, StorageError
 
@@ -28,6 +33,8 @@ _SQLITE = {
 """SQLite's primary result codes that are about the disk, and the errno each stands for."""
 _RUST = re.compile(r"\(os error ([0-9]+)\)")
 """How safetensors spells an errno."""
+_TAIL_BYTES = 2**20
+"""Read at once when the last line of a file is looked for."""
 
 
 def sync(path: Path) -> None:
@@ -43,6 +50,62 @@ def move(path: Path, target: Path) -> None:
     """Rename, in the same directory."""
     path.rename(target)
     sync(target.parent)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file: after a crash it holds the old content or the new, never a part of either."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        move(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open an append-only JSONL file; a last line that a crash cut short is removed."""
+    file = path.open("ab+")
+    _cut_torn_line(file)
+    return file
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append whole lines; they are on the disk on return. Several processes may do so at once."""
+    with path.open("ab+") as file:
+        with suppress(OSError):  # a file system without locks
+            lock_descriptor(file.fileno())
+        _cut_torn_line(file)
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    """Remove a last line that lacks its newline, or is not JSON."""
+    size = start = file.seek(0, os.SEEK_END)
+    tail = b""
+    while start > 0 and tail.count(b"\n") < 2:
+        stop, start = start, max(0, start - _TAIL_BYTES)
+        file.seek(start)
+        tail = file.read(stop - start) + tail
+    *lines, unfinished = tail.split(b"\n")
+    end = size - len(unfinished)
+    if lines and not _is_json(lines[-1]):
+        end -= len(lines[-1]) + 1
+    if end < size:
+        file.truncate(end)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 @contextmanager
@@ -76,5 +139,5 @@ def _errno(error: Exception) -> int | None:
         return error.errno
     if isinstance(error, sqlite3.Error):
         return _SQLITE.get((getattr(error, "sqlite_errorcode", None) or 0) & 0xFF)
-    found = _RUST.search(str(error)) if type(error).__name__ == "SafetensorError" else None
-    return int(found[1]) if found else None
+    match = _RUST.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(match[1]) if match else None

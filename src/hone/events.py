@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import to_json, to_jsonable_python
 
+from hone.disk import open_lines
 from hone.errors import StateError
 
 FILE = "events.jsonl"
@@ -405,13 +406,7 @@ class EventLog:
         """Called with every event, in order, in the thread that appends it."""
         self._writing = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        raw = path.read_bytes()
-        end = raw.rfind(b"\n") + 1
-        last = raw.rfind(b"\n", 0, max(end - 1, 0)) + 1
-        if end and _parsed_json(raw[last : end - 1]) is None:
-            end = last
-        self._file.truncate(end)
+        self._file = open_lines(path)
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""Call a function again when it raises: `@hone.retry()` on a rollout or on a tool.
+"""Retry with backoff: `@hone.retry()` for rollouts and tools, the pauses for everything else.
 
-In:   a function, plain or async
-Out:  one that gives up after `max_attempts` calls, with the last failure
+In:   a function, plain or async; how often something failed
+Out:  a function that gives up after `max_attempts` calls, with the last failure; seconds to wait
 
 The file is not called retry.py: importing it would put the module in place of `hone.retry`.
 """
@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -22,6 +23,11 @@ R = TypeVar("R")
 log = logging.getLogger("hone")
 
 
+def backoff_s(failures: int, first_s: float, longest_s: float, factor: float = 2.0) -> float:
+    """How long to wait after so many consecutive failures, from 1."""
+    return min(longest_s, first_s * factor ** min(failures - 1, 30))
+
+
 def retry(
     max_attempts: int = 3,
     delay: float = 0.25,
@@ -29,13 +35,13 @@ def retry(
     exceptions: tuple[type[Exception], ...] = (Exception,),
     on_retry: Callable[[Exception, int], None] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Try a function again, plain or async, when it raises.
+    """Call a function again, plain or async, when it raises.
 
     Args:
-        max_attempts: calls in all; the last failure is raised.
+        max_attempts: number of calls; the last failure is raised.
         delay: seconds before the second call.
-        backoff_factor: each later wait is so many times longer.
-        exceptions: what is worth another try.
+        backoff_factor: each later pause is so many times longer.
+        exceptions: the exceptions that are retried.
         on_retry: called with the failure and the number of the call that failed, from 1.
     """
     if max_attempts < 1:
@@ -47,7 +53,7 @@ def retry(
         def wait_after(error: Exception, attempt: int) -> float:
             if attempt == max_attempts:
                 raise error
-            pause = delay * backoff_factor ** (attempt - 1)
+            pause = backoff_s(attempt, delay, math.inf, backoff_factor)
             log.warning(
                 "%s failed (%s: %s), call %d of %d; again in %.2g s",
                 *(name, type(error).__name__, error, attempt, max_attempts, pause),
@@ -57,7 +63,7 @@ def retry(
             return pause
 
         @functools.wraps(function)
-        async def later(*args: Any, **kwargs: Any) -> Any:
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
             for attempt in range(1, max_attempts + 1):
                 try:
                     return await cast("Awaitable[Any]", function(*args, **kwargs))
@@ -65,14 +71,14 @@ def retry(
                     await asyncio.sleep(wait_after(error, attempt))
 
         @functools.wraps(function)
-        def at_once(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             for attempt in range(1, max_attempts + 1):
                 try:
                     return function(*args, **kwargs)
                 except exceptions as error:
                     time.sleep(wait_after(error, attempt))
 
-        chosen = later if inspect.iscoroutinefunction(function) else at_once
-        return cast("Callable[P, R]", chosen)
+        retried = call_async if inspect.iscoroutinefunction(function) else call
+        return cast("Callable[P, R]", retried)
 
     return decorate

@@ -14,8 +14,8 @@ from hone.config.schema import EvalGeneralConfig
 from hone.errors import ConfigError, StateError
 from hone.evaluation.base import Score, output_of
 from hone.evaluation.files import OutputDir
-from hone.evaluation.lock import DirectoryLock
 from hone.evaluation.results import ItemResult
+from hone.lock import lock_directory
 from hone.types import Failure
 from hone.workflow.run import RolloutFailure, RolloutResult
 
@@ -256,7 +256,7 @@ def test_a_job_that_runs_is_not_removed(tmp_path: Path):
     jobs = {"append_job_id_to_output_dir": True, "max_jobs": 1}
     first = opened(tmp_path, job_management=jobs)
     first.add(answered())
-    with DirectoryLock(first.path, ".hone_lock", command="hone eval", key="k"):
+    with lock_directory(first.path, ".hone_lock", command="hone eval", key="k"):
         opened(tmp_path, job_management=jobs)
         assert first.path.exists()
     opened(tmp_path, job_management=jobs)

@@ -1,18 +1,19 @@
-"""Requests to a hone server: sent again while it is out of reach, its events followed to the end.
+"""Requests to a hone server, retried while it is unreachable, and the events of a job.
 
 In:   method, path and body; the server's address and key
-Out:  JSON, or the exception that the server's refusal stands for; every event of a job once
+Out:  JSON, or the exception that the server raised; every event of a job once
 
-Every request may be sent twice, so one whose answer was lost is simply sent again: a job carries
-an idempotency key, and the server gives back the job it made. A wait follows the job's events and
-goes on from the last one seen when the connection breaks; nothing polls.
+Every request may be sent twice, so one whose answer was lost is sent again: a job carries an
+idempotency key, and the server returns the job it made. A wait follows the job's events and resumes
+after the last one seen when the connection breaks; nothing polls.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any
@@ -20,40 +21,65 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from hone.backends.refusal import refusal, retry_after_s
+from hone import errors
 from hone.capture.base import host_of
-from hone.errors import ConfigError, HoneError, Unavailable, Unreachable
-from hone.types import JobEvent
+from hone.errors import ConfigError, HoneError, ServerError, Unavailable, Unreachable
+from hone.retries import backoff_s
+from hone.types import FieldError, JobEvent
 
 log = logging.getLogger("hone")
 
 FIRST_S = 5.0
-"""A server that never answered yet is given up after so long: the address may be wrong."""
+"""Patience with a server that has never answered: the address may be wrong."""
 CONNECT_S = 10.0
 ANSWER_S = 120.0
 SILENCE_S = 60.0
-"""An event stream says every 15 s that it is there; after so much silence it is opened again."""
+"""A silent event stream is opened again after so long; the server sends a comment every 15 s."""
 FINAL = frozenset({"done", "failed", "cancelled"})
-"""Events after which a job has none."""
-_LATER = frozenset({429, 502, 503, 504})
+"""Types of a job's last event."""
+LONGEST_PAUSE_S = 5.0
+"""Between two attempts."""
+_RETRIED = frozenset({429, 502, 503, 504})
+"""HTTP statuses after which the same request may succeed."""
+
+_BY_STATUS: dict[int, type[HoneError]] = {
+    400: ConfigError,
+    401: errors.Unauthorized,
+    403: errors.Unauthorized,
+    404: errors.NotFound,
+    409: errors.Conflict,
+    413: ConfigError,
+    429: Unavailable,
+    501: errors.NotInThisVersion,
+    503: Unavailable,
+}
+
+
+@dataclass(slots=True)
+class _Outage:
+    """A series of attempts that failed."""
+
+    failures: int = 0
+    since: float | None = None
+    """When the first of them failed."""
 
 
 class Server:
-    """A hone server, as somebody who sends it requests sees it."""
+    """A hone server, as its clients see it."""
 
     def __init__(self, base_url: str, api_key: str | None, patience_s: float) -> None:
         self.base_url = _checked_url(base_url)
         self.api_key = api_key or os.environ.get("HONE_API_KEY") or None
         self.patience_s = patience_s
-        self._met = False
-        self._missed = False
-        """It is out of reach, and somebody was told."""
+        self._answered = False
+        self._warned = False
+        """It is unreachable, and the log says so."""
 
     async def connect(self) -> None:
-        """Called before every request: the place to start what is not there yet."""
+        """Called before every request: a subclass may start the server here."""
 
     def lost(self) -> HoneError | None:
-        """Why it is hopeless to go on asking; None while it is not."""
+        """Why another attempt is pointless; None while it is not."""
         return None
 
     @property
@@ -70,42 +96,39 @@ class Server:
         read_s: float = ANSWER_S,
         base_url: str | None = None,
     ) -> Any:
-        """One request, sent again while the server is out of reach or says `later`.
+        """Send one request and return its JSON; retried while the server is unreachable or busy.
 
         `base_url` is another address of the same server.
         """
-        pause, give_up_at = 0.1, None
         await self.connect()
+        outage = _Outage()
         while True:
             url = (base_url or self.base_url) + path
+            retry_after_s = 0.0
             try:
                 async with self._client(read_s, url) as client:
                     response = await client.request(method, url, content=body)
             except httpx2.TransportError as error:
                 failure = self.unreachable(error, base_url)
             else:
-                self._met, self._missed = True, False
+                self._answered, self._warned = True, False
                 if response.is_success:
                     return response.json() if response.content else None
                 failure = refusal(response, self.log_place)
-                if response.status_code not in _LATER:
+                if response.status_code not in _RETRIED:
                     raise failure
-                pause = max(pause, retry_after_s(response))
-            patience_s = self.patience_s if self._met and base_url is None else FIRST_S
-            if self._met:
-                self._miss(failure)
-            give_up_at = give_up_at or time.monotonic() + patience_s
-            gone = self.lost()  # asked now: a process that was killed ends after its connections
-            if gone or time.monotonic() + pause > give_up_at:
-                raise gone or failure from None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+                retry_after_s = _retry_after_s(response)
+            if self._answered:
+                self._warn(failure)
+            patience_s = self.patience_s if self._answered and base_url is None else FIRST_S
+            await self._pause(failure, outage, patience_s, retry_after_s)
 
     async def job_events(self, job_id: str) -> AsyncGenerator[JobEvent, None]:
         """Every event of the job once, over as many connections as it takes."""
-        seen, pause, lost_at = 0, 0.1, None
+        seen, outage = 0, _Outage()
         url = f"{self.base_url}/v1/training/jobs/{job_id}/events"
         while True:
+            failure: HoneError | None = None
             try:
                 headers = {"Last-Event-ID": str(seen)}
                 client = self._client(SILENCE_S, url)
@@ -113,35 +136,50 @@ class Server:
                     if stream.response.status_code != HTTPStatus.OK:
                         await stream.response.aread()
                         raise refusal(stream.response, self.log_place)
-                    lost_at = None
+                    outage.since = None
                     async for message in stream:
                         event = JobEvent.model_validate_json(message.data, extra="ignore")
-                        seen, pause = event.id, 0.1
+                        seen, outage = event.id, _Outage()
                         yield event
                 if (await self.ask("GET", f"/v1/training/jobs/{job_id}"))["state"] in FINAL:
                     return
             except (httpx2.TransportError, Unavailable) as error:
-                lost_at = lost_at or time.monotonic()
-                self._miss(self.unreachable(error))
-                gone = self.lost()
-                if gone or time.monotonic() - lost_at > self.patience_s:
-                    failure = gone or self.unreachable(error)
-                    failure.add_note(f"Job {job_id} was accepted and goes on when its server does.")
-                    raise failure from None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+                failure = self.unreachable(error)
+                self._warn(failure)
+            try:
+                await self._pause(failure, outage, self.patience_s)
+            except HoneError as error:
+                error.add_note(f"Job {job_id} was accepted and goes on when its server does.")
+                raise
 
-    def _miss(self, error: Exception) -> None:
-        """Say once that it is waited for, so that a silent wait is not taken for a hang."""
-        if not self._missed and self.lost() is None:
-            self._missed = True
+    async def _pause(
+        self,
+        failure: HoneError | None,
+        outage: "_Outage",
+        patience_s: float,
+        at_least_s: float = 0.0,
+    ) -> None:
+        """Wait before the next attempt; raises the failure when there is no point in another."""
+        outage.failures += 1
+        pause_s = max(at_least_s, backoff_s(outage.failures, 0.1, LONGEST_PAUSE_S))
+        if failure is not None:
+            outage.since = outage.since or time.monotonic()
+            gone = self.lost()  # asked now: a process that was killed ends after its connections
+            if gone or time.monotonic() + pause_s > outage.since + patience_s:
+                raise gone or failure from None
+        await asyncio.sleep(pause_s)
+
+    def _warn(self, error: Exception) -> None:
+        """Log once per outage that this client waits, so that nobody takes the wait for a hang."""
+        if not self._warned and self.lost() is None:
+            self._warned = True
             log.warning("%s Waiting up to %g s for it to come back.", error, self.patience_s)
 
     def unreachable(self, error: Exception, base_url: str | None = None) -> HoneError:
-        """What to say when nobody answers."""
-        said = str(error) or type(error).__name__
+        """The error for a server that does not answer."""
+        reason = str(error) or type(error).__name__
         return self.lost() or Unreachable(
-            f"{base_url or self.base_url}: no hone server answers there ({said}). Start one with "
+            f"{base_url or self.base_url}: no hone server answers there ({reason}). Start one with "
             "`hone serve`, name its address, or let hone.LocalBackend() start one."
         )
 
@@ -168,3 +206,40 @@ def _checked_url(base_url: str) -> str:
     url = base_url.rstrip("/").removesuffix("/v1")
     # 0.0.0.0 is where one listens, not where one calls.
     return url.replace("//0.0.0.0", "//127.0.0.1", 1)
+
+
+def refusal(response: httpx2.Response, log_place: str) -> HoneError:
+    """The exception that an error response stands for: by its name if known here, else by status."""
+    url = response.request.url
+    try:
+        body = response.json()
+        fields = body.get("detail")
+        if isinstance(fields, list):
+            return errors.Unprocessable([_field(item) for item in fields])
+        message, kind = str(body["error"]["message"]), str(body.get("exception"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return _by_status(response)(
+            f"{response.request.method} {url} was answered {response.status_code} "
+            f"{response.text[:200]!r}. Is it a hone server of this version?"
+        )
+    named = getattr(errors, kind, None)
+    if not (isinstance(named, type) and issubclass(named, HoneError)):
+        named = _by_status(response)
+    if response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+        message += f"\nIts log: {log_place}"
+    return named(message)
+
+
+def _retry_after_s(response: httpx2.Response) -> float:
+    """How long the server asks its client to wait."""
+    value = response.headers.get("retry-after", "")
+    return min(float(value), 60.0) if value.isdigit() else 0.0
+
+
+def _by_status(response: httpx2.Response) -> type[HoneError]:
+    return _BY_STATUS.get(response.status_code, ServerError)
+
+
+def _field(item: Mapping[str, Any]) -> FieldError:
+    path = tuple(item.get("loc", ()))
+    return FieldError(path[1:] if path[:1] == ("body",) else path, str(item.get("msg", "")))

@@ -11,7 +11,6 @@ user's, and may be a home directory.
 
 import json
 import logging
-import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +22,12 @@ from typing import Any
 from hone.config.base import EvalDatasetStructure
 from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
 from hone.config.secrets import Secrets
+from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import ConfigError, StateError
 from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
-from hone.evaluation.lock import DirectoryLock, is_locked
 from hone.evaluation.results import ItemResult
 from hone.evaluation.steps import intermediate_steps, read_steps, seconds_of
+from hone.lock import LockFile, holder, lock_directory
 from hone.workflow.jsonable import dumps
 
 log = logging.getLogger("hone")
@@ -54,7 +54,7 @@ class OutputDir:
         jobs = self._output.job_management
         job = f"jobs/job_{uuid.uuid4()}" if jobs.append_job_id_to_output_dir else "."
         self.path = self._root / job
-        self._lock: DirectoryLock | None = None
+        self._lock: LockFile | None = None
 
     # ---- before -------------------------------------------------------------------------------
 
@@ -83,9 +83,10 @@ class OutputDir:
                     f"{KEY}: {self.path / name} is a directory, where a file is to be written; move "
                     f"it, or name another directory with -o {KEY} DIR"
                 )
-        self._lock = DirectoryLock(self.path, LOCK, command="hone eval", key=KEY)
+        self._lock = lock_directory(self.path, LOCK, command="hone eval", key=KEY)
         if keep:
-            _untear(self.path / FINISHED)
+            if (self.path / FINISHED).exists():
+                open_lines(self.path / FINISHED).close()  # which cuts a torn last line
         elif self._output.cleanup:
             for name in [*self._written(), WRITTEN]:
                 (self.path / name).unlink(missing_ok=True)
@@ -134,7 +135,7 @@ class OutputDir:
         jobs = self._output.job_management
         if not jobs.append_job_id_to_output_dir or not jobs.max_jobs:
             return
-        others = [job for job in self._jobs() if job != self.path and not is_locked(job, LOCK)]
+        others = [job for job in self._jobs() if job != self.path and holder(job / LOCK) is None]
         age = _created if jobs.eviction_policy == "time_created" else _modified
         for old in sorted(others, key=age)[: max(0, len(others) + 1 - jobs.max_jobs)]:
             _remove_written(old)
@@ -176,13 +177,8 @@ class OutputDir:
         self._note(FINISHED)
         scores = {name: _score(one) for name, one in result.scores.items()}
         line = dumps({"entry": self.entry(result), "scores": scores})
-        with (
-            _writing(self.path / FINISHED),
-            (self.path / FINISHED).open("a", encoding="utf-8", errors=ESCAPED) as file,
-        ):
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with _writing(self.path / FINISHED):
+            append_lines(self.path / FINISHED, (line + "\n").encode("utf-8", ESCAPED))
 
     def entry(self, result: ItemResult) -> dict[str, Any]:
         """One entry of workflow_output.json: the row, and the workflow's output for it."""
@@ -223,14 +219,8 @@ class OutputDir:
     def write_text(self, name: str, content: str) -> Path:
         """Write a file of the directory atomically."""
         self._note(name)
-        fresh = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
         with _writing(self.path / name):
-            try:
-                fresh.write_text(content, "utf-8", ESCAPED)
-                os.replace(fresh, self.path / name)
-            except OSError:
-                fresh.unlink(missing_ok=True)
-                raise
+            write_atomic(self.path / name, content.encode("utf-8", ESCAPED))
         return self._shown(self.path / name)
 
     def _shown(self, path: Path) -> Path:
@@ -344,13 +334,3 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}:{number}: not a finished item; remove the line")
         entries.append(entry)
     return entries
-
-
-def _untear(path: Path) -> None:
-    """Remove a last line that a crash left incomplete: the next line would be appended to it."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)

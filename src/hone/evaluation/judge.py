@@ -12,9 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import re
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +24,7 @@ from hone.capture.base import SeenCall
 from hone.config.base import EvaluatorBaseConfig, LLMRef
 from hone.config.build import Builder
 from hone.config.registry import register_evaluator
+from hone.disk import write_atomic
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
@@ -287,9 +286,8 @@ class _Cache:
         reasoning, score = verdict
         entry = {"score": score, "reasoning": reasoning, "messages": messages}
         self._directory.mkdir(parents=True, exist_ok=True)
-        fresh = self._directory / f".{key}.{secrets.token_hex(4)}"
-        fresh.write_text(json.dumps(entry, ensure_ascii=False, indent=1), "utf-8")
-        os.replace(fresh, self._directory / f"{key}.json")
+        content = json.dumps(entry, ensure_ascii=False, indent=1)
+        write_atomic(self._directory / f"{key}.json", content)
 
 
 def _digest(value: Any) -> str:

@@ -13,7 +13,6 @@ events.jsonl and nowhere else, so the two cannot contradict each other. The roll
 read once and indexed; every later one is added to the index.
 """
 
-import fcntl
 import os
 import secrets
 import time
@@ -25,15 +24,17 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
-from hone.disk import sync
+from hone.disk import open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.finetune.fingerprint import differences
 from hone.finetune.records import RolloutRecord, Split
 from hone.finetune.values import Trajectory, TrajectoryCollection
+from hone.lock import LockFile, holder, in_use, lock_directory
 from hone.types import Strict
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
+COMMAND, KEY = "hone finetune", "finetuning.output_dir"
 DIFFERENCES_SHOWN = 8
 """How many of the keys that differ are named."""
 
@@ -97,16 +98,16 @@ class RunFingerprint:
 class Journal:
     """One run's directory, held by one process."""
 
-    def __init__(self, directory: Path, run: RunFile, lock: int) -> None:
+    def __init__(self, directory: Path, run: RunFile, lock: LockFile) -> None:
         self.directory = directory
         self.run = run
-        self._lock: int | None = lock
+        self._lock = lock
         self._written: tuple[Path, BufferedWriter] | None = None
         """The file that was appended to last."""
         self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
         """The file that was asked for last, and its rollouts by round."""
         for path in (directory / "trajectories").glob("*.jsonl"):
-            _mend(path)
+            open_lines(path).close()  # which cuts a torn last line
 
     @classmethod
     def open(cls, directory: Path, started: RunFingerprint, *, fresh: bool = False) -> Self:
@@ -117,11 +118,11 @@ class Journal:
             if start.aside is not None:
                 directory.absolute().rename(start.aside)
                 old, lock = lock, _locked(directory)
-                os.close(old)
+                old.release()
             run = start.resumed or _new_run(started, anew=fresh, replaces=start.replaced)
-            write_whole(directory / RUN_FILE, run.model_dump_json(indent=2))
+            write_atomic(directory / RUN_FILE, run.model_dump_json(indent=2))
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
         return cls(directory, run, lock)
 
@@ -136,9 +137,7 @@ class Journal:
         if self._written is not None:
             self._written[1].close()
         self._written = None
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        self._lock.release()
 
     @property
     def run_id(self) -> str:
@@ -157,7 +156,7 @@ class Journal:
     def begun_anew(self) -> None:
         """The backend begins at step 0 now."""
         self.run = self.run.model_copy(update={"anew": False})
-        write_whole(self.directory / RUN_FILE, self.run.model_dump_json(indent=2))
+        write_atomic(self.directory / RUN_FILE, self.run.model_dump_json(indent=2))
 
     # ---- rollouts -------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class Journal:
             metadata=sent.metadata,
             groups=[[_reference(one, known) for one in group] for group in sent.trajectories],
         )
-        write_whole(path, file.model_dump_json(exclude={"collection"}))
+        write_atomic(path, file.model_dump_json(exclude={"collection"}))
 
     def submitted(self, epoch: int, round: int) -> Submission | None:
         """What was noted; None where the round has not come so far."""
@@ -279,24 +278,9 @@ def check_free(directory: Path) -> None:
         above = above.parent
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise _unwritable(directory, "not a directory" if not above.is_dir() else "no permission")
-    if not (directory / LOCK_FILE).is_file():
-        return
-    lock = os.open(directory / LOCK_FILE, os.O_RDONLY)
-    try:
-        _acquire(lock, directory)
-    finally:
-        os.close(lock)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file holds all of the text or what it held before, whenever the process is killed."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync(path.parent)
+    process = holder(directory / LOCK_FILE)
+    if process is not None:
+        raise in_use(directory, process, command=COMMAND, key=KEY)
 
 
 # ---- one run a directory ------------------------------------------------------------------------
@@ -353,32 +337,13 @@ def _check_same(directory: Path, run: RunFile, started: RunFingerprint) -> None:
     )
 
 
-def _locked(directory: Path) -> int:
-    """Held until it is closed or the process ends, however it ends."""
+def _locked(directory: Path) -> LockFile:
+    """Held until it is released or the process ends, however it ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from None
-    try:
-        _acquire(lock, directory)
-    except Conflict:
-        os.close(lock)
-        raise
-    os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())
-    return lock
-
-
-def _acquire(lock: int, directory: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        who = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
-        raise Conflict(
-            f"{directory} is in use by another `hone finetune` (process {who}). Wait until it has "
-            "ended, or name another directory with -o finetuning.output_dir DIR."
-        ) from None
+    return lock_directory(directory, LOCK_FILE, command=COMMAND, key=KEY)
 
 
 def _unwritable(directory: Path, why: str | None) -> ConfigError:
@@ -410,15 +375,6 @@ def _resolved(one: _Reference | Trajectory, known: Mapping[str, RolloutRecord]) 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:
     rounds.setdefault(record.round, {})[record.example, record.generation] = record
-
-
-def _mend(path: Path) -> None:
-    """Cut off a torn last line, so that the next one does not begin in its middle."""
-    raw = path.read_bytes()
-    whole = raw.rfind(b"\n") + 1
-    if whole < len(raw):
-        with path.open("r+b") as file:
-            file.truncate(whole)
 
 
 def _lines(path: Path) -> Iterator[RolloutRecord]:

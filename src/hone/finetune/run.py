@@ -24,6 +24,7 @@ from hone.config.build import Builder, build
 from hone.config.policy import describe
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig
 from hone.config.secrets import Secrets
+from hone.disk import write_atomic
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.events import FILE, EventLog
@@ -34,7 +35,7 @@ from hone.finetune.documents import read_documents
 from hone.finetune.dry_run import dry_run
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
-from hone.finetune.journal import Journal, RunFingerprint, write_whole
+from hone.finetune.journal import Journal, RunFingerprint
 from hone.finetune.preflight import preflight
 from hone.finetune.resume import RunState
 from hone.report.display import Display
@@ -312,7 +313,7 @@ class Run:
         import yaml  # here, because `import hone.finetune.run` should stay quick
 
         text = yaml.safe_dump(self._secrets.hide(self.document.loaded.data), sort_keys=False)
-        write_whole(self.config.output_dir / "config_effective.yml", text)
+        write_atomic(self.config.output_dir / "config_effective.yml", text)
 
     def _report(self, *, brief: bool = False) -> None:
         """Whatever came of it; a run that never started has nothing to tell."""

@@ -11,13 +11,13 @@ broken body. A client that leaves does not take its job with it.
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from hone.disk import write_atomic
 from hone.errors import (
     Conflict,
     NotFound,
@@ -191,9 +191,7 @@ def _write_model(state: "State", model: ArtModel) -> None:
         "trainable": model.base_model is not None,
         "base_model": model.base_model,
     }
-    partial = directory / f".model.json.{os.getpid()}"
-    partial.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / "model.json")
+    write_atomic(directory / "model.json", json.dumps(said, indent=2) + "\n")
 
 
 # ---- training ---------------------------------------------------------------------------------

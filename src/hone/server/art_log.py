@@ -9,14 +9,13 @@ what a log leaves out is what one will look for in it.
 
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hone.disk import storage
+from hone.disk import append_lines, storage
 from hone.errors import Unprocessable
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Failure, FieldError
@@ -107,11 +106,7 @@ def write(model_dir: Path, split: str, step: int, groups: Sequence[ArtGroup]) ->
     path = model_dir / "trajectories" / split / f"{step:04d}.jsonl"
     with storage(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with storage(path), path.open("ab+") as out:
-        if out.tell():  # a crash may have left half a line
-            out.seek(-1, os.SEEK_END)
-            lines = lines if out.read(1) == b"\n" else "\n" + lines
-        out.write(lines.encode())
+        append_lines(path, lines.encode())
     return path
 
 

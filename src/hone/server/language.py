@@ -13,13 +13,13 @@ time of each file, and computed again when one changes.
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 
 from hone.chat.template import ChatTemplate
+from hone.disk import write_atomic
 from hone.errors import Conflict, ModelUnsupported
 from hone.models.files import ModelFiles, load_tokenizer
 from hone.models.find import find
@@ -98,8 +98,5 @@ def _weights_sha256(files: ModelFiles, root: Path) -> str:
         pass  # absent or half written: the weights themselves are read
     sha256 = files.weights_sha256
     cache.parent.mkdir(parents=True, exist_ok=True)
-    partial = cache.with_suffix(f".{os.getpid()}.tmp")
-    text = json.dumps({"path": str(files.path), "files": current, "sha256": sha256})
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(cache)
+    write_atomic(cache, json.dumps({"path": str(files.path), "files": current, "sha256": sha256}))
     return sha256

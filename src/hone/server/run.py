@@ -17,11 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from hone.disk import storage
+from hone.disk import storage, write_atomic
 from hone.errors import ServerError
 from hone.inference.base import Engine
+from hone.lock import LockFile, LockHeld
 from hone.logs import say
 from hone.server.app import create_apps
 from hone.server.auth import settle_key
@@ -49,13 +48,13 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     settings = settings.model_copy(update={"root": settings.root.resolve()})
     with storage(settings.root):
         make_root(settings.root)
-    lock = FileLock(settings.root / "server.lock")
     owned = os.environ.get("HONE_OWNED") == "1"
     owner = settings.root / "server.owner"
     try:
         with storage(settings.root):
-            lock.acquire(timeout=TAKE_OVER_S if owned and _is_orphan(owner) else 0)
-    except Timeout:
+            wait_s = TAKE_OVER_S if owned and _is_orphan(owner) else 0.0
+            lock = LockFile(settings.root / "server.lock", wait_s=wait_s)
+    except LockHeld:
         raise ServerError(_root_in_use(settings.root, owned=owned)) from None
     with storage(settings.root):
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
@@ -215,10 +214,7 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
 def _write_address(settings: Settings) -> None:
     """Write where this server listens, for commands that find the root in use."""
     address = {"host": settings.host, "port": settings.port, "pid": os.getpid()}
-    file = settings.root / SERVER_ADDRESS
-    partial = file.with_name(f".{SERVER_ADDRESS}.{os.getpid()}")
-    partial.write_text(json.dumps(address), encoding="utf-8")
-    partial.replace(file)
+    write_atomic(settings.root / SERVER_ADDRESS, json.dumps(address))
 
 
 def _tell_owner(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hone import retries
 from hone.errors import Unavailable
 from hone.logs import log
 
@@ -23,7 +24,7 @@ LONGEST_S = 60.0
 
 def backoff_s(failures: int) -> float:
     """How long to wait after so many consecutive failures."""
-    return min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 30))
+    return retries.backoff_s(failures, FIRST_S, LONGEST_S)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hone.disk import move, storage, sync
+from hone.disk import append_lines, move, storage, sync
 from hone.errors import ConfigError, NotFound
 from hone.logs import say
 from hone.store.failpoints import failpoint
@@ -262,13 +262,7 @@ class Checkpoints:
         path = self.model_dir(key) / HISTORY
         with storage(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with storage(path), path.open("ab+") as out:
-            if out.tell():  # a crash may have left half a line
-                out.seek(-1, os.SEEK_END)
-                out.write(b"" if out.read(1) == b"\n" else b"\n")
-            out.write(json.dumps(line).encode() + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
+            append_lines(path, json.dumps(line).encode() + b"\n")
 
     def history(self, key: ModelKey) -> Lines:
         """Every line that was logged, oldest first."""

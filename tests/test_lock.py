@@ -9,30 +9,30 @@ from pathlib import Path
 import pytest
 
 from hone.errors import ConfigError, Conflict
-from hone.evaluation.lock import DirectoryLock, is_locked
+from hone.lock import LockFile, holder, lock_directory
 
 HOLD = (
-    "import sys; from pathlib import Path; from hone.evaluation.lock import DirectoryLock; "
-    "held = DirectoryLock(Path(sys.argv[1]), 'l', command='hone eval', key='a.b'); "
+    "import sys; from pathlib import Path; from hone.lock import lock_directory; "
+    "held = lock_directory(Path(sys.argv[1]), 'l', command='hone eval', key='a.b'); "
     "print('held', flush=True); sys.stdin.read()"
 )
 
 
-def taken(directory: Path) -> DirectoryLock:
-    return DirectoryLock(directory, "l", command="hone eval", key="a.b")
+def taken(directory: Path) -> LockFile:
+    return lock_directory(directory, "l", command="hone eval", key="a.b")
 
 
 def test_the_second_is_told_who_holds_it(tmp_path: Path):
-    assert not is_locked(tmp_path, "l")
+    assert holder(tmp_path / "l") is None
     with taken(tmp_path):
-        assert is_locked(tmp_path, "l")
+        assert holder(tmp_path / "l") == str(os.getpid())
         with pytest.raises(Conflict) as caught:
             taken(tmp_path)
     assert str(caught.value) == (
         f"a.b: {tmp_path} is in use by another `hone eval` (process {os.getpid()}). Wait until it "
         "has ended, or name another directory with -o a.b DIR."
     )
-    assert not is_locked(tmp_path, "l")
+    assert holder(tmp_path / "l") is None
     taken(tmp_path).release()
 
 
@@ -42,7 +42,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
     )
     try:
         assert child.stdout is not None and child.stdout.readline() == "held\n"
@@ -59,6 +59,6 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path):
 def test_a_directory_that_takes_no_file_is_named(tmp_path: Path):
     (tmp_path / "l").mkdir()
     with pytest.raises(
-        ConfigError, match=r"a\.b: .* cannot be written to \(Is a directory\); name"
+        ConfigError, match=r"a\.b: .* cannot be written to \(Is a directory\)\. Name"
     ):
         taken(tmp_path)
