@@ -12,10 +12,9 @@ import pytest
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
 from hone.learner.packed import unpack_groups
-from hone.server.learning import Pin
 from hone.store import job_events
 from hone.store.database import Store
-from hone.store.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Recovered
+from hone.store.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin, Recovered
 from hone.store.models import ModelRecord, ModelStore
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, TrainConfig

@@ -1,12 +1,12 @@
 """How jobs end: done, failed, cancelled, or queued again with the reason.
 
-In:   a job, and what came of it or went wrong
-Out:  its new state; nothing left behind that a later job would meet
+In:   a job, and its result or its failure
+Out:  its new state; its unproved checkpoint set aside and its calls released
 
-A job fails only for what it is itself the cause of. On a disk that is full or fails it goes back to
-the queue, uncounted, until there is room; a learner or an engine that died under it is replaced and
-the job tried again. Where the disk takes no change, the change counts from memory and is written as
-soon as there is room, so that a job is never stuck in a state that nobody works on.
+A job fails only for a cause of its own. When the disk is full or fails, the job goes back to the
+queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the job
+is retried. A change of state that the disk refuses is kept in memory and written as soon as the disk
+works again, so that a job is never stuck in a state that nobody works on.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from hone.store.models import ModelStore
 from hone.types import Failure, JobInfo
 
 TRIES = 3
-"""A job is given up when the learner or the engine has died so often under it."""
+"""A job fails after the learner or the engine died so often while it ran."""
 ROOM = 2**20
-"""Bytes that must be free beside one and a half times the size of the newest checkpoint."""
+"""Bytes that must be free in addition to one and a half times the size of the newest checkpoint."""
 
 
 class Endings:
-    """Moves jobs to where they end, and clears away what they leave."""
+    """Moves jobs to their final state, or back to the queue."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Endings:
         self._checkpoints = checkpoints
         self._calls = calls
         self._metrics = metrics
-        self._left: dict[str, JobInfo] = {}
-        """Jobs that ended while the disk did not let go of what they held."""
+        self._unreleased: dict[str, JobInfo] = {}
+        """Jobs that ended while the disk failed: what they hold is still to be released."""
 
     async def finish(
-        self, job: JobInfo, checkpoint: Checkpoint | None, said: Mapping[str, Any]
+        self, job: JobInfo, checkpoint: Checkpoint | None, result: Mapping[str, Any]
     ) -> None:
-        """Done; without a checkpoint where there was nothing to learn and the step stays."""
+        """Mark a job as done; without a checkpoint if there was nothing to learn."""
         await asyncio.to_thread(self._calls.release, job.id)
         failpoint("job/before-done")
         job = await asyncio.to_thread(
@@ -70,8 +70,8 @@ class Endings:
             job.id,
             "done",
             step=None if checkpoint is None else checkpoint.step,
-            metrics=said["metrics"],
-            reason=said["reason"] or None,
+            metrics=result["metrics"],
+            reason=result["reason"] or None,
         )
         failpoint("job/after-done")
         if checkpoint is not None:
@@ -81,9 +81,9 @@ class Endings:
     async def end_badly(
         self, part: Part, job: JobInfo | None, error: Exception, *, closing: bool
     ) -> float:
-        """The job fails or goes back to the queue; how long to wait before the next attempt.
+        """Fail a job or queue it again; returns how long to wait before the next attempt.
 
-        Whatever went wrong, the step before stays, and the job says why.
+        The step before it stays served, and the job holds the reason.
         """
         try:
             if job is None:
@@ -97,14 +97,14 @@ class Endings:
         if job.state in FINAL:  # cancelled while it was being taken
             return 0.0
         uncounted = {"attempts": job.attempts - (job.state == "running")}
-        if closing:  # the learner was taken away; what was saved is found at the next start
+        if closing:  # its learner was closed; what it saved is used at the next start
             if job.state == "running":
                 back = (self._jobs.move, job.id, "queued")
                 await asyncio.to_thread(*back, remember=True, **uncounted)
             return 0.0
         if isinstance(error, Cancelled) or job.cancel_requested:
             part.recover()
-            await self.clear_away(job)
+            await self.release(job)
             move = (self._jobs.move, job.id, "cancelled")
             self._count(await asyncio.to_thread(*move, remember=True))
             return 0.0
@@ -121,7 +121,7 @@ class Endings:
         # The trace goes to the log and not into the job, which any client may read.
         log.error("a job failed", exc_info=error, extra={"fields": {"job": job.id}})
         failure = Failure(type=type(error).__name__, message=str(error))
-        await self.clear_away(job)
+        await self.release(job)
         move = (self._jobs.move, job.id, "failed")
         self._count(await asyncio.to_thread(*move, remember=True, failure=failure))
         return 0.0
@@ -136,24 +136,24 @@ class Endings:
     def has_checkpoint(self, job: JobInfo) -> bool:
         try:
             return self._checkpoints.of_job(self._models.find(job.model).key, job.id) is not None
-        except StorageError:  # not known just now: the job is given the benefit of the doubt
+        except StorageError:  # unknown just now: assume that there is one
             return True
 
-    async def clear_away(self, job: JobInfo) -> None:
-        """Let go of what a job that ended badly holds, now or when the disk works again."""
+    async def release(self, job: JobInfo) -> None:
+        """Release what a failed or cancelled job holds, now or when the disk works again."""
         try:
-            await asyncio.to_thread(self._let_go, job)
+            await asyncio.to_thread(self._release, job)
         except StorageError:
-            self._left[job.id] = job
+            self._unreleased[job.id] = job
 
-    def clear_left(self) -> None:
-        """Clear away what the disk kept before; StorageError if it still does."""
-        for job in list(self._left.values()):
-            self._let_go(job)
-            del self._left[job.id]
+    def release_pending(self) -> None:
+        """Release what could not be released before; StorageError if the disk still fails."""
+        for job in list(self._unreleased.values()):
+            self._release(job)
+            del self._unreleased[job.id]
 
-    def _let_go(self, job: JobInfo) -> None:
-        """See to it that what a failed job saved is never served, and let its calls go."""
+    def _release(self, job: JobInfo) -> None:
+        """Set aside what the job saved, so that it is never served; its calls may be pruned."""
         saved = self._checkpoints.of_job(self._models.find(job.model).key, job.id)
         if saved is not None and not saved.proved:
             self._checkpoints.reject(saved)
@@ -161,7 +161,7 @@ class Endings:
 
 
 def require_room(newest: Checkpoint) -> None:
-    """Refuse to learn what could not be saved: the next step is about as large as the newest."""
+    """Raise DiskFull if the next step, about as large as the newest, could not be saved."""
     with storage(newest.path):
         needed = ROOM + sum(file.stat().st_size for file in newest.path.iterdir()) * 3 // 2
         free = shutil.disk_usage(newest.path).free

@@ -1,32 +1,115 @@
-"""The engine of each base model: opened once, started again when it fails, closed when idle.
+"""One engine for each base model, with its adapters: opened once, paused, restarted, closed.
 
-In:   names of base models
-Out:  Bases: a base model's Language with its engine
+In:   names of base models; adapters to load; pauses
+Out:  Bases: a base model's Language with its engine and the adapters in it
 
 All who ask for a base model share one load. An engine that failed is replaced as soon as somebody
-notices: its requests have failed by then, and who asks meanwhile waits for the new one. Engines that
-fail again and again are opened at growing intervals; requests between two attempts are refused.
+notices: its requests have failed by then, and new ones wait for the next engine. An engine that
+fails again and again is opened at growing intervals; requests between two attempts are refused.
+
+While a job trains on the device that the engines use, they sleep and requests wait, but not for
+ever. Pauses are counted: the end of the last one, however it ends, lets requests pass, even if an
+engine does not wake.
 """
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.errors import Unavailable
-from hone.inference.base import Engine
-from hone.logs import say
+from hone.inference.base import AdapterRef, Engine
+from hone.logs import log, say
 from hone.server.language import Language
 from hone.server.settings import Settings
 from hone.server.supervision import Part, backoff_s
+from hone.types import ModelKey
 
 T = TypeVar("T")
 
 STEADY_S = 60.0
-"""An engine that worked for so long has no earlier failures."""
+"""Earlier failures of an engine do not count once it has worked for so long."""
+
+
+class Adapters:
+    """The adapters in one engine, least recently used first. For one event loop.
+
+    An adapter is its hash: what is loaded under a hash is never loaded again, so one that the
+    engine does not really serve must be unloaded, or publishing the same hash would change nothing.
+    """
+
+    def __init__(self, engine: Engine, max_adapters: int) -> None:
+        self._engine = engine
+        self._max = max_adapters
+        self._loaded: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._users: Counter[str] = Counter()
+        # Held while an adapter is loaded or unloaded, so that no unload overtakes a load.
+        self._changing = asyncio.Lock()
+        self.newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
+        """The promoted step of every model; None for step 0, which is the base weights."""
+        self.first_loads: dict[ModelKey, asyncio.Task[None]] = {}
+
+    def __contains__(self, adapter: AdapterRef) -> bool:
+        return adapter.sha256 in self._loaded
+
+    @property
+    def loaded(self) -> list[AdapterRef]:
+        return list(self._loaded.values())
+
+    async def load(self, adapter: AdapterRef, directory: Path) -> None:
+        """Load an adapter and unload what is too many, except adapters in use or still needed."""
+        async with self._changing:
+            if adapter not in self:
+                await self._engine.publish(adapter, directory)
+            self._loaded[adapter.sha256] = adapter
+            self._loaded.move_to_end(adapter.sha256)
+            for sha256, other in list(self._loaded.items()):
+                if len(self._loaded) <= self._max:
+                    return
+                if other != adapter and not self._users[sha256] and not self._needed(other):
+                    await self._unload(other)
+
+    async def withdraw(self, adapter: AdapterRef) -> None:
+        """Unload a step that was not proved; a promoted one stays."""
+        async with self._changing:
+            if adapter in self and adapter.sha256 not in self._promoted():
+                await self._unload(adapter)
+
+    async def _unload(self, adapter: AdapterRef) -> None:
+        del self._loaded[adapter.sha256]
+        await self._engine.unload(adapter)
+
+    def _promoted(self) -> set[str]:
+        return {adapter.sha256 for _, adapter in self.newest.values() if adapter is not None}
+
+    def _needed(self, adapter: AdapterRef) -> bool:
+        """Whether it is the newest step of its model, or one still to be proved."""
+        newest = {str(key): step for key, (step, _) in self.newest.items()}
+        return adapter.sha256 in self._promoted() or adapter.step > newest.get(adapter.model, -1)
+
+    @contextmanager
+    def using(self, adapter: AdapterRef) -> Iterator[None]:
+        """Keep it loaded while the block runs."""
+        self._loaded.move_to_end(adapter.sha256)
+        self._users[adapter.sha256] += 1
+        try:
+            yield
+        finally:
+            self._users[adapter.sha256] -= 1
+
+    def rename(self, key: ModelKey, new: ModelKey) -> None:
+        """The adapters of a model belong to another name."""
+        self.first_loads.pop(key, None)
+        if key in self.newest:
+            step, adapter = self.newest.pop(key)
+            self.newest[new] = step, adapter and replace(adapter, model=str(new))
+        for sha256, adapter in self._loaded.items():
+            if adapter.model == str(key):
+                self._loaded[sha256] = replace(adapter, model=str(new))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +117,19 @@ class Base(Language):
     """A base model that is loaded."""
 
     engine: Engine
+    adapters: Adapters
+
+
+@dataclass(slots=True)
+class _Usage:
+    """How the engine of one base model is used, and how it failed."""
+
+    part: Part
+    users: int = 0
+    used_at: float = 0.0
+    opened_at: float = 0.0
+    retry_at: float = 0.0
+    """When it may be opened again after a failure."""
 
 
 class Engines:
@@ -43,92 +139,91 @@ class Engines:
         self,
         settings: Settings,
         open_engine: Callable[[str], Engine],
-        *,
-        opened: Callable[[Engine], Awaitable[None]],
-        lost: Callable[[str], None],
-        restore: Callable[[str], Awaitable[None]],
+        restore: Callable[[Base], Awaitable[None]],
     ) -> None:
         """`open_engine` loads a base model by name; it runs in a thread.
 
-        `opened` is awaited with every new engine. `lost` is called with the base model whose engine
-        is gone with all its adapters, `restore` once another has taken the place of one that failed.
+        `restore` is awaited with a base whose engine failed, once another engine replaced it.
         """
         self._settings = settings
         self._open_engine = open_engine
-        self._opened, self._lost, self._restore = opened, lost, restore
+        self._restore = restore
         self._languages: dict[str, asyncio.Task[Language]] = {}
         self._bases: dict[str, asyncio.Task[Base]] = {}
-        self._users: Counter[str] = Counter()
-        self._used_at: dict[str, float] = {}
-        self._opened_at: dict[str, float] = {}
-        self._retry_at: dict[str, float] = {}
-        self._parts: dict[str, Part] = {}
+        self._usage: dict[str, _Usage] = {}
         self._restarts: set[asyncio.Task[None]] = set()
+        self._pauses = 0
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
 
     async def template(self, base_model: str) -> Language:
-        """How a base model is talked to; its weights are not loaded."""
+        """The tokenizer and chat template of a base model; its weights are not loaded."""
         load = lambda: asyncio.to_thread(Language.load, base_model, self._settings.root)  # noqa: E731
         return await once(self._languages, base_model, load)
 
     async def get(self, base_model: str) -> Base:
-        """A base model with its engine. All who ask share one load; a failed one may be retried."""
+        """A base model with its engine. All callers share one load; a failed load may be retried."""
         self._check(base_model)
-        wait_s = self._retry_at.get(base_model, 0.0) - time.monotonic()
+        usage = self._usage_of(base_model)
+        wait_s = usage.retry_at - time.monotonic()
         if wait_s > 0:
-            part = self._parts[base_model]
             raise Unavailable(
-                f"the engine of {base_model!r} failed {part.failures} times in a row "
-                f"({part.reason}); it is started again in {wait_s:.0f} s"
+                f"the engine of {base_model!r} failed {usage.part.failures} times in a row "
+                f"({usage.part.reason}); it is started again in {wait_s:.0f} s"
             )
         base = await once(self._bases, base_model, lambda: self._open(base_model))
-        self._used_at[base_model] = time.monotonic()
+        usage.used_at = time.monotonic()
         return base
 
     def __contains__(self, base_model: str) -> bool:
         """Whether it is loaded, or is being loaded."""
         return base_model in self._bases
 
-    def loaded(self) -> list[Base]:
-        tasks = [t for t in list(self._bases.values()) if t.done() and not t.cancelled()]
-        return [task.result() for task in tasks if task.exception() is None]
+    def loaded(self) -> dict[str, Base]:
+        """The base models that are loaded, by name."""
+        done = {n: t for n, t in list(self._bases.items()) if t.done() and not t.cancelled()}
+        return {name: task.result() for name, task in done.items() if task.exception() is None}
 
     @contextmanager
     def using(self, base_model: str) -> Iterator[None]:
         """Keep the engine open while the block runs, and notice at its end if it failed."""
-        self._users[base_model] += 1
+        usage = self._usage_of(base_model)
+        usage.users += 1
         try:
             yield
         finally:
-            self._users[base_model] -= 1
-            self._used_at[base_model] = time.monotonic()
+            usage.users -= 1
+            usage.used_at = time.monotonic()
             self._check(base_model)
 
     async def close_idle(self, idle_s: float) -> None:
         """Close engines that nobody has used for so long; the next request opens another."""
-        for base in self.loaded():
-            idle = time.monotonic() > self._used_at[base.name] + idle_s
-            if idle and not self._users[base.name]:
-                del self._bases[base.name]
-                self._lost(base.name)
+        for name, base in self.loaded().items():
+            usage = self._usage_of(name)
+            if not usage.users and time.monotonic() > usage.used_at + idle_s:
+                del self._bases[name]
                 await base.engine.close()
-                say("engine closed: it was idle", base_model=base.name, idle_s=idle_s)
+                say("engine closed: it was idle", base_model=name, idle_s=idle_s)
 
     async def close(self) -> None:
-        """Close every engine; loads under way are let go."""
+        """Close every engine and cancel the loads under way."""
         for task in (*self._restarts, *self._languages.values(), *self._bases.values()):
             task.cancel()
-        await asyncio.gather(*(base.engine.close() for base in self.loaded()))
+        await asyncio.gather(*(base.engine.close() for base in self.loaded().values()))
         self._bases.clear()
 
     def status(self) -> dict[str, Any]:
-        """Whether every engine that was opened works."""
-        for base in self.loaded():
-            self._check(base.name)
-        failing = {name: p.status() for name, p in self._parts.items() if p.reason is not None}
-        if not failing:
-            return {"status": "ok"}
-        reason = "; ".join(f"{name}: {said['reason']}" for name, said in failing.items())
-        return {"status": "restarting", "reason": reason}
+        """Whether every engine that was opened works, for /health."""
+        for name in self.loaded():
+            self._check(name)
+        reasons = [f"{n}: {u.part.reason}" for n, u in self._usage.items() if u.part.reason]
+        paused = {} if self._unpaused.is_set() else {"paused": True}
+        if not reasons:
+            return {"status": "ok"} | paused
+        return {"status": "restarting", "reason": "; ".join(reasons)} | paused
+
+    def _usage_of(self, base_model: str) -> _Usage:
+        return self._usage.setdefault(base_model, _Usage(Part(f"engine of {base_model}")))
 
     # ---- opening, and opening again ---------------------------------------------------------
 
@@ -136,48 +231,108 @@ class Engines:
         language = await self.template(base_model)
         say("loading", base_model=base_model)
         engine = await asyncio.to_thread(self._open_engine, base_model)
-        await self._opened(engine)
-        self._opened_at[base_model] = self._used_at[base_model] = time.monotonic()
+        if self._pauses:  # it sleeps until the end of the pause, like the others
+            await engine.sleep()
+        usage = self._usage_of(base_model)
+        usage.opened_at = usage.used_at = time.monotonic()
         say("loaded", base_model=base_model)
         fields = {name: getattr(language, name) for name in Language.__dataclass_fields__}
-        return Base(**fields, engine=engine)
+        adapters = Adapters(engine, self._settings.max_adapters)
+        return Base(**fields, engine=engine, adapters=adapters)
 
     def _check(self, base_model: str) -> None:
         """If the engine has failed: forget it, and start another."""
-        base = next((base for base in self.loaded() if base.name == base_model), None)
+        base = self.loaded().get(base_model)
         if base is None or (failure := base.engine.failure) is None:
             return
-        part = self._parts.setdefault(base_model, Part(f"engine of {base_model}"))
-        if time.monotonic() > self._opened_at[base_model] + STEADY_S:
-            part.recover()
-        part.fail(failure)
+        usage = self._usage_of(base_model)
+        if time.monotonic() > usage.opened_at + STEADY_S:
+            usage.part.recover()
+        usage.part.fail(failure)
         failure.__traceback__ = None  # it is logged; its frames would keep the old weights alive
         del self._bases[base_model]
-        self._lost(base_model)
-        self._wait(base_model, part)
-        restart = asyncio.create_task(self._restart(base, part))
+        _schedule(usage)
+        restart = asyncio.create_task(self._restart(base, usage))
         self._restarts.add(restart)
         restart.add_done_callback(self._restarts.discard)
 
-    def _wait(self, base_model: str, part: Part) -> None:
-        """Set the time of the next attempt: at once after the first failure, later after more."""
-        delay_s = backoff_s(part.failures - 1) if part.failures > 1 else 0.0
-        self._retry_at[base_model] = time.monotonic() + delay_s
-
-    async def _restart(self, base: Base, part: Part) -> None:
+    async def _restart(self, base: Base, usage: _Usage) -> None:
         await base.engine.close()
         while True:
-            await asyncio.sleep(max(0.0, self._retry_at[base.name] - time.monotonic()))
+            await asyncio.sleep(max(0.0, usage.retry_at - time.monotonic()))
             try:
                 await self.get(base.name)
-                await self._restore(base.name)
-            except Exception as error:  # noqa: BLE001  foreign code loads it: told, and tried again
-                part.fail(error)
-                self._wait(base.name, part)
+                await self._restore(base)
+            except Exception as error:  # noqa: BLE001  foreign code loads it: logged, and retried
+                usage.part.fail(error)
+                _schedule(usage)
             else:
-                part.reason = None  # its failures count until it has worked for STEADY_S
+                usage.part.reason = None  # its failures count until it has worked for STEADY_S
                 say("engine started again", base_model=base.name)
                 return
+
+    # ---- pauses -----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """A pause while the block runs, however it ends."""
+        await self.pause()
+        try:
+            yield
+        finally:
+            await self.resume()
+
+    async def pause(self) -> None:
+        """Let running requests end, hold new ones, and free the engines' KV cache.
+
+        Raises Unavailable, without a pause, if running requests do not end within `pause_s`.
+        """
+        self._pauses += 1
+        self._unpaused.clear()
+        try:
+            async with asyncio.timeout(self._settings.pause_s):
+                await asyncio.gather(*(base.engine.sleep() for base in self.loaded().values()))
+        except TimeoutError:
+            await self.resume()
+            raise Unavailable(
+                "serving could not be paused for training: answers were still being sampled after "
+                f"{self._settings.pause_s:g} s (pause_s). Requests are served, and the job tries again."
+            ) from None
+        except BaseException:
+            await self.resume()
+            raise
+
+    async def resume(self) -> None:
+        """End one pause; the end of the last one lets requests pass."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._unpaused.set()
+            # Shielded: a task that is cancelled here would leave engines asleep.
+            await asyncio.shield(self._wake())
+
+    async def _wake(self) -> None:
+        waking = (base.engine.wake() for base in self.loaded().values())
+        for error in await asyncio.gather(*waking, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.error("an engine did not wake", exc_info=error)
+
+    async def ready(self) -> None:
+        """Wait until serving is not paused; raises Unavailable after `hold_s`."""
+        if self._unpaused.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._unpaused.wait(), self._settings.hold_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"serving has been paused for training for {self._settings.hold_s:g} s; try again "
+                "later, or start the server with serving_during_training: continue"
+            ) from None
+
+
+def _schedule(usage: _Usage) -> None:
+    """Set the time of the next attempt: at once after the first failure, later after more."""
+    failures = usage.part.failures
+    usage.retry_at = time.monotonic() + (backoff_s(failures - 1) if failures > 1 else 0.0)
 
 
 async def once(

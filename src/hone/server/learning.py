@@ -1,22 +1,28 @@
-"""What a job does with its learner: launch it, put it at a step, train, save the next step.
+"""Learner processes, one for each base model, and what a job does with its learner.
 
-In:   a job, its packed groups, the checkpoint it goes on from
-Out:  the learner's StepResult, as a mapping; the checkpoint of the next step
+In:   a base model that is about to be trained; a job, its packed groups, the checkpoint it starts from
+Out:  a loaded LearnerProcess; the learner's StepResult, as a mapping; the checkpoint of the next step
 
-A learner is kept between jobs and put back to a checkpoint with its optimizer's state before each,
-so that what a job gives does not depend on the jobs before it.
+A learner takes seconds to load, so it is launched when its model is prepared, beside the engine and
+at a low priority. It is kept between jobs, and loads a checkpoint with its optimizer's state before
+each: the result of a job does not depend on the jobs before it. A learner that dies without a job
+is replaced at once; one that has had no job for long is closed.
 """
 
+import asyncio
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hone
-from hone.errors import StateError
+from hone.errors import HoneError, LearnerDied, StateError
 from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.logs import log, say
 from hone.server.language import Language
 from hone.server.settings import Settings
 from hone.store.checkpoints import Checkpoint, Checkpoints
@@ -24,16 +30,234 @@ from hone.store.jobs import Pin
 from hone.types import JobInfo, ModelKey, ModelSpec
 
 PROGRESS_S = 0.1
-"""Progress is told at most so often; the last of each phase always."""
+"""Shortest time between two progress events; the last of each phase is always sent."""
 PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-"""Threads of the learner that wait must not spin: they would take the engine's cores."""
+"""Waiting threads of the learner must not spin: they would take the engine's cores."""
 AHEAD_SHARE = 8
-"""A learner has room ahead of its first job if its weights take less than 1 / this of the memory
-that is free: the engine, which may load at the same time, takes two to three times as much."""
+"""A learner is launched ahead of its first job if its weights take less than 1 / this of the free
+memory: the engine, which may load at the same time, takes two to three times as much."""
 
 Tell = Callable[[dict[str, Any]], object]
 StartLearner = Callable[..., LearnerProcess]
 """LearnerProcess.launch, or what a test puts in its place."""
+REPLACED = 3
+"""Learners in a row that may die without a job and are replaced; then the next job launches one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The learner of one base model."""
+
+    learner: LearnerProcess | None = None
+    launching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is checked whether there is a learner, and one is launched if not."""
+    ahead: "asyncio.Task[None] | None" = None
+    """Launches it before there is a job; once, whether or not it succeeds."""
+    gives_way: bool = False
+    """It was launched ahead of a job."""
+    busy: bool = False
+    """A job uses it."""
+    used_at: float = field(default_factory=time.monotonic)
+    """When the last job released it."""
+    died: str | None = None
+    """Why there is none, if the last one died; until the next has loaded."""
+    deaths: int = 0
+    """How many in a row died without a job."""
+
+
+class Learners:
+    """Learners by base model, at most one for each."""
+
+    def __init__(self, settings: Settings, start_learner: StartLearner) -> None:
+        self._settings = settings
+        self._start_learner = start_learner
+        self._slots: dict[str, _Slot] = {}
+        self._closed = False
+
+    def launch_ahead(self, language: Language) -> None:
+        """Begin to load it where memory allows; returns at once."""
+        slot = self._slot(language)
+        if slot.ahead is None and not self._closed:
+            slot.ahead = asyncio.create_task(self._launch_ahead(slot, language))
+            slot.ahead.add_done_callback(_log_if_failed)
+
+    @asynccontextmanager
+    async def borrow(self, language: Language) -> AsyncIterator[LearnerProcess]:
+        """A loaded learner while the block runs; launched now if there is none.
+
+        One that dies while a job uses it is dropped, and the next job gets another.
+        """
+        slot = self._slot(language)
+        slot.busy = True
+        try:
+            yield await self._ready(slot, language)
+        except LearnerDied as error:
+            slot.died = str(error).partition("\n")[0]
+            await self._drop(slot)
+            raise
+        finally:
+            slot.busy, slot.used_at = False, time.monotonic()
+
+    async def _ready(self, slot: _Slot, language: Language) -> LearnerProcess:
+        if slot.learner is not None and not slot.learner.alive:
+            await self._drop(slot)
+        try:
+            learner = await self._loaded(slot, language)
+        except LearnerDied:
+            if not slot.gives_way:
+                raise
+            # One that was launched ahead, and died before this job had it.
+            learner = await self._loaded(slot, language)
+        slot.died, slot.deaths = None, 0
+        return learner
+
+    async def _loaded(self, slot: _Slot, language: Language) -> LearnerProcess:
+        learner = await self._launched(slot, language, gives_way=False)
+        try:
+            await asyncio.to_thread(learner.ready)
+        except HoneError:
+            slot.learner = None  # it closed itself
+            raise
+        return learner
+
+    async def close_idle(self, idle_s: float) -> None:
+        """Close learners that no job has used for so long; the next job launches another."""
+        for name, slot in list(self._slots.items()):
+            if slot.busy or slot.learner is None or time.monotonic() < slot.used_at + idle_s:
+                continue
+            async with slot.launching:
+                slot.ahead = None
+                await self._drop(slot, deadline_s=10.0)
+            say("learner closed: it was idle", base_model=name, idle_s=idle_s)
+
+    def status(self) -> dict[str, Any]:
+        """Whether the learner of every base model that has one lives."""
+        dead = {name: slot.died for name, slot in self._slots.items() if slot.died}
+        if dead:
+            reason = "; ".join(f"{name}: {why}" for name, why in dead.items())
+            return {"status": "restarting", "reason": reason}
+        loaded = any(slot.learner is not None for slot in self._slots.values())
+        return {"status": "ok", "loaded": loaded}
+
+    async def close(self) -> None:
+        """End them all; the job that one of them runs gets LearnerDied. May be called twice."""
+        self._closed = True
+        for slot in self._slots.values():
+            if slot.learner is not None:
+                await asyncio.to_thread(slot.learner.close)
+        ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
+        await asyncio.gather(*ahead, return_exceptions=True)  # which close what they launch now
+
+    def _slot(self, language: Language) -> _Slot:
+        return self._slots.setdefault(language.name, _Slot())
+
+    async def _launch_ahead(self, slot: _Slot, language: Language) -> None:
+        if await asyncio.to_thread(has_room_ahead, language, self._settings):
+            await self._launched(slot, language, gives_way=True)
+            say("its learner loads ahead of the first job", base_model=language.name)
+
+    async def _launched(
+        self, slot: _Slot, language: Language, *, gives_way: bool
+    ) -> LearnerProcess:
+        """The learner, which may still be loading."""
+        async with slot.launching:
+            if slot.learner is None:
+                start = (launch, self._start_learner, language, self._settings)
+                slot.learner = learner = await asyncio.to_thread(*start, gives_way=gives_way)
+                slot.used_at, slot.gives_way = time.monotonic(), gives_way
+                self._watch(slot, learner, language)
+                if self._closed:  # which did not see it
+                    await asyncio.to_thread(slot.learner.close)
+            return slot.learner
+
+    def _watch(self, slot: _Slot, learner: LearnerProcess, language: Language) -> None:
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped
+                loop.call_soon_threadsafe(self._on_end, slot, learner, language)
+
+        learner.when_ended(ended)
+
+    def _on_end(self, slot: _Slot, learner: LearnerProcess, language: Language) -> None:
+        """A learner ended. The job that uses one handles that itself; without a job it is replaced."""
+        if slot.learner is not learner or slot.busy or self._closed:
+            return
+        slot.died = f"learner process {learner.pid} ended while it had no job"
+        log.warning(
+            "a learner died while it had no job and is replaced",
+            extra={"fields": {"base_model": language.name, "pid": learner.pid}},
+        )
+        slot.deaths += 1
+        if slot.deaths <= REPLACED:
+            slot.ahead = asyncio.create_task(self._replace(slot, language))
+            slot.ahead.add_done_callback(_log_if_failed)
+
+    async def _replace(self, slot: _Slot, language: Language) -> None:
+        await self._drop(slot)
+        await self._launch_ahead(slot, language)
+        if slot.learner is not None:
+            await asyncio.to_thread(slot.learner.ready)
+            slot.died = None
+
+    async def _drop(self, slot: _Slot, deadline_s: float = 0.0) -> None:
+        learner, slot.learner = slot.learner, None
+        if learner is not None:
+            await asyncio.to_thread(learner.close, deadline_s=deadline_s)
+
+
+def _log_if_failed(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("no learner could be launched ahead; the first job tries it", exc_info=error)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; in a container often fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def launch(
+    start_learner: StartLearner,
+    language: Language,
+    settings: Settings,
+    *,
+    gives_way: bool,
+) -> LearnerProcess:
+    """A learner process that has begun to load the base model."""
+    from hone.models.machine import choose  # here, as in save_first
+
+    device, dtype = choose(settings.device)
+    spec = LearnerSpec(
+        model_dir=language.files.path,
+        base_model=language.name,
+        threads=settings.learner_threads or usable_cores(),
+        device=device,
+        dtype=_name(dtype),
+    )
+    return start_learner(spec, gives_way=gives_way, env=PATIENT)
+
+
+def _name(dtype: Any) -> Any:
+    """A torch dtype as LearnerSpec and a job write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def has_room_ahead(language: Language, settings: Settings) -> bool:
+    """Whether a learner without a job leaves enough memory for the engine; never on a shared GPU."""
+    from hone.models.fit import available_memory, estimate
+    from hone.models.machine import choose
+
+    device, dtype = choose(settings.device)
+    if device != "cpu":
+        return False
+    config = language.files.config
+    weights = estimate(config, dtype_bytes=dtype.itemsize, kv_tokens=0).weights
+    return weights < available_memory() // AHEAD_SHARE
+
+
+# ---- one job --------------------------------------------------------------------------------
 
 
 def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) -> Checkpoint:
@@ -64,36 +288,8 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) ->
     )
 
 
-def usable_cores() -> int:
-    """Cores this process may run on; a container or `taskset` often leaves fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def launch(
-    start_learner: StartLearner,
-    language: Language,
-    settings: Settings,
-    *,
-    gives_way: bool,
-) -> LearnerProcess:
-    """A learner over a base model, which has begun to load it."""
-    from hone.models.machine import choose  # here, as in save_first
-
-    device, dtype = choose(settings.device)
-    spec = LearnerSpec(
-        model_dir=language.files.path,
-        base_model=language.name,
-        threads=settings.learner_threads or usable_cores(),
-        device=device,
-        dtype=_name(dtype),
-    )
-    return start_learner(spec, gives_way=gives_way, env=PATIENT)
-
-
 def pin(newest: Checkpoint, spec: ModelSpec, language: Language, settings: Settings) -> Pin:
-    """What a job that starts now goes on from, and what decides its bits on this machine."""
+    """What a job that starts now starts from, and what decides its bits on this machine."""
     from hone.models.fit import row_tokens  # here, as in save_first
     from hone.models.machine import choose
 
@@ -102,27 +298,6 @@ def pin(newest: Checkpoint, spec: ModelSpec, language: Language, settings: Setti
         language.files.config, dtype_bytes=dtype.itemsize, rank=spec.rank, device=device
     )
     return Pin(newest.step, newest.sha256, dtype=_name(dtype), row_tokens=most)
-
-
-def _name(dtype: Any) -> Any:
-    """A torch dtype as LearnerSpec and a job write it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def has_room_ahead(language: Language, settings: Settings) -> bool:
-    """Whether a learner that has no job yet leaves the engine what that needs.
-
-    Not on a GPU, which the two share, nor where memory is short.
-    """
-    from hone.models.fit import available_memory, estimate
-    from hone.models.machine import choose
-
-    device, dtype = choose(settings.device)
-    if device != "cpu":
-        return False
-    config = language.files.config
-    weights = estimate(config, dtype_bytes=dtype.itemsize, kv_tokens=0).weights
-    return weights < available_memory() // AHEAD_SHARE
 
 
 def learn(
@@ -136,13 +311,13 @@ def learn(
 ) -> dict[str, Any]:
     """Train the job from its base; `stop_if_asked` raises before any micro-batch to end it.
 
-    The groups are packed, and stay so in this process.
+    The groups are packed; this process does not unpack them.
     """
     stop_if_asked()
-    found = learner.load(base.path)
-    if found != base.sha256:
+    sha256 = learner.load(base.path)
+    if sha256 != base.sha256:
         raise StateError(
-            f"{base.path}: the learner read an adapter with hash {found[:16]}, the manifest says "
+            f"{base.path}: the learner read an adapter with hash {sha256[:16]}, the manifest says "
             f"{base.sha256[:16]}. Delete this checkpoint; the one before it is used then."
         )
     progress = Progress(tell)
@@ -176,7 +351,7 @@ def save(
     language: Language,
     key: ModelKey,
 ) -> Checkpoint:
-    """The step the learner stands at, with all that is needed to prove it and to go on from it."""
+    """Save the learner's step, with what is needed to prove it and to train from it."""
     assert job.base_step is not None and learner.info is not None, (job, learner.info)
 
     def fill(directory: Path) -> str:
@@ -206,7 +381,7 @@ def save(
 
 
 class Progress:
-    """Tells now and then where a job stands."""
+    """Progress events of a job, at most one in PROGRESS_S."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -222,7 +397,7 @@ class Progress:
             self._next = time.monotonic() + PROGRESS_S
 
     def close(self) -> None:
-        """Tell what was held back."""
+        """Send the event that was held back."""
         if self._held is not None:
             self._tell(self._held)
             self._held = None

@@ -1,12 +1,13 @@
 """Proof of publish: does the engine serve what the learner trained?
 
-In:   the learner's Movement (as a mapping), what the engine says before and after, the new hash
+In:   the learner's Movement (as a mapping), the engine's probes before and after, the new hash
 Out:  Proof, or NotProved
 
-Both sides priced the same tokens under the old and the new adapter. If the engine really changed,
-its movements lie on a line through the origin against the learner's, with slope one. A movement
-that drowns in the difference between the two programs' arithmetic proves nothing either way; then
-the hash alone decides, which the engine reads back from its own tensors, and the verdict says so.
+Learner and engine compute log-probabilities of the same tokens under the old and the new adapter.
+If the engine really changed, its movements lie on a line through the origin against the learner's,
+with slope one. A movement smaller than the difference between the two programs' arithmetic proves
+nothing; then the hash decides, which the engine reads back from its own tensors, and the verdict
+says so.
 """
 
 import math
@@ -19,26 +20,26 @@ from hone.inference.base import Probe
 
 SLOPE = (0.5, 1.5)
 SIGMAS = 4.0
-"""The slope must be known so many standard errors better than SLOPE is wide."""
+"""Half the width of SLOPE must be more than so many standard errors of the slope."""
 LEAST_NOISE = 1e-6
-"""Of a logprob in float32, even where both sides happened to agree to the bit."""
+"""Noise of a float32 logprob, even where both sides agree to the bit."""
 
 Verdict = Literal["proved", "unprovable by logprob"]
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """How it is known that the engine serves the new step."""
+    """Evidence that the engine serves the new step."""
 
     verdict: Verdict
     slope: float | None
-    """Of the engine's movement against the learner's; None where noise hides it."""
+    """Slope of the engine's movement against the learner's; None if noise hides it."""
     tokens: int
-    """How many tokens were compared."""
+    """Number of tokens compared."""
 
 
 def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str) -> Proof:
-    """Raises NotProved where the engine answers with anything but the adapter of this hash."""
+    """Raises NotProved if the engine serves anything but the adapter of this hash."""
     if after.sha256 != sha256:
         raise NotProved(
             f"the engine serves an adapter with hash {after.sha256[:16]}, trained was "
@@ -51,7 +52,7 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     ours = [token["after"] - token["before"] for token in tokens]
     theirs = [b - a for a, b in zip(old, new, strict=True)]
     square = sum(x * x for x in ours)
-    # The slope is sum(ours * theirs) / square; this is what noise in `theirs` makes of it.
+    # The slope is sum(ours * theirs) / square; `error` / square is its standard error.
     per_token = _noise(tokens, [*tokens, *movement.get("others", ())], before)
     error = math.sqrt(sum((x * n) ** 2 for x, n in zip(ours, per_token, strict=True)))
     if square * (SLOPE[1] - SLOPE[0]) / 2 <= SIGMAS * error:
@@ -67,38 +68,38 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
 
 
 def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:
-    """What the engine says of these tokens."""
+    """The engine's logprobs of these tokens."""
     return [probe.logprobs[token["sequence"]][token["place"] - 1] for token in tokens]
 
 
 def _noise(
     tokens: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]], before: Probe
 ) -> list[float]:
-    """By how much engine and learner may differ about each movement, by arithmetic alone.
+    """How far engine and learner may differ about each movement, by rounding alone.
 
-    Rounding moves logits, and a logit moves the logprob of a token of probability p by 1 - p: what
-    is all but certain shows no noise, before or after, however coarse the numbers are. So the
-    noise of the logits is taken from how far both disagree about the old policy, over every token
-    that is known, and each movement gets its share for where its token was and where it went.
+    Rounding moves logits, and a logit moves the logprob of a token of probability p by 1 - p: a
+    token that is almost certain shows no noise, however coarse the arithmetic. So the noise of the
+    logits is estimated from the disagreement about the old policy over all known tokens, and each
+    movement gets its share by the token's probability before and after.
     """
     old = _at(known, before)
     seen = sum((a - token["before"]) ** 2 for a, token in zip(old, known, strict=True))
-    doubts = [_doubt(token["before"]) ** 2 for token in known]
-    told_by = sum(doubts)
-    if told_by == 0:
+    squares = [_uncertainty(token["before"]) ** 2 for token in known]
+    weight = sum(squares)
+    if weight == 0:
         return [LEAST_NOISE] * len(tokens)
-    # Few doubtful tokens tell little of the noise: four of them are taken for half of what it is.
-    few = 1 + 4 * sum(d * d for d in doubts) / told_by**2
-    of_logits = few * seen / told_by
+    # Few uncertain tokens say little about the noise; the estimate is raised accordingly.
+    few = 1 + 4 * sum(d * d for d in squares) / weight**2
+    logit_noise = few * seen / weight
     return [
         math.sqrt(
-            of_logits * (_doubt(token["before"]) ** 2 + _doubt(token["after"]) ** 2)
+            logit_noise * (_uncertainty(token["before"]) ** 2 + _uncertainty(token["after"]) ** 2)
             + 2 * LEAST_NOISE**2
         )
         for token in tokens
     ]
 
 
-def _doubt(logprob: float) -> float:
+def _uncertainty(logprob: float) -> float:
     """1 - p."""
     return -math.expm1(min(logprob, 0.0))

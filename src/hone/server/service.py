@@ -1,17 +1,14 @@
 """THE SERVER LOOP: take job, learn, save, publish, prove, mark done.
 
 In:   queued jobs
-Out:  proved checkpoints, served; jobs that ended, each with what came of it
+Out:  proved checkpoints, served; jobs in a final state, each with its result
 
-One job at a time per base model; jobs of different base models run side by side. A job's result
-is a function of its checkpoint, groups and configuration: the learner, which is kept between
+One job at a time per base model; jobs of different base models run side by side. The result of a
+job is a function of its checkpoint, groups and configuration: the learner, which is kept between
 jobs, loads the pinned checkpoint with its optimizer's state before each. So a job that a crash
-interrupted gives the same adapter, bit for bit, when it is run again. What was saved before the
-crash is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
-
-A job fails only for what it is itself the cause of. On a disk that is full or fails it goes back to
-the queue, uncounted, until there is room; a learner or an engine that dies under it is replaced and
-the job tried again, three times in all.
+interrupted gives the same adapter, bit for bit, when it runs again. What was saved before the crash
+is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
+endings.py decides what becomes of a job that cannot go on.
 """
 
 import asyncio
@@ -30,8 +27,7 @@ from hone.logs import say
 from hone.server import learning
 from hone.server.endings import Endings, require_room
 from hone.server.language import Language
-from hone.server.learners import Learners
-from hone.server.learning import StartLearner
+from hone.server.learning import Learners, StartLearner
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
@@ -57,17 +53,17 @@ FAILPOINTS = (
 )
 
 CLOSE_S = 20.0
-"""A job has so long to end, or to go back to the queue, when the server stops."""
+"""When the server stops, a job has so long to end or to go back to the queue."""
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
-    """The loop of one base model."""
+class _Loop:
+    """The training loop of one base model."""
 
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
     job: str | None = None
-    """The one that is running."""
+    """The running one."""
     part: Part = field(default_factory=lambda: Part("training loop"))
 
 
@@ -95,37 +91,37 @@ class TrainingService:
         self._metrics = metrics
         self._learners = Learners(settings, start_learner)
         self._endings = Endings(jobs, models, checkpoints, calls, metrics)
-        self._lanes: dict[str, _Lane] = {}
+        self._loops: dict[str, _Loop] = {}
         self._cancelled: set[str] = set()
-        self._beginning = threading.Lock()
+        self._writing_first = threading.Lock()
         self._closing = False
 
-    # ---- what callers see -------------------------------------------------------------------
+    # ---- for the routes ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Take up what was running when the server last went down, then work."""
+        """Queue again what was running when the server went down, then start the loops."""
         recovered = await asyncio.to_thread(self._jobs.recover, self._endings.has_checkpoint)
         for job in recovered.failed:
-            await self._endings.clear_away(job)
+            await self._endings.release(job)
             say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
         for job in recovered.queued:
             say("job goes on", job=job.id, attempts=job.attempts)
         self.wake()
 
     def wake(self) -> None:
-        """A job was added: see to it that somebody takes it."""
+        """A job was added: start or wake the loop of its base model."""
         waiting = self._jobs.waiting()
         self._metrics.queued.set(sum(waiting.values()))
         for base_model in () if self._closing else waiting:
-            lane = self._lanes.setdefault(base_model, _Lane())
-            if lane.task is None or lane.task.done():
-                lane.task = asyncio.create_task(self._work(base_model, lane))
-            lane.woken.set()
+            loop = self._loops.setdefault(base_model, _Loop())
+            if loop.task is None or loop.task.done():
+                loop.task = asyncio.create_task(self._work(base_model, loop))
+            loop.woken.set()
 
     async def prepare(self, record: ModelRecord) -> Checkpoint:
         """Load the engine, write step 0 if there is no step yet, serve the newest.
 
-        The learner begins to load meanwhile, and may go on after it.
+        The learner begins to load at the same time, and may still be loading on return.
         """
         self._learners.launch_ahead(await self._serving.template(record.spec.base_model))
         newest = await self._newest(record)
@@ -133,20 +129,20 @@ class TrainingService:
         return newest
 
     async def cancel(self, job_id: str) -> JobInfo:
-        """A running job stops within one micro-batch; the step before stays served."""
+        """A running job stops within one micro-batch; the step before it stays served."""
         job = await asyncio.to_thread(self._jobs.request_cancel, job_id)
         if job.state == "running":
             self._cancelled.add(job_id)
         elif job.state == "cancelled":
-            await self._endings.clear_away(job)
+            await self._endings.release(job)
         return job
 
     async def close(self) -> None:
         """Stop: a running job goes back to the queue, and the attempt is not counted."""
         self._closing = True
-        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
-        for lane in self._lanes.values():
-            lane.woken.set()
+        tasks = [loop.task for loop in self._loops.values() if loop.task is not None]
+        for loop in self._loops.values():
+            loop.woken.set()
         await self._learners.close()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
@@ -154,9 +150,9 @@ class TrainingService:
                 task.cancel()
 
     def status(self) -> dict[str, Any]:
-        """What it does now."""
-        running = [lane.job for lane in self._lanes.values() if lane.job is not None]
-        waiting = any(lane.part.reason for lane in self._lanes.values())
+        """What the service does now, for /health."""
+        running = [loop.job for loop in self._loops.values() if loop.job is not None]
+        waiting = any(loop.part.reason for loop in self._loops.values())
         return {
             "state": "training" if running else "waiting" if waiting else "idle",
             "jobs": running,
@@ -164,8 +160,8 @@ class TrainingService:
         }
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """How the training loops and the learners are, for /health."""
-        failing = [lane.part for lane in self._lanes.values() if lane.part.reason is not None]
+        """Whether the training loops and the learners work, for /health."""
+        failing = [loop.part for loop in self._loops.values() if loop.part.reason is not None]
         training = max(failing, key=lambda part: part.failures, default=Part("training loop"))
         return {"training": training.status(), "learner": self._learners.status()}
 
@@ -175,34 +171,34 @@ class TrainingService:
 
     # ---- the loop ---------------------------------------------------------------------------
 
-    async def _work(self, base_model: str, lane: _Lane) -> None:
-        """One job after the other, until the server stops. No failure ends it."""
+    async def _work(self, base_model: str, loop: _Loop) -> None:
+        """Run one job after the other until the server stops; no failure ends the loop."""
         while not self._closing:
-            lane.woken.clear()
+            loop.woken.clear()
             job, wait_s = None, 0.0
             try:
                 job = await asyncio.to_thread(self._next, base_model)
                 if job is not None:
-                    lane.job = job.id
+                    loop.job = job.id
                     with self._serving.holding(base_model):
                         await self._train(job)
-                lane.part.recover()
+                loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
-                wait_s = await self._endings.end_badly(lane.part, job, error, closing=self._closing)
+                wait_s = await self._endings.end_badly(loop.part, job, error, closing=self._closing)
             finally:
-                lane.job = None
+                loop.job = None
                 if job is not None:
                     self._cancelled.discard(job.id)
             if job is None or wait_s:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(lane.woken.wait(), wait_s or None)
+                    await asyncio.wait_for(loop.woken.wait(), wait_s or None)
 
     async def _train(self, job: JobInfo) -> None:
-        """One job from the queue to its end."""
+        """One job, from the queue to its end."""
         jobs, checkpoints, serving = self._jobs, self._checkpoints, self._serving
 
-        # Take: from the newest step, or from what an earlier attempt saved. Loading comes
-        # after it: what exhausts memory then counts as an attempt.
+        # Take the job: it starts from the newest step, or from what an earlier attempt saved.
+        # Loading comes after it, so that a load that exhausts memory counts as an attempt.
         record = await asyncio.to_thread(self._models.find, job.model)
         newest = await self._newest(record)
         checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
@@ -222,18 +218,18 @@ class TrainingService:
                 return
 
         if not checkpoint.proved:
-            # Publish: beside the step that is served.
+            # Publish, beside the step that is served.
             before = None if newest.step == 0 else await serving.publish(record, newest)
             failpoint("job/before-publish")
             after = await serving.publish(record, checkpoint)
             failpoint("job/after-publish")
-            await self._tell_published(job, base, checkpoint)
+            await self._emit_published(job, base, checkpoint)
 
-            # Prove: the engine answers with what was learned.
+            # Prove that the engine answers with what was learned.
             await self._prove(job, base, checkpoint, before, after)
             failpoint("job/after-prove")
 
-            # From here on it is the newest step, on disk and in the engine.
+            # Promote: from here on it is the newest step, on disk and in the engine.
             checkpoint = await asyncio.to_thread(checkpoints.promote, checkpoint)
             serving.promote(record, after, checkpoint.step)
             failpoint("job/after-promote")
@@ -241,12 +237,12 @@ class TrainingService:
         # Mark done.
         await self._endings.finish(job, checkpoint, checkpoint.manifest)
 
-    # ---- its parts, in the order of their use -----------------------------------------------
+    # ---- the stages of a job, in order ------------------------------------------------------
 
     def _next(self, base_model: str) -> JobInfo | None:
-        """The next job of a base model, after what the disk could not take before."""
+        """The next job of a base model, after the writes that failed on a full disk."""
         self._jobs.write_pending()
-        self._endings.clear_left()
+        self._endings.release_pending()
         return self._jobs.oldest(base_model)
 
     async def _newest(self, record: ModelRecord) -> Checkpoint:
@@ -261,20 +257,20 @@ class TrainingService:
         return await asyncio.to_thread(learning.pin, newest, record.spec, language, self._settings)
 
     def _newest_or_first(self, record: ModelRecord, language: Language) -> Checkpoint:
-        with self._beginning:
+        with self._writing_first:
             newest = self._checkpoints.newest(record.key)
             return newest or learning.save_first(self._checkpoints, record.spec, language)
 
     async def _learn_and_save(
         self, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey
     ) -> tuple[Checkpoint | None, dict[str, Any]]:
-        """The next step, which nobody serves yet, and the learner's result; None: nothing moved.
+        """The next step, not served yet, and the learner's result; None if nothing was learned.
 
-        The learner is free again before anybody hears that the job has ended.
+        The learner is free again before the job is marked as done.
         """
         async with self._learners.borrow(base) as learner:
             failpoint("job/before-learn")
-            async with self._serving_held(learner) as held:
+            async with self._serving_paused(learner) as held:
                 result = await asyncio.to_thread(self._learn, learner, job, newest)
             result["metrics"] |= held
             failpoint("job/after-learn")
@@ -285,10 +281,10 @@ class TrainingService:
             return checkpoint, result
 
     @asynccontextmanager
-    async def _serving_held(self, learner: LearnerProcess) -> AsyncIterator[dict[str, float]]:
-        """Requests wait meanwhile, where that is asked for or engine and learner share one GPU.
+    async def _serving_paused(self, learner: LearnerProcess) -> AsyncIterator[dict[str, float]]:
+        """Requests wait while the block runs, if so configured or if engine and learner share a GPU.
 
-        Gives a mapping that holds afterwards how long they did.
+        Yields a mapping that holds the metric of how long, once the block has ended.
         """
         held: dict[str, float] = {}
         choice = self._settings.serving_during_training
@@ -326,7 +322,7 @@ class TrainingService:
         self._jobs.emit(job.id, "saved", saved)
         return checkpoint
 
-    async def _tell_published(self, job: JobInfo, base: Base, checkpoint: Checkpoint) -> None:
+    async def _emit_published(self, job: JobInfo, base: Base, checkpoint: Checkpoint) -> None:
         held_s = base.engine.stats().held_s
         self._metrics.held_s.set(held_s)
         data = {"step": checkpoint.step, "held_s": held_s}
@@ -342,7 +338,7 @@ class TrainingService:
     ) -> None:
         movement = checkpoint.manifest["movement"]
         sequences = movement["sequences"]
-        # Asked together, so that an engine can read both in one pass.
+        # Together, so that an engine can read both in one pass.
         old, new = await asyncio.gather(
             base.engine.probe(sequences, before), base.engine.probe(sequences, after)
         )
@@ -350,7 +346,7 @@ class TrainingService:
             proof = prove(movement, old, new, checkpoint.sha256)
         except NotProved:
             self._metrics.publishes.labels("not proved").inc()
-            await self._serving.withdraw(base, after)
+            await base.adapters.withdraw(after)
             raise
         self._metrics.publishes.labels(proof.verdict).inc()
         await asyncio.to_thread(self._jobs.emit, job.id, "proved", asdict(proof))

@@ -13,8 +13,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from hone.errors import Busy, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
@@ -22,8 +21,6 @@ from hone.logs import say
 from hone.models.find import canonical, find
 from hone.server.auth import may_load
 from hone.server.engines import Base, Engines, once
-from hone.server.gate import Gate
-from hone.server.seats import Seats
 from hone.server.settings import Settings
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
@@ -87,26 +84,15 @@ class Serving:
         self._models = models
         self._checkpoints = checkpoints
         self._settings = settings
-        self._gate = Gate(settings, lambda: [base.engine for base in self._engines.loaded()])
-        self._engines = Engines(
-            settings,
-            open_engine or (lambda name: open_embedded(name, settings)),
-            opened=self._gate.engine_opened,
-            lost=self._forget_steps,
-            restore=self._restore_steps,
-        )
-        self.template, self.base = self._engines.template, self._engines.get
-        self.paused, self.ready = self._gate.paused, self._gate.ready
-        self.pause, self.resume = self._gate.pause, self._gate.resume
-        self.holding, self.close_idle = self._engines.using, self._engines.close_idle
-        self._first: dict[ModelKey, asyncio.Task[None]] = {}
-        self._newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
-        self._seats: dict[str, Seats] = {}
-        self._on_base: dict[ModelKey, str] = {}
-        """The base model of every model in `_newest`."""
-        self._to_restore: dict[str, set[ModelKey]] = {}
-        """Models whose step was lost with the engine of their base model."""
-        self._said: set[tuple[str, str]] = set()
+        open_engine = open_engine or (lambda name: open_embedded(name, settings))
+        engines = self._engines = Engines(settings, open_engine, self._restore)
+        self.template, self.base = engines.template, engines.get
+        self.paused, self.ready = engines.paused, engines.ready
+        self.pause, self.resume = engines.pause, engines.resume
+        self.holding, self.close_idle = engines.using, engines.close_idle
+        self.status = engines.status
+        self._logged: set[tuple[str, str]] = set()
+        """Runs and base models for which the log says what the base model's name means."""
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -126,8 +112,8 @@ class Serving:
         Inside a run, the name of its model's base means that model's newest step. `step` stands in
         for the newest step of the run's model; names with a step of their own keep it.
         """
-        found = _AT.fullmatch(name)
-        stem, at = (found["stem"], found["at"]) if found else (name, None)
+        match = _AT.fullmatch(name)
+        stem, at = (match["stem"], match["at"]) if match else (name, None)
         # One thread for all lookups: each costs a third of a millisecond.
         record, base = await asyncio.to_thread(self._named, stem)
         newest = None if step is None else str(step)
@@ -140,8 +126,8 @@ class Serving:
         if at in (None, "latest") and rollout and run is not None and run.model is not None:
             record = await asyncio.to_thread(self._models.find, run.model)
             if record.spec.base_model == stem:
-                if (run.id, stem) not in self._said:
-                    self._said.add((run.id, stem))
+                if (run.id, stem) not in self._logged:
+                    self._logged.add((run.id, stem))
                     say(
                         "inside the run, the base model's name means the run's newest step",
                         run=run.id,
@@ -166,15 +152,15 @@ class Serving:
     async def _of_record(self, record: ModelRecord, at: str | None, *, asked: str) -> Policy:
         base = await self.base(record.spec.base_model)
         if at in (None, "latest"):
-            step, adapter = await self._current(record)
+            step, adapter = await self._current(record, base)
             return Policy(base, record, step, adapter, asked)
         step = await self._best(record) if at == "best" else int(at or 0)
         if step == 0:
             return Policy(base, record, 0, None, asked)
-        newest, adapter = self._newest.get(record.key, (0, None))
+        newest, adapter = base.adapters.newest.get(record.key, (0, None))
         if step != newest:
             checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, step)
-            adapter = await self.publish(record, checkpoint)
+            adapter = await self._load(base, record, checkpoint)
         return Policy(base, record, step, adapter, asked)
 
     async def _best(self, record: ModelRecord) -> int:
@@ -185,19 +171,20 @@ class Serving:
             )
         return step
 
-    async def _current(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
-        """The newest step; when it is first asked for, the newest good checkpoint is loaded."""
-        if record.key not in self._newest:
-            await once(self._first, record.key, lambda: self._take_up(record))
-        return self._newest[record.key]
+    async def _current(self, record: ModelRecord, base: Base) -> tuple[int, AdapterRef | None]:
+        """The newest step; the first caller loads the newest good checkpoint."""
+        adapters = base.adapters
+        if record.key not in adapters.newest:
+            await once(adapters.first_loads, record.key, lambda: self._load_newest(record, base))
+        return adapters.newest[record.key]
 
-    async def _take_up(self, record: ModelRecord) -> None:
+    async def _load_newest(self, record: ModelRecord, base: Base) -> None:
         checkpoint = await asyncio.to_thread(self._checkpoints.newest, record.key)
         step, adapter = 0, None
         if checkpoint is not None and checkpoint.step > 0:
-            step, adapter = checkpoint.step, await self.publish(record, checkpoint)
-        if record.key not in self._newest:  # a job may have published meanwhile
-            self.promote(record, adapter, step)
+            step, adapter = checkpoint.step, await self._load(base, record, checkpoint)
+        # A job may have published a later one meanwhile.
+        base.adapters.newest.setdefault(record.key, (step, adapter))
 
     async def _check_base(self, base: "_BaseName", asked: str) -> None:
         """Refuse a name that is not allowed, or not on this machine: requests download nothing."""
@@ -222,65 +209,37 @@ class Serving:
 
     async def publish(self, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         """Load a step into its engine. It becomes what NAME means only by `promote`."""
-        base = await self.base(record.spec.base_model)
+        return await self._load(await self.base(record.spec.base_model), record, checkpoint)
+
+    async def _load(self, base: Base, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         base.check_made_for(checkpoint)
         adapter = AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
-        await self._seats_of(base).load(adapter, checkpoint.path, needed=self._needed)
+        await base.adapters.load(adapter, checkpoint.path)
         return adapter
-
-    async def withdraw(self, base: Base, adapter: AdapterRef) -> None:
-        """Take out a step that could not be proved, so that it is loaded anew if it comes again."""
-        if adapter.sha256 not in self._promoted():
-            await self._seats_of(base).unload(adapter)
-
-    def _seats_of(self, base: Base) -> Seats:
-        if base.name not in self._seats:
-            self._seats[base.name] = Seats(base.engine, self._settings.max_adapters)
-        return self._seats[base.name]
-
-    def _promoted(self) -> set[str]:
-        return {adapter.sha256 for _, adapter in self._newest.values() if adapter is not None}
-
-    def _needed(self, adapter: AdapterRef) -> bool:
-        """The newest of its model, or one that is still to be proved."""
-        newest = {str(key): step for key, (step, _) in self._newest.items()}
-        return adapter.sha256 in self._promoted() or adapter.step > newest.get(adapter.model, -1)
 
     def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
         """From now on NAME means this step."""
-        self._newest[record.key] = (step, adapter)
-        self._on_base[record.key] = record.spec.base_model
+        base = self._engines.loaded().get(record.spec.base_model)
+        if base is not None:  # else its engine failed, and the next one loads the newest checkpoint
+            base.adapters.newest[record.key] = (step, adapter)
 
-    def _forget_steps(self, base_model: str) -> None:
-        """The engine is gone: what it served is loaded again when it is asked for."""
-        self._seats.pop(base_model, None)
-        lost = {key for key, base in self._on_base.items() if base == base_model}
-        for key in lost:
-            self._newest.pop(key, None)
-            self._first.pop(key, None)
-            del self._on_base[key]
-        self._to_restore[base_model] = self._to_restore.get(base_model, set()) | lost
-
-    async def _restore_steps(self, base_model: str) -> None:
-        """Publish again, in a new engine, the newest step of every model the last one served."""
-        for key in list(self._to_restore.get(base_model, ())):
-            await self._current(await asyncio.to_thread(self._models.get, key))
-            self._to_restore[base_model].discard(key)
+    async def _restore(self, failed: Base) -> None:
+        """Load, into a new engine, the newest step of every model that the failed one served."""
+        for key in list(failed.adapters.newest):
+            with contextlib.suppress(NotFound):  # renamed since
+                record = await asyncio.to_thread(self._models.get, key)
+                await self._current(record, await self.base(failed.name))
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
-        """What is loaded of a model is now another name's; the old one may be begun anew."""
-        self._first.pop(key, None)
-        if key in self._newest:
-            step, adapter = self._newest.pop(key)
-            self._newest[new] = step, adapter and replace(adapter, model=str(new))
-            self._on_base[new] = self._on_base.pop(key)
-        for seats in self._seats.values():
-            seats.rename(str(key), str(new))
+        """The loaded steps of a model belong to another name; the old one may be registered anew."""
+        for base in self._engines.loaded().values():
+            base.adapters.rename(key, new)
 
     def newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
-        """The step NAME means. Reads the disk if nobody has asked for the model yet."""
-        if record.key in self._newest:
-            return self._newest[record.key]
+        """The step NAME means. Reads the disk if the model is not loaded."""
+        base = self._engines.loaded().get(record.spec.base_model)
+        if base is not None and record.key in base.adapters.newest:
+            return base.adapters.newest[record.key]
         checkpoint = self._checkpoints.newest(record.key)
         if checkpoint is None or checkpoint.step == 0:
             return 0, None
@@ -295,19 +254,19 @@ class Serving:
                 yield
                 return
             assert policy.record is not None, policy
-            seats = self._seats_of(policy.base)
-            while adapter not in seats:  # unloaded since it was resolved
+            adapters = policy.base.adapters
+            while adapter not in adapters:  # unloaded since it was resolved
                 checkpoint = await asyncio.to_thread(
                     self._checkpoints.get, policy.record.key, policy.step
                 )
-                await self.publish(policy.record, checkpoint)
-            with seats.using(adapter):
+                await self._load(policy.base, policy.record, checkpoint)
+            with adapters.using(adapter):
                 yield
 
     def base_models(self) -> dict[str, bool]:
         """Base models in use, and whether each is loaded. Blocking."""
         known = (record.spec.base_model for record in self._models.list())
-        loaded = {base.name for base in self._engines.loaded()}
+        loaded = self._engines.loaded()
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(self) -> list[ServedName]:
@@ -329,8 +288,7 @@ class Serving:
                 for suffix, step in at
             ]
         bases = {record.spec.base_model: record.created_at for record in reversed(records)}
-        loaded = [base.name for base in self._engines.loaded()]
-        loaded = [name for name in loaded if may_load(self._settings, name)]
+        loaded = [name for name in self._engines.loaded() if may_load(self._settings, name)]
         allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
         for base in dict.fromkeys([*bases, *loaded, *map(canonical, allowed)]):
             names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
@@ -360,15 +318,11 @@ class Serving:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
 
-    def status(self) -> dict[str, Any]:
-        """Whether the engines work, for /health."""
-        paused = {"paused": True} if self._gate.shut else {}
-        return self._engines.status() | paused
-
     async def close(self) -> None:
-        """Close every engine; loads under way are let go."""
-        for task in self._first.values():
-            task.cancel()
+        """Close every engine and cancel the loads under way."""
+        for base in self._engines.loaded().values():
+            for task in base.adapters.first_loads.values():
+                task.cancel()
         await self._engines.close()
 
 

@@ -1,11 +1,10 @@
-"""Parts of a server that may fail and go on: what /health says of each, and when to try again.
+"""Supervised parts of the server: their status for /health, and when to retry.
 
-In:   the failures of a part, and word that it works again
+In:   failures and recoveries of a part
 Out:  a Part: its status, and how long to wait before the next attempt
 
 A failure is logged with its traceback, once, where it is reported. The time between attempts
-doubles up to LONGEST_S, so that a part that cannot work costs nothing, and ends with the first
-success.
+doubles up to LONGEST_S, so that a part that cannot work costs nothing; a success resets it.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from hone.logs import log
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
-"""Time between two attempts: the first, and the most it grows to."""
+"""Time between two attempts: at first, and at most."""
 
 
 def backoff_s(failures: int) -> float:
@@ -38,7 +37,7 @@ class Part:
     """Why it does not work; None while it does."""
 
     def fail(self, error: BaseException) -> float:
-        """Note a failure, and log it; returns how long to wait before the next attempt."""
+        """Record and log a failure; returns how long to wait before the next attempt."""
         self.failures += 1
         self.reason = f"{type(error).__name__}: {error}"
         delay_s = backoff_s(self.failures)
@@ -59,7 +58,7 @@ class Part:
 
 
 async def repeat(part: Part, work: Callable[[], Awaitable[object]], interval_s: float) -> None:
-    """Do some work now and at every interval; a failure is retried, and never ends the loop."""
+    """Do some work now and at every interval; a failure is retried and never ends the loop."""
     while True:
         delay_s = interval_s
         try:
