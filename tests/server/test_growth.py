@@ -9,9 +9,9 @@ from tests.server.conftest import MakeState
 from tests.server.worlds import World
 
 from hone.logs import say
-from hone.server import art_log
 from hone.server.settings import Settings
 from hone.server.telemetry import start_logging, stop_logging
+from hone.store.trajectories import log_groups, prune_groups
 from hone.types import RunSpec
 
 
@@ -32,15 +32,15 @@ def test_the_log_is_rotated(tmp_path: Path):
 
 
 def test_the_oldest_logged_trajectories_leave_first(tmp_path: Path):
-    group = art_log.ArtGroup.model_validate({"logs": ["x" * 90]})
+    group = {"logs": ["x" * 90]}
     paths = []
     for step in range(4):
         model = tmp_path / "default" / "models" / f"model-{step % 2}"
-        paths.append(art_log.write(model, "val", step, [group]))
+        paths.append(log_groups(model, "val", step, [group]))
         os.utime(paths[-1], (step, step))
     size = paths[0].stat().st_size
-    assert art_log.prune(tmp_path, 4 * size) == 0
-    assert art_log.prune(tmp_path, 2 * size) == 2
+    assert prune_groups(tmp_path, 4 * size) == 0
+    assert prune_groups(tmp_path, 2 * size) == 2
     assert [path.exists() for path in paths] == [False, False, True, True]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.server.api import AGENT, JOBS, Api, Open
 from tests.server.conftest import MakeState
 
-from hone.server.rename import FAILPOINTS
+from hone.store.rename import FAILPOINTS
 from hone.types import ModelKey, ModelSpec, RunSpec
 
 OLD, NEW = ModelKey("default", "agent"), ModelKey("default", "agent.old")
@@ -95,15 +95,16 @@ async def test_a_name_that_is_taken_is_refused(open_api: Open, to: str, status: 
 
 
 RENAME = """
-import asyncio, sys
+import sys
 from pathlib import Path
 from hone.server.state import State
-from hone.server.rename import rename
 from hone.server.settings import Settings
+from hone.store.rename import Renames
 from hone.types import ModelKey
 
 state = State.open(Settings(root=Path(sys.argv[1])))
-asyncio.run(rename(state, ModelKey("default", "agent"), "agent.old"))
+renames = Renames(state.store, state.models, state.jobs, state.calls, state.checkpoints)
+renames.rename(ModelKey("default", "agent"), ModelKey("default", "agent.old"))
 """
 
 

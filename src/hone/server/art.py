@@ -25,10 +25,19 @@ from hone.errors import (
     Unprocessable,
 )
 from hone.logs import say
-from hone.server import art_log, job_tasks
-from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
-from hone.server.art_log import ArtGroup
-from hone.server.art_requests import KeepRequest, LogRequest, PrepareRequest, TrainRequest
+from hone.server import job_tasks
+from hone.server.art_requests import (
+    ArtGroup,
+    ArtModel,
+    KeepRequest,
+    LogRequest,
+    PrepareRequest,
+    TrainRequest,
+    job_config,
+    log_art_groups,
+    model_spec,
+    server_keys,
+)
 from hone.server.art_stream import Sent, streamed
 from hone.server.auth import inference_key
 from hone.server.bodies import checked, large_body_route
@@ -247,7 +256,7 @@ def _log(
     state: "State", key: ModelKey, split: str, groups: list[ArtGroup], step: int | None = None
 ) -> None:
     step = _step(state, key) if step is None else step
-    art_log.write(state.checkpoints.model_dir(key), split, step, groups)
+    log_art_groups(state.checkpoints.model_dir(key), split, step, groups)
     if metrics := means(groups):
         state.checkpoints.log(key, step, metrics, split)
 

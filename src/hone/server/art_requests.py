@@ -1,23 +1,175 @@
-"""The bodies of ART's requests.
+"""The requests of ART's clients, and what they mean in hone's words.
 
-In:   JSON of ART's clients, of all versions
-Out:  PrepareRequest, TrainRequest, LogRequest, KeepRequest
+In:   ART's model object with its `_internal_config`; trajectory groups; the bodies of its routes
+Out:  ModelSpec, TrajectoryGroups, keys of TrainConfig; names of keys that mean nothing here
 
-A body carries the model under `model`, or is the model itself: ART's versions differ. Keys that hone
-does not use are ignored, because each version adds some.
+Every key is honoured, refused, or named as not applicable, by the tables here and in model_args.py.
+Null means absent, except for the one key whose null means something. Groups keep unknown keys: they
+are logged as they were sent.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from hone.server.art_config import ArtModel
-from hone.server.art_log import ArtGroup
-from hone.types import Name
+from hone.errors import Unprocessable
+from hone.server.model_args import DEVICES, Read, check_devices, flat, read_args
+from hone.store.trajectories import log_groups
+from hone.trajectory import History, Trajectory, TrajectoryGroup
+from hone.types import Failure, FieldError, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
+
+INTERNAL = "_internal_config"
+
+PLUGIN_LEARNING_RATE = 5e-05
+"""What NAT's plugin sends as `config.learning_rate` whatever its user wrote: it reads the value from
+a dict as if it were an attribute. The user's own value, in `trainer_args`, takes precedence."""
+
+_JOB = {
+    "config.learning_rate": "learning_rate",
+    "config.beta": "beta",
+    "config.kl_penalty_coef": "kl_penalty_coef",
+    "dev_config.epsilon": "epsilon",
+    "dev_config.epsilon_high": "epsilon_high",
+    "dev_config.kl_penalty_coef": "kl_penalty_coef",
+    "dev_config.scale_rewards": "scale_rewards",
+    "dev_config.truncated_importance_sampling": "importance_cap",
+}
+"""Keys of a training call, and the key of TrainConfig each one is."""
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "dev_config.advantage_balance": (0,),
+    "dev_config.allow_training_without_logprobs": (False,),
+    "dev_config.importance_sampling_level": ("token",),
+    "dev_config.kimi_k2_tau": (),
+    "dev_config.kl_penalty_reference_step": (),
+    "dev_config.kl_ref_adapter_path": (),
+    "dev_config.mask_prob_ratio": (False,),
+    "dev_config.max_negative_advantage_importance_sampling_weight": (),
+    "dev_config.num_trajectories_learning_rate_multiplier_power": (0,),
+    "dev_config.scale_learning_rate_by_reward_std_dev": (False,),
+}
+"""Keys that would change the result: the values that are what hone does anyway."""
+
+
+class ArtModel(BaseModel):
+    """ART's model object. One without `base_model` is not trained; its trajectories are logged."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+    name: Name
+    project: ProjectName = "default"
+    entity: str | None = None
+    base_model: str | None = Field(default=None, min_length=1, max_length=512)
+    internal: dict[str, JsonValue] | None = Field(default=None, alias=INTERNAL)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, data: Any) -> Any:
+        """Some routes send it alone, others under `model`; every route accepts both."""
+        if isinstance(data, dict) and "name" not in data and isinstance(data.get("model"), dict):
+            return data["model"]
+        return data
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.project, self.name)
+
+
+Number = bool | int | float
+
+
+class ArtHistory(BaseModel):
+    """One conversation; a choice is an item with a `message` in it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages_and_choices: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of hone's History."""
+        tools = [
+            tool if "type" in tool else {"type": "function", "function": tool}
+            for tool in self.tools or ()
+        ]
+        return {"messages_and_choices": self.messages_and_choices, "tools": tools or None}
+
+
+class ArtTrajectory(ArtHistory):
+    """One conversation with a reward."""
+
+    additional_histories: list[ArtHistory] = []
+    reward: float = Field(default=0.0, allow_inf_nan=False)
+    metrics: dict[str, Number | None] = {}
+    metadata: dict[str, bool | int | float | str | None] = {}
+    logs: list[str] = []
+
+    def to_hone(self) -> Trajectory:
+        """As hone's own type."""
+        return Trajectory(
+            **self.fields(),
+            additional_histories=[History(**h.fields()) for h in self.additional_histories],
+            reward=self.reward,
+            metrics={k: v for k, v in self.metrics.items() if v is not None},
+            metadata=dict(self.metadata),
+            logs=self.logs,
+        )
+
+
+class ArtFailure(BaseModel):
+    """A rollout that raised."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+class ArtGroup(BaseModel):
+    """Trajectories of one input."""
+
+    model_config = ConfigDict(extra="allow")
+
+    trajectories: list[ArtTrajectory] = []
+    exceptions: list[ArtFailure] = []
+    metrics: dict[str, Number | None] = {}
+    metadata: dict[str, bool | int | float | str | None] = {}
+    logs: list[str] = []
+
+    def to_hone(self) -> TrajectoryGroup:
+        """As hone's own type."""
+        return TrajectoryGroup(
+            [trajectory.to_hone() for trajectory in self.trajectories],
+            exceptions=[
+                Failure(type=e.type, message=e.message, traceback=e.traceback)
+                for e in self.exceptions
+            ],
+            metrics={k: v for k, v in self.metrics.items() if v is not None},
+            metadata=dict(self.metadata),
+            logs=self.logs,
+        )
+
+
+def log_art_groups(model_dir: Path, split: str, step: int, groups: Sequence[ArtGroup]) -> Path:
+    """Append the groups, as they were sent, to the model's trajectories of this step."""
+    try:
+        return log_groups(
+            model_dir, split, step, [g.model_dump(exclude_unset=True) for g in groups]
+        )
+    except (RecursionError, ValueError):
+        message = "nested too deeply to be read"
+        raise Unprocessable([FieldError(("trajectory_groups",), message)]) from None
+
+
+# ---- bodies -----------------------------------------------------------------------------------
 
 
 class _Request(BaseModel):
-    """A body with the model under `model`, or the model itself."""
+    """A body that carries the model object under `model`, or is one."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -32,13 +184,13 @@ class _Request(BaseModel):
 
 
 class PrepareRequest(_Request):
-    """Arguments of ART's OpenAI server, which runs already here."""
+    """How ART starts its OpenAI server; hone's runs already."""
 
     config: dict[str, Any] | None = None
 
 
 class TrainRequest(_Request):
-    """Groups to train on."""
+    """A training call."""
 
     trajectory_groups: list[ArtGroup]
     config: dict[str, Any] | None = None
@@ -47,7 +199,7 @@ class TrainRequest(_Request):
 
 
 class LogRequest(_Request):
-    """Groups to log, with their mean metrics."""
+    """Trajectories to be logged and averaged."""
 
     trajectory_groups: list[ArtGroup]
     split: Name = "val"
@@ -57,3 +209,68 @@ class KeepRequest(_Request):
     """The checkpoints to keep."""
 
     steps_to_keep: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+# ---- keys -------------------------------------------------------------------------------------
+
+
+def model_spec(model: ArtModel) -> ModelSpec:
+    """The model to register. Loads nothing: ART's clients wait five seconds for this."""
+    assert model.base_model is not None, "art.py registers only models that can be trained"
+    spec, defaults = read_args(model.internal or {}, base_model=model.base_model, root=(INTERNAL,))
+    return spec.checked(
+        ModelSpec,
+        name=model.name,
+        project=model.project,
+        base_model=model.base_model,
+        token_ids_as_text=True,
+        defaults=defaults.fields,
+        not_applicable=sorted(spec.not_applicable),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """What a training call asks for."""
+
+    config: dict[str, JsonValue]
+    """Keys of TrainConfig."""
+    plot_tensors: bool
+    not_applicable: list[str]
+
+
+def job_config(
+    config: Mapping[str, Any] | None, dev_config: Mapping[str, Any] | None, spec: ModelSpec
+) -> JobConfig:
+    """The keys of TrainConfig in a training call, without those that the model's defaults override."""
+    read = Read((), _ONLY)
+    sent = dict(dev_config or {})
+    plot_tensors = bool(sent.pop("plot_tensors", False))
+    ppo = sent.pop("ppo", None)
+    # An explicit null switches the correction off; for every other key null means absent.
+    uncapped = sent.get("truncated_importance_sampling", 0) is None
+    for name, value in (
+        *flat({"dev_config": sent}, ("dev_config",), ()),
+        *flat({"config": dict(config or {})}, ("config",), ()),
+    ):
+        read.take(name, value, _JOB)
+    if ppo is not None:
+        read.fields["loss"] = "grpo" if ppo else "cispo"
+    if uncapped:
+        read.fields["importance_cap"] = None
+    for key, unsaid in (("learning_rate", PLUGIN_LEARNING_RATE), ("beta", 0)):
+        if key in spec.defaults and read.fields.get(key) == unsaid:
+            del read.fields[key]
+    read.checked(TrainConfig)
+    return JobConfig(read.fields, plot_tensors, sorted(read.not_applicable))
+
+
+def server_keys(config: Mapping[str, Any] | None) -> list[str]:
+    """Keys for starting ART's OpenAI server; here it is running already, so they are only listed."""
+    names = []
+    for name, value in flat(config or {}, ("server_args", "engine_args"), ("config",)):
+        if name in DEVICES:
+            check_devices(f"config.{name}", value)
+        if name != "server_args.api_key":
+            names.append(name)
+    return sorted(names)

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from hone.errors import Conflict, TrainingFailed, Unavailable
 from hone.logs import say
-from hone.server.art_log import ArtGroup
+from hone.server.art_requests import ArtGroup
 from hone.store.jobs import FINAL
 from hone.types import JobEvent, JobInfo, ModelKey
 

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from hone.errors import BadRequest
 from hone.learner.packed import unpack_groups
-from hone.server import art_log
-from hone.server.art_requests import LogRequest, TrainRequest
+from hone.server.art_requests import LogRequest, TrainRequest, log_art_groups
 from hone.server.chat_tasks import Invalid, TemplateRef
 from hone.server.checks import digest
 from hone.server.language import Language
@@ -93,7 +92,7 @@ def art_job(**fields: Any) -> tuple[JobRequest, str]:
 def log_art(model_dir: Path, split: str, step: int) -> dict[str, float]:
     """Write ART's groups to their file; the means of their metrics."""
     assert _Held.art is not None, "read_art comes first"
-    art_log.write(model_dir, split, step, _Held.art.trajectory_groups)
+    log_art_groups(model_dir, split, step, _Held.art.trajectory_groups)
     return means(_Held.art.trajectory_groups)
 
 

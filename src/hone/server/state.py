@@ -16,11 +16,9 @@ from typing import Self
 from hone.inference.base import Engine
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
-from hone.server import art_log
 from hone.server.bodies import BodyBudget
 from hone.server.conversations import Conversations
 from hone.server.learning import StartLearner
-from hone.server.rename import finish_renames
 from hone.server.service import TrainingService
 from hone.server.serving import Serving
 from hone.server.settings import Settings
@@ -33,7 +31,9 @@ from hone.store.checkpoints import Checkpoints
 from hone.store.database import Store
 from hone.store.jobs import JobStore
 from hone.store.models import ModelStore
+from hone.store.rename import Renames
 from hone.store.root import make_root
+from hone.store.trajectories import prune_groups
 
 PRUNE_S = 600.0
 """Seconds between two prunings of recorded calls and of the groups of ended jobs."""
@@ -87,7 +87,8 @@ class State:
             metrics=metrics,
             start_learner=start_learner,
         )
-        state = cls(
+        Renames(store, model_store, job_store, call_store, checkpoints).finish()
+        return cls(
             settings=settings,
             store=store,
             models=model_store,
@@ -100,8 +101,6 @@ class State:
             workers=WorkerPool(settings.body_processes),
             bodies=BodyBudget(settings.max_bodies_bytes),
         )
-        finish_renames(state)
-        return state
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -133,7 +132,7 @@ class State:
         if gone := await asyncio.to_thread(jobs.prune, **bounds):
             say("groups of ended jobs pruned", jobs=gone)
         await asyncio.to_thread(jobs.prune_events, max_age_s=settings.keep_events_s)
-        logged = (art_log.prune, settings.root, settings.keep_trajectories_bytes)
+        logged = (prune_groups, settings.root, settings.keep_trajectories_bytes)
         if gone := await asyncio.to_thread(*logged):
             say("logged trajectories pruned", files=gone)
         await self.serving.close_idle(settings.idle_engine_s)

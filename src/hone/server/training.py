@@ -24,12 +24,12 @@ from hone.server.auth import check_path
 from hone.server.bodies import checked, large_body_route
 from hone.server.checks import check_base_model, checked_spec
 from hone.server.job_tasks import LanguageRef
-from hone.server.rename import rename
 from hone.server.settings import Settings
 from hone.server.submit import submit, submit_held
 from hone.server.tokens import TokenPage
 from hone.store.checkpoints import Checkpoint
 from hone.store.models import ModelRecord
+from hone.store.rename import Renames
 from hone.trajectory import JobRequest
 from hone.types import (
     CheckpointInfo,
@@ -119,8 +119,11 @@ def _model_routes(state: "State", router: APIRouter) -> None:
         project: Name, name: Name, body: RenameRequest, request: Request
     ) -> ModelInfo:
         """Give it another name, with its steps, history, jobs and runs; the old one is free then."""
-        record = await rename(state, ModelKey(project, name), body.to)
-        return await _info(state, record, request)
+        key, new = ModelKey(project, name), ModelKey(project, body.to)
+        renames = Renames(state.store, state.models, state.jobs, state.calls, state.checkpoints)
+        if await asyncio.to_thread(renames.rename, key, new):
+            state.serving.rename(key, new)
+        return await _info(state, await _record(state, project, body.to), request)
 
     @router.post("/models/{project}/{name}/metrics")
     async def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:

@@ -9,9 +9,14 @@ import pytest
 from tests.server.worlds import art_model
 
 from hone.errors import ConfigError, Unprocessable
-from hone.server import art_log
-from hone.server.art_config import ArtModel, job_config, model_spec, server_keys
-from hone.server.art_log import ArtGroup
+from hone.server.art_requests import (
+    ArtGroup,
+    ArtModel,
+    job_config,
+    log_art_groups,
+    model_spec,
+    server_keys,
+)
 from hone.trajectory import means
 from hone.types import ModelSpec
 
@@ -197,18 +202,18 @@ def test_a_logged_group_comes_back_as_it_was_sent(tmp_path: Path) -> None:
         ),
     ]
     groups = [ArtGroup.model_validate(one) for one in sent]
-    path = art_log.write(tmp_path, "val", 3, groups)
+    path = log_art_groups(tmp_path, "val", 3, groups)
     assert path == tmp_path / "trajectories" / "val" / "0003.jsonl"
-    art_log.write(tmp_path, "val", 3, groups[:1])
+    log_art_groups(tmp_path, "val", 3, groups[:1])
     lines = path.read_text().splitlines()
     assert [json.loads(line) for line in lines] == [*sent, sent[0]]
 
 
-def test_half_a_line_of_a_crash_stays_alone(tmp_path: Path) -> None:
-    path = art_log.write(tmp_path, "val", 0, [])
+def test_half_a_line_of_a_crash_is_cut(tmp_path: Path) -> None:
+    path = log_art_groups(tmp_path, "val", 0, [])
     path.write_text('{"trajectories": [')
-    art_log.write(tmp_path, "val", 0, [ArtGroup.model_validate(group(1.0))])
-    assert json.loads(path.read_text().splitlines()[1]) == group(1.0)
+    log_art_groups(tmp_path, "val", 0, [ArtGroup.model_validate(group(1.0))])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [group(1.0)]
 
 
 def test_means_are_those_of_arts_server() -> None:
