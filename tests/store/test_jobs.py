@@ -73,7 +73,8 @@ def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
         model=agent, groups=[group], config=TrainConfig(), counts={}, request_sha256="a"
     )
     (found,) = unpack_groups(queue.packed_groups(job.id))
-    assert math.isnan(found.trajectories[0].calls[0].logprobs[0])  # for the learner to refuse
+    logprobs = found.trajectories[0].calls[0].logprobs
+    assert logprobs is not None and math.isnan(logprobs[0])  # for the learner to refuse
 
 
 def test_the_same_key_and_request_give_the_same_job(queue, agent, store):
