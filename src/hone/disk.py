@@ -85,7 +85,7 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 
 def _cut_torn_line(file: BinaryIO) -> None:
-    """Remove a last line that lacks its newline, or is not JSON."""
+    """Remove a last line that lacks its newline, or is not a JSON object."""
     size = start = file.seek(0, os.SEEK_END)
     tail = b""
     while start > 0 and tail.count(b"\n") < 2:
@@ -94,18 +94,17 @@ def _cut_torn_line(file: BinaryIO) -> None:
         tail = file.read(stop - start) + tail
     *lines, unfinished = tail.split(b"\n")
     end = size - len(unfinished)
-    if lines and not _is_json(lines[-1]):
+    if lines and not _is_object(lines[-1]):
         end -= len(lines[-1]) + 1
     if end < size:
         file.truncate(end)
 
 
-def _is_json(line: bytes) -> bool:
+def _is_object(line: bytes) -> bool:
     try:
-        json.loads(line)
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-    return True
 
 
 @contextmanager
