@@ -1,9 +1,9 @@
-"""A thread that takes only what time others leave.
+"""Lower the priority of a thread.
 
-In:   how nice this thread shall be from now on
-Out:  nothing; where the system knows no such thing, or forbids it, nothing happens
+In:   the thread's niceness
+Out:  nothing; a system that has no such priority, or forbids it, is left as it is
 
-Only the superuser can take a niceness back, so a thread that gives way ends with what it was for.
+Only the superuser can lower a niceness again, so such a thread ends with its work.
 """
 
 import os
@@ -13,7 +13,7 @@ from contextlib import suppress
 
 
 def give_way(niceness: int) -> None:
-    """This thread, and those it starts, give way to the rest of the process and of the machine."""
-    if sys.platform == "linux":  # there a thread has a niceness of its own
+    """Give this thread, and those it starts, a lower priority."""
+    if sys.platform == "linux":  # there every thread has its own niceness
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

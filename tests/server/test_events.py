@@ -106,7 +106,7 @@ async def test_an_unknown_job_is_not_found(queue: JobStore):
 
 def test_line_breaks_in_an_event_stay_inside_its_line():
     event = JobEvent(id=3, job="j", type="failed", at=0.0, data={"failure": "one\ntwo\r\u2028"})
-    number, kind, back = parsed(events.spelt(event))
+    number, kind, back = parsed(events.to_sse(event))
     assert (number, kind, back) == (3, "failed", event)
 
 

@@ -98,10 +98,10 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
     launches = Launches(LearnerHere)
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
         language = await server.serving.template(str(tiny_model))
-        assert learning.has_room_ahead(language, server.settings)
+        assert learning.fits_beside_engine(language, server.settings)
         # Half a megabyte of weights is more than a part in 2**60 of any memory.
         monkeypatch.setattr(learning, "AHEAD_SHARE", 2**60)
-        assert not learning.has_room_ahead(language, server.settings)
+        assert not learning.fits_beside_engine(language, server.settings)
         await server.service.prepare(server.models.register(spec(tiny_model)))
         await server.trained(tiny_model, 0)
     assert launches.gave_way == [False]
@@ -110,7 +110,7 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
 async def test_no_learner_is_launched_ahead_on_a_gpu(tiny_model: Path, tmp_path: Path):
     async with SmallServer.started(tmp_path / "hone") as server:
         language = await server.serving.template(str(tiny_model))
-    assert not learning.has_room_ahead(language, Settings(device="cuda:0"))
+    assert not learning.fits_beside_engine(language, Settings(device="cuda:0"))
 
 
 async def test_a_learner_that_cannot_be_launched_is_the_first_jobs_failure(

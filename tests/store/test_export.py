@@ -158,7 +158,7 @@ def test_a_directory_that_holds_something_is_refused(root: Path, tmp_path: Path)
 
 def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path):
     out = tmp_path / "out"
-    with pytest.raises(NotFound, match=r"no server has kept its state there"):
+    with pytest.raises(NotFound, match=r"there is no server state"):
         export(tmp_path / "elsewhere", "agent", out)
     with pytest.raises(NotFound, match=r"no model called 'agnet'.* Did you mean 'agent'"):
         export(root, "agnet", out)

@@ -300,7 +300,7 @@ def test_what_the_disk_does_not_take_counts_from_memory_and_is_written_later(
     store._writer.execute("PRAGMA query_only = ON")  # every change is refused
     with pytest.raises(StorageError):
         queue.move(running.id, "queued")
-    back = queue.put_back(running.id, "the disk is full", attempts=0)
+    back = queue.requeue(running.id, "the disk is full", attempts=0)
     assert (back.state, back.attempts, back.waiting_for) == ("queued", 0, "the disk is full")
     assert queue.request_cancel(waiting.id).state == "cancelled"
     assert queue.get(running.id) == back and queue.waiting() == {"tiny": 1}

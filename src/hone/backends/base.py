@@ -29,16 +29,16 @@ class Trainable(Named, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What came of a job."""
+    """The result of a job."""
 
     step: int
     """The step that is served now."""
     metrics: dict[str, float] = field(default_factory=dict)
     job: str = ""
     counts: dict[str, int] = field(default_factory=dict)
-    """How the trajectories were found, and which were dropped, by reason."""
+    """Trajectories by how they were resolved, and dropped ones by reason."""
     reason: str | None = None
-    """Why nothing could be learned, if nothing was."""
+    """Why nothing was learned, if nothing was."""
 
 
 @runtime_checkable
@@ -46,11 +46,11 @@ class Backend(Protocol):
     """Where training happens."""
 
     async def register(self, model: Trainable) -> ModelInfo:
-        """Make the model known; the same model again changes nothing."""
+        """Register a model; the same model again changes nothing."""
         ...
 
     async def prepare(self, model: Named) -> tuple[str, str]:
-        """Load what serving needs; base URL and key for an OpenAI client."""
+        """Load what serving needs; returns base URL and key for an OpenAI client."""
         ...
 
     async def step(self, model: Named) -> int:
@@ -68,18 +68,18 @@ class Backend(Protocol):
     ) -> TrainResult:
         """Train on the groups and wait until the new step is served.
 
-        `keys` are keys of TrainConfig and go before those of `config`.
+        `keys` are keys of TrainConfig and override those of `config`.
         """
         ...
 
     async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
-        """The steps that are kept, oldest first."""
+        """The retained steps, oldest first."""
         ...
 
     async def delete_checkpoints(
         self, model: Named, best_checkpoint_metric: str = "val/reward"
     ) -> list[int]:
-        """Delete all steps but the newest and the best by a logged metric; which were deleted."""
+        """Delete all steps but the newest and the best by a logged metric; returns the deleted ones."""
         ...
 
     async def log(
@@ -89,5 +89,5 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of what this process holds; the server's state stays."""
+        """Release what this process holds; the server's state stays."""
         ...

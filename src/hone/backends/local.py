@@ -1,12 +1,12 @@
-"""A hone server that belongs to this process.
+"""A hone server started by this process.
 
 In:   a directory for the server's state
-Out:  a RemoteBackend for a server that was started at first use, and ends with this process; or for
-      the one that another process runs there, if it may be shared
+Out:  a RemoteBackend for a server that starts at first use and ends with this process; or for the
+      one that another process runs there, if it may be shared
 
-The server is a child process, because it loads torch and the user's program need not. It writes
-one line into a pipe when it answers, so nobody polls; it ends when its stdin closes, which also
-happens when this process is killed. Its output goes to a file that every error names.
+The server is a child process, so that the user's program need not load torch. It writes one line
+into a pipe when it is ready, so nothing polls; it ends when its stdin closes, which also happens
+when this process is killed. Its output goes to a file that every error names.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from hone.errors import HoneError, ServerError
 from hone.types import SERVER_ADDRESS
 
 START_S = 120.0
-"""Until the server answers; it loads no model for that, but a cold disk can be slow."""
+"""Timeout until the server is ready; it loads no model, but a cold disk can be slow."""
 STOP_S = 30.0
-"""Until it has put a running job back into its queue."""
-SAID_LINES = 15
+"""Timeout until it has queued a running job again and ended."""
+SHOWN_LINES = 15
 CONNECT_S = 5.0
 
 
@@ -65,7 +65,7 @@ class LocalBackend(RemoteBackend):
         self._server: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._closed = False
-        self._said_before = 0
+        self._output_start = 0
 
     @property
     def log_place(self) -> str:
@@ -73,7 +73,7 @@ class LocalBackend(RemoteBackend):
 
     @property
     def output(self) -> Path:
-        """What the server's process printed, for the case that it never came to have a log."""
+        """What the server's process printed, in case it ended before it had a log."""
         return self.root / "logs" / "server.out"
 
     def __enter__(self) -> Self:
@@ -86,8 +86,8 @@ class LocalBackend(RemoteBackend):
         """Start the server unless it runs."""
         if self._shared_pid is not None:
             return
-        if self._server is None or self._lock.locked():  # which is held until it answers
-            # A thread, because it waits on a pipe; its lock lets one of many callers start it.
+        if self._server is None or self._lock.locked():  # the lock is held until it is ready
+            # In a thread, because it waits on a pipe; the lock lets only one caller start it.
             await asyncio.to_thread(self.start)
 
     async def close(self) -> None:
@@ -109,11 +109,11 @@ class LocalBackend(RemoteBackend):
             return None
         return ServerError(
             f"the server of LocalBackend({str(self.root)!r}) ended with exit status "
-            f"{server.returncode}. Its log: {self.log_place}\n{self._said()}"
+            f"{server.returncode}. Its log: {self.log_place}\n{self._last_output()}"
         )
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
+        """Start the server and wait until it is ready."""
         with self._lock:
             if self._server is not None or self._shared_pid is not None:
                 return
@@ -124,21 +124,21 @@ class LocalBackend(RemoteBackend):
             ready = self._launch()
             if self._closed:  # while it was launched
                 self._give_up()
-            told = _first_line(ready, START_S)
-            if not told:
-                raise self._failed_to_start(ended=told is not None)
-            where: dict[str, Any] = json.loads(told)
-            self.base_url = f"http://127.0.0.1:{where['port']}"
+            line = _first_line(ready, START_S)
+            if not line:
+                raise self._failed_to_start(ended=line is not None)
+            address: dict[str, Any] = json.loads(line)
+            self.base_url = f"http://127.0.0.1:{address['port']}"
             atexit.register(self.stop)
 
     def _use_running(self) -> bool:
-        """Use the server that holds the root; False where there is none that answers."""
+        """Use the server that runs on the root; False if none answers."""
         try:
             address = json.loads((self.root / SERVER_ADDRESS).read_text(encoding="utf-8"))
             host, port, pid = str(address["host"]), int(address["port"]), int(address["pid"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        if host in ("0.0.0.0", "::"):  # where it listens, not where one calls
+        if host in ("0.0.0.0", "::"):  # an address to listen on, not to connect to
             host = "127.0.0.1" if host == "0.0.0.0" else "::1"
         try:
             socket.create_connection((host, port), timeout=CONNECT_S).close()
@@ -157,7 +157,7 @@ class LocalBackend(RemoteBackend):
         """End the server and wait for it; a running job goes back to its queue on disk."""
         self._closed = True
         if self._lock.locked():
-            self._give_up()  # whoever starts it holds the lock until it has ended
+            self._give_up()  # the lock is held until the starting server has ended
         with self._lock:
             server, self._server = self._server, None
             if server is None:
@@ -168,13 +168,13 @@ class LocalBackend(RemoteBackend):
                 _end(server, STOP_S)
 
     def _give_up(self) -> None:
-        """End a server that does not answer yet: it has nothing to put back."""
+        """End a server that is not ready yet: it runs no job."""
         server = self._server
         if server is not None and os.getpid() == self._owner:
             server.terminate()
 
     def _launch(self) -> int:
-        """Start the process; the end of the pipe on which it says that it is ready."""
+        """Start the process; returns the pipe on which it reports that it is ready."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.output.parent.mkdir(exist_ok=True)
         ready, tell = os.pipe()
@@ -185,7 +185,7 @@ class LocalBackend(RemoteBackend):
         self._owner = os.getpid()
         try:
             with self.output.open("ab") as out:
-                self._said_before = out.tell()
+                self._output_start = out.tell()
                 self._server = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -210,17 +210,17 @@ class LocalBackend(RemoteBackend):
         status = _end(server, 5.0 if ended else 0.0)
         what = f"ended ({status})" if ended else f"did not answer within {START_S:g} s"
         return ServerError(
-            f"the server of LocalBackend({str(self.root)!r}) {what}. It said, in {self.output}:\n"
-            f"{self._said()}"
+            f"the server of LocalBackend({str(self.root)!r}) {what}. Its output, in {self.output}:\n"
+            f"{self._last_output()}"
         )
 
-    def _said(self) -> str:
-        """The last lines this process printed."""
+    def _last_output(self) -> str:
+        """The last lines that the server printed."""
         try:
-            said = self.output.read_bytes()[self._said_before :]
+            output = self.output.read_bytes()[self._output_start :]
         except OSError:
             return ""
-        return "\n".join(said.decode(errors="replace").splitlines()[-SAID_LINES:])
+        return "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
 
 
 def _is_alive(pid: int) -> bool:
@@ -234,9 +234,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def _end(server: subprocess.Popen[bytes], within_s: float) -> int:
-    """Its exit status; killed if it takes longer."""
+    """Wait for its exit status; kill it if that takes longer."""
     assert server.stdin is not None
-    server.stdin.close()  # the sign it watches for
+    server.stdin.close()  # which tells it to stop
     try:
         return server.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -245,15 +245,15 @@ def _end(server: subprocess.Popen[bytes], within_s: float) -> int:
 
 
 def _first_line(descriptor: int, within_s: float) -> str | None:
-    """The line a child writes into its pipe; empty when it ends first, None when it is late."""
-    deadline, said = time.monotonic() + within_s, b""
+    """The line that a child writes into its pipe; empty if it ended first, None after `within_s`."""
+    deadline, line = time.monotonic() + within_s, b""
     with os.fdopen(descriptor, "rb", buffering=0) as pipe:
-        while not said.endswith(b"\n"):
+        while not line.endswith(b"\n"):
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
                 return None
             more = pipe.read(4096)
             if not more:
                 return ""
-            said += more
-    return said.decode()
+            line += more
+    return line.decode()

@@ -1,11 +1,11 @@
 """A hone server over HTTP, as a Backend.
 
 In:   models and groups; the server's address and key
-Out:  the step that was published; every refusal of the server as the exception it stands for
+Out:  the step that was published; every error of the server as an exception
 
-A job is known by its id as soon as `submit` returns, and then belongs to the server: who waits for
-it may be cancelled, or be another process, and the job goes on. `train` is the one that takes its
-job back when it is cancelled, because nobody else has the id.
+A job has an id as soon as `submit` returns, and then belongs to the server: it goes on even if the
+client that waits for it is cancelled. Only `train` cancels its job when it is cancelled itself,
+because nobody else has the id.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ from hone.types import (
 T = TypeVar("T", bound=BaseModel)
 
 PREPARE_S = 1800.0
-"""Loading a base model, and downloading it."""
+"""Timeout for downloading and loading a base model."""
 HEALTH_S = 10.0
-"""A server that is up says so at once."""
+"""Timeout for requests that a running server answers at once."""
 WITHDRAW_S = 10.0
 """How long a cancelled `train` tries to cancel its job."""
 DAYS_S = 7 * 86400.0
-"""No job takes longer."""
+"""Longer than any job takes."""
 
 _ART_KEYS = {
     "loss_fn": "loss ('cispo', or 'grpo' where ART says 'ppo')",
@@ -63,7 +63,7 @@ class RemoteBackend(Server):
         *,
         patience_s: float = 300.0,
     ) -> None:
-        """Contacts nobody yet.
+        """Sends nothing yet.
 
         Args:
             base_url: of the server's training API (`hone serve` prints it).
@@ -81,7 +81,7 @@ class RemoteBackend(Server):
         await self.close()
 
     async def close(self) -> None:
-        """Nothing is held open between requests."""
+        """Does nothing: no connection stays open between requests."""
 
     # ---- Backend --------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ class RemoteBackend(Server):
 
     async def prepare(self, model: Named) -> tuple[str, str]:
         await self.ask("POST", f"{_path(model)}/prepare", read_s=PREPARE_S)
-        # The OpenAI API on the port that just answered, not the one the server names: behind a
-        # tunnel or a proxy only this one is known to be reachable from here.
+        # The OpenAI API on the port that just answered, not the one that the server names: behind
+        # a tunnel or a proxy only this one is known to be reachable.
         return f"{self.base_url}/v1", self.api_key or "default"
 
     async def step(self, model: Named) -> int:
@@ -134,7 +134,7 @@ class RemoteBackend(Server):
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                # Shielded: a job whose answer is still on its way must be known to be cancelled.
+                # Shielded: to cancel a job, its id must be known.
                 job = await asyncio.shield(submitting)
                 with Progress(f"train {job.model}", lines=verbose) as bar:
                     job = await self.wait(job.id, on_event=lambda event: _show(event, bar))
@@ -152,8 +152,8 @@ class RemoteBackend(Server):
         return self._result(job)
 
     async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
-        found = await self.ask("GET", f"{_path(model)}/checkpoints")
-        return [_read(CheckpointInfo, item) for item in found]
+        items = await self.ask("GET", f"{_path(model)}/checkpoints")
+        return [_read(CheckpointInfo, item) for item in items]
 
     async def delete_checkpoints(
         self, model: Named, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1
@@ -170,16 +170,16 @@ class RemoteBackend(Server):
         step: int | None,
         replace: bool = False,
     ) -> None:
-        """`replace`: what was logged of this step before no longer counts."""
+        """`replace`: replaces what was logged for this step before."""
         sent = {"split": split, "step": step, "metrics": dict(metrics)}
-        # Left out where it says nothing: an older server refuses keys that it does not know.
+        # Left out if false: an older server refuses keys that it does not know.
         body = json.dumps(sent | ({"replace": True} if replace else {}))
         await self.ask("POST", f"{_path(model)}/metrics", body)
 
-    # ---- what else a hone server can tell ---------------------------------------------------
+    # ---- beyond Backend ---------------------------------------------------------------------
 
     async def health(self) -> dict[str, Any]:
-        """Whether it lives, and what it does."""
+        """Its status, and what it does."""
         return await self.ask("GET", "/health", read_s=HEALTH_S)
 
     async def model_info(self, model: Named) -> ModelInfo:
@@ -187,38 +187,38 @@ class RemoteBackend(Server):
         return _read(ModelInfo, await self.ask("GET", _path(model)))
 
     async def served_models(self, base_url: str | None = None) -> list[str]:
-        """The names an OpenAI client may ask for at this address (ends in /v1) of the server."""
+        """The model names that OpenAI clients may use at this address (ends in /v1) of the server."""
         address = None if base_url is None else base_url.rstrip("/").removesuffix("/v1")
-        found = await self.ask("GET", "/v1/models", read_s=HEALTH_S, base_url=address)
-        return [str(item["id"]) for item in found["data"]]
+        models = await self.ask("GET", "/v1/models", read_s=HEALTH_S, base_url=address)
+        return [str(item["id"]) for item in models["data"]]
 
     async def rename(self, model: Named, to: str) -> ModelInfo:
-        """Give a model, its steps and its history another name; its old one is free again."""
+        """Rename a model with its steps and its history; the old name may be registered anew."""
         body = json.dumps({"to": to})
         return _read(ModelInfo, await self.ask("POST", f"{_path(model)}/rename", body))
 
     async def open_run(self, run: RunSpec) -> None:
-        """Keep the calls of this run's rollouts; opening it again goes on with it."""
+        """Keep the calls of this run's rollouts; an open or closed run may be opened again."""
         await self.ask("POST", "/v1/runs", run.model_dump_json())
 
     async def close_run(self, run_id: str) -> None:
-        """From now on its calls may be pruned."""
+        """Allow its calls to be pruned."""
         await self.ask("POST", f"/v1/runs/{quote(run_id, safe='')}/close")
 
     async def unmarked(self, run_id: str) -> dict[str, int]:
         """Requests to the run's model and to its base model that named no rollout, by model."""
-        found = await self.ask("GET", f"/v1/runs/{quote(run_id, safe='')}")
-        return found.get("unmarked", {})
+        run = await self.ask("GET", f"/v1/runs/{quote(run_id, safe='')}")
+        return run.get("unmarked", {})
 
     async def calls(self, rollout: str) -> list[RecordedCall]:
-        """What the server recorded of a rollout."""
-        found = await self.ask("GET", f"/v1/rollouts/{quote(rollout, safe=':~')}")
-        return [_read(RecordedCall, item) for item in found["calls"]]
+        """The recorded calls of a rollout."""
+        rollout_calls = await self.ask("GET", f"/v1/rollouts/{quote(rollout, safe=':~')}")
+        return [_read(RecordedCall, item) for item in rollout_calls["calls"]]
 
     # ---- jobs -----------------------------------------------------------------------------
 
     async def submit(self, request: JobRequest) -> JobInfo:
-        """The job the server made of it, or made of the same request and key before."""
+        """Create a job, or return the one that the same request and key created before."""
         body = request.model_dump_json()
         answer = await self.ask("POST", "/v1/training/jobs", body, read_s=PREPARE_S)
         return _read(JobInfo, answer)
@@ -240,31 +240,31 @@ class RemoteBackend(Server):
         return await self.job(job_id)
 
     async def job(self, job_id: str) -> JobInfo:
-        """Where a job stands, and what came of it."""
+        """The state of a job, and its result."""
         return _read(JobInfo, await self.ask("GET", f"/v1/training/jobs/{job_id}"))
 
     async def cancel(self, job_id: str) -> JobInfo:
-        """Take a queued job back, or stop a running one within a micro-batch."""
+        """Cancel a queued job, or stop a running one within a micro-batch."""
         return _read(JobInfo, await self.ask("POST", f"/v1/training/jobs/{job_id}/cancel"))
 
     async def _withdraw(self, submitting: "asyncio.Task[JobInfo]") -> None:
-        """Cancel the job of a `train` that was cancelled, if it came to be; never raises."""
+        """Cancel the job of a cancelled `train`, if it was created; never raises."""
         try:
             async with asyncio.timeout(WITHDRAW_S):
                 job = await submitting
                 await self.cancel(job.id)
         except (HoneError, TimeoutError):
-            submitting.cancel()  # out of reach or refused: there is nothing left to cancel
+            submitting.cancel()  # unreachable or refused: there is no job to cancel
 
     def _result(self, job: JobInfo) -> TrainResult:
         if job.state == "cancelled":
             raise errors.Cancelled(f"job {job.id} of {job.model} was cancelled by somebody else")
         if job.state != "done":
-            said = f"{job.failure.type}: {job.failure.message}" if job.failure else job.state
+            reason = f"{job.failure.type}: {job.failure.message}" if job.failure else job.state
             raise TrainingFailed(
-                f"job {job.id} of {job.model} failed: {said}\nIts log: {self.log_place}"
+                f"job {job.id} of {job.model} failed: {reason}\nIts log: {self.log_place}"
             )
-        # A job without a gradient step publishes none: what it started from is still served.
+        # A job without a gradient step publishes nothing: the step before it is still served.
         step = job.base_step if job.step is None else job.step
         assert step is not None, job
         return TrainResult(
@@ -273,7 +273,7 @@ class RemoteBackend(Server):
 
 
 def chosen_keys(config: TrainConfig | None, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job says about its training: only what was written, so that defaults stay defaults."""
+    """The keys that the caller set, and no others, so that the server's defaults apply to the rest."""
     known = TrainConfig.model_fields
     for key in keys:
         if key in known:
@@ -284,7 +284,7 @@ def chosen_keys(config: TrainConfig | None, keys: Mapping[str, Any]) -> dict[str
         raise ConfigError(f"train({key}=...): no such key.{hint} Known: {', '.join(known)}.")
     written = {} if config is None else config.model_dump(exclude_unset=True)
     both = written | dict(keys)
-    TrainConfig(**both)  # wrong values are refused here, where the caller sees the line
+    TrainConfig(**both)  # raises for wrong values here, where the caller sees the line
     return both
 
 
@@ -306,7 +306,7 @@ def _finished(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
 
 def _show(event: JobEvent, bar: Progress) -> None:
     at = event.data
-    if event.type == "progress":  # told when a micro-batch begins, all counted from 0
+    if event.type == "progress":  # sent when a micro-batch starts, all counted from 0
         note = f"{at['phase']} step {at['step'] + 1}/{at['steps']}"
         bar.update(done=at["row"], total=at["rows"], note=note)
     elif event.type in {"queued", "started"}:
@@ -316,7 +316,7 @@ def _show(event: JobEvent, bar: Progress) -> None:
 
 
 def _read(kind: type[T], answer: Any) -> T:
-    """What the server said. Fields that a newer one adds are none of this client's business."""
+    """Read a response; fields that a newer server adds are ignored."""
     return kind.model_validate(answer, extra="ignore")
 
 

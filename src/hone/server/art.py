@@ -1,18 +1,18 @@
-"""ART's wire protocol, for its clients as they are.
+"""ART's wire protocol, for unmodified clients.
 
-In:   what `openpipe-art` 0.3 to 0.5.17, and NAT's plugin through it, send to an ART server
-Out:  the answers they expect, from the same functions that training.py calls
+In:   requests of `openpipe-art` 0.3 to 0.5.17, and of NAT's plugin through it
+Out:  the responses they expect, from the same functions that training.py calls
 
-Registering and asking for the step load nothing: those clients wait five seconds for them. A
-training call is answered when its job ends, one JSON line per gradient step; the stream begins as
-late as it can, because until then a failure still has a status and a reason, and afterwards only a
-broken body. A client that leaves does not take its job with it.
+Registering and asking for the step load nothing: those clients wait only five seconds. A training
+call is answered while its job runs, one JSON line per gradient step; the stream starts as late as
+possible, because until then a failure still has a status and a message, and afterwards only a
+broken body. A job goes on when its client disconnects.
 """
 
 import asyncio
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -41,6 +41,7 @@ from hone.server.art_requests import (
 from hone.server.art_stream import Sent, streamed
 from hone.server.auth import inference_key
 from hone.server.bodies import checked, large_body_route
+from hone.server.state import State
 from hone.server.submit import submit, submit_held
 from hone.server.training import inference_url, registered
 from hone.server.workers import Worker
@@ -48,12 +49,9 @@ from hone.store.models import ModelRecord
 from hone.trajectory import JobRequest, means
 from hone.types import FieldError, JobInfo, ModelKey
 
-if TYPE_CHECKING:
-    from hone.server.state import State
 
-
-def routes(state: "State") -> APIRouter:
-    """Every route of ART's server, of all its versions that have one."""
+def routes(state: State) -> APIRouter:
+    """The routes of ART's server, in all its versions."""
     router = APIRouter(tags=["ART"])
 
     @router.post("/register")
@@ -72,13 +70,13 @@ def routes(state: "State") -> APIRouter:
 
     @router.post("/_prepare_backend_for_training")
     async def prepare(body: PrepareRequest, request: Request) -> tuple[str, str]:
-        """Load the model, serve its newest step, start its learner; where, and with which key."""
-        asked = (body.config or {}).get("server_args") or {}
+        """Load the model, serve its newest step, start its learner; returns address and key."""
+        server_args = (body.config or {}).get("server_args") or {}
         if ignored := server_keys(body.config):
             say("ART: keys that mean nothing here", model=str(body.model.key), keys=ignored)
         record = await _record(state, body.model)
         await state.service.prepare(record)
-        key = inference_key(state.settings) or asked.get("api_key") or "default"
+        key = inference_key(state.settings) or server_args.get("api_key") or "default"
         host, scheme = request.headers.get("host", ""), request.url.scheme
         return inference_url(state.settings, host, scheme), str(key)
 
@@ -108,15 +106,15 @@ def routes(state: "State") -> APIRouter:
 
     @router.post("/close")
     async def close() -> None:
-        """Nothing: others use this server too."""
+        """Does nothing: others use this server too."""
 
     for name in ("pull_from_s3", "push_to_s3", "deploy", "fork_checkpoint"):
         router.post(f"/_experimental_{name}", status_code=501)(_absent(name))
     return router
 
 
-def _group_routes(state: "State", router: APIRouter) -> None:
-    """Routes whose bodies hold trajectories, many of them large."""
+def _group_routes(state: State, router: APIRouter) -> None:
+    """Routes whose bodies hold trajectories, and may be large."""
 
     async def train(body: TrainRequest) -> StreamingResponse:
         """Train on the groups; one JSON line per gradient step, ending when the step is served."""
@@ -131,7 +129,7 @@ def _group_routes(state: "State", router: APIRouter) -> None:
         return await streamed(state, job, Sent(head.groups, head.trajectories))
 
     async def log(body: LogRequest) -> None:
-        """Keep trajectories, and add their means to the model's history."""
+        """Log trajectories, and add their means to the model's history."""
         await asyncio.to_thread(_log, state, body.model.key, body.split, body.trajectory_groups)
 
     async def log_large(body: bytes, release: Callable[[], None]) -> Response:
@@ -160,7 +158,7 @@ def _group_routes(state: "State", router: APIRouter) -> None:
 # ---- models -----------------------------------------------------------------------------------
 
 
-async def _record(state: "State", model: ArtModel) -> ModelRecord:
+async def _record(state: State, model: ArtModel) -> ModelRecord:
     """The model, registered as this request describes it."""
     if model.base_model is None:
         raise Unprocessable(
@@ -171,8 +169,8 @@ async def _record(state: "State", model: ArtModel) -> ModelRecord:
     return record
 
 
-def _check_name(state: "State", key: ModelKey) -> None:
-    """ART's clients ask for the bare name: two projects that share one could not be told apart."""
+def _check_name(state: State, key: ModelKey) -> None:
+    """Refuse a name used in two projects: ART's clients request the name without the project."""
     known = [record.key for record in state.models.list()]
     same = [str(other) for other in known if other.name == key.name]
     if same and key not in known:
@@ -182,45 +180,45 @@ def _check_name(state: "State", key: ModelKey) -> None:
         )
 
 
-def _step(state: "State", key: ModelKey) -> int:
+def _step(state: State, key: ModelKey) -> int:
     try:
         return state.serving.newest(state.models.get(key))[0]
-    except NotFound:  # somebody else's model, or one nobody has registered yet
+    except NotFound:  # not trained here, or not registered yet
         return 0
 
 
-def _write_model(state: "State", model: ArtModel) -> None:
-    """ART's model.json, without the keys and tokens a client's model object may hold."""
+def _write_model(state: State, model: ArtModel) -> None:
+    """Write ART's model.json, without the keys and tokens that a model object may hold."""
     directory = state.checkpoints.model_dir(model.key)
     directory.mkdir(parents=True, exist_ok=True)
-    said = {
+    content = {
         "name": model.name,
         "project": model.project,
         "entity": model.entity,
         "trainable": model.base_model is not None,
         "base_model": model.base_model,
     }
-    write_atomic(directory / "model.json", json.dumps(said, indent=2) + "\n")
+    write_atomic(directory / "model.json", json.dumps(content, indent=2) + "\n")
 
 
 # ---- training ---------------------------------------------------------------------------------
 
 
-async def _submit(state: "State", body: TrainRequest, worker: Worker | None = None) -> JobInfo:
+async def _submit(state: State, body: TrainRequest, worker: Worker | None = None) -> JobInfo:
     """An accepted job; its trajectories are logged as ART's server does.
 
     `worker`: the process that holds the groups, where they are too large for this one.
     """
     record = await _record(state, body.model)
-    asked = job_config(body.config, body.dev_config, record.spec)
-    if asked.not_applicable:
-        say("ART: keys that mean nothing here", model=str(record.key), keys=asked.not_applicable)
+    sent = job_config(body.config, body.dev_config, record.spec)
+    if sent.not_applicable:
+        say("ART: keys that mean nothing here", model=str(record.key), keys=sent.not_applicable)
     fields: dict[str, Any] = {
         "model": str(record.key),
-        # ART has no such bound: its clients may send what was sampled a step ago, and the metric
-        # tells.
-        "config": {"max_staleness": None, **record.spec.defaults, **asked.config},
-        "plot_tensors": asked.plot_tensors,
+        # ART has no such bound: its clients may send what was sampled a step ago; the metric
+        # shows it.
+        "config": {"max_staleness": None, **record.spec.defaults, **sent.config},
+        "plot_tensors": sent.plot_tensors,
         "advance_when_flat": True,
     }
 
@@ -253,7 +251,7 @@ async def _submit(state: "State", body: TrainRequest, worker: Worker | None = No
 
 
 def _log(
-    state: "State", key: ModelKey, split: str, groups: list[ArtGroup], step: int | None = None
+    state: State, key: ModelKey, split: str, groups: list[ArtGroup], step: int | None = None
 ) -> None:
     step = _step(state, key) if step is None else step
     log_art_groups(state.checkpoints.model_dir(key), split, step, groups)
@@ -261,8 +259,8 @@ def _log(
         state.checkpoints.log(key, step, metrics, split)
 
 
-async def _log_held(state: "State", worker: Worker, key: ModelKey, split: str, step: int) -> None:
-    """The same for groups that a worker process holds."""
+async def _log_held(state: State, worker: Worker, key: ModelKey, split: str, step: int) -> None:
+    """Log groups that a worker process holds."""
     directory = state.checkpoints.model_dir(key)
     if metrics := await worker.run(job_tasks.log_art, directory, split, step):
         await asyncio.to_thread(state.checkpoints.log, key, step, metrics, split)

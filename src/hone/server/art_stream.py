@@ -1,7 +1,7 @@
-"""A training job as ART's clients follow it: one JSON line per gradient step.
+"""The response to ART's training call: one JSON line per gradient step.
 
-In:   an accepted job; how much was sent for it
-Out:  a stream of lines under ART's names, which ends when the step is served; the model's history
+In:   an accepted job, and how much was sent for it
+Out:  a stream of lines with ART's metric names, which ends when the step is served; a history line
 """
 
 import asyncio
@@ -10,21 +10,15 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fastapi.responses import StreamingResponse
 
 from hone.errors import Conflict, TrainingFailed, Unavailable
 from hone.logs import say
 from hone.server.art_requests import ArtGroup
-from hone.store.jobs import FINAL
-from hone.types import JobEvent, JobInfo, ModelKey
-
-if TYPE_CHECKING:
-    from hone.server.state import State
-
-WAIT_S = 60.0
-"""The stream looks so often whether an event came without waking it; none should."""
+from hone.server.events import follow
+from hone.server.state import State
+from hone.types import JobInfo, ModelKey
 
 NAMES = {
     "learn/loss": "loss/train",
@@ -35,7 +29,7 @@ NAMES = {
     "learn/logical_tokens": "data/step_trainer_tokens",
     "learn/step_s": "time/step_trainer_s",
 }
-"""Ours on the left, and what ART's clients call the same quantity."""
+"""Hone's metrics, and the names that ART's clients know them by."""
 
 HISTORY = {
     "loss": "learn/loss",
@@ -44,12 +38,12 @@ HISTORY = {
     "grad_norm": "learn/grad_norm",
     "learning_rate": "learn/learning_rate",
 }
-"""What ART's server writes into history.jsonl under `train/`, and ours."""
+"""What ART's server writes into history.jsonl under `train/`, and hone's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How much a client sent to be trained on."""
+    """How much a client sent for training."""
 
     groups: int
     trajectories: int
@@ -59,30 +53,33 @@ class Sent:
         return cls(len(groups), sum(len(group.trajectories) for group in groups))
 
 
-async def streamed(state: "State", job: JobInfo, sent: Sent) -> StreamingResponse:
-    """One JSON line per gradient step; begins when the first is known, ends with the job."""
+async def streamed(state: State, job: JobInfo, sent: Sent) -> StreamingResponse:
+    """One JSON line per gradient step; starts when the first is known, ends with the job."""
     lines = _lines(state, job, sent)
     first = await anext(lines)
     return StreamingResponse(_from(first, lines), media_type="application/x-ndjson")
 
 
-async def _lines(state: "State", job: JobInfo, sent: Sent) -> AsyncIterator[str]:
-    """One line per gradient step, each when the next one begins; the last has all the metrics."""
-    told = 0
+async def _lines(state: State, job: JobInfo, sent: Sent) -> AsyncIterator[str]:
+    """One line per gradient step, each when the next one starts; the last has all the metrics."""
+    sent_lines = 0
     rate = {"loss/learning_rate": job.config.learning_rate}
-    async for event in _events(state, job.id):
+    async for event in follow(state.jobs, job.id):
+        if event is None:
+            continue
         if event.type == "progress" and event.data["phase"] == "train":
-            while told < event.data["step"]:
-                told += 1
+            while sent_lines < event.data["step"]:
+                sent_lines += 1
                 yield _line(event.data["steps"], rate)
         elif event.type == "done":
             ended = await asyncio.to_thread(state.jobs.get, job.id)
             steps = int(ended.metrics.get("learn/optimizer_steps", 0))
             await asyncio.to_thread(_log_job, state, ended, sent)
-            _say_if_stale(ended)
-            for _ in range(told, steps - 1):
+            _warn_if_stale(ended)
+            for _ in range(sent_lines, steps - 1):
                 yield _line(steps, rate)
             yield _line(steps, rate | _metrics(ended, sent))
+            return
         elif event.type == "failed":
             failure = event.data["failure"] or {}
             raise TrainingFailed(
@@ -91,9 +88,14 @@ async def _lines(state: "State", job: JobInfo, sent: Sent) -> AsyncIterator[str]
             )
         elif event.type == "cancelled":
             raise Conflict(f"job {job.id!r} was cancelled; the step before it is still served")
+    # Raised, not ended: these clients would take the end of the stream for the end of training.
+    raise Unavailable(
+        f"job {job.id!r}: this server stops. The job goes back to the queue, and goes on when the "
+        "server is started again."
+    )
 
 
-def _say_if_stale(job: JobInfo) -> None:
+def _warn_if_stale(job: JobInfo) -> None:
     """The commonest mistake of ART's users: rollouts that ask for the base model by its name."""
     if job.metrics.get("learn/staleness", 0) > 0:
         say(
@@ -106,24 +108,6 @@ def _say_if_stale(job: JobInfo) -> None:
         )
 
 
-async def _events(state: "State", job_id: str) -> AsyncIterator[JobEvent]:
-    after = 0
-    while True:
-        batch = await asyncio.to_thread(state.jobs.events, job_id, after)
-        for event in batch:
-            after = event.id
-            yield event
-            if event.type in FINAL:
-                return
-        woken = bool(batch) or await state.jobs.wait_event(job_id, after, WAIT_S)
-        if not woken and state.jobs.stopping:
-            # Broken off, not ended: these clients would take an end for the end of the training.
-            raise Unavailable(
-                f"job {job_id!r}: this server stops. The job goes back to the queue, and goes on "
-                "when the server is started again."
-            )
-
-
 async def _from(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
     yield first
     async for line in rest:
@@ -131,13 +115,13 @@ async def _from(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def _line(steps: int, metrics: Mapping[str, float]) -> str:
-    """Old clients pop the first key and die without it; newer ones want the second in all lines."""
+    """Old clients fail without the first key; newer ones need the second in every line."""
     counts = {"num_gradient_steps": steps, "data/step_num_gradient_steps": float(steps)}
     return json.dumps(counts | dict(metrics), allow_nan=False) + "\n"
 
 
 def _metrics(job: JobInfo, sent: Sent) -> dict[str, float]:
-    """Under ART's names and under ours; only finite numbers."""
+    """Under ART's names and under hone's; only finite numbers."""
     counted = {
         "data/step_num_scenarios": float(sent.groups),
         "data/step_num_groups_submitted": float(sent.groups),
@@ -150,8 +134,8 @@ def _metrics(job: JobInfo, sent: Sent) -> dict[str, float]:
     return {name: float(value) for name, value in every.items() if math.isfinite(value)}
 
 
-def _log_job(state: "State", job: JobInfo, sent: Sent) -> None:
-    """A line of the model's history, under the names that ART's server gave these numbers."""
+def _log_job(state: State, job: JobInfo, sent: Sent) -> None:
+    """Add a line to the model's history, with the names that ART's server uses."""
     assert job.step is not None, "jobs of ART's clients always make a step"
     metrics = {
         "num_groups_submitted": float(sent.groups),

@@ -36,7 +36,7 @@ from hone.types import Failure, JobInfo
 
 TRIES = 3
 """A job fails after the learner or the engine died so often while it ran."""
-ROOM = 2**20
+SPARE_BYTES = 2**20
 """Bytes that must be free in addition to one and a half times the size of the newest checkpoint."""
 
 
@@ -78,7 +78,7 @@ class Endings:
             self._metrics.step.labels(job.model).set(checkpoint.step)
         self._count(job)
 
-    async def end_badly(
+    async def fail_or_requeue(
         self, part: Part, job: JobInfo | None, error: Exception, *, closing: bool
     ) -> float:
         """Fail a job or queue it again; returns how long to wait before the next attempt.
@@ -89,7 +89,7 @@ class Endings:
             if job is None:
                 return part.fail(error)
             return await self._end_job(part, job, error, closing=closing)
-        except Exception as another:  # noqa: BLE001  the loop must go on; the job is tried again
+        except Exception as another:  # noqa: BLE001  the loop must go on; the job is retried
             return part.fail(another)
 
     async def _end_job(self, part: Part, job: JobInfo, error: Exception, *, closing: bool) -> float:
@@ -110,12 +110,12 @@ class Endings:
             return 0.0
         if isinstance(error, Unavailable) and not isinstance(error, Unreachable):
             wait_s = part.fail(error)
-            await asyncio.to_thread(self._jobs.put_back, job.id, str(error), **uncounted)
+            await asyncio.to_thread(self._jobs.requeue, job.id, str(error), **uncounted)
             return wait_s
         if isinstance(error, LearnerDied | EngineFailed) and job.retries + 1 < TRIES:
-            log.warning("a job is tried again", exc_info=error, extra={"fields": {"job": job.id}})
+            log.warning("a job is retried", exc_info=error, extra={"fields": {"job": job.id}})
             retries = {"retries": job.retries + 1}
-            await asyncio.to_thread(self._jobs.put_back, job.id, str(error), **retries)
+            await asyncio.to_thread(self._jobs.requeue, job.id, str(error), **retries)
             return backoff_s(job.retries) if job.retries else 0.0
         part.recover()
         # The trace goes to the log and not into the job, which any client may read.
@@ -160,10 +160,10 @@ class Endings:
         self._calls.release(job.id)
 
 
-def require_room(newest: Checkpoint) -> None:
+def check_disk_space(newest: Checkpoint) -> None:
     """Raise DiskFull if the next step, about as large as the newest, could not be saved."""
     with storage(newest.path):
-        needed = ROOM + sum(file.stat().st_size for file in newest.path.iterdir()) * 3 // 2
+        needed = SPARE_BYTES + sum(file.stat().st_size for file in newest.path.iterdir()) * 3 // 2
         free = shutil.disk_usage(newest.path).free
     if free < needed:
         raise DiskFull(

@@ -1,12 +1,11 @@
-"""What happens to a job, as server-sent events.
+"""The events of a job as a stream: for Python, and as server-sent events.
 
-In:   a job's events from JobStore; where a client left off
-Out:  a text/event-stream that ends with the event that ends the job
+In:   a job's events from JobStore; the last one a client has seen
+Out:  a stream that ends with the job's last event, or when the server stops
 
-Nothing is missed and nothing is sent twice: events are read from disk by their ascending ids, and
-a client that lost its connection names the last one it saw. Nobody polls: the stream sleeps until
-the store wakes it, and only says every so often that it is still there. It ends when the server
-stops, which would else wait for it; its client asks again where it left off.
+No event is missed or sent twice: events are read by their ascending ids, and a client that lost its
+connection names the last one it saw. Nothing polls: the stream sleeps until the store wakes it. It
+ends when the server stops, which would otherwise wait for it; its client asks again later.
 """
 
 import asyncio
@@ -17,25 +16,25 @@ from hone.store.jobs import FINAL, JobStore
 from hone.types import FieldError, JobEvent
 
 HEARTBEAT_S = 15.0
-"""A comment is sent after so much silence, because proxies close what is silent for longer."""
+"""A comment is sent after so much silence, because proxies close silent connections."""
 BATCH = 500
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""The second keeps nginx from collecting events before it passes them on."""
+"""The second keeps nginx from buffering events."""
 _LARGEST = 2**63 - 1
 
 
-async def stream(
+async def follow(
     jobs: JobStore, job_id: str, after: int = 0, *, heartbeat_s: float = HEARTBEAT_S
-) -> AsyncGenerator[str, None]:
-    """The job's events from the one after `after` on."""
+) -> AsyncGenerator[JobEvent | None, None]:
+    """The job's events after `after`; None whenever there was none for `heartbeat_s`."""
     while True:
-        # Its state first: a final one was written together with its event, so what is read next
-        # is all there will ever be.
+        # The state first: a final one was written together with its event, so that the events
+        # read next are complete.
         job = await asyncio.to_thread(jobs.get, job_id)
         batch = await asyncio.to_thread(jobs.events, job_id, after, BATCH)
         for event in batch:
             after = event.id
-            yield spelt(event)
+            yield event
             if event.type in FINAL:
                 return
         if not batch and job.state in FINAL:
@@ -43,16 +42,24 @@ async def stream(
         if not batch and not await jobs.wait_event(job_id, after, heartbeat_s):
             if jobs.stopping:
                 return
-            yield ": still here\n\n"
+            yield None
 
 
-def spelt(event: JobEvent) -> str:
-    """One event; its JSON is one line, as the format wants it."""
+async def stream(
+    jobs: JobStore, job_id: str, after: int = 0, *, heartbeat_s: float = HEARTBEAT_S
+) -> AsyncGenerator[str, None]:
+    """The job's events after `after`, as text/event-stream."""
+    async for event in follow(jobs, job_id, after, heartbeat_s=heartbeat_s):
+        yield ": still here\n\n" if event is None else to_sse(event)
+
+
+def to_sse(event: JobEvent) -> str:
+    """One event; its JSON is one line, as the format requires."""
     return f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
 
 def start_after(header: str | None, query: int | None) -> int:
-    """Which event was seen last: by the Last-Event-ID header, which browsers send by themselves."""
+    """The id of the last event seen; the Last-Event-ID header, which browsers send, comes first."""
     if header is None or not header.strip():
         return min(query or 0, _LARGEST)
     text = header.strip()

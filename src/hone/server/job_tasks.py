@@ -1,10 +1,10 @@
-"""What worker processes do with training jobs too large for the event loop.
+"""Tasks of worker processes for training jobs that are too large for the event loop.
 
-In:   the body of a job, hone's or ART's; which model it trains, and from which step
-Out:  PackedJob: what the queue stores, already resolved and compressed
+In:   the body of a job, hone's or ART's; the model it trains, and its step
+Out:  PackedJob: what the queue stores, resolved and compressed
 
-The calls of one Worker share what the first of them parsed. The groups of a job never come back to
-the server's process as objects: only as the bytes that are stored.
+The tasks of one Worker share what the first of them parsed. The groups of a job never come back to
+the server's process as objects, only as the bytes that are stored.
 """
 
 import json
@@ -31,7 +31,7 @@ from hone.types import JobInfo
 
 @dataclass(frozen=True, slots=True)
 class LanguageRef:
-    """A base model's tokenizer and template, by what another process needs to load the same."""
+    """What another process needs to load the same tokenizer and template."""
 
     name: str
     template: TemplateRef
@@ -50,15 +50,15 @@ class LanguageRef:
 
 @dataclass(frozen=True, slots=True)
 class ArtHead:
-    """A request of ART's without its trajectories."""
+    """A request of ART's clients without its trajectories."""
 
     request: TrainRequest | LogRequest
     groups: int
     trajectories: int
 
 
-class _Held:
-    """What the last body was parsed into."""
+class _Parsed:
+    """The last body that this process parsed."""
 
     job: JobRequest | None = None
     art: TrainRequest | LogRequest | None = None
@@ -69,37 +69,37 @@ def read_job(body: bytes) -> tuple[JobRequest, str] | Invalid:
     job = _validated(JobRequest, body)
     if isinstance(job, Invalid):
         return job
-    return _hold(job)
+    return _keep(job)
 
 
 def read_art(body: bytes, *, log: bool) -> ArtHead | Invalid:
     request = _validated(LogRequest if log else TrainRequest, body)
     if isinstance(request, Invalid):
         return request
-    _Held.art = request
+    _Parsed.art = request
     groups = request.trajectory_groups
     head = request.model_copy(update={"trajectory_groups": []})
     return ArtHead(head, len(groups), sum(len(group.trajectories) for group in groups))
 
 
 def art_job(**fields: Any) -> tuple[JobRequest, str]:
-    """The job that ART's groups make, without them, and its hash."""
-    assert _Held.art is not None, "read_art comes first"
-    groups = [group.to_hone() for group in _Held.art.trajectory_groups]
-    return _hold(JobRequest(groups=groups, **fields))
+    """The job made of ART's groups, without them, and its hash."""
+    assert _Parsed.art is not None, "read_art comes first"
+    groups = [group.to_hone() for group in _Parsed.art.trajectory_groups]
+    return _keep(JobRequest(groups=groups, **fields))
 
 
 def log_art(model_dir: Path, split: str, step: int) -> dict[str, float]:
-    """Write ART's groups to their file; the means of their metrics."""
-    assert _Held.art is not None, "read_art comes first"
-    log_art_groups(model_dir, split, step, _Held.art.trajectory_groups)
-    return means(_Held.art.trajectory_groups)
+    """Log ART's groups; returns the means of their metrics."""
+    assert _Parsed.art is not None, "read_art comes first"
+    log_art_groups(model_dir, split, step, _Parsed.art.trajectory_groups)
+    return means(_Parsed.art.trajectory_groups)
 
 
 def resolve_job(language: LanguageRef, state_file: Path, start: Start) -> PackedJob:
-    """The job that was read, as the queue stores it. Raises Unprocessable."""
-    assert _Held.job is not None, "read_job or art_job comes first"
-    return pack_job(_Held.job, language.load(), _calls(state_file), start)
+    """The parsed job as the queue stores it. Raises Unprocessable."""
+    assert _Parsed.job is not None, "read_job or art_job comes first"
+    return pack_job(_Parsed.job, language.load(), _calls(state_file), start)
 
 
 def token_page(
@@ -127,18 +127,18 @@ def token_page(
     ).model_dump_json()
 
 
-def _hold(job: JobRequest) -> tuple[JobRequest, str]:
-    _Held.job = job
+def _keep(job: JobRequest) -> tuple[JobRequest, str]:
+    _Parsed.job = job
     return job.model_copy(update={"groups": []}), digest(job)
 
 
 def _validated(kind: Any, body: bytes) -> Any:
-    """As FastAPI does it, and with its words."""
+    """Validate a body; errors are worded as FastAPI's."""
     try:
         return kind.model_validate(json.loads(body))
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False, include_context=False)
-        return Invalid([{**e, "loc": ("body", *e["loc"])} for e in found[:100]])
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        return Invalid([{**e, "loc": ("body", *e["loc"])} for e in errors[:100]])
     except UnicodeDecodeError as error:
         text = f"the body is not UTF-8: {error.reason} at byte {error.start}"
         return Invalid([{"type": "json_invalid", "loc": ("body", error.start), "msg": text}])

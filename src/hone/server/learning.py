@@ -152,7 +152,7 @@ class Learners:
         return self._slots.setdefault(language.name, _Slot())
 
     async def _launch_ahead(self, slot: _Slot, language: Language) -> None:
-        if await asyncio.to_thread(has_room_ahead, language, self._settings):
+        if await asyncio.to_thread(fits_beside_engine, language, self._settings):
             await self._launched(slot, language, gives_way=True)
             say("its learner loads ahead of the first job", base_model=language.name)
 
@@ -244,7 +244,7 @@ def _name(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.")
 
 
-def has_room_ahead(language: Language, settings: Settings) -> bool:
+def fits_beside_engine(language: Language, settings: Settings) -> bool:
     """Whether a learner without a job leaves enough memory for the engine; never on a shared GPU."""
     from hone.models.fit import available_memory, estimate
     from hone.models.machine import choose
@@ -307,13 +307,13 @@ def learn(
     base: Checkpoint,
     *,
     tell: Tell,
-    stop_if_asked: Callable[[], None],
+    check_cancelled: Callable[[], None],
 ) -> dict[str, Any]:
-    """Train the job from its base; `stop_if_asked` raises before any micro-batch to end it.
+    """Train the job from its base; `check_cancelled` raises before any micro-batch to end it.
 
     The groups are packed; this process does not unpack them.
     """
-    stop_if_asked()
+    check_cancelled()
     sha256 = learner.load(base.path)
     if sha256 != base.sha256:
         raise StateError(
@@ -323,7 +323,7 @@ def learn(
     progress = Progress(tell)
 
     def on_progress(at: dict[str, Any]) -> None:
-        stop_if_asked()
+        check_cancelled()
         progress.tell(at)
 
     result = learner.train(
@@ -335,7 +335,7 @@ def learn(
         label_logprobs=job.plot_tensors,
     )
     progress.close()
-    stop_if_asked()
+    check_cancelled()
     # Metrics go through JSON, which has no NaN; what is not a number is left out.
     metrics = {name: value for name, value in result["metrics"].items() if math.isfinite(value)}
     if "learn/oldest_call_step" in metrics:

@@ -1,11 +1,11 @@
-"""What a client says about a model in the words of PEFT, Unsloth, vLLM and TRL, in hone's words.
+"""Settings in the words of PEFT, Unsloth, vLLM and TRL, translated to hone's.
 
 In:   sections of keys: init_args, engine_args, peft_args, trainer_args
 Out:  fields of ModelSpec and of TrainConfig; names of keys that mean nothing here
 
-Every key is honoured, refused, or named as not applicable. Refused is what would change the result
-and cannot be done: training on as if it had not been said would be worse than an error. Null means
-absent throughout, because ART's plugins send null for every section their user left out.
+Every key is honoured, refused, or named as not applicable. A key is refused if it would change the
+result and cannot be honoured: training as if it were not there would be worse than an error. Null
+means absent, because ART's plugins send null for every section that their user left out.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ Path = tuple[str | int, ...]
 PROJECTIONS = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 )
-"""What an adapter of hone's is made of."""
+"""The layers that hone's adapters are on."""
 
 SECTIONS = ("init_args", "engine_args", "peft_args", "trainer_args")
 OWN_SECTIONS = ("init_args", "engine_args", "peft_args")
-"""Those that ModelSpec has itself; for trainer_args it has `defaults`."""
+"""Sections that are fields of ModelSpec; for trainer_args it has `defaults`."""
 
 _SPEC = {
     "peft_args.r": "rank",
@@ -47,7 +47,7 @@ _DEFAULTS = {
     "trainer_args.epsilon_high": "epsilon_high",
     "trainer_args.scale_rewards": "scale_rewards",
 }
-"""Keys that are TrainConfig's, for every job that does not say otherwise."""
+"""Keys that are fields of TrainConfig: defaults of every job."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_args.lora_dropout": (0,),
@@ -73,7 +73,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_path": (),
 }
-"""Keys that would change the result: the values that are what hone does anyway."""
+"""Keys that would change the result, and the values that equal what hone does anyway."""
 
 DEVICES = ("engine_args.tensor_parallel_size", "engine_args.pipeline_parallel_size")
 _MODELS = ("init_args.model_name", "engine_args.model")
@@ -81,7 +81,7 @@ _MODELS = ("init_args.model_name", "engine_args.model")
 
 @dataclass
 class Read:
-    """What was found so far: fields by hone's names, each with where the client wrote it."""
+    """The keys read so far: fields by hone's names, each with the path that the client used."""
 
     root: Path
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY)
@@ -101,7 +101,7 @@ class Read:
             self.not_applicable.append(name)
 
     def checked(self, kind: type[BaseModel], **rest: Any) -> Any:
-        """A value of these fields; what is wrong is named as the client wrote it."""
+        """A validated model of these fields; errors name the path that the client used."""
         try:
             return kind.model_validate({**rest, **self.fields})
         except ValidationError as wrong:
@@ -118,7 +118,7 @@ class Read:
 def read_args(
     sections: Mapping[str, Any], *, base_model: str, root: Path = ()
 ) -> tuple[Read, Read]:
-    """What the sections say of ModelSpec, and of TrainConfig; both checked key by key."""
+    """The fields of ModelSpec and of TrainConfig in the sections, checked key by key."""
     spec, defaults = Read(root), Read(root)
     for name, value in flat(sections, SECTIONS, root):
         where = ".".join(map(str, (*root, name)))
@@ -137,15 +137,15 @@ def read_args(
 
 
 def settled(spec: ModelSpec) -> ModelSpec:
-    """The same model in hone's own words alone; what two keys disagree about is refused."""
+    """The same model with hone's own keys only; two keys that disagree are refused."""
     sections = {name: getattr(spec, name) for name in OWN_SECTIONS}
     if not any(sections.values()):
         return spec
     own, defaults = read_args(sections, base_model=spec.base_model)
-    # A field at its default says nothing: clients send whole models.
+    # A field at its default does not count as set: clients send whole models.
     known = ModelSpec.model_fields
-    said = {name: getattr(spec, name) for name in own.fields}
-    _check_agree(own, {k: v for k, v in said.items() if v != known[k].default}, "")
+    values = {name: getattr(spec, name) for name in own.fields}
+    _check_agree(own, {k: v for k, v in values.items() if v != known[k].default}, "")
     _check_agree(defaults, spec.defaults, "defaults.")
     rest = spec.model_dump(exclude={*OWN_SECTIONS, "defaults", "not_applicable"})
     ignored = sorted({*spec.not_applicable, *own.not_applicable})
@@ -153,44 +153,44 @@ def settled(spec: ModelSpec) -> ModelSpec:
     return own.checked(ModelSpec, **rest | {"defaults": both, "not_applicable": ignored})
 
 
-def _check_agree(read: Read, said: Mapping[str, Any], prefix: str) -> None:
+def _check_agree(read: Read, values: Mapping[str, Any], prefix: str) -> None:
     for name, value in read.fields.items():
-        if name in said and said[name] != value:
+        if name in values and values[name] != value:
             raise Unprocessable(
                 [
                     FieldError(
                         read.paths[name],
-                        f"{brief(value)}, and {prefix}{name} is {said[name]!r}; send one of the two",
+                        f"{brief(value)}, and {prefix}{name} is {values[name]!r}; send one of the two",
                     )
                 ]
             )
 
 
 def flat(sections: Mapping[str, Any], nested: tuple[str, ...], root: Path) -> list[tuple[str, Any]]:
-    """`section.key` and value of everything that was said."""
-    found = []
+    """`section.key` and value of every key that is not null."""
+    pairs = []
     for name, value in sections.items():
         if value is None:
             continue
         if name not in nested:
-            found.append((name, value))
+            pairs.append((name, value))
         elif isinstance(value, Mapping):
-            found += [(f"{name}.{key}", one) for key, one in value.items() if one is not None]
+            pairs += [(f"{name}.{key}", one) for key, one in value.items() if one is not None]
         else:
             what = f"expected an object or null, got {type(value).__name__}"
             raise Unprocessable([FieldError((*root, name), what)])
-    return found
+    return pairs
 
 
 def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuse any value but these."""
+    """Refuse any other value."""
     if value not in allowed:
         fix = f"leave it out or send {allowed[0]!r}" if allowed else "leave it out"
         raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}")
 
 
 def check_devices(where: str, value: Any) -> None:
-    """Refuse more devices than an engine of hone's runs on."""
+    """Refuse more than the one device that an engine runs on."""
     if value not in (1, "1"):
         raise ConfigError(
             f"{where}: {brief(value)} devices were asked for, and this engine runs on 1; "

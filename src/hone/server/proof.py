@@ -21,7 +21,7 @@ from hone.inference.base import Probe
 SLOPE = (0.5, 1.5)
 SIGMAS = 4.0
 """Half the width of SLOPE must be more than so many standard errors of the slope."""
-LEAST_NOISE = 1e-6
+MIN_NOISE = 1e-6
 """Noise of a float32 logprob, even where both sides agree to the bit."""
 
 Verdict = Literal["proved", "unprovable by logprob"]
@@ -87,14 +87,14 @@ def _noise(
     squares = [_uncertainty(token["before"]) ** 2 for token in known]
     weight = sum(squares)
     if weight == 0:
-        return [LEAST_NOISE] * len(tokens)
+        return [MIN_NOISE] * len(tokens)
     # Few uncertain tokens say little about the noise; the estimate is raised accordingly.
     few = 1 + 4 * sum(d * d for d in squares) / weight**2
     logit_noise = few * seen / weight
     return [
         math.sqrt(
             logit_noise * (_uncertainty(token["before"]) ** 2 + _uncertainty(token["after"]) ** 2)
-            + 2 * LEAST_NOISE**2
+            + 2 * MIN_NOISE**2
         )
         for token in tokens
     ]

@@ -25,7 +25,7 @@ from hone.inference.base import AdapterRef
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server import learning
-from hone.server.endings import Endings, require_room
+from hone.server.endings import Endings, check_disk_space
 from hone.server.language import Language
 from hone.server.learning import Learners, StartLearner
 from hone.server.proof import prove
@@ -184,7 +184,9 @@ class TrainingService:
                         await self._train(job)
                 loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
-                wait_s = await self._endings.end_badly(loop.part, job, error, closing=self._closing)
+                wait_s = await self._endings.fail_or_requeue(
+                    loop.part, job, error, closing=self._closing
+                )
             finally:
                 loop.job = None
                 if job is not None:
@@ -203,7 +205,7 @@ class TrainingService:
         newest = await self._newest(record)
         checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
         if checkpoint is None:
-            await asyncio.to_thread(require_room, newest)
+            await asyncio.to_thread(check_disk_space, newest)
         pin = None if checkpoint else await self._pin(record, newest)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
@@ -304,13 +306,13 @@ class TrainingService:
             self._jobs.packed_groups(job.id),
             base,
             tell=lambda at: self._jobs.progress(job.id, at),
-            stop_if_asked=lambda: self._stop_if_asked(job),
+            check_cancelled=lambda: self._check_cancelled(job),
         )
         learned = {"metrics": result["metrics"], "reason": result["reason"]}
         self._jobs.emit(job.id, "learned", learned)
         return result
 
-    def _stop_if_asked(self, job: JobInfo) -> None:
+    def _check_cancelled(self, job: JobInfo) -> None:
         if job.cancel_requested or job.id in self._cancelled or self._closing:
             raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
 

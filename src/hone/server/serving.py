@@ -1,11 +1,11 @@
-"""Which weights answer to which name, and the engines that hold them.
+"""Serving: which weights answer to which model name.
 
 In:   registered models, checkpoints, the names clients ask for
 Out:  Policies: a base model's engine, and the adapter of one step in it
 
-Nothing is loaded before it is asked for, and nothing twice. A step becomes what NAME means when it
-is promoted, never when it is merely loaded: between the two the engine must prove that it serves
-it. Adapters in use, the newest ones, and those still to be proved are never unloaded.
+Nothing is loaded before it is needed, and nothing twice. NAME means a step from when it is promoted,
+not from when it is loaded: in between the engine must prove that it serves it. Adapters in use, the
+newest ones, and those still to be proved are never unloaded.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class ServedName:
-    """A name clients may ask for."""
+    """A name that clients may request."""
 
     id: str
     root: str
@@ -71,7 +71,7 @@ class _BaseName:
 
 
 class Serving:
-    """Engines and templates by base model, and the newest step of every model."""
+    """The engines, and what a model name means in a request."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Serving:
         base.adapters.newest.setdefault(record.key, (step, adapter))
 
     async def _check_base(self, base: "_BaseName", asked: str) -> None:
-        """Refuse a name that is not allowed, or not on this machine: requests download nothing."""
+        """Refuse a name that is not allowed, or not on this machine: a request downloads nothing."""
         if not base.allowed:
             raise await asyncio.to_thread(self._unknown, asked)
         if base.trained or base.name in self._engines:
@@ -270,7 +270,7 @@ class Serving:
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(self) -> list[ServedName]:
-        """Every name that the request may ask for. Blocking: reads the disk."""
+        """Every name that the current request may use. Blocking: reads the disk."""
         records = self._models.list()
         uses = Counter(record.key.name for record in records)
         names: list[ServedName] = []
@@ -294,11 +294,11 @@ class Serving:
             names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
         return names
 
-    # ---- at once ----------------------------------------------------------------------------
+    # ---- concurrency ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """A place among the requests answered at once, or Busy."""
+        """Count a request as being answered while the block runs. Raises Busy if there are too many."""
         if self._answering >= self._settings.max_concurrent:
             raise Busy(
                 f"{self._answering} requests are being answered, the most this server takes at "
@@ -314,7 +314,7 @@ class Serving:
                 self._idle.set()
 
     async def drain(self, deadline_s: float) -> None:
-        """Wait until no request is being answered: those cut off still have to be recorded."""
+        """Wait until no request is being answered, so that all are recorded."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
 

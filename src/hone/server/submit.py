@@ -1,4 +1,4 @@
-"""A training job that was sent, checked and put into the queue.
+"""Check a training job and put it into the queue.
 
 In:   a JobRequest, with its groups or with them in a worker process
 Out:  the JobInfo of an accepted job, on disk; or the error that says why it is refused
@@ -6,7 +6,6 @@ Out:  the JobInfo of an accepted job, on disk; or the error that says why it is 
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from hone.errors import Busy
 from hone.logs import say
@@ -15,17 +14,15 @@ from hone.server.checks import digest, train_config
 from hone.server.job_tasks import LanguageRef
 from hone.server.language import Language
 from hone.server.resolved_job import PackedJob, Start, pack_job
+from hone.server.state import State
 from hone.server.workers import Worker
 from hone.store.jobs import FINAL
 from hone.trajectory import JobRequest
 from hone.types import JobInfo
 
-if TYPE_CHECKING:
-    from hone.server.state import State
 
-
-async def submit(state: "State", request: JobRequest) -> JobInfo:
-    """An accepted job, or the one this idempotency key and request made before."""
+async def submit(state: State, request: JobRequest) -> JobInfo:
+    """Accept a job, or return the one that this idempotency key and request created before."""
 
     async def pack(language: Language, start: Start) -> PackedJob:
         return await asyncio.to_thread(pack_job, request, language, state.calls, start)
@@ -33,8 +30,8 @@ async def submit(state: "State", request: JobRequest) -> JobInfo:
     return await _accept(state, request, await asyncio.to_thread(digest, request), pack)
 
 
-async def submit_held(state: "State", worker: Worker, request: JobRequest, sha256: str) -> JobInfo:
-    """The same for a job whose groups are in a worker process; `request` has none."""
+async def submit_held(state: State, worker: Worker, request: JobRequest, sha256: str) -> JobInfo:
+    """Accept a job whose groups are in a worker process; `request` has none."""
 
     async def pack(language: Language, start: Start) -> PackedJob:
         ref = LanguageRef.of(language)
@@ -44,7 +41,7 @@ async def submit_held(state: "State", worker: Worker, request: JobRequest, sha25
 
 
 async def _accept(
-    state: "State",
+    state: State,
     request: JobRequest,
     sha256: str,
     pack: Callable[[Language, Start], Awaitable[PackedJob]],
@@ -86,8 +83,8 @@ async def _accept(
     return job
 
 
-def _refer(state: "State", job_id: str, calls: list[str]) -> None:
-    """Keep the calls a job was made of until it ends, which may be before this line."""
+def _refer(state: State, job_id: str, calls: list[str]) -> None:
+    """Keep the calls of a job until it ends, which may have happened already."""
     state.calls.refer(job_id, calls)
     if state.jobs.get(job_id).state in FINAL:
         state.calls.release(job_id)

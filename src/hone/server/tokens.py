@@ -1,10 +1,10 @@
-"""What a job was trained on, token by token.
+"""The tokens a job is trained on, page by page.
 
-In:   a job's resolved groups, its TrainConfig, the learner's logprobs where they were kept
+In:   a job's resolved groups, its TrainConfig, the learner's logprobs if they were saved
 Out:  TokenPages: every token of every call with its text, kind, logprobs and advantage
 
-Advantages are computed by the function the learner uses, from what is stored with the job, so a
-page shows what was trained and not what was meant to be.
+Advantages are computed by the learner's own function from what is stored with the job, so that a
+page shows what is really trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,21 +23,21 @@ class TokenInfo(Strict):
     trajectory: int
     call: int
     place: int
-    """In the call: prompt first, then completion."""
+    """Index in the call: prompt first, then completion."""
     id: int
     text: str
-    """What it spells; a piece of a character is shown as U+FFFD."""
+    """Its text; a part of a character is shown as U+FFFD."""
     kind: Literal["prompt", "sampled", "forced"]
     logprob: float | None = None
-    """The sampler's, temperature-scaled."""
+    """The sampler's logprob, temperature-scaled."""
     learner_logprob: float | None = None
-    """The learner's before the job; known for jobs with `plot_tensors`."""
+    """The learner's logprob before the job; only for jobs with `plot_tensors`."""
     advantage: float | None = None
-    """None where the token has no label."""
+    """None if the token is not trained."""
 
 
 class TokenPage(Strict):
-    """A stretch of a job's tokens, in the order of groups, trajectories and calls."""
+    """Part of a job's tokens, in the order of groups, trajectories and calls."""
 
     job: str
     total: int
@@ -47,8 +47,8 @@ class TokenPage(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """A call, where it stands, and what was learned from it."""
+class _IndexedCall:
+    """A call with its indices, advantage and learner's logprobs."""
 
     group: int
     trajectory: int
@@ -69,7 +69,7 @@ class _Placed:
         learner = dict(zip(labels, self.learner, strict=True)) if self.learner is not None else {}
         for place in range(start, min(stop, len(ids))):
             at = place - prompt
-            put = at in forced
+            is_forced = at in forced
             yield TokenInfo(
                 group=self.group,
                 trajectory=self.trajectory,
@@ -77,10 +77,10 @@ class _Placed:
                 place=place,
                 id=ids[place],
                 text=text(ids[place]),
-                kind="prompt" if at < 0 else "forced" if put else "sampled",
+                kind="prompt" if at < 0 else "forced" if is_forced else "sampled",
                 logprob=None if at < 0 or call.logprobs is None else call.logprobs[at],
                 learner_logprob=learner.get(at),
-                advantage=None if at < 0 or put else self.advantage,
+                advantage=None if at < 0 or is_forced else self.advantage,
             )
 
 
@@ -97,36 +97,36 @@ def page(
     limit: int,
 ) -> TokenPage:
     """`limit` tokens from the `offset`-th on."""
-    placed = _placed(groups, config, vocab, max_positions, learner_logprobs)
+    calls = _indexed_calls(groups, config, vocab, max_positions, learner_logprobs)
     tokens: list[TokenInfo] = []
     seen = 0
-    for one in placed:
+    for call in calls:
         start = max(0, offset + len(tokens) - seen)
-        if start < len(one) and len(tokens) < limit:
-            tokens += one.tokens(start, start + limit - len(tokens), text)
-        seen += len(one)
+        if start < len(call) and len(tokens) < limit:
+            tokens += call.tokens(start, start + limit - len(tokens), text)
+        seen += len(call)
     return TokenPage(job=job, total=seen, offset=offset, tokens=tokens)
 
 
 def read_logprobs(path: Path) -> list[float] | None:
-    """The learner's logprobs as learner/picture.py keeps them; None if it did not."""
-    import numpy as np  # the server is up without it
+    """The learner's logprobs that learner/picture.py saved; None if it did not."""
+    import numpy as np  # here: the server starts without it
 
     return np.load(path, allow_pickle=False).tolist() if path.is_file() else None
 
 
-def _placed(
+def _indexed_calls(
     groups: Sequence[TrajectoryGroup],
     config: TrainConfig,
     vocab: int,
     max_positions: int,
     learner_logprobs: Sequence[float] | None,
-) -> list[_Placed]:
+) -> list[_IndexedCall]:
     from hone.learner.samples import make_samples  # loads numpy, see above
 
-    made = make_samples(groups, config, vocab=vocab, max_positions=max_positions)
-    labelled = {(sample.group, sample.trajectory): sample.calls for sample in made.samples}
-    placed: list[_Placed] = []
+    batch = make_samples(groups, config, vocab=vocab, max_positions=max_positions)
+    labelled = {(sample.group, sample.trajectory): sample.calls for sample in batch.samples}
+    indexed: list[_IndexedCall] = []
     used = 0
     for g, group in enumerate(groups):
         for t, trajectory in enumerate(group.trajectories):
@@ -138,11 +138,11 @@ def _placed(
                     learner = learner_logprobs[used : used + len(label.places)]
                     used += len(label.places)
                 advantage = None if label is None else label.advantage
-                placed.append(_Placed(g, t, c, call, advantage, learner))
-    return placed
+                indexed.append(_IndexedCall(g, t, c, call, advantage, learner))
+    return indexed
 
 
 def _can_be_labelled(call: Call) -> bool:
-    """As learner/samples.py decides it for the calls of a trajectory that teaches something."""
+    """As learner/samples.py decides for a trajectory with a non-zero advantage."""
     sampled = len(set(call.forced)) < len(call.completion_ids)
     return call.trained and call.temperature > 0 and sampled

@@ -1,17 +1,17 @@
-"""The training API: models, jobs and what became of them, checkpoints.
+"""The training API: models, jobs and their events, checkpoints.
 
 In:   HTTP requests under /v1/training
 Out:  ModelInfo, JobInfo, CheckpointInfo, events, tokens; jobs in the queue
 
-Everything is checked before a job is accepted: what is refused is refused now, with the path of
-the field, and what is accepted survives whatever happens to the server.
+Everything is checked before a job is accepted: a refusal names the path of the field, and an
+accepted job survives a crash of the server.
 """
 
 import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -25,6 +25,7 @@ from hone.server.bodies import checked, large_body_route
 from hone.server.checks import check_base_model, checked_spec
 from hone.server.job_tasks import LanguageRef
 from hone.server.settings import Settings
+from hone.server.state import State
 from hone.server.submit import submit, submit_held
 from hone.server.tokens import TokenPage
 from hone.store.checkpoints import Checkpoint
@@ -43,11 +44,8 @@ from hone.types import (
     Strict,
 )
 
-if TYPE_CHECKING:
-    from hone.server.state import State
-
 MAX_PAGE = 5000
-"""Tokens of one page."""
+"""Largest number of tokens on one page."""
 
 Step = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -61,9 +59,9 @@ class MetricsRequest(Strict):
     step: Step | None = None
     """None: the newest."""
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
-    """By `val/reward` the best step is chosen."""
+    """`val/reward` decides which step is the best."""
     replace: bool = False
-    """Forget what was logged of this step under the same names before, instead of averaging it."""
+    """Replace what was logged for this step under the same names, instead of averaging."""
 
 
 class RenameRequest(Strict):
@@ -73,7 +71,7 @@ class RenameRequest(Strict):
     """In the same project; neither registered nor a base model in use."""
 
 
-def routes(state: "State") -> APIRouter:
+def routes(state: State) -> APIRouter:
     """Every route of the training API."""
     router = APIRouter(prefix="/v1/training", tags=["training"])
     _model_routes(state, router)
@@ -85,7 +83,7 @@ def routes(state: "State") -> APIRouter:
 # ---- models -----------------------------------------------------------------------------------
 
 
-def _model_routes(state: "State", router: APIRouter) -> None:
+def _model_routes(state: State, router: APIRouter) -> None:
     @router.post("/models", status_code=201, responses={200: {"model": ModelInfo}})
     async def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
         """Register a model over a base model that can be found; 200 if it is known. Loads nothing."""
@@ -127,7 +125,7 @@ def _model_routes(state: "State", router: APIRouter) -> None:
 
     @router.post("/models/{project}/{name}/metrics")
     async def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:
-        """Note what a client measured of a step; `val/reward` decides which one is the best."""
+        """Log what a client measured of a step; `val/reward` decides which one is the best."""
         record = await _record(state, project, name)
         step = body.step
         if step is None:
@@ -138,8 +136,8 @@ def _model_routes(state: "State", router: APIRouter) -> None:
         return {"step": step}
 
 
-async def registered(state: "State", spec: ModelSpec) -> tuple[ModelRecord, bool]:
-    """The model with its specification checked and its base found, and whether it is new."""
+async def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
+    """Check and register a model; returns it, and whether it is new."""
     spec = checked_spec(spec)
 
     def register() -> tuple[ModelRecord, bool]:
@@ -152,11 +150,11 @@ async def registered(state: "State", spec: ModelSpec) -> tuple[ModelRecord, bool
     return await asyncio.to_thread(register)
 
 
-async def _record(state: "State", project: str, name: str) -> ModelRecord:
+async def _record(state: State, project: str, name: str) -> ModelRecord:
     return await asyncio.to_thread(state.models.get, ModelKey(project, name))
 
 
-async def _info(state: "State", record: ModelRecord, request: Request) -> ModelInfo:
+async def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
     url = inference_url(state.settings, request.headers.get("host", ""), request.url.scheme)
 
     def read() -> ModelInfo:
@@ -181,10 +179,10 @@ async def _info(state: "State", record: ModelRecord, request: Request) -> ModelI
 
 
 def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
-    """The OpenAI API's address, by the name under which the caller reached this server."""
-    found = _HOST.fullmatch(host)
-    name = found[1] if found else settings.host
-    if name in ("0.0.0.0", "[::]", "::"):  # where one listens, not where one calls
+    """The address of the OpenAI API, with the host name that the caller used."""
+    match = _HOST.fullmatch(host)
+    name = match[1] if match else settings.host
+    if name in ("0.0.0.0", "[::]", "::"):  # an address to listen on, not to connect to
         name = "127.0.0.1"
     return f"{scheme}://{name}:{settings.inference_port or settings.port}/v1"
 
@@ -192,7 +190,7 @@ def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
 # ---- jobs -------------------------------------------------------------------------------------
 
 
-def _job_routes(state: "State", router: APIRouter) -> None:
+def _job_routes(state: State, router: APIRouter) -> None:
     async def post_job(request: JobRequest) -> JobInfo:
         """Queue a training job; it is on disk when this is answered."""
         return await submit(state, request)
@@ -221,7 +219,7 @@ def _job_routes(state: "State", router: APIRouter) -> None:
 
     @router.get("/jobs/{job_id}")
     async def job(job_id: str) -> JobInfo:
-        """Where a job stands, and what came of it."""
+        """The state of a job, and its result."""
         return await asyncio.to_thread(state.jobs.get, job_id)
 
     @router.get("/jobs/{job_id}/events", response_class=StreamingResponse)
@@ -230,9 +228,9 @@ def _job_routes(state: "State", router: APIRouter) -> None:
         after: Annotated[int | None, Query(ge=0)] = None,
         last_event_id: Annotated[str | None, Header()] = None,
     ) -> StreamingResponse:
-        """What happens to a job, as server-sent events until it ends; goes on after an event id."""
+        """The events of a job, as server-sent events until it ends; resumes after an event id."""
         start = events.start_after(last_event_id, after)
-        await asyncio.to_thread(state.jobs.get, job_id)  # not found is said before the stream opens
+        await asyncio.to_thread(state.jobs.get, job_id)  # a 404 must come before the stream opens
         stream = events.stream(state.jobs, job_id, start)
         return StreamingResponse(stream, media_type="text/event-stream", headers=events.HEADERS)
 
@@ -257,8 +255,8 @@ def _job_routes(state: "State", router: APIRouter) -> None:
         return await state.service.cancel(job_id)
 
 
-def _picture_dir(state: "State", job: JobInfo) -> FilePath | None:
-    """The checkpoint with the job's picture and logprobs, if it has one that still exists."""
+def _picture_dir(state: State, job: JobInfo) -> FilePath | None:
+    """The checkpoint with the job's picture and logprobs, if it exists."""
     if not job.plot_tensors or job.step is None:
         return None
     project, _, name = job.model.partition("/")
@@ -271,15 +269,15 @@ def _picture_dir(state: "State", job: JobInfo) -> FilePath | None:
 # ---- checkpoints ------------------------------------------------------------------------------
 
 
-def _checkpoint_routes(state: "State", router: APIRouter) -> None:
+def _checkpoint_routes(state: State, router: APIRouter) -> None:
     at = "/models/{project}/{name}/checkpoints"
 
     @router.get(at)
     async def checkpoints(project: Name, name: Name) -> list[CheckpointInfo]:
         """The retained steps of a model, ascending."""
         record = await _record(state, project, name)
-        found = await asyncio.to_thread(state.checkpoints.list, record.key)
-        return [_checkpoint(one) for one in found]
+        listed = await asyncio.to_thread(state.checkpoints.list, record.key)
+        return [_checkpoint(checkpoint) for checkpoint in listed]
 
     @router.delete(at)
     async def keep(
@@ -289,7 +287,7 @@ def _checkpoint_routes(state: "State", router: APIRouter) -> None:
         keep_best: Annotated[str | None, Query(min_length=1, max_length=500)] = None,
         keep: Annotated[list[Step] | None, Query(max_length=1000)] = None,
     ) -> list[int]:
-        """Delete all steps but those named and the newest; which were deleted."""
+        """Delete all steps but those named and the newest; returns the deleted ones."""
         record = await _record(state, project, name)
         if keep_last is None and keep_best is None and keep is None:
             message = (
@@ -316,12 +314,11 @@ def _checkpoint_routes(state: "State", router: APIRouter) -> None:
         return gone
 
 
-def _checkpoint(one: Checkpoint) -> CheckpointInfo:
-    said = one.manifest
+def _checkpoint(checkpoint: Checkpoint) -> CheckpointInfo:
     return CheckpointInfo(
-        step=one.step,
-        sha256=one.sha256,
-        job=said.get("job"),
-        created_at=said["created_at"],
-        metrics=said.get("metrics") or {},
+        step=checkpoint.step,
+        sha256=checkpoint.sha256,
+        job=checkpoint.manifest.get("job"),
+        created_at=checkpoint.manifest["created_at"],
+        metrics=checkpoint.manifest.get("metrics") or {},
     )

@@ -1,10 +1,10 @@
-"""A recorded call as a row of SQLite, and back.
+"""Recorded calls as rows of SQLite, and back.
 
 In:   a RecordedCall, and the call it continues
-Out:  a Row holding what the call adds to that one; whole calls out of rows
+Out:  a Row with what the call adds to its parent; whole calls from rows
 
-Ids are int32; log-probabilities are float32 where that loses nothing, else float64. Both are in
-the order of this machine's bytes: a state directory does not move between kinds of processors.
+Ids are int32; log-probabilities are float32 where that loses nothing, else float64. Both are in the
+byte order of this machine: a state directory cannot move between kinds of processors.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ COLUMNS = (
     "turns_kept, ids, completion, logprobs, body"
 )
 _ROW_BYTES = 200
-"""What a row takes beside its blobs, roughly."""
+"""Approximate size of a row without its blobs."""
 
 
 class Row:
@@ -33,9 +33,9 @@ class Row:
         self.ids_kept = self.turns_kept = 0
         if parent is not None:
             before = [*parent.call.prompt_ids, *parent.call.completion_ids]
-            self.ids_kept = _agreeing(before, call.call.prompt_ids)
-            said = [*(parent.messages or ()), parent.reply]
-            self.turns_kept = _agreeing(said, call.messages or ())
+            self.ids_kept = _common(before, call.call.prompt_ids)
+            turns = [*(parent.messages or ()), parent.reply]
+            self.turns_kept = _common(turns, call.messages or ())
         self.parent = parent if self.ids_kept or self.turns_kept else None
         same_tools = self.parent is not None and self.parent.tools == call.tools
         self.ids = ints(call.call.prompt_ids[self.ids_kept :])
@@ -45,8 +45,8 @@ class Row:
             {
                 "turns": None if call.messages is None else call.messages[self.turns_kept :],
                 "tools": "parent's" if same_tools else call.tools,
-                **call.model_dump(include=_OF_BODY),
-                "call": call.call.model_dump(include=_OF_CALL),
+                **call.model_dump(include=_BODY_FIELDS),
+                "call": call.call.model_dump(include=_CALL_FIELDS),
             }
         )
         blobs = (self.ids, self.completion, self.logprobs or b"", self.body)
@@ -62,11 +62,11 @@ class Row:
         )
 
 
-_OF_BODY = {
+_BODY_FIELDS = {
     *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
     *("outcome", "reasons", "abandoned"),
 }
-_OF_CALL = {"exact", "forced", "temperature", "step", "function", "trained"}
+_CALL_FIELDS = {"exact", "forced", "temperature", "step", "function", "trained"}
 
 
 def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:
@@ -74,7 +74,7 @@ def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:
 
 
 def chain(query: Any, seqs: Sequence[int]) -> dict[int, sqlite3.Row]:
-    """The rows asked for and all their ancestors."""
+    """These rows and all their ancestors."""
     rows = query(
         f"""
         WITH RECURSIVE chain (seq) AS (
@@ -90,7 +90,7 @@ def chain(query: Any, seqs: Sequence[int]) -> dict[int, sqlite3.Row]:
 
 
 def assemble(rows: dict[int, sqlite3.Row], seqs: Sequence[int]) -> list[RecordedCall]:
-    """Whole calls out of rows. A parent is always older than its child, so it is made first."""
+    """Whole calls from rows. A parent is always older than its child, so it is built first."""
     whole: dict[int, RecordedCall] = {}
     for seq in sorted(rows):
         _, *values = rows[seq]
@@ -106,8 +106,8 @@ def _call(row: dict[str, Any], parent: RecordedCall | None) -> RecordedCall:
     if parent is not None:
         before = [*parent.call.prompt_ids, *parent.call.completion_ids]
         ids = before[: row["ids_kept"]] + ids
-        said = [*(parent.messages or ()), parent.reply]
-        turns = None if turns is None else said[: row["turns_kept"]] + turns
+        known = [*(parent.messages or ()), parent.reply]
+        turns = None if turns is None else known[: row["turns_kept"]] + turns
         tools = parent.tools if tools == "parent's" else tools
     completion = _read_ints(row["completion"])
     logprobs = None
@@ -128,8 +128,8 @@ def _call(row: dict[str, Any], parent: RecordedCall | None) -> RecordedCall:
     )
 
 
-def _agreeing(before: Sequence[Any], after: Sequence[Any]) -> int:
-    """Length of the common beginning."""
+def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
+    """Length of the common prefix."""
     size = min(len(before), len(after))
     if list(before[:size]) == list(after[:size]):
         return size
@@ -171,5 +171,5 @@ def marks(values: Iterable[Any]) -> str:
 
 
 def parts(values: Sequence[Any], size: int = 500) -> list[Sequence[Any]]:
-    """Pieces short enough for one statement's parameters."""
+    """Slices short enough for the parameters of one statement."""
     return [values[i : i + size] for i in range(0, len(values), size)]

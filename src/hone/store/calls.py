@@ -3,11 +3,11 @@
 In:   RecordedCalls as the chat routes answer them; runs as they open and close
 Out:  the same values, bit for bit, until they are pruned
 
-A conversation of t turns would be stored t times over; so a call is stored as its parent and what
-it adds: how many leading ids of the parent's prompt and completion it repeats and the ids that
-follow, and likewise its messages. Pruning a parent first makes its children whole, so that no call
-ever depends on one that is gone. Ids are int32; log-probabilities are float32 where that loses
-nothing, else float64: a client's copy of them, sent back as JSON, must be found equal.
+To store a conversation of t turns once and not t times, a call is stored as its parent and what it
+adds: how many leading ids of the parent's prompt and completion it repeats and the ids that follow,
+and likewise its messages. Before a parent is pruned its children are made whole, so that no call
+depends on one that is gone. Log-probabilities keep every bit: a client sends its copy back as JSON,
+and the two are compared.
 """
 
 import sqlite3
@@ -60,9 +60,9 @@ _FREE = """
     NOT EXISTS (SELECT 1 FROM runs WHERE runs.id = calls.run AND runs.closed_at IS NULL)
     AND NOT EXISTS (SELECT 1 FROM call_refs WHERE call_refs.call = calls.id)
 """
-"""Of no open run, and no job refers to it."""
+"""Calls that belong to no open run and that no job refers to."""
 _PRUNED_AT_ONCE = 200
-"""Calls deleted in one transaction: requests that want to record wait for it."""
+"""Calls deleted in one transaction; requests that record a call wait for it."""
 
 
 class CallStore:
@@ -72,7 +72,7 @@ class CallStore:
         self._store = store
         self._lock = threading.Lock()
         self._open: dict[str, tuple[RunSpec, float]] = {}
-        """Asked for with every request of a rollout, so kept in memory."""
+        """In memory, because every request of a rollout reads it."""
         self._opened: dict[str, float] = {}
         """When each run was last opened by a client of this server."""
         self._unmarked: Counter[str] = Counter()
@@ -82,7 +82,7 @@ class CallStore:
     # ---- runs -------------------------------------------------------------------------------
 
     def read_runs(self) -> None:
-        """Read again which runs are open."""
+        """Read from the database which runs are open."""
         with self._lock:
             rows = self._store.query("SELECT id, spec, opened_at FROM runs WHERE closed_at IS NULL")
             self._open = {
@@ -91,7 +91,7 @@ class CallStore:
             }
 
     def rename(self, db: sqlite3.Connection, key: ModelKey, new: ModelKey, *, bare: bool) -> None:
-        """Inside a transaction of the caller's: runs of a model are now another name's.
+        """Rename the model of its runs, inside the caller's transaction.
 
         `bare`: its name without a project means this model and no other.
         """
@@ -105,10 +105,10 @@ class CallStore:
                 )
 
     def open_run(self, spec: RunSpec) -> None:
-        """Keep this run's calls until it is closed. Opening again goes on; another spec is refused."""
+        """Keep this run's calls until it is closed. It may be opened again, but not with another spec."""
         with self._lock, self._store.transaction() as db:
-            found = db.execute("SELECT spec, opened_at FROM runs WHERE id = ?", (spec.id,))
-            text, opened_at = found.fetchone() or (None, time.time())
+            row = db.execute("SELECT spec, opened_at FROM runs WHERE id = ?", (spec.id,)).fetchone()
+            text, opened_at = row or (None, time.time())
             known = None if text is None else RunSpec.model_validate_json(text)
             if known is not None and known != spec:
                 raise Conflict(
@@ -124,10 +124,9 @@ class CallStore:
             self._opened[spec.id] = time.time()
 
     def close_run(self, run: str) -> None:
-        """From now on its calls may be pruned. Closing again changes nothing."""
+        """Allow its calls to be pruned. Closing twice changes nothing."""
         with self._lock, self._store.transaction() as db:
-            found = db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone()
-            if found is None:
+            if db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone() is None:
                 raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
             db.execute(
                 "UPDATE runs SET closed_at = ? WHERE id = ? AND closed_at IS NULL",
@@ -137,14 +136,14 @@ class CallStore:
             self._opened.pop(run, None)
 
     def close_idle_runs(self, idle_s: float) -> list[str]:
-        """Close runs that were neither opened nor made a call for so long; their ids."""
+        """Close runs that were not opened and made no call for so long; returns their ids."""
         idle = [run for run, touched_at in self._touched() if touched_at < time.time() - idle_s]
         for run in idle:
             self.close_run(run)
         return idle
 
     def runs(self, *, limit: int) -> list[str]:
-        """Ids of runs: the open ones first, then those that were closed last."""
+        """Ids of runs: the open ones first, then by the time they were closed, newest first."""
         rows = self._store.query(
             "SELECT id FROM runs ORDER BY closed_at IS NOT NULL, "
             "coalesce(closed_at, opened_at) DESC LIMIT ?",
@@ -158,13 +157,13 @@ class CallStore:
             "SELECT id, max(opened_at, coalesce((SELECT max(created_at) FROM calls "
             "WHERE calls.run = runs.id), 0)) AS touched_at FROM runs WHERE closed_at IS NULL"
         )
-        # An open run may have been opened again since: then it is younger than its row says.
+        # A run that was opened again since is younger than its row.
         return [
             (row["id"], max(row["touched_at"], self._opened.get(row["id"], 0.0))) for row in rows
         ]
 
     def run(self, run: str) -> tuple[RunSpec, bool, int]:
-        """A run, whether it is open, and how many calls of it are kept."""
+        """A run, whether it is open, and the number of its calls."""
         rows = self._store.query("SELECT spec, closed_at FROM runs WHERE id = ?", (run,))
         if not rows:
             raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
@@ -177,18 +176,17 @@ class CallStore:
         name, colon, _ = (rollout or "").partition(":")
         if not colon:
             return None
-        found = self._open.get(name)
-        if found is None:
+        if name not in self._open:
             raise Conflict(
                 f"rollout {rollout!r} belongs to run {name!r}, which is not open; "
                 f'POST /v1/runs {{"id": "{name}"}} opens it'
             )
-        return found[0]
+        return self._open[name][0]
 
     def opened_on(self, run: RunSpec) -> date | None:
         """The day an open run was first opened: what its templates print for today."""
-        found = self._open.get(run.id)
-        return None if found is None else datetime.fromtimestamp(found[1], UTC).date()
+        _, opened_at = self._open.get(run.id, (run, None))
+        return None if opened_at is None else datetime.fromtimestamp(opened_at, UTC).date()
 
     def unmarked(self, models: Iterable[str]) -> dict[str, int]:
         """Requests to these models that named neither a rollout nor a function."""
@@ -203,23 +201,23 @@ class CallStore:
     def add_many(
         self, calls: Sequence[RecordedCall], *, parent: RecordedCall | None = None
     ) -> None:
-        """Record the choices of one request, all or none. `parent` is a call they continue."""
+        """Record the choices of one request, all or none. `parent` is the call they continue."""
         if not calls:
             return
         first = calls[0]
         if not first.rollout and not first.call.function:
             with self._lock:
                 self._unmarked[first.model] += 1
-        made = [Row(first, parent), *(Row(call, first) for call in calls[1:])]
+        rows = [Row(first, parent), *(Row(call, first) for call in calls[1:])]
         with self._store.transaction() as db:
-            for row in made:
-                found = None
+            for row in rows:
+                seq = None
                 if row.parent is not None:
-                    found = db.execute("SELECT seq FROM calls WHERE id = ?", (row.parent.id,))
-                    found = found.fetchone()
-                    if found is None:  # pruned since
+                    query = "SELECT seq FROM calls WHERE id = ?"
+                    (seq,) = db.execute(query, (row.parent.id,)).fetchone() or (None,)
+                    if seq is None:  # pruned since
                         row = Row(row.call, None)
-                insert(db, row.values(found and found[0]))
+                insert(db, row.values(seq))
 
     def rollout(self, rollout: str) -> list[RecordedCall]:
         """A rollout's calls in the order of their requests; empty if there are none."""
@@ -229,25 +227,25 @@ class CallStore:
         return self._whole([row["seq"] for row in seqs])
 
     def requests(self, rollout: str) -> int:
-        """How many requests of a rollout are recorded: the index of its next one."""
+        """Number of recorded requests of a rollout: the index of its next one."""
         (row,) = self._store.query(
             "SELECT coalesce(max(place) + 1, 0) AS n FROM calls WHERE rollout = ?", (rollout,)
         )
         return row["n"]
 
     def get(self, call_ids: Iterable[str]) -> list[RecordedCall]:
-        """Calls by id, in the order asked for; NotFound names those that are not there."""
-        wanted = list(call_ids)
+        """Calls by id, in this order. Raises NotFound."""
+        ids = list(call_ids)
         seqs: dict[str, int] = {}
-        for part in parts(wanted):
+        for part in parts(ids):
             rows = self._store.query(
                 f"SELECT id, seq FROM calls WHERE id IN ({marks(part)})", tuple(part)
             )
             seqs.update((row["id"], row["seq"]) for row in rows)
-        missing = [call for call in wanted if call not in seqs]
+        missing = [call for call in ids if call not in seqs]
         if missing:
             raise NotFound(f"no call is recorded as {missing[0]!r} ({len(missing)} not found)")
-        return self._whole([seqs[call] for call in wanted])
+        return self._whole([seqs[call] for call in ids])
 
     def match(
         self, base_model: str, completion_ids: Sequence[int], *, limit: int = 200
@@ -256,14 +254,14 @@ class CallStore:
         rows = self._store.query(
             "SELECT seq, completion FROM calls WHERE digest = ? AND base_model = ? "
             "ORDER BY seq DESC LIMIT ?",
-            (digest(wanted := ints(completion_ids)), base_model, limit),
+            (digest(packed := ints(completion_ids)), base_model, limit),
         )
-        return self._whole([row["seq"] for row in rows if row["completion"] == wanted])
+        return self._whole([row["seq"] for row in rows if row["completion"] == packed])
 
     # ---- keeping and pruning ----------------------------------------------------------------
 
     def refer(self, job_id: str, call_ids: Iterable[str]) -> None:
-        """Keep these calls as long as the job is not over."""
+        """Keep these calls until `release`."""
         with self._store.transaction() as db:
             db.executemany(
                 "INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)",
@@ -275,7 +273,7 @@ class CallStore:
             db.execute("DELETE FROM call_refs WHERE job = ?", (job_id,))
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
-        """Delete what is too old, then the oldest beyond the size; never what is still needed."""
+        """Delete calls that are too old, then the oldest beyond the size; never one still needed."""
         before = time.time() - max_age_s
         pruned = 0
         while gone := self._prune_some(before=before)[0]:
@@ -293,7 +291,7 @@ class CallStore:
     def _prune_some(
         self, *, before: float = float("inf"), excess: float = float("inf")
     ) -> tuple[int, int]:
-        """Delete a few of the oldest calls; how many, and how many bytes they took."""
+        """Delete a few of the oldest calls; returns how many, and their bytes."""
         with self._store.transaction() as db:
             rows = db.execute(
                 f"SELECT seq, size FROM calls WHERE created_at < ? AND {_FREE} "

@@ -1,12 +1,12 @@
-"""What each step left on disk: adapter, optimizer, manifest.
+"""Checkpoints: the adapter, optimizer and manifest of each step, and the model's history.
 
 In:   a function that writes the files of one step
 Out:  ROOT/PROJECT/models/NAME/checkpoints/0000, 0001, ...; history.jsonl beside them
 
-A directory under its number is whole and proved. It is written under another name, synced with a
+A directory named by its number is whole and proved. It is written under another name, synced with a
 manifest that holds every file's SHA-256, and renamed; a trained step first becomes NNNN.unproved,
-which nobody serves, and gets its number once the engine has answered with it. So a crash at any
-moment, and a publish that failed, both leave the step before as the newest.
+which is not served, and gets its number once the engine has answered with it. So a crash at any
+moment, and a failed publish, both leave the step before it as the newest.
 
 A step is corrupted only if a file is missing, does not parse or has another hash. A file that cannot
 be read just now is none of these: StorageError is raised and nothing is renamed.
@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Checkpoint:
     step: int
     path: Path
     sha256: str
-    """Of the adapter's tensors; it names the adapter in an engine."""
+    """Hash of the adapter's tensors, which names it in an engine."""
     manifest: dict[str, Any]
 
     @property
@@ -70,7 +70,7 @@ class Checkpoint:
 # Named here because `list` is a method below.
 Steps = list[int]
 Names = list[str]
-Found = list[Checkpoint]
+Listed = list[Checkpoint]
 Lines = list[dict[str, Any]]
 
 
@@ -80,8 +80,8 @@ class Checkpoints:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._verified: dict[Path, object] = {}
-        self._sorting = threading.RLock()
-        """Held while steps are set aside, so that no two threads move the same one."""
+        self._moving = threading.RLock()
+        """Held while steps are renamed, so that no two threads move the same one."""
 
     def model_dir(self, key: ModelKey) -> Path:
         for part in (key.project, key.name):
@@ -103,18 +103,18 @@ class Checkpoints:
         proved: bool = True,
         **manifest: Any,
     ) -> Checkpoint:
-        """Make a step of what `fill` puts into a directory; it returns the adapter's hash."""
+        """Write a step from the files that `fill` writes; `fill` returns the adapter's hash."""
         target = self._directory(key, step, "" if proved else UNPROVED)
         partial = target.with_name(f".{target.name}.partial")
         with storage(target):
-            self._make_room(target.parent)
-            if not proved and target.exists():  # of a job that was cancelled since
+            self._clear(target.parent)
+            if not proved and target.exists():  # left by a cancelled job
                 shutil.rmtree(target)
             partial.mkdir()
             failpoint("checkpoint/before-fill")
             try:
                 sha256 = fill(partial)
-                said = {
+                content = {
                     "format": 1,
                     "model": str(key),
                     "step": step,
@@ -123,7 +123,9 @@ class Checkpoints:
                     **manifest,
                     "files": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
                 }
-                (partial / MANIFEST).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+                (partial / MANIFEST).write_text(
+                    json.dumps(content, indent=2) + "\n", encoding="utf-8"
+                )
                 failpoint("checkpoint/before-fsync")
                 for file in (*partial.iterdir(), partial):
                     sync(file)
@@ -134,10 +136,10 @@ class Checkpoints:
             failpoint("checkpoint/before-rename")
             move(partial, target)
         failpoint("checkpoint/after-rename")
-        return Checkpoint(key, step, target, sha256, said)
+        return Checkpoint(key, step, target, sha256, content)
 
     def promote(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Give a step that was proved its number: from now on it is the newest."""
+        """Give a proved step its number: from now on it is the newest."""
         if checkpoint.proved:
             return checkpoint
         target = checkpoint.path.with_name(f"{checkpoint.step:04d}")
@@ -145,12 +147,10 @@ class Checkpoints:
         with storage(target):
             move(checkpoint.path, target)
         failpoint("checkpoint/after-promote")
-        return Checkpoint(
-            checkpoint.key, checkpoint.step, target, checkpoint.sha256, checkpoint.manifest
-        )
+        return replace(checkpoint, path=target)
 
     def reject(self, checkpoint: Checkpoint) -> Path:
-        """Set aside a step that could not be proved; the last one of each number is kept."""
+        """Set aside a step that was not proved; only the last rejected one of each number stays."""
         target = checkpoint.path.with_name(f"{checkpoint.step:04d}.rejected")
         with storage(target):
             if target.exists():
@@ -159,13 +159,13 @@ class Checkpoints:
         return target
 
     def delete(self, key: ModelKey, steps: Iterable[int]) -> Steps:
-        """Remove steps, but never the newest good one; what was removed."""
-        with self._sorting:
+        """Delete steps, but never the newest good one; returns the deleted ones."""
+        with self._moving:
             newest = self.newest(key)
-            kept = {newest.step} if newest else set()
-            gone = sorted({c.step for c in self.list(key)} & set(steps) - kept)
+            spared = {newest.step} if newest else set()
+            gone = sorted({c.step for c in self.list(key)} & set(steps) - spared)
             for step in gone:
-                # First out of the way, so that a crash in between leaves no half of it.
+                # Renamed first, so that a crash cannot leave a part of it under its number.
                 path = self._directory(key, step)
                 aside = path.with_name(f".{step:04d}.deleted")
                 with storage(path):
@@ -183,23 +183,23 @@ class Checkpoints:
         steps: Iterable[int] = (),
         smoothing: float = 1.0,
     ) -> Steps:
-        """Remove all but the last so many, the best by a metric, and `steps`; what was removed."""
+        """Delete all but the last so many, the best by a metric, and `steps`; returns the deleted ones."""
         have = [checkpoint.step for checkpoint in self.list(key)]
-        kept = {*steps, *(have[-last:] if last else ())}
+        spared = {*steps, *(have[-last:] if last else ())}
         if best is not None and (top := self.best(key, best, smoothing)) is not None:
-            kept.add(top)
-        return self.delete(key, set(have) - kept)
+            spared.add(top)
+        return self.delete(key, set(have) - spared)
 
     # ---- reading ----------------------------------------------------------------------------
 
-    def list(self, key: ModelKey) -> Found:
+    def list(self, key: ModelKey) -> Listed:
         """All whole steps, ascending; their files are not read."""
-        found = (self._read(key, step, self._directory(key, step)) for step in self._steps(key))
-        return [checkpoint for checkpoint in found if checkpoint is not None]
+        read = (self._read(key, step, self._directory(key, step)) for step in self._steps(key))
+        return [checkpoint for checkpoint in read if checkpoint is not None]
 
     def newest(self, key: ModelKey) -> Checkpoint | None:
-        """The newest step whose files are as they were written; others are set aside."""
-        with self._sorting:
+        """The newest step whose files are intact; corrupted ones are set aside."""
+        with self._moving:
             for step in reversed(self._steps(key)):
                 path = self._directory(key, step)
                 checkpoint = self._read(key, step, path)
@@ -228,7 +228,7 @@ class Checkpoints:
         raise NotFound(f"step {step} of model {str(key)!r} {what}. Steps: {steps}.")
 
     def of_job(self, key: ModelKey, job_id: str) -> Checkpoint | None:
-        """The step a job wrote, proved or not."""
+        """The step that a job wrote, proved or not."""
         for name in self._names(key):
             if not _STEP.fullmatch(name.removesuffix(UNPROVED)) or not name.endswith(UNPROVED):
                 continue
@@ -272,7 +272,7 @@ class Checkpoints:
             try:
                 lines.append(json.loads(text))
             except ValueError:
-                continue  # half a line, of a crash
+                continue  # cut short by a crash
         return lines
 
     def best(self, key: ModelKey, metric: str = "val/reward", smoothing: float = 1.0) -> int | None:
@@ -304,7 +304,7 @@ class Checkpoints:
         return sorted(int(name) for name in self._names(key) if _STEP.fullmatch(name))
 
     def _names(self, key: ModelKey) -> Names:
-        """What lies among a model's steps. Not by `glob`, which hides errors: none would be there."""
+        """Names in the directory of a model's steps. Not by `glob`, which hides errors."""
         parent = self.model_dir(key) / "checkpoints"
         try:
             with storage(parent):
@@ -312,29 +312,29 @@ class Checkpoints:
         except FileNotFoundError:
             return []
 
-    def _make_room(self, parent: Path) -> None:
-        """Make the directory of a model's steps, and remove what crashes left half-done in it."""
+    def _clear(self, parent: Path) -> None:
+        """Create the directory of a model's steps, or remove unfinished writes from it."""
         if not parent.exists():
             parent.mkdir(parents=True)
-            for made in parent.parents[: len(parent.relative_to(self.root).parts)]:
-                sync(made)
-        for left in parent.glob(".*"):
-            shutil.rmtree(left, ignore_errors=True)
+            for new in parent.parents[: len(parent.relative_to(self.root).parts)]:
+                sync(new)
+        for unfinished in parent.glob(".*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _read(self, key: ModelKey, step: int, path: Path) -> Checkpoint | None:
-        """None where there is no manifest or it does not parse; StorageError where the disk fails."""
+        """None if there is no manifest or it does not parse. Raises StorageError."""
         try:
             with storage(path):
                 text = (path / MANIFEST).read_text(encoding="utf-8")
-            said = json.loads(text)
-            if said["step"] != step or any("/" in name for name in said["files"]):
+            manifest = json.loads(text)
+            if manifest["step"] != step or any("/" in name for name in manifest["files"]):
                 return None
-            return Checkpoint(key, step, path, said["sha256"], said)
+            return Checkpoint(key, step, path, manifest["sha256"], manifest)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     def _wrong(self, path: Path) -> str | None:
-        """What keeps the files from being those that were written; looked at once, until touched."""
+        """Why the files are not those that were written; None if they are. Cached until touched."""
         try:
             with storage(path):
                 text = (path / MANIFEST).read_text(encoding="utf-8")
@@ -352,7 +352,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, path: Path) -> Path:
-        """Rename a corrupted step to NNNN.corrupt, or NNNN.corrupt.2, ...; none is overwritten."""
+        """Rename a corrupted step to NNNN.corrupt, NNNN.corrupt.2, ...; none is overwritten."""
         numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
         targets = (path.with_name(f"{path.name}.corrupt{number}") for number in numbers)
         target = next(target for target in targets if not target.exists())

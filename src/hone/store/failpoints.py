@@ -1,4 +1,4 @@
-"""Named places at which a test can kill the server, to prove that nothing accepted is lost.
+"""Failpoints: named places at which a test can kill the server.
 
 In:   HONE_FAILPOINT=NAME or NAME:K (the K-th time it is reached, from 1)
 Out:  the process ends there as by `kill -9`
@@ -14,7 +14,7 @@ _left = int(_count or 1)
 
 
 def failpoint(name: str) -> None:
-    """Die here, if this place is armed."""
+    """Kill this process if the failpoint is armed."""
     global _left
     if name != _armed:
         return

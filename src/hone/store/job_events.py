@@ -1,12 +1,12 @@
-"""The events of jobs: durable ones on disk before anybody hears of them, progress mostly in memory.
+"""Events of jobs: durable ones are on disk before a listener sees them, progress is in memory.
 
-In:   events of jobs, inside the transaction that changes the job, or progress outside of any
+In:   events of jobs, inside the transaction that changes the job; progress, outside of any
 Out:  JobEvents by ascending ids; listeners are woken, nobody polls
 
-A listener never hears of a change that a crash could take back. Progress changes nothing, so it is
-told from memory and written at most every WRITE_S, the newest of each phase. A durable event
-writes the progress before it in its own transaction, so ids on disk never overtake those told.
-Ids that a crash took back are not used again: a client that saw them would miss what follows.
+A listener never sees a change that a crash could undo. Progress changes nothing, so it is sent from
+memory and written at most every WRITE_S, the newest of each phase. A durable event writes the
+progress before it in its own transaction, so that ids on disk are in the order they were sent. Ids
+that a crash undid are not used again: a client that saw them would miss what follows.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ CREATE TABLE IF NOT EXISTS job_events (
 
 PROGRESS = "progress"
 WRITE_S = 3.0
-"""Progress of a job is written at most so often."""
-MOST_UNWRITTEN = 1000
-"""Events of a job that are kept in memory; more are there only while the disk takes none."""
+"""Shortest time between two writes of a job's progress."""
+MAX_UNWRITTEN = 1000
+"""Events of a job kept in memory; there are more only while the disk fails."""
 
 Events = list[JobEvent]
-Tell = Callable[[str, dict[str, Any]], JobEvent]
+Emit = Callable[[str, dict[str, Any]], JobEvent]
 
 
 class JobEvents:
@@ -51,71 +51,71 @@ class JobEvents:
         self._store = store
         self._keep_progress = keep_progress
         self.stopping = False
-        """Nobody waits for an event any more: the server stops."""
-        self._telling = threading.RLock()
-        """Held from an event's id to its place on disk or in memory, so that ids appear in order."""
+        """The server stops; nobody waits for an event any more."""
+        self._emitting = threading.RLock()
+        """Held from choosing an event's id to storing it, so that ids appear in order."""
         self._last: dict[str, int] = {}
         self._unwritten: dict[str, Events] = {}
         self._written_at: dict[str, float] = {}
         self._listening = threading.Lock()
         self._listeners: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
-    # ---- telling ----------------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self, job_id: str) -> Iterator[tuple[Connection, Tell]]:
+    def writing(self, job_id: str) -> Iterator[tuple[Connection, Emit]]:
         """A durable transaction, and a function that adds an event of the job to it."""
-        with self._telling:
+        with self._emitting:
             with self._store.transaction(durable=True) as db:
-                told = self._unwritten.get(job_id, [])
+                unwritten = self._unwritten.get(job_id, [])
 
-                def tell(type: str, data: dict[str, Any]) -> JobEvent:
+                def emit(type: str, data: dict[str, Any]) -> JobEvent:
                     event = self._new(job_id, type, data)
                     _insert(db, event)
                     return event
 
-                self._write(db, told)
-                yield db, tell
-            self._forget(job_id, told)
+                self._write(db, unwritten)
+                yield db, emit
+            self._forget(job_id, unwritten)
         self.wake(job_id)
 
     def remember(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
-        """Tell an event that is written with the next durable one."""
-        with self._telling:
+        """Emit an event that is written with the next durable one."""
+        with self._emitting:
             event = self._new(job_id, type, data)
             events = self._unwritten.setdefault(job_id, [])
             events.append(event)
-            del events[:-MOST_UNWRITTEN]
+            del events[:-MAX_UNWRITTEN]
         self.wake(job_id)
         return event
 
     def progress(self, job_id: str, data: dict[str, Any]) -> None:
-        """Tell how far a job is; on disk within some seconds, where the disk takes it."""
+        """Emit how far a job is; written within some seconds, unless the disk fails."""
         self.remember(job_id, PROGRESS, data)
         now = time.monotonic()
         if now < self._written_at.setdefault(job_id, now) + WRITE_S:
             return
         self._written_at[job_id] = now
-        with self._telling, suppress(StorageError):
-            told = self._unwritten.get(job_id, [])
+        with self._emitting, suppress(StorageError):
+            unwritten = self._unwritten.get(job_id, [])
             with self._store.transaction() as db:
-                self._write(db, told)
-            self._forget(job_id, told)
+                self._write(db, unwritten)
+            self._forget(job_id, unwritten)
 
     def skip_lost(self, job_id: str) -> None:
-        """After a crash: go on behind every id that may have been told and not written."""
-        with self._telling:
-            self._last[job_id] = self._newest(job_id) + MOST_UNWRITTEN
+        """After a crash: continue after every id that may have been sent and not written."""
+        with self._emitting:
+            self._last[job_id] = self._newest(job_id) + MAX_UNWRITTEN
 
     def close(self, job_id: str) -> None:
-        """The job is over; nothing of it stays in memory."""
-        with self._telling:
+        """The job has ended: forget what is in memory."""
+        with self._emitting:
             if not self._unwritten.get(job_id):
-                for kept in (self._last, self._unwritten, self._written_at):
-                    kept.pop(job_id, None)
+                for by_job in (self._last, self._unwritten, self._written_at):
+                    by_job.pop(job_id, None)
 
     def prune(self, states: Sequence[str], ended_before: float) -> int:
-        """Forget the events of jobs that ended before a time, all but the last of each."""
+        """Delete the events of jobs that ended before a time, except the last of each."""
         marks = ", ".join("?" * len(states))
         with self._store.transaction() as db:
             cursor = db.execute(
@@ -129,11 +129,10 @@ class JobEvents:
     # ---- reading ----------------------------------------------------------------------------
 
     def read(self, job_id: str, after: int = 0, limit: int = 1000) -> Events:
-        """In order, those with a larger id than `after`."""
-        with (
-            self._telling
-        ):  # memory first: what is written meanwhile is then found twice, not never
-            told = [e for e in self._unwritten.get(job_id, ()) if e.id > after]
+        """Events with a larger id than `after`, in order."""
+        # Memory first: an event that is written meanwhile is then read twice, and not never.
+        with self._emitting:
+            unwritten = [e for e in self._unwritten.get(job_id, ()) if e.id > after]
         rows = self._store.query(
             "SELECT * FROM job_events WHERE job = ? AND id > ? ORDER BY id LIMIT ?",
             (job_id, after, limit),
@@ -142,14 +141,14 @@ class JobEvents:
         if limit >= 0 and len(events) == limit:
             return events
         known = {event.id for event in events}
-        events += [event for event in told if event.id not in known]
+        events += [event for event in unwritten if event.id not in known]
         events.sort(key=lambda event: event.id)
         return events if limit < 0 else events[:limit]
 
     async def wait(self, job_id: str, after: int, deadline_s: float) -> bool:
-        """Whether there is, or comes within the deadline, an event after that one."""
+        """Whether there is an event after that one, now or within the deadline."""
         listener = (asyncio.get_running_loop(), asyncio.Event())
-        # Listen first, then look: what comes between the two is heard.
+        # Listen first, then read: an event between the two is not missed.
         with self._listening:
             self._listeners.setdefault(job_id, set()).add(listener)
         try:
@@ -168,7 +167,7 @@ class JobEvents:
                     del self._listeners[job_id]
 
     def stop_waiting(self) -> None:
-        """Wake all who wait for an event, and let nobody wait again. From any thread."""
+        """Wake all waiters, and let nobody wait again. Callable from any thread."""
         self.stopping = True
         for job_id in list(self._listeners):
             self.wake(job_id)
@@ -193,9 +192,9 @@ class JobEvents:
         )
         return rows[0]["n"]
 
-    def _write(self, db: Connection, told: Events) -> None:
-        """Write what was told from memory: of the progress in each phase only the newest."""
-        for event, following in zip_longest(told, told[1:]):
+    def _write(self, db: Connection, events: Events) -> None:
+        """Write events that are in memory: only the newest progress of each phase."""
+        for event, following in zip_longest(events, events[1:]):
             superseded = (
                 event.type == PROGRESS
                 and following is not None
@@ -204,8 +203,8 @@ class JobEvents:
             )
             if not superseded:
                 _insert(db, event)
-        if told:
-            job = told[0].job
+        if events:
+            job = events[0].job
             db.execute(
                 "DELETE FROM job_events WHERE job = ? AND type = ? AND id <= (SELECT id FROM "
                 "job_events WHERE job = ? AND type = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",
@@ -213,7 +212,7 @@ class JobEvents:
             )
 
     def _forget(self, job_id: str, written: Events) -> None:
-        """What is on disk now need not be in memory."""
+        """Forget events that are on disk now."""
         ids = {event.id for event in written}
         left = [event for event in self._unwritten.get(job_id, ()) if event.id not in ids]
         if left:
@@ -230,12 +229,12 @@ def _insert(db: Connection, event: JobEvent) -> None:
 
 
 def event_of_move(job: JobInfo) -> tuple[str, dict[str, Any]]:
-    """The event that tells of a job's new state: its type and its data."""
-    told: dict[JobState, tuple[str, dict[str, Any]]] = {
+    """Type and data of the event for a job's new state."""
+    events: dict[JobState, tuple[str, dict[str, Any]]] = {
         "queued": ("queued", {"waiting_for": job.waiting_for} if job.waiting_for else {}),
         "running": ("started", {"attempt": job.attempts, "base_step": job.base_step}),
         "done": ("done", {"step": job.step, "metrics": job.metrics, "reason": job.reason}),
         "failed": ("failed", {"failure": job.failure.model_dump() if job.failure else None}),
         "cancelled": ("cancelled", {}),
     }
-    return told[job.state]
+    return events[job.state]

@@ -1,12 +1,11 @@
-"""Training jobs: a durable queue, the moves a job may make, and what happened to it.
+"""Training jobs: a durable queue, the allowed changes of state, and the events of a job.
 
-In:   resolved trajectory groups and a TrainConfig, from training.py and art.py
+In:   resolved trajectory groups and a TrainConfig
 Out:  JobInfos, JobEvents; listeners are woken, nobody polls
 
-Every change and the event that tells of it are one transaction, synced before anybody hears of
-it: a listener never sees what a crash could take back. The exception is a disk that takes no
-changes: then a job that goes back to the queue, or is cancelled, is so in memory, for all who ask,
-and on disk as soon as there is room (`write_pending`).
+A change and its event are one transaction, synced before a listener sees it: no listener sees what
+a crash could undo. The exception is a failing disk: then a job that goes back to the queue, or is
+cancelled, changes in memory, for all readers, and on disk as soon as that works (`write_pending`).
 """
 
 import itertools
@@ -53,32 +52,32 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, base_model, place);
 
 NEXT: dict[JobState, tuple[JobState, ...]] = {
     "queued": ("running", "cancelled", "failed"),  # failed: its model cannot be loaded
-    "running": ("done", "failed", "cancelled", "queued"),  # queued: it is tried again
+    "running": ("done", "failed", "cancelled", "queued"),  # queued: it is retried
 }
-"""Which state may follow which; the others are final."""
+"""The states that may follow a state; the others are final."""
 FINAL = tuple(state for state in get_args(JobState) if state not in NEXT)
 
 ATTEMPTS = 3
-"""A job that was running at so many consecutive deaths of the server is taken for their cause."""
+"""A job that was running at so many consecutive deaths of the server is taken to be their cause."""
 KEEP_PROGRESS = 1000
-"""Progress events kept of a job, where the settings do not say otherwise."""
+"""Default number of progress events kept of a job."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The checkpoint a job goes on from, and what decides its bits on this machine."""
+    """The checkpoint a job starts from, and what decides its bits on this machine."""
 
     step: int
     sha256: str
     dtype: str
     row_tokens: int
-    """For jobs that name none; a job that was pinned before has its own."""
+    """For jobs that name none; a job pinned before keeps its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What became of the jobs that were running when the server went down."""
+    """The jobs that were running when the server went down, by their new state."""
 
     queued: tuple[JobInfo, ...]
     failed: tuple[JobInfo, ...]
@@ -97,15 +96,15 @@ class JobStore:
         self.wait_event, self.stop_waiting = self._events.wait, self._events.stop_waiting
         self.events, self.progress = self._events.read, self._events.progress
         self._pending: dict[str, JobInfo] = {}
-        """Jobs as they are, where the disk has not taken their last change yet."""
+        """Jobs whose last change is not on disk yet."""
         self._changing = threading.RLock()
 
     @property
     def stopping(self) -> bool:
-        """Nobody waits for an event any more: the server stops."""
+        """The server stops; nobody waits for an event any more."""
         return self._events.stopping
 
-    # ---- what there is ----------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------
 
     def get(self, job_id: str) -> JobInfo:
         if (pending := self._pending.get(job_id)) is not None:
@@ -116,7 +115,7 @@ class JobStore:
         return JobInfo.model_validate_json(rows[0]["info"])
 
     def packed_groups(self, job_id: str) -> bytes:
-        """What it trains on, as it is stored, for another process to unpack."""
+        """What it trains on, as it is stored; the learner unpacks it."""
         job = self.get(job_id)
         row = self._store.query("SELECT groups FROM jobs WHERE id = ?", (job_id,))[0]
         if not row["groups"]:
@@ -129,7 +128,7 @@ class JobStore:
         return row["groups"]
 
     def calls(self, job_id: str) -> Sequence[str]:
-        """Ids of the recorded calls it was resolved from."""
+        """Ids of the recorded calls in it."""
         self.get(job_id)
         row = self._store.query("SELECT calls FROM jobs WHERE id = ?", (job_id,))[0]
         return json.loads(row["calls"])
@@ -138,25 +137,25 @@ class JobStore:
         self, *, model: ModelKey | None = None, state: JobState | None = None, limit: int = 100
     ) -> Jobs:
         """The newest first."""
-        wanted = {"model": None if model is None else str(model), "state": state}
-        given = {column: value for column, value in wanted.items() if value is not None}
-        where = " AND ".join(["1", *(f"{column} = ?" for column in given)])
+        columns = {"model": None if model is None else str(model), "state": state}
+        filters = {column: value for column, value in columns.items() if value is not None}
+        where = " AND ".join(["1", *(f"{column} = ?" for column in filters)])
         rows = self._store.query(
             f"SELECT info FROM jobs WHERE {where} ORDER BY place DESC LIMIT ?",
-            (*given.values(), limit),
+            (*filters.values(), limit),
         )
-        found = [JobInfo.model_validate_json(row["info"]) for row in rows]
-        known = {job.id for job in found}
-        found = [self._pending.get(job.id, job) for job in found]
-        found += [job for job in self._pending.values() if job.id not in known and state]
+        jobs = [JobInfo.model_validate_json(row["info"]) for row in rows]
+        known = {job.id for job in jobs}
+        jobs = [self._pending.get(job.id, job) for job in jobs]
+        jobs += [job for job in self._pending.values() if job.id not in known and state]
         return [
             job
-            for job in found
+            for job in jobs
             if (state is None or job.state == state) and (model is None or job.model == str(model))
         ]
 
     def waiting(self) -> dict[str, int]:
-        """How many jobs are queued, by base model."""
+        """Number of queued jobs, by base model."""
         rows = self._store.query("SELECT id, base_model FROM jobs WHERE state = 'queued'")
         pending = dict(self._pending)
         queued = [row["base_model"] for row in rows if row["id"] not in pending]
@@ -166,7 +165,7 @@ class JobStore:
     def repeated(
         self, model: ModelKey, idempotency_key: str | None, request_sha256: str
     ) -> JobInfo | None:
-        """The job this key and request made before; another request under the key is a Conflict."""
+        """The job that this key and request created before. Raises Conflict for another request."""
         rows = self._store.query(
             "SELECT id, info, request_sha256 FROM jobs WHERE model = ? AND idempotency_key = ?",
             (str(model), idempotency_key),
@@ -180,7 +179,7 @@ class JobStore:
             )
         return JobInfo.model_validate_json(rows[0]["info"])
 
-    # ---- what changes it --------------------------------------------------------------------
+    # ---- changing ---------------------------------------------------------------------------
 
     def add(
         self,
@@ -196,7 +195,7 @@ class JobStore:
         idempotency_key: str | None = None,
         calls: Sequence[str] = (),
     ) -> JobInfo:
-        """A new job at the end of the queue, or the one this key and request made before."""
+        """A new job at the end of the queue, or the one that this key and request created before."""
         packed = groups if isinstance(groups, bytes) else pack_groups(groups)
         job = JobInfo(
             id=f"job-{secrets.token_hex(10)}",
@@ -210,7 +209,7 @@ class JobStore:
             advance_when_flat=advance_when_flat,
             counts=counts,
         )
-        with self._events.writing(job.id) as (db, tell):
+        with self._events.writing(job.id) as (db, emit):
             known = self.repeated(model.key, idempotency_key, request_sha256)
             if known is not None:
                 return known
@@ -229,26 +228,26 @@ class JobStore:
                     request_sha256,
                 ),
             )
-            tell("queued", {})
+            emit("queued", {})
         return job
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
-        """Forget the groups of jobs that ended too long ago, then of the oldest beyond the size."""
+        """Delete the groups of jobs that ended too long ago, then of the oldest beyond the size."""
         before = time.time() - max_age_s
         rows = self._store.query(
             "SELECT id, length(groups) AS size, json_extract(info, '$.ended_at') AS ended FROM jobs "
             f"WHERE state IN ({marks(FINAL)}) AND length(groups) > 0 ORDER BY ended DESC",
             FINAL,
         )
-        kept = itertools.accumulate(row["size"] for row in rows)
-        both = zip(rows, kept, strict=True)
+        sizes = itertools.accumulate(row["size"] for row in rows)
+        both = zip(rows, sizes, strict=True)
         doomed = [(row["id"],) for row, n in both if row["ended"] < before or n > max_bytes]
         with self._store.transaction() as db:
             db.executemany("UPDATE jobs SET groups = x'', calls = '[]' WHERE id = ?", doomed)
         return len(doomed)
 
     def oldest(self, base_model: str) -> JobInfo | None:
-        """The job of a base model that is next, still queued."""
+        """The first queued job of a base model."""
         rows = self._store.query(
             "SELECT info FROM jobs WHERE state = 'queued' AND base_model = ? ORDER BY place LIMIT 1",
             (base_model,),
@@ -256,7 +255,7 @@ class JobStore:
         return JobInfo.model_validate_json(rows[0]["info"]) if rows else None
 
     def take(self, job_id: str, pin: Pin | None) -> JobInfo:
-        """A queued job, now running from `pin`; None leaves the pin of an earlier attempt."""
+        """Start a queued job from `pin`; None keeps the pin of an earlier attempt."""
         job, pinned = self.get(job_id), dict[str, Any]()
         if pin is not None:
             rows = job.config.row_tokens or pin.row_tokens
@@ -270,9 +269,9 @@ class JobStore:
     def move(
         self, job_id: str, state: JobState, *, remember: bool = False, **fields: Any
     ) -> JobInfo:
-        """Change a job's state and, with it, any other of its fields.
+        """Change a job's state and any other of its fields.
 
-        `remember`: where the disk cannot take it now, it counts from memory and is written later.
+        `remember`: if the disk fails, keep the change in memory and write it later.
         """
         times = {"running": {"started_at": time.time()}, "queued": {"started_at": None}}
         fields = {"state": state, **times.get(state, {"ended_at": time.time()}), **fields}
@@ -289,8 +288,8 @@ class JobStore:
             self._events.close(job_id)
         return job
 
-    def put_back(self, job_id: str, why: str, **fields: Any) -> JobInfo:
-        """A job that is tried again waits in the queue, and says what for."""
+    def requeue(self, job_id: str, why: str, **fields: Any) -> JobInfo:
+        """Queue a job again, with the reason."""
 
         def queued(job: JobInfo) -> JobInfo:
             changes = {"state": "queued", "started_at": None, "waiting_for": why, **fields}
@@ -301,14 +300,14 @@ class JobStore:
         return self._change(job_id, queued, event_of_move, remember=True)
 
     def write_pending(self) -> None:
-        """Bring to the disk what it could not take when it happened; StorageError if it still cannot."""
+        """Write the changes that are only in memory; StorageError if the disk still fails."""
         for job_id in list(self._pending):
             self._change(job_id, lambda job: job, event_of_move)
 
     def request_cancel(self, job_id: str) -> JobInfo:
-        """A queued job is cancelled at once, a running one asked to stop; one that ended stays."""
+        """Cancel a queued job at once; a running one is asked to stop; one that ended stays."""
 
-        def asked(job: JobInfo) -> JobInfo:
+        def cancelled(job: JobInfo) -> JobInfo:
             changes: dict[str, Any] = {}
             if job.state == "queued":
                 changes = {"state": "cancelled", "ended_at": time.time()}
@@ -316,18 +315,18 @@ class JobStore:
                 changes |= {"cancel_requested": True}
             return JobInfo.model_validate({**job.model_dump(), **changes})
 
-        def told(job: JobInfo) -> tuple[str, dict[str, Any]]:
+        def event(job: JobInfo) -> tuple[str, dict[str, Any]]:
             return ("cancelled", {}) if job.state == "cancelled" else ("cancelling", {})
 
-        return self._change(job_id, asked, told, remember=True)
+        return self._change(job_id, cancelled, event, remember=True)
 
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
-        """Write down something that happened to a job."""
-        with self._events.writing(job_id) as (_, tell):
-            return tell(type, data)
+        """Write an event of a job."""
+        with self._events.writing(job_id) as (_, emit):
+            return emit(type, data)
 
     def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
-        """Inside a transaction of the caller's: the jobs of a model are now another name's."""
+        """Rename the model of its jobs, inside the caller's transaction."""
         for row in db.execute("SELECT id, info FROM jobs WHERE model = ?", (str(key),)).fetchall():
             job = JobInfo.model_validate_json(row["info"]).model_copy(update={"model": str(new)})
             db.execute(
@@ -336,10 +335,10 @@ class JobStore:
             )
 
     def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> Recovered:
-        """At start-up: what was running goes back to the queue, or fails as the likely cause.
+        """At start-up: queue running jobs again, or fail one that is the likely cause of the crash.
 
-        A death of the server counts against a job only if it was running at each of the last
-        three. A job that has its checkpoint is only to be published; that has three of its own.
+        A job fails if it was running at each of the last three deaths of the server. One that has
+        its checkpoint has only to be published, and has three more attempts for that.
         """
         queued, failed = [], []
         for job in self.list(state="queued", limit=-1):
@@ -354,28 +353,28 @@ class JobStore:
             failure = Failure(
                 type="ServerError",
                 message=f"job {job.id!r} brought the server down {deaths} times and is not "
-                "tried again. Look at the end of the server's log for each of them; what exhausts "
+                "retried. Look at the end of the server's log for each of them; what exhausts "
                 "memory needs a smaller row_tokens or fewer groups.",
             )
             failed.append(self.move(job.id, "failed", failure=failure, server_deaths=deaths))
         return Recovered(tuple(queued), tuple(failed))
 
     def prune_events(self, *, max_age_s: float) -> int:
-        """Forget the events of jobs that ended too long ago, all but the last of each."""
+        """Delete the events of jobs that ended too long ago, except the last of each."""
         return self._events.prune(FINAL, time.time() - max_age_s)
 
     def _change(
         self,
         job_id: str,
         change: Callable[[JobInfo], JobInfo],
-        tell: Callable[[JobInfo], tuple[str, dict[str, Any]]] | None,
+        event: Callable[[JobInfo], tuple[str, dict[str, Any]]] | None,
         *,
         remember: bool = False,
     ) -> JobInfo:
-        """Replace a job by what `change` makes of it; one that stays the same has no event."""
+        """Replace a job by what `change` returns; no event if nothing changed."""
         with self._changing:
             try:
-                with self._events.writing(job_id) as (db, write):
+                with self._events.writing(job_id) as (db, emit):
                     before = self.get(job_id)
                     job = change(before)
                     if job == before and job_id not in self._pending:
@@ -384,8 +383,8 @@ class JobStore:
                         "UPDATE jobs SET state = ?, info = ? WHERE id = ?",
                         (job.state, job.model_dump_json(), job_id),
                     )
-                    if job != before and tell is not None:
-                        write(*tell(job))
+                    if job != before and event is not None:
+                        emit(*event(job))
                 self._pending.pop(job_id, None)
                 return job
             except StorageError:
@@ -395,6 +394,6 @@ class JobStore:
                 job = change(before)
                 if job != before:
                     self._pending[job_id] = job
-                    if tell is not None:
-                        self._events.remember(job_id, *tell(job))
+                    if event is not None:
+                        self._events.remember(job_id, *event(job))
                 return job

@@ -1,12 +1,11 @@
-"""Which models are registered: names of their own over base models.
+"""Registered models: names over base models.
 
 In:   ModelSpecs, from POST /v1/training/models and ART's register
 Out:  ModelRecords, by key or by the name a client used
 
-A key never changes what it stands on: base model, rank, alpha and seed are those of its first
-registration, because its checkpoints have that shape. A base model has one spelling here, however
-it was written, so that it is loaded once. How it is called and trained by default
-may be registered anew at any time. Its name is changed by rename.py, with all that is kept of it.
+Base model, rank, alpha and seed of a key are those of its first registration, because its
+checkpoints have that shape; its other settings may be registered anew at any time. A base model has
+one canonical name, however a client writes it, so that it is loaded once. rename.py renames models.
 """
 
 import time
@@ -38,7 +37,7 @@ CREATE TABLE IF NOT EXISTS renames (
 """
 
 FIXED = ("base_model", "rank", "alpha", "seed")
-"""What a key keeps for ever."""
+"""Fields that a key keeps for ever."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class ModelStore:
         self._store = store
 
     def register(self, spec: ModelSpec) -> ModelRecord:
-        """Idempotent; what may not change and does is a Conflict that names both."""
+        """Idempotent. Raises Conflict, with both values, if a fixed field changed."""
         spec = spec.model_copy(update={"base_model": canonical(spec.base_model)})
         with self._store.transaction(durable=True) as db:
             known = self.list()
@@ -102,11 +101,11 @@ class ModelStore:
         ]
 
     def check_name(self, spec: ModelSpec) -> None:
-        """Refuse a name that means something else already."""
+        """Raise Conflict if the name means something else already."""
         _check_name(spec, self.list())
 
     def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
-        """Inside a transaction of the caller's; no record of the old name changes nothing."""
+        """Inside the caller's transaction; without a record of the old name nothing changes."""
         for record in self.list():
             if record.key == key:
                 spec = record.spec.model_copy(update={"name": new.name})
@@ -132,10 +131,10 @@ def _check_same(before: ModelSpec, now: ModelSpec) -> None:
 def _check_name(spec: ModelSpec, known: Records) -> None:
     """A name means one thing: a registered model or a base model, never both."""
     bases = {spec.base_model, *(record.spec.base_model for record in known)}
-    for taken in (spec.name, str(spec.key)):
-        if taken in bases:
+    for name in (spec.name, str(spec.key)):
+        if name in bases:
             raise Conflict(
-                f"model {str(spec.key)!r}: {taken!r} is the name of a base model in use, and a "
+                f"model {str(spec.key)!r}: {name!r} is the name of a base model in use, and a "
                 "request for it would not say which is meant. Choose another name."
             )
     for record in known:

@@ -1,10 +1,10 @@
-"""Make the directory in which a server keeps its state, closed to other users.
+"""The server's root: a directory for its state that other users cannot read.
 
 In:   --root
 Out:  a directory with mode 0700
 
-It holds the server's key and every recorded conversation. The mode of a directory that holds
-somebody else's files is never changed: with `--root /tmp` that would lock out the whole machine.
+It holds the server's key and every recorded conversation. The mode of a directory with files of
+others is never changed: with `--root /tmp` that would lock out every other user.
 """
 
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 from hone.errors import ServerError
 
 _OURS = ("state.sqlite", "server.lock", "logs", "api_key", "runs", "evals")
-"""A directory that holds one of these is hone's: a root, or the default place of runs and evals."""
+"""A directory with one of these belongs to hone: a root, or the default place of runs and evals."""
 
 
 def make_root(root: Path) -> None:
-    """Create the root or close it to other users; ServerError where it cannot be closed."""
+    """Create the root, or close it to other users. Raises ServerError if that is not possible."""
     root.parent.mkdir(parents=True, exist_ok=True)
     try:
         root.mkdir(mode=0o700)
