@@ -11,7 +11,7 @@ from tests.server.worlds import World
 from hone.logs import say
 from hone.server.settings import Settings
 from hone.server.telemetry import start_logging, stop_logging
-from hone.store.trajectories import log_groups, prune_groups
+from hone.store.checkpoints import log_groups, prune_groups
 from hone.types import RunSpec
 
 

@@ -18,7 +18,7 @@ from hone.inference.base import Engine
 from hone.server.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.store.root import make_root
+from hone.store.database import make_root
 
 
 def raw_status(url: str, headers: str, path: str = "/v1/models") -> int:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from hone.errors import Unprocessable
 from hone.server.model_args import DEVICES, Read, check_devices, flat, read_args
-from hone.store.trajectories import log_groups
+from hone.store.checkpoints import log_groups
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Failure, FieldError, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
 

@@ -36,7 +36,7 @@ from hone.server.serving import open_embedded
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import start_logging, stop_logging
-from hone.store.root import make_root
+from hone.store.database import make_root
 from hone.types import SERVER_ADDRESS
 
 TAKE_OVER_S = 60.0

@@ -27,13 +27,11 @@ from hone.server.telemetry import Metrics
 from hone.server.workers import WorkerPool
 from hone.store import calls, jobs, models
 from hone.store.calls import CallStore
-from hone.store.checkpoints import Checkpoints
-from hone.store.database import Store
+from hone.store.checkpoints import Checkpoints, prune_groups
+from hone.store.database import Store, make_root
 from hone.store.jobs import JobStore
 from hone.store.models import ModelStore
 from hone.store.rename import Renames
-from hone.store.root import make_root
-from hone.store.trajectories import prune_groups
 
 PRUNE_S = 600.0
 """Seconds between two prunings of recorded calls and of the groups of ended jobs."""

@@ -1,7 +1,8 @@
 """Checkpoints: the adapter, optimizer and manifest of each step, and the model's history.
 
 In:   a function that writes the files of one step
-Out:  ROOT/PROJECT/models/NAME/checkpoints/0000, 0001, ...; history.jsonl beside them
+Out:  ROOT/PROJECT/models/NAME/checkpoints/0000, 0001, ...; beside them history.jsonl, and
+      trajectories/SPLIT/STEP.jsonl with one logged group a line
 
 A directory named by its number is whole and proved. It is written under another name, synced with a
 manifest that holds every file's SHA-256, and renamed; a trained step first becomes NNNN.unproved,
@@ -364,3 +365,27 @@ class Checkpoints:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# ---- logged trajectories ------------------------------------------------------------------------
+
+
+def log_groups(model_dir: Path, split: str, step: int, groups: Iterable[dict[str, Any]]) -> Path:
+    """Append groups to the file of a step. Raises RecursionError if one is nested too deeply."""
+    lines = "".join(json.dumps(group) + "\n" for group in groups)
+    path = model_dir / "trajectories" / split / f"{step:04d}.jsonl"
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append_lines(path, lines.encode())
+    return path
+
+
+def prune_groups(root: Path, max_bytes: int) -> int:
+    """Delete the oldest files beyond a total size; returns how many were deleted."""
+    files = [(path, path.stat()) for path in root.glob("*/models/*/trajectories/*/*.jsonl")]
+    files.sort(key=lambda file: file[1].st_mtime, reverse=True)
+    sizes = itertools.accumulate(stat.st_size for _, stat in files)
+    doomed = [path for (path, _), size in zip(files, sizes, strict=True) if size > max_bytes]
+    for path in doomed:
+        path.unlink(missing_ok=True)
+    return len(doomed)

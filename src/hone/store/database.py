@@ -1,15 +1,20 @@
-"""The SQLite file with everything the server must remember.
+"""The server's root directory, and the SQLite file in it.
 
-In:   SQL, from any thread
-Out:  rows; transactions that happen whole or not at all
+In:   --root; SQL, from any thread
+Out:  a directory that other users cannot read; rows; transactions that happen whole or not at all
 
 One connection writes, under a lock, so that "database is locked" cannot happen; readers have their
 own connections and see the last commit. A durable transaction is on the disk when it returns
 (jobs); any other survives a `kill -9`, but not a loss of power (calls). A full disk raises DiskFull,
 a failing disk StorageError; both leave the state as it was.
+
+The root holds the server's key and every recorded conversation. The mode of a directory with files
+of others is never changed: with `--root /tmp` that would lock out every other user.
 """
 
+import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.disk import storage
-from hone.errors import StateError
+from hone.errors import ServerError, StateError
 from hone.store.failpoints import failpoint
 
 FAILPOINTS = ("store/before-commit", "store/after-commit")
@@ -27,6 +32,35 @@ VERSION = 1
 """Incremented with every change that `CREATE ... IF NOT EXISTS` in the schemas does not cover."""
 MIGRATIONS: dict[int, str] = {}
 """SQL that migrates a file from version N to N + 1."""
+
+
+_OURS = ("state.sqlite", "server.lock", "logs", "api_key", "runs", "evals")
+"""A directory with one of these belongs to hone: a root, or the default place of runs and evals."""
+
+
+def make_root(root: Path) -> None:
+    """Create the root, or close it to other users. Raises ServerError if that is not possible."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700)
+    except FileExistsError:
+        if not root.is_dir():
+            raise ServerError(f"--root {root}: is a file; name a directory") from None
+    if not stat.S_IMODE(root.stat().st_mode) & 0o077:
+        return
+    entries = os.listdir(root)
+    if entries and not any(name in entries for name in _OURS):
+        raise ServerError(
+            f"--root {root}: other users may read this directory, and it holds files that are not "
+            "hone's. Name a new directory, or close it with chmod 700."
+        )
+    try:
+        root.chmod(0o700)
+    except PermissionError:
+        raise ServerError(
+            f"--root {root}: other users may read this directory, and it belongs to another user. "
+            "Name a directory of your own."
+        ) from None
 
 
 class Store:
