@@ -105,7 +105,7 @@ def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path
             ]
             assert {call["model"] for call in calls} == {SENT}
             assert calls[0]["adapter_sha256"] is None
-            trained = record["trajectory"]["metadata"]["calls"]
+            trained = record["trained_calls"]
             assert trained == [call["id"] for call in calls[1:]]
     # The judge is asked outside of rollouts, two preflight rollouts included: the base each time.
     judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
