@@ -1,4 +1,4 @@
-"""What one server was started with.
+"""Settings of a server.
 
 In:   the options of `hone serve` (options.py makes one of every field), or LocalBackend's
 Out:  Settings, checked; every limit a client can meet has its default here
@@ -19,10 +19,10 @@ def is_key(text: str) -> bool:
 
 
 class Settings(Strict):
-    """Every setting of a server. What a field means is the string under it."""
+    """Every setting of a server, described by the string under it."""
 
     root: Path = Path(".hone")
-    """Where everything is kept: state, checkpoints, logs. Nothing outside it is written."""
+    """Directory for state, checkpoints and logs. Nothing outside it is written."""
     host: str = "127.0.0.1"
     """Address to listen on. Any but a loopback address needs a key."""
     port: int = Field(default=7623, ge=0, le=65535)
@@ -70,9 +70,9 @@ class Settings(Strict):
     max_bodies_bytes: int = Field(default=512 * 2**20, gt=0)
     """Total size of the large bodies that are held at the same time; more get 429."""
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds within which a body must come, and one more for every 64 KiB; a slower one gets 408."""
+    """Seconds for a body to arrive, plus one for every 64 KiB; a slower one gets 408."""
     header_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds within which the headers of a request must come; then the connection is closed."""
+    """Seconds for the headers of a request to arrive; then the connection is closed."""
     max_connections: int | None = Field(default=None, gt=0)
     """Connections that are open at the same time on one port; more are refused. By default as many as
     the limit of open files allows."""
@@ -81,7 +81,7 @@ class Settings(Strict):
     max_n: int = Field(default=128, gt=0)
     """Largest `n` of a request."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of an answer where the request names no number. By default what the context leaves."""
+    """Most tokens of an answer if the request sets no limit. By default, what fits into the context."""
     max_queued_jobs: int = Field(default=64, gt=0)
     """Training jobs that may wait in the queue; more get 429."""
     max_adapters: int = Field(default=8, gt=0)
@@ -116,14 +116,14 @@ class Settings(Strict):
     device: str | None = None
     """Device for engine and learner, for example `cpu` or `cuda:1`. By default CUDA if there is any."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least important lines that are logged."""
+    """Least severe level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Format of a line of the log."""
 
     log_bytes: int = Field(default=64 * 2**20, ge=4096)
-    """Size at which server.log becomes server.log.1 and a new one begins."""
+    """Size at which server.log is rotated to server.log.1."""
     log_files: int = Field(default=4, ge=1)
-    """Old files of the log that are kept."""
+    """Rotated log files to keep."""
 
     @field_validator("inference_port", mode="before")
     @classmethod
