@@ -64,7 +64,7 @@ class TestEmbedded(EngineConformance):
 
 
 class TestTightEmbedded(TestEmbedded):
-    """The same with a prompt read in pieces of 7 tokens and hardly any key-value memory."""
+    """The same with prompts prefilled in chunks of 7 tokens and a very small KV cache."""
 
     @pytest.fixture
     async def served(self, tiny_llama_dir: Path, tmp_path: Path) -> AsyncIterator[Served]:

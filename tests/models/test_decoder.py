@@ -342,7 +342,7 @@ def test_a_field_that_is_left_out_means_what_it_means_to_transformers(config: ty
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"sliding_window": 128}, "sliding_window is 128, which models of type 'llama'"),
-        ({"layer_types": ["sliding_attention"] * 5}, "attend alike in every layer"),
+        ({"layer_types": ["sliding_attention"] * 5}, "use the same attention in every layer"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope'"),
         ({"rope_parameters": {"mrope_section": [1]}}, "rope_parameters.mrope_section"),

@@ -130,7 +130,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """What broke the engine; None while it works. A broken engine never works again."""
+        """The error that broke the engine; None while it works. A broken engine stays broken."""
         ...
 
     def generate(

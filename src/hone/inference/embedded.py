@@ -350,5 +350,5 @@ class EmbeddedEngine:
             return EngineError("the engine was closed; the request was not finished")
         return EngineFailed(
             f"the engine failed ({self._failure!r}) and the request was not finished. Send it "
-            "again: a server starts its engine anew."
+            "again: the server restarts its engine."
         )

@@ -75,7 +75,7 @@ class Request:
         """Refuse a request that needs `wanted` bytes or more samples than the engine ever has."""
         if wanted > budget:
             raise RequestTooLarge(
-                f"the request needs {wanted / 2**20:.0f} MiB of key-value memory (prompt of "
+                f"the request needs {wanted / 2**20:.0f} MiB of KV cache (prompt of "
                 f"{len(self.prompt_ids)} tokens, n={self.sampling.n}, max_tokens={self.max_tokens}); "
                 f"the engine has {budget / 2**20:.0f} MiB.\n"
                 "Lower max_tokens or n, or give the engine a larger kv_budget_bytes."
@@ -117,8 +117,8 @@ class Sample:
         if token in sampling.stop_ids:
             return "stop", token
         if sampling.stop and decode is not None:
-            # Every token is at least one byte, so a stop string that the newest token completes lies
-            # within as many tokens as it has bytes; four more keep a split character whole.
+            # Every token is at least one byte, so a stop string that the newest token completes spans at
+            # most as many tokens as it has bytes; four more keep a split character whole.
             reach = max(len(text.encode()) for text in sampling.stop) + 4
             text = decode(self.ids[-reach:])
             for stop in sampling.stop:

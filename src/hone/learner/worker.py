@@ -265,12 +265,12 @@ class LearnerProcess:
         tail = "\n".join(self._stderr) or "(it wrote nothing to stderr)"
         return LearnerDied(
             f"learner process {self._process.pid}, during {what!r}: it {how} ({ending}{hint}). "
-            f"Start a new one from the last checkpoint. Its last words:\n{tail}"
+            f"Start a new one from the last checkpoint. The end of its stderr:\n{tail}"
         )
 
     def _write(self, message: dict[str, Any], data: bytes = b"") -> None:
         assert self._process.stdin is not None, "started with pipes"
-        # Dead or closed: the reader's end-of-file tells, with the exit code.
+        # If the child is dead or closed, the reader reports it with the exit code.
         with self._writing, suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps({**message, "bytes": len(data)}).encode() + b"\n")
             self._process.stdin.write(data)

@@ -251,7 +251,7 @@ def _windows(fields: dict[str, Any], layers: int, where: str) -> tuple[int | Non
         if kinds and set(kinds) != {expected}:
             raise ModelUnsupported(
                 f"{where}: layer_types {sorted(set(kinds))} with sliding_window {window!r}; models of "
-                f"type {family!r} attend alike in every layer. Choose another model."
+                f"type {family!r} use the same attention in every layer. Choose another model."
             )
         return (window,) * layers
     if not fields.get("use_sliding_window"):
