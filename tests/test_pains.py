@@ -92,7 +92,7 @@ def test_nothing_has_to_be_compiled():
     assert "torch" in names and not names & COMPILED
     assert imported()["torch"] and not imported().keys() & COMPILED
     sources = {path.suffix for path in (ROOT / "src").rglob("*") if path.is_file()}
-    assert sources - {".pyc"} <= {".py", ".typed"}
+    assert sources - {".pyc"} <= {".py", ".typed", ".j2"}
 
 
 def test_no_version_is_held_back_for_another_package():
