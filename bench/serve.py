@@ -121,7 +121,7 @@ class _Server:
         from hone.models.find import find
         from hone.server.app import create_apps
         from hone.server.listen import serving
-        from hone.server.run import lasting
+        from hone.server.run import without_gc_pauses
         from hone.server.serving import open_embedded
         from hone.server.settings import Settings
         from hone.server.state import State
@@ -132,7 +132,7 @@ class _Server:
             tokenizer = load_tokenizer(find(self._model))
             answer = "one two three four five six seven eight nine ten eleven twelve ..."
             opener = lambda _: ScriptedEngine([answer], tokenizer=tokenizer)  # noqa: E731
-        state = State.open(settings, open_engine=lasting(opener))
+        state = State.open(settings, open_engine=without_gc_pauses(opener))
         # Until the process ends.
         await self._running.enter_async_context(state.running())
         return state, await self._running.enter_async_context(serving(create_apps(state)[0]))

@@ -45,7 +45,7 @@ class Elsewhere(ARTTrainer):
     def log_progress(
         self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None
     ) -> None:
-        assert output_dir == str(self._config.output_dir)
+        assert output_dir is not None and output_dir == str(self._config.output_dir)
         super().log_progress(epoch, metrics, str(Path(output_dir) / "curves"))
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,7 +225,7 @@ def test_close_twice_is_close(tmp_path: Path):
 # ---- one record per rollout ---------------------------------------------------------------------
 
 
-def trained(example: str = "a", **fields: object) -> RolloutRecord:
+def trained(example: str = "a", **fields: Any) -> RolloutRecord:
     """A rollout whose calls a server recorded."""
     return record(example, rollout=f"r:{example}", trained_calls=["c1"], **fields)
 
@@ -286,7 +287,8 @@ def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path
         assert (a.trained_calls, a.episode, a.metadata) == (["c1"], None, {"reasoning": "good"})
         assert a.trajectory().metadata == recorded["metadata"]
         assert (a.reward, a.shaped_rewards) == (0.5, [0.5])
-        assert b.trained_calls is None and [i.content for i in b.trajectory().episode] == ["hi"]
+        assert b.trained_calls is None
+        assert [item.model_dump()["content"] for item in b.trajectory().episode] == ["hi"]
         assert not c.is_trained
         noted = journal.submitted(0, 0)
         assert noted is not None

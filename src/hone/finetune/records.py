@@ -307,8 +307,8 @@ def _encodable(value: Any) -> Any:
 def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | None:
     failed = None if result.rollout is None else result.rollout.failure
     if failed is not None:
-        fields = plain(failed.failure.model_dump())
-        return FailureRecord(kind=failed.kind, reason=failed.reason, **fields)
+        named = {"kind": failed.kind, "reason": failed.reason}
+        return FailureRecord.model_validate(named | plain(failed.failure.model_dump()))
     if reward_name is None:
         return None
     score = result.scores.get(reward_name)
