@@ -14,9 +14,9 @@ from tests.server.conftest import MakeState, write_model
 
 from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel
 from hone.inference.base import AdapterRef, Engine, Sampling
-from hone.server.language import FIXED, PARTS, Language, differing
 from hone.server.serving import Serving
 from hone.server.state import State
+from hone.server.tokenizer import FIXED, PARTS, BaseTokenizer, differing
 from hone.store.models import ModelRecord
 from hone.types import ModelSpec, RunSpec
 
@@ -114,8 +114,8 @@ async def test_the_fingerprint_is_of_weights_and_template(
     same = write_model(tmp_path / "same", tokenizer)
     other = write_model(tmp_path / "other", tokenizer, seed=1)
     root = world.state.settings.root
-    assert Language.load(str(same), root).fingerprint == language.fingerprint
-    assert Language.load(str(other), root).fingerprint != language.fingerprint
+    assert BaseTokenizer.load(str(same), root).fingerprint == language.fingerprint
+    assert BaseTokenizer.load(str(other), root).fingerprint != language.fingerprint
     variant = language.template.with_kwargs({"enable_thinking": False})
     # Qwen2.5's template has no such argument, so it is still the same template.
     assert language.fingerprint_of(variant) == language.fingerprint
@@ -134,7 +134,7 @@ async def test_a_fingerprint_says_which_part_differs(
 ) -> None:
     language = await world.serving.template(world.tiny)
     model = write_model(tmp_path / "other", build_tokenizer(family, template))
-    other = Language.load(str(model), world.state.settings.root)
+    other = BaseTokenizer.load(str(model), world.state.settings.root)
     different = differing(language.fingerprint, other.fingerprint)
     # Another template may have another renderer, which is told with the arguments.
     assert [part for part in different if part in FIXED] == parts
@@ -144,12 +144,12 @@ async def test_a_fingerprint_says_which_part_differs(
 
 async def test_an_argument_of_one_request_is_its_own_part(world: World, tmp_path: Path) -> None:
     model = write_model(tmp_path / "thinking", build_tokenizer("qwen3"))
-    language = Language.load(str(model), world.state.settings.root)
+    language = BaseTokenizer.load(str(model), world.state.settings.root)
     variant = language.fingerprint_of(language.template.with_kwargs({"enable_thinking": False}))
     assert differing(language.fingerprint, variant) == ["template arguments"]
     dated = build_tokenizer("qwen2.5-instruct", "{{ strftime_now('%Y') }}{{ messages[0].content }}")
     model = write_model(tmp_path / "dated", dated)
-    language = Language.load(str(model), world.state.settings.root, today=date(2026, 1, 1))
+    language = BaseTokenizer.load(str(model), world.state.settings.root, today=date(2026, 1, 1))
     variant = language.fingerprint_of(language.template.with_kwargs({}, date(2026, 1, 2)))
     assert differing(language.fingerprint, variant) == ["date"]
 
@@ -158,12 +158,12 @@ async def test_the_hash_of_the_weights_is_noted_and_taken_again_when_they_change
     world: World, tmp_path: Path, tokenizer: Any
 ) -> None:
     root, model = tmp_path / "state", write_model(tmp_path / "m", tokenizer)
-    first = Language.load(str(model), root).weights_sha256
+    first = BaseTokenizer.load(str(model), root).weights_sha256
     (note,) = (root / "cache" / "weights").iterdir()
     note.write_text(note.read_text().replace(first, "noted"))
-    assert Language.load(str(model), root).weights_sha256 == "noted"
+    assert BaseTokenizer.load(str(model), root).weights_sha256 == "noted"
     write_model(model, tokenizer, seed=2)
-    assert Language.load(str(model), root).weights_sha256 not in (first, "noted")
+    assert BaseTokenizer.load(str(model), root).weights_sha256 not in (first, "noted")
 
 
 # ---- names -----------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import pytest
 
 from hone.chat.template import ChatTemplate
 from hone.errors import Unprocessable
-from hone.server.language import Language
 from hone.server.resolved_job import ResolvedGroups, Start, resolve_groups
 from hone.server.state import State
+from hone.server.tokenizer import BaseTokenizer
 from hone.store.models import ModelRecord
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, ModelSpec, RecordedCall, TrainConfig
@@ -64,7 +64,7 @@ class World:
 
     state: State
     record: ModelRecord
-    language: Language
+    language: BaseTokenizer
 
     @classmethod
     async def open(cls, state: State, base_model: Path) -> "World":

@@ -21,7 +21,7 @@ from hone.models.find import find
 from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS
-from hone.server.language import Language
+from hone.server.tokenizer import BaseTokenizer
 from hone.store.export import export, public_name
 from hone.types import ModelKey
 
@@ -118,7 +118,7 @@ def test_tokenizer_and_template_come_with_it(
     exported = AutoTokenizer.from_pretrained(out)
     text = "the weather in \u4f60\u597d is cold"
     assert exported.encode(text) == tokenizer.encode(text)
-    ours = Language.load(str(tiny_model), root).template.render(MESSAGES)
+    ours = BaseTokenizer.load(str(tiny_model), root).template.render(MESSAGES)
     written = exported.apply_chat_template(MESSAGES, add_generation_prompt=True)
     assert list(written["input_ids"]) == ours
     assert exported.eos_token_id == tokenizer.eos_token_id

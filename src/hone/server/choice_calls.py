@@ -20,7 +20,7 @@ from hone.chat.choice_tokens import FieldPath, InvalidField, SampledTokens, Toke
 from hone.chat.messages import check_messages
 from hone.chat.template import ChatTemplate
 from hone.errors import NotFound, TemplateError
-from hone.server.language import FIXED, differing
+from hone.server.tokenizer import FIXED, differing
 from hone.trajectory import History
 from hone.types import Call, RecordedCall
 from hone.wire.errors import brief

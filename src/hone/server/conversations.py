@@ -27,7 +27,7 @@ from hone.chat.bridge import (
     UnrenderedPrompt,
 )
 from hone.chat.template import ChatTemplate
-from hone.server.language import Language
+from hone.server.tokenizer import BaseTokenizer
 from hone.store.calls import CallStore
 from hone.types import RecordedCall, RunSpec
 
@@ -142,25 +142,25 @@ class RolloutHistory:
     def match(
         self,
         calls: CallStore,
-        language: Language,
+        tokenizer: BaseTokenizer,
         messages: HashedMessages,
         tools: list[dict[str, Any]],
     ) -> PendingPrompt:
         """The recorded calls that a request may continue. Blocking, but renders nothing."""
         with self._lock:
             self._load(calls)
-            history = self._of_weights(language)
+            history = self._of_weights(tokenizer)
             return history.match(messages, tools, in_rollout=bool(self.rollout))
 
-    def add(self, language: Language, calls: Sequence[RecordedCall]) -> None:
+    def add(self, tokenizer: BaseTokenizer, calls: Sequence[RecordedCall]) -> None:
         """Calls that were answered. Blocking."""
         with self._lock:
-            history = self._of_weights(language)
+            history = self._of_weights(tokenizer)
             for call in calls:
                 history.add(call)
             if not self.rollout:
                 bounded = history.bounded(MAX_CALLS_OUTSIDE, MAX_TOKENS_OUTSIDE)
-                self._by_weights[language.weights_sha256] = bounded
+                self._by_weights[tokenizer.weights_sha256] = bounded
 
     def load(self, calls: CallStore) -> None:
         """Read the calls of the rollout before it was last in memory. Blocking."""
@@ -172,11 +172,11 @@ class RolloutHistory:
             self._stored = calls.rollout(self.rollout) if self.rollout else []
             self._next = max((call.index + 1 for call in self._stored), default=0)
 
-    def _of_weights(self, language: Language) -> _ModelHistory:
-        key = language.weights_sha256
+    def _of_weights(self, tokenizer: BaseTokenizer) -> _ModelHistory:
+        key = tokenizer.weights_sha256
         if key not in self._by_weights:
             stored = (c for c in self._stored or () if c.fingerprint.partition("-")[0] == key[:32])
-            self._by_weights[key] = _ModelHistory(language.template, list(stored))
+            self._by_weights[key] = _ModelHistory(tokenizer.template, list(stored))
         return self._by_weights[key]
 
 

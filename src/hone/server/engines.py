@@ -1,7 +1,7 @@
 """One engine for each base model, with its adapters: opened once, paused, restarted, closed.
 
 In:   names of base models; adapters to load; pauses
-Out:  Bases: a base model's Language with its engine and the adapters in it
+Out:  Bases: a base model's BaseTokenizer with its engine and the adapters in it
 
 All who ask for a base model share one load. An engine that failed is replaced as soon as somebody
 notices: its requests have failed by then, and new ones wait for the next engine. An engine that
@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 from hone.errors import Unavailable
 from hone.inference.base import AdapterRef, Engine
 from hone.logs import log, say
-from hone.server.language import Language
 from hone.server.settings import Settings
 from hone.server.supervision import Part, backoff_s
+from hone.server.tokenizer import BaseTokenizer
 from hone.types import ModelKey
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class Adapters:
 
 
 @dataclass(frozen=True, eq=False)
-class Base(Language):
+class Base(BaseTokenizer):
     """A base model that is loaded."""
 
     engine: Engine
@@ -148,7 +148,7 @@ class Engines:
         self._settings = settings
         self._open_engine = open_engine
         self._restore = restore
-        self._languages: dict[str, asyncio.Task[Language]] = {}
+        self._tokenizers: dict[str, asyncio.Task[BaseTokenizer]] = {}
         self._bases: dict[str, asyncio.Task[Base]] = {}
         self._usage: dict[str, _Usage] = {}
         self._restarts: set[asyncio.Task[None]] = set()
@@ -156,10 +156,10 @@ class Engines:
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
-    async def template(self, base_model: str) -> Language:
+    async def template(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
-        load = lambda: asyncio.to_thread(Language.load, base_model, self._settings.root)  # noqa: E731
-        return await once(self._languages, base_model, load)
+        load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
+        return await once(self._tokenizers, base_model, load)
 
     async def get(self, base_model: str) -> Base:
         """A base model with its engine. All callers share one load; a failed load may be retried."""
@@ -207,7 +207,7 @@ class Engines:
 
     async def close(self) -> None:
         """Close every engine and cancel the loads under way."""
-        for task in (*self._restarts, *self._languages.values(), *self._bases.values()):
+        for task in (*self._restarts, *self._tokenizers.values(), *self._bases.values()):
             task.cancel()
         await asyncio.gather(*(base.engine.close() for base in self.loaded().values()))
         self._bases.clear()
@@ -228,7 +228,7 @@ class Engines:
     # ---- opening, and opening again ---------------------------------------------------------
 
     async def _open(self, base_model: str) -> Base:
-        language = await self.template(base_model)
+        tokenizer = await self.template(base_model)
         say("loading", base_model=base_model)
         engine = await asyncio.to_thread(self._open_engine, base_model)
         if self._pauses:  # it sleeps until the end of the pause, like the others
@@ -236,7 +236,7 @@ class Engines:
         usage = self._usage_of(base_model)
         usage.opened_at = usage.used_at = time.monotonic()
         say("loaded", base_model=base_model)
-        fields = {name: getattr(language, name) for name in Language.__dataclass_fields__}
+        fields = {name: getattr(tokenizer, name) for name in BaseTokenizer.__dataclass_fields__}
         adapters = Adapters(engine, self._settings.max_adapters)
         return Base(**fields, engine=engine, adapters=adapters)
 

@@ -20,8 +20,8 @@ from hone.learner.packed import unpack_groups
 from hone.server.art_requests import LogRequest, TrainRequest, log_art_groups
 from hone.server.chat_tasks import Invalid, TemplateRef
 from hone.server.checks import digest
-from hone.server.language import Language
 from hone.server.resolved_job import PackedJob, Start, pack_job
+from hone.server.tokenizer import BaseTokenizer
 from hone.server.tokens import page, read_logprobs
 from hone.store.calls import CallStore
 from hone.store.database import Store
@@ -30,7 +30,7 @@ from hone.types import JobInfo
 
 
 @dataclass(frozen=True, slots=True)
-class LanguageRef:
+class BaseTokenizerRef:
     """What another process needs to load the same tokenizer and template."""
 
     name: str
@@ -39,13 +39,13 @@ class LanguageRef:
     max_positions: int
 
     @classmethod
-    def of(cls, language: Language) -> "LanguageRef":
-        template = TemplateRef.of(language.template, language.files)
-        return cls(language.name, template, language.weights_sha256, language.max_positions)
+    def of(cls, tokenizer: BaseTokenizer) -> "BaseTokenizerRef":
+        template = TemplateRef.of(tokenizer.template, tokenizer.files)
+        return cls(tokenizer.name, template, tokenizer.weights_sha256, tokenizer.max_positions)
 
-    def load(self) -> Language:
+    def load(self) -> BaseTokenizer:
         template, files = self.template.load(), self.template.files
-        return Language(self.name, files, template, self.weights_sha256, self.max_positions)
+        return BaseTokenizer(self.name, files, template, self.weights_sha256, self.max_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ def log_art(model_dir: Path, split: str, step: int) -> dict[str, float]:
     return means(_Parsed.art.trajectory_groups)
 
 
-def resolve_job(language: LanguageRef, state_file: Path, start: Start) -> PackedJob:
+def resolve_job(tokenizer: BaseTokenizerRef, state_file: Path, start: Start) -> PackedJob:
     """The parsed job as the queue stores it. Raises Unprocessable."""
     assert _Parsed.job is not None, "read_job or art_job comes first"
-    return pack_job(_Parsed.job, language.load(), _calls(state_file), start)
+    return pack_job(_Parsed.job, tokenizer.load(), _calls(state_file), start)
 
 
 def token_page(
-    language: LanguageRef,
+    tokenizer: BaseTokenizerRef,
     job: JobInfo,
     packed: bytes,
     picture_dir: Path | None,
@@ -113,7 +113,7 @@ def token_page(
     """A TokenPage as JSON."""
     from hone.learner.picture import LOGPROBS
 
-    base = language.load()
+    base = tokenizer.load()
     return page(
         job.id,
         unpack_groups(packed),

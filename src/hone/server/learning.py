@@ -23,8 +23,8 @@ import hone
 from hone.errors import HoneError, LearnerDied, StateError
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.logs import log, say
-from hone.server.language import Language
 from hone.server.settings import Settings
+from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.jobs import Pin
 from hone.types import JobInfo, ModelKey, ModelSpec
@@ -74,23 +74,23 @@ class Learners:
         self._slots: dict[str, _Slot] = {}
         self._closed = False
 
-    def launch_ahead(self, language: Language) -> None:
+    def launch_ahead(self, tokenizer: BaseTokenizer) -> None:
         """Begin to load it where memory allows; returns at once."""
-        slot = self._slot(language)
+        slot = self._slot(tokenizer)
         if slot.ahead is None and not self._closed:
-            slot.ahead = asyncio.create_task(self._launch_ahead(slot, language))
+            slot.ahead = asyncio.create_task(self._launch_ahead(slot, tokenizer))
             slot.ahead.add_done_callback(_log_if_failed)
 
     @asynccontextmanager
-    async def borrow(self, language: Language) -> AsyncIterator[LearnerProcess]:
+    async def borrow(self, tokenizer: BaseTokenizer) -> AsyncIterator[LearnerProcess]:
         """A loaded learner while the block runs; launched now if there is none.
 
         One that dies while a job uses it is dropped, and the next job gets another.
         """
-        slot = self._slot(language)
+        slot = self._slot(tokenizer)
         slot.busy = True
         try:
-            yield await self._ready(slot, language)
+            yield await self._ready(slot, tokenizer)
         except LearnerDied as error:
             slot.died = str(error).partition("\n")[0]
             await self._drop(slot)
@@ -98,21 +98,21 @@ class Learners:
         finally:
             slot.busy, slot.used_at = False, time.monotonic()
 
-    async def _ready(self, slot: _Slot, language: Language) -> LearnerProcess:
+    async def _ready(self, slot: _Slot, tokenizer: BaseTokenizer) -> LearnerProcess:
         if slot.learner is not None and not slot.learner.alive:
             await self._drop(slot)
         try:
-            learner = await self._loaded(slot, language)
+            learner = await self._loaded(slot, tokenizer)
         except LearnerDied:
             if not slot.gives_way:
                 raise
             # One that was launched ahead, and died before this job had it.
-            learner = await self._loaded(slot, language)
+            learner = await self._loaded(slot, tokenizer)
         slot.died, slot.deaths = None, 0
         return learner
 
-    async def _loaded(self, slot: _Slot, language: Language) -> LearnerProcess:
-        learner = await self._launched(slot, language, gives_way=False)
+    async def _loaded(self, slot: _Slot, tokenizer: BaseTokenizer) -> LearnerProcess:
+        learner = await self._launched(slot, tokenizer, gives_way=False)
         try:
             await asyncio.to_thread(learner.ready)
         except HoneError:
@@ -148,54 +148,54 @@ class Learners:
         ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
         await asyncio.gather(*ahead, return_exceptions=True)  # which close what they launch now
 
-    def _slot(self, language: Language) -> _Slot:
-        return self._slots.setdefault(language.name, _Slot())
+    def _slot(self, tokenizer: BaseTokenizer) -> _Slot:
+        return self._slots.setdefault(tokenizer.name, _Slot())
 
-    async def _launch_ahead(self, slot: _Slot, language: Language) -> None:
-        if await asyncio.to_thread(fits_beside_engine, language, self._settings):
-            await self._launched(slot, language, gives_way=True)
-            say("its learner loads ahead of the first job", base_model=language.name)
+    async def _launch_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
+        if await asyncio.to_thread(fits_beside_engine, tokenizer, self._settings):
+            await self._launched(slot, tokenizer, gives_way=True)
+            say("its learner loads ahead of the first job", base_model=tokenizer.name)
 
     async def _launched(
-        self, slot: _Slot, language: Language, *, gives_way: bool
+        self, slot: _Slot, tokenizer: BaseTokenizer, *, gives_way: bool
     ) -> LearnerProcess:
         """The learner, which may still be loading."""
         async with slot.launching:
             if slot.learner is None:
-                start = (launch, self._start_learner, language, self._settings)
+                start = (launch, self._start_learner, tokenizer, self._settings)
                 slot.learner = learner = await asyncio.to_thread(*start, gives_way=gives_way)
                 slot.used_at, slot.gives_way = time.monotonic(), gives_way
-                self._watch(slot, learner, language)
+                self._watch(slot, learner, tokenizer)
                 if self._closed:  # which did not see it
                     await asyncio.to_thread(slot.learner.close)
             return slot.learner
 
-    def _watch(self, slot: _Slot, learner: LearnerProcess, language: Language) -> None:
+    def _watch(self, slot: _Slot, learner: LearnerProcess, tokenizer: BaseTokenizer) -> None:
         loop = asyncio.get_running_loop()
 
         def ended() -> None:
             with suppress(RuntimeError):  # the loop is closed: the server has stopped
-                loop.call_soon_threadsafe(self._on_end, slot, learner, language)
+                loop.call_soon_threadsafe(self._on_end, slot, learner, tokenizer)
 
         learner.when_ended(ended)
 
-    def _on_end(self, slot: _Slot, learner: LearnerProcess, language: Language) -> None:
+    def _on_end(self, slot: _Slot, learner: LearnerProcess, tokenizer: BaseTokenizer) -> None:
         """A learner ended. The job that uses one handles that itself; without a job it is replaced."""
         if slot.learner is not learner or slot.busy or self._closed:
             return
         slot.died = f"learner process {learner.pid} ended while it had no job"
         log.warning(
             "a learner died while it had no job and is replaced",
-            extra={"fields": {"base_model": language.name, "pid": learner.pid}},
+            extra={"fields": {"base_model": tokenizer.name, "pid": learner.pid}},
         )
         slot.deaths += 1
         if slot.deaths <= REPLACED:
-            slot.ahead = asyncio.create_task(self._replace(slot, language))
+            slot.ahead = asyncio.create_task(self._replace(slot, tokenizer))
             slot.ahead.add_done_callback(_log_if_failed)
 
-    async def _replace(self, slot: _Slot, language: Language) -> None:
+    async def _replace(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
         await self._drop(slot)
-        await self._launch_ahead(slot, language)
+        await self._launch_ahead(slot, tokenizer)
         if slot.learner is not None:
             await asyncio.to_thread(slot.learner.ready)
             slot.died = None
@@ -220,7 +220,7 @@ def usable_cores() -> int:
 
 def launch(
     start_learner: StartLearner,
-    language: Language,
+    tokenizer: BaseTokenizer,
     settings: Settings,
     *,
     gives_way: bool,
@@ -230,8 +230,8 @@ def launch(
 
     device, dtype = choose(settings.device)
     spec = LearnerSpec(
-        model_dir=language.files.path,
-        base_model=language.name,
+        model_dir=tokenizer.files.path,
+        base_model=tokenizer.name,
         threads=settings.learner_threads or usable_cores(),
         device=device,
         dtype=_name(dtype),
@@ -244,7 +244,7 @@ def _name(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.")
 
 
-def fits_beside_engine(language: Language, settings: Settings) -> bool:
+def fits_beside_engine(tokenizer: BaseTokenizer, settings: Settings) -> bool:
     """Whether a learner without a job leaves enough memory for the engine; never on a shared GPU."""
     from hone.models.fit import available_memory, estimate
     from hone.models.machine import choose
@@ -252,7 +252,7 @@ def fits_beside_engine(language: Language, settings: Settings) -> bool:
     device, dtype = choose(settings.device)
     if device != "cpu":
         return False
-    config = language.files.config
+    config = tokenizer.files.config
     weights = estimate(config, dtype_bytes=dtype.itemsize, kv_tokens=0).weights
     return weights < available_memory() // AHEAD_SHARE
 
@@ -260,7 +260,7 @@ def fits_beside_engine(language: Language, settings: Settings) -> bool:
 # ---- one job --------------------------------------------------------------------------------
 
 
-def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) -> Checkpoint:
+def save_first(checkpoints: Checkpoints, spec: ModelSpec, tokenizer: BaseTokenizer) -> Checkpoint:
     """Step 0: a fresh adapter, which changes nothing yet, and an optimizer without moments."""
 
     def fill(directory: Path) -> str:
@@ -269,7 +269,7 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) ->
         from hone.models.architecture import DecoderConfig
         from hone.models.lora import Lora
 
-        config = DecoderConfig.read(language.files.path)
+        config = DecoderConfig.read(tokenizer.files.path)
         lora = Lora.init(config, rank=spec.rank, alpha=spec.alpha, seed=spec.seed)
         lora.save(directory, base_model=spec.base_model)
         AdamW.save_fresh(lora.parameters(), directory)
@@ -280,22 +280,22 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, language: Language) ->
         0,
         fill,
         job=None,
-        base_model=language.name,
-        weights_sha256=language.weights_sha256,
-        fingerprint=language.fingerprint,
+        base_model=tokenizer.name,
+        weights_sha256=tokenizer.weights_sha256,
+        fingerprint=tokenizer.fingerprint,
         metrics={},
         hone=hone.__version__,
     )
 
 
-def pin(newest: Checkpoint, spec: ModelSpec, language: Language, settings: Settings) -> Pin:
+def pin(newest: Checkpoint, spec: ModelSpec, tokenizer: BaseTokenizer, settings: Settings) -> Pin:
     """What a job that starts now starts from, and what decides its bits on this machine."""
     from hone.models.fit import row_tokens  # here, as in save_first
     from hone.models.machine import choose
 
     device, dtype = choose(settings.device)
     most = row_tokens(
-        language.files.config, dtype_bytes=dtype.itemsize, rank=spec.rank, device=device
+        tokenizer.files.config, dtype_bytes=dtype.itemsize, rank=spec.rank, device=device
     )
     return Pin(newest.step, newest.sha256, dtype=_name(dtype), row_tokens=most)
 
@@ -348,7 +348,7 @@ def save(
     learner: LearnerProcess,
     job: JobInfo,
     result: dict[str, Any],
-    language: Language,
+    tokenizer: BaseTokenizer,
     key: ModelKey,
 ) -> Checkpoint:
     """Save the learner's step, with what is needed to prove it and to train from it."""
@@ -365,11 +365,11 @@ def save(
         fill,
         proved=False,
         job=job.id,
-        base_model=language.name,
+        base_model=tokenizer.name,
         base_step=job.base_step,
         base_sha256=job.base_sha256,
-        weights_sha256=language.weights_sha256,
-        fingerprint=language.fingerprint,
+        weights_sha256=tokenizer.weights_sha256,
+        fingerprint=tokenizer.fingerprint,
         config=job.config.model_dump(),
         seed=job.seed,
         metrics=result["metrics"],

@@ -29,7 +29,7 @@ from hone.learner.staleness import too_stale
 from hone.models.architecture import DecoderConfig
 from hone.server.checks import check_request
 from hone.server.choice_calls import ChoiceReader
-from hone.server.language import FIXED, Language, differing
+from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
 from hone.store.models import ModelRecord
 from hone.trajectory import History, JobRequest, Trajectory, TrajectoryGroup
@@ -75,32 +75,34 @@ class PackedJob:
     calls: list[str]
 
 
-def pack_job(request: JobRequest, language: Language, calls: CallStore, start: Start) -> PackedJob:
+def pack_job(
+    request: JobRequest, tokenizer: BaseTokenizer, calls: CallStore, start: Start
+) -> PackedJob:
     """Check, resolve and pack a job. Raises Unprocessable with every wrong field. Blocking."""
     check_request(request, start.config)
-    resolved = resolve_groups(request.groups, language, calls, start)
+    resolved = resolve_groups(request.groups, tokenizer, calls, start)
     packed = pack_groups(resolved.groups)
     return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
 
 
 def resolve_groups(
-    groups: Sequence[TrajectoryGroup], language: Language, calls: CallStore, start: Start
+    groups: Sequence[TrajectoryGroup], tokenizer: BaseTokenizer, calls: CallStore, start: Start
 ) -> ResolvedGroups:
     """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
-    return _Resolver(language, calls, start).run(groups)
+    return _Resolver(tokenizer, calls, start).run(groups)
 
 
 class _Resolver:
     """Resolves one job."""
 
-    def __init__(self, language: Language, calls: CallStore, start: Start) -> None:
+    def __init__(self, tokenizer: BaseTokenizer, calls: CallStore, start: Start) -> None:
         record, config = start.record, start.config
-        template = language.template.with_kwargs(record.spec.chat_template_kwargs)
-        config_file = language.files.path / "config.json"
-        shape = DecoderConfig.parse(language.files.config, where=str(config_file))
+        template = tokenizer.template.with_kwargs(record.spec.chat_template_kwargs)
+        config_file = tokenizer.files.path / "config.json"
+        shape = DecoderConfig.parse(tokenizer.files.config, where=str(config_file))
         self._record, self._config, self._start = record, config, start
         self._calls = calls
-        self._fingerprint = language.fingerprint_of(template)
+        self._fingerprint = tokenizer.fingerprint_of(template)
         self._vocab = shape.vocab
         self._limit = min(config.max_seq_length, shape.max_positions)
         self._choices = ChoiceReader(

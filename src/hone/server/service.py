@@ -26,13 +26,13 @@ from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server import learning
 from hone.server.endings import Endings, check_disk_space
-from hone.server.language import Language
 from hone.server.learning import Learners, StartLearner
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part
 from hone.server.telemetry import Metrics
+from hone.server.tokenizer import BaseTokenizer
 from hone.store.calls import CallStore
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.failpoints import failpoint
@@ -249,19 +249,19 @@ class TrainingService:
 
     async def _newest(self, record: ModelRecord) -> Checkpoint:
         """The newest step; step 0 is drawn from the model's seed where there is none."""
-        language = await self._serving.template(record.spec.base_model)
-        newest = await asyncio.to_thread(self._newest_or_first, record, language)
-        language.check_made_for(newest)
+        tokenizer = await self._serving.template(record.spec.base_model)
+        newest = await asyncio.to_thread(self._newest_or_first, record, tokenizer)
+        tokenizer.check_made_for(newest)
         return newest
 
     async def _pin(self, record: ModelRecord, newest: Checkpoint) -> Pin:
-        language = await self._serving.template(record.spec.base_model)
-        return await asyncio.to_thread(learning.pin, newest, record.spec, language, self._settings)
+        tokenizer = await self._serving.template(record.spec.base_model)
+        return await asyncio.to_thread(learning.pin, newest, record.spec, tokenizer, self._settings)
 
-    def _newest_or_first(self, record: ModelRecord, language: Language) -> Checkpoint:
+    def _newest_or_first(self, record: ModelRecord, tokenizer: BaseTokenizer) -> Checkpoint:
         with self._writing_first:
             newest = self._checkpoints.newest(record.key)
-            return newest or learning.save_first(self._checkpoints, record.spec, language)
+            return newest or learning.save_first(self._checkpoints, record.spec, tokenizer)
 
     async def _learn_and_save(
         self, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey

@@ -11,10 +11,10 @@ from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.checks import digest, train_config
-from hone.server.job_tasks import LanguageRef
-from hone.server.language import Language
+from hone.server.job_tasks import BaseTokenizerRef
 from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.state import State
+from hone.server.tokenizer import BaseTokenizer
 from hone.server.workers import Worker
 from hone.store.jobs import FINAL
 from hone.trajectory import JobRequest
@@ -24,8 +24,8 @@ from hone.types import JobInfo
 async def submit(state: State, request: JobRequest) -> JobInfo:
     """Accept a job, or return the one that this idempotency key and request created before."""
 
-    async def pack(language: Language, start: Start) -> PackedJob:
-        return await asyncio.to_thread(pack_job, request, language, state.calls, start)
+    async def pack(tokenizer: BaseTokenizer, start: Start) -> PackedJob:
+        return await asyncio.to_thread(pack_job, request, tokenizer, state.calls, start)
 
     return await _accept(state, request, await asyncio.to_thread(digest, request), pack)
 
@@ -33,8 +33,8 @@ async def submit(state: State, request: JobRequest) -> JobInfo:
 async def submit_held(state: State, worker: Worker, request: JobRequest, sha256: str) -> JobInfo:
     """Accept a job whose groups are in a worker process; `request` has none."""
 
-    async def pack(language: Language, start: Start) -> PackedJob:
-        ref = LanguageRef.of(language)
+    async def pack(tokenizer: BaseTokenizer, start: Start) -> PackedJob:
+        ref = BaseTokenizerRef.of(tokenizer)
         return await worker.run(job_tasks.resolve_job, ref, state.store.path, start)
 
     return await _accept(state, request, sha256, pack)
@@ -44,7 +44,7 @@ async def _accept(
     state: State,
     request: JobRequest,
     sha256: str,
-    pack: Callable[[Language, Start], Awaitable[PackedJob]],
+    pack: Callable[[BaseTokenizer, Start], Awaitable[PackedJob]],
 ) -> JobInfo:
     record = await asyncio.to_thread(state.models.find, request.model)
     repeated = await asyncio.to_thread(
@@ -60,10 +60,10 @@ async def _accept(
             "one to end, or cancel one",
             retry_after_s=10,
         )
-    language = await state.serving.template(record.spec.base_model)
+    tokenizer = await state.serving.template(record.spec.base_model)
     step, adapter = await asyncio.to_thread(state.serving.newest, record)
     start = Start(record, config, step, None if adapter is None else adapter.sha256)
-    packed = await pack(language, start)
+    packed = await pack(tokenizer, start)
     job = await asyncio.to_thread(
         state.jobs.add,
         model=record,

@@ -23,7 +23,7 @@ from hone.server import events, job_tasks
 from hone.server.auth import check_path
 from hone.server.bodies import checked, large_body_route
 from hone.server.checks import check_base_model, checked_spec
-from hone.server.job_tasks import LanguageRef
+from hone.server.job_tasks import BaseTokenizerRef
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.submit import submit, submit_held
@@ -243,10 +243,10 @@ def _job_routes(state: State, router: APIRouter) -> None:
         """What a job is trained on, token by token."""
         job = await asyncio.to_thread(state.jobs.get, job_id)
         packed = await asyncio.to_thread(state.jobs.packed_groups, job_id)
-        language = LanguageRef.of(await state.serving.template(job.base_model))
+        tokenizer = BaseTokenizerRef.of(await state.serving.template(job.base_model))
         picture_dir = await asyncio.to_thread(_picture_dir, state, job)
         task = job_tasks.token_page
-        text = await state.workers.run(task, language, job, packed, picture_dir, offset, limit)
+        text = await state.workers.run(task, tokenizer, job, packed, picture_dir, offset, limit)
         return Response(text, media_type="application/json")
 
     @router.post("/jobs/{job_id}/cancel")

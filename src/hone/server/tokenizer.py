@@ -1,7 +1,7 @@
 """A base model without its weights: files, tokenizer, chat template, and their fingerprint.
 
 In:   the name of a base model
-Out:  Language, with the fingerprint that recorded calls carry
+Out:  BaseTokenizer, with the fingerprint that recorded calls carry
 
 The fingerprint has one part each for weights, tokenizer, template, its arguments and the date it
 prints. A call under another of the first three is never continued and never trained on: its ids
@@ -32,7 +32,7 @@ FIXED = frozenset(PARTS[:3])
 
 
 @dataclass(frozen=True, eq=False)
-class Language:
+class BaseTokenizer:
     """A base model's files, tokenizer and chat template; not its weights."""
 
     name: str
@@ -43,7 +43,7 @@ class Language:
     """Most tokens of a prompt and its answer together."""
 
     @classmethod
-    def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "Language":
+    def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "BaseTokenizer":
         """Find the model (downloading it if need be) and read its tokenizer. Blocking."""
         files = find(base_model)
         template = ChatTemplate.load(
