@@ -159,12 +159,13 @@ async def _chain(
 ) -> dict[str, Any]:
     """Optimizer step -> saved -> published -> first token, in milliseconds, nothing else running."""
     from hone.inference.base import AdapterRef, Sampling
+    from hone.learner.packed import pack_groups
     from hone.trajectory import TrajectoryGroup
     from hone.types import TrainConfig
 
-    made = [TrajectoryGroup(**group) for group in request["groups"]]
+    packed = pack_groups([TrajectoryGroup(**group) for group in request["groups"]])
     started = perf_counter()
-    trained = learner.train(made, TrainConfig(learning_rate=1e-5), silence_s=DEADLINE_S)
+    trained = learner.train(packed, TrainConfig(learning_rate=1e-5), silence_s=DEADLINE_S)
     learned = perf_counter()
     learner.save(directory, deadline_s=DEADLINE_S)
     saved = perf_counter()
