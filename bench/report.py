@@ -97,7 +97,7 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(RESULTS.parent), *arguments]
+    command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip()
 
 
