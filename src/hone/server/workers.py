@@ -150,7 +150,7 @@ class Worker:
             return Unavailable("reading this request was stopped; send it again")
         self.kill()
         process = self._process
-        if process is not None:
+        if process is not None and process.pid is not None:
             process.join()
         code = None if process is None else process.exitcode
         say("a worker process died", level=logging.WARNING, pid=self.pid, exit_code=code)
@@ -177,6 +177,8 @@ class Worker:
                 starter.start()
                 starter.join()
                 theirs.close()
+                if self._process.pid is None:  # for lack of memory, say; the trace is on stderr
+                    raise EOFError
             return self._pipe
 
 
