@@ -627,11 +627,12 @@ def test_while_serving_is_paused_requests_wait_then_are_503(
     make_server: MakeServer, tiny_model: Path
 ) -> None:
     server = make_server(hold_s=0.2)
-    server.call(server.state.serving.pause())
+    pause = server.state.serving.paused()
+    server.call(pause.__aenter__())
     with pytest.raises(openai.InternalServerError, match="paused for training") as raised:
         client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)
     assert raised.value.status_code == 503
-    server.call(server.state.serving.resume())
+    server.call(pause.__aexit__(None, None, None))
     client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)
 
 

@@ -52,11 +52,10 @@ async def test_steps_history_jobs_and_runs_go_along(trained: Api):
 
 async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
     api, serving = trained, trained.state.serving
-    await serving.resolve("agent")
-    base = await serving.base(api.base_model)
-    (adapter,) = base.adapters.loaded
+    adapter = (await serving.resolve("agent")).adapter
     await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"})
-    (renamed,) = base.adapters.loaded
+    renamed = (await serving.resolve("agent.old")).adapter
+    assert adapter is not None and renamed is not None
     assert (renamed.model, renamed.sha256) == (str(NEW), adapter.sha256)
     assert (await api.register(seed=5)).step == 0
     fresh, old = await serving.resolve("agent"), await serving.resolve("agent.old")

@@ -216,15 +216,15 @@ async def test_inside_a_run_the_base_name_means_the_runs_newest_step(
     run = RunSpec(id="run1", model="agent")
     with caplog.at_level(logging.INFO, "hone.server"):
         for _ in range(3):
-            policy = await world.serving.resolve(world.tiny, rollout="run1:a", run=run)
+            policy = await world.serving.resolve(world.tiny, run=run)
             assert (policy.model, policy.step) == ("default/agent", 2)
     said = [r for r in caplog.records if "means the run's newest step" in r.getMessage()]
     assert len(said) == 1, "once per run and base, not once per request"
     outside = await world.serving.resolve(world.tiny)
     assert (outside.model, outside.step) == (world.tiny, 0)
-    alone = await world.serving.resolve(world.tiny, rollout="loose", run=None)
+    alone = await world.serving.resolve(world.tiny, run=None)
     assert alone.model == world.tiny
-    untrained = await world.serving.resolve(f"{world.tiny}@0", rollout="run1:a", run=run)
+    untrained = await world.serving.resolve(f"{world.tiny}@0", run=run)
     assert untrained.adapter is None
 
 
@@ -234,7 +234,7 @@ async def test_a_rollout_may_be_answered_by_an_earlier_step_of_the_runs_model(wo
     world.model("other", steps=2)
     run, served = RunSpec(id="run1", model="agent"), {}
     for name in ("agent", "default/agent@latest", world.tiny, "agent@2", "other"):
-        policy = await world.serving.resolve(name, rollout="run1:a", run=run, step=1)
+        policy = await world.serving.resolve(name, run=run, step=1)
         served[name] = policy.model, policy.step
     assert served == {
         "agent": ("default/agent", 1),
@@ -243,11 +243,11 @@ async def test_a_rollout_may_be_answered_by_an_earlier_step_of_the_runs_model(wo
         "agent@2": ("default/agent", 2),
         "other": ("default/other", 2),
     }
-    first = await world.serving.resolve("agent", rollout="run1:a", run=run, step=1)
+    first = await world.serving.resolve("agent", run=run, step=1)
     assert first.adapter is not None and first.adapter.sha256 == sha(record, 1)
-    base = await world.serving.resolve("agent", rollout="run1:a", run=run, step=0)
+    base = await world.serving.resolve("agent", run=run, step=0)
     assert (base.step, base.adapter) == (0, None)
-    outside = await world.serving.resolve("agent", rollout="loose", run=None, step=1)
+    outside = await world.serving.resolve("agent", run=None, step=1)
     assert outside.step == 3
 
 
@@ -257,7 +257,7 @@ async def test_a_run_over_another_base_leaves_this_one_alone(
     other = write_model(tmp_path / "judge", tokenizer, seed=3)
     world.model("agent", steps=1)
     run = RunSpec(id="run1", model="agent")
-    policy = await world.serving.resolve(str(other), rollout="run1:a", run=run)
+    policy = await world.serving.resolve(str(other), run=run)
     assert policy.model == str(other)
 
 
@@ -378,16 +378,14 @@ async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None
 
 async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> None:
     await world.serving.base(world.tiny)
-    await world.serving.pause()
-    waiting = asyncio.create_task(world.serving.ready())
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    await world.serving.resume()
+    async with world.serving.paused():
+        waiting = asyncio.create_task(world.serving.ready())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
     await waiting
-    await world.serving.pause()
-    with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
-        await world.serving.ready()
-    await world.serving.resume()
+    async with world.serving.paused():
+        with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
+            await world.serving.ready()
     await world.serving.ready()
 
 

@@ -301,7 +301,8 @@ def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
 def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
     slow: Server, tiny_model: Path
 ) -> None:
-    slow.call(slow.state.serving.pause())
+    pause = slow.state.serving.paused()
+    slow.call(pause.__aenter__())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{slow.openai_url}/chat/completions",
@@ -312,7 +313,7 @@ def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
         lambda: "hone_requests_running 0.0" in httpx.get(f"{slow.control_url}/metrics").text,
         "the request still waits",
     )
-    slow.call(slow.state.serving.resume())
+    slow.call(pause.__aexit__(None, None, None))
     assert slow.engine.asked == []
     assert slow.state.calls.rollout("") == []
 

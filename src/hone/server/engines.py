@@ -15,9 +15,10 @@ engine does not wake.
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,16 +50,13 @@ class Adapters:
         self._users: Counter[str] = Counter()
         # Held while an adapter is loaded or unloaded, so that no unload overtakes a load.
         self._changing = asyncio.Lock()
+        self.unproved: set[str] = set()
+        """Published by the job of this base model (one at a time), and neither promoted nor withdrawn."""
         self.newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
         """The promoted step of every model; None for step 0, which is the base weights."""
-        self.first_loads: dict[ModelKey, asyncio.Task[None]] = {}
 
     def __contains__(self, adapter: AdapterRef) -> bool:
         return adapter.sha256 in self._loaded
-
-    @property
-    def loaded(self) -> list[AdapterRef]:
-        return list(self._loaded.values())
 
     async def load(self, adapter: AdapterRef, directory: Path) -> None:
         """Load an adapter and unload what is too many, except adapters in use or still needed."""
@@ -67,29 +65,24 @@ class Adapters:
                 await self._engine.publish(adapter, directory)
             self._loaded[adapter.sha256] = adapter
             self._loaded.move_to_end(adapter.sha256)
-            for sha256, other in list(self._loaded.items()):
-                if len(self._loaded) <= self._max:
-                    return
-                if other != adapter and not self._users[sha256] and not self._needed(other):
-                    await self._unload(other)
+            needed = self._promoted() | self.unproved | {adapter.sha256} | set(+self._users)
+            unneeded = [sha256 for sha256 in self._loaded if sha256 not in needed]
+            for sha256 in unneeded[: max(len(self._loaded) - self._max, 0)]:
+                await self._engine.unload(self._loaded.pop(sha256))
+
+    def promote(self, key: ModelKey, adapter: AdapterRef | None, step: int) -> None:
+        self.newest[key] = (step, adapter)
+        self.unproved.clear()
 
     async def withdraw(self, adapter: AdapterRef) -> None:
         """Unload a step that was not proved; a promoted one stays."""
         async with self._changing:
+            self.unproved.clear()
             if adapter in self and adapter.sha256 not in self._promoted():
-                await self._unload(adapter)
-
-    async def _unload(self, adapter: AdapterRef) -> None:
-        del self._loaded[adapter.sha256]
-        await self._engine.unload(adapter)
+                await self._engine.unload(self._loaded.pop(adapter.sha256))
 
     def _promoted(self) -> set[str]:
         return {adapter.sha256 for _, adapter in self.newest.values() if adapter is not None}
-
-    def _needed(self, adapter: AdapterRef) -> bool:
-        """Whether it is the newest step of its model, or one still to be proved."""
-        newest = {str(key): step for key, (step, _) in self.newest.items()}
-        return adapter.sha256 in self._promoted() or adapter.step > newest.get(adapter.model, -1)
 
     @contextmanager
     def using(self, adapter: AdapterRef) -> Iterator[None]:
@@ -102,14 +95,10 @@ class Adapters:
             self._users[adapter.sha256] -= 1
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
-        """The adapters of a model belong to another name."""
-        self.first_loads.pop(key, None)
+        """The newest step of a model belongs to another name."""
         if key in self.newest:
             step, adapter = self.newest.pop(key)
             self.newest[new] = step, adapter and replace(adapter, model=str(new))
-        for sha256, adapter in self._loaded.items():
-            if adapter.model == str(key):
-                self._loaded[sha256] = replace(adapter, model=str(new))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,28 +119,21 @@ class _Usage:
     opened_at: float = 0.0
     retry_at: float = 0.0
     """When it may be opened again after a failure."""
+    failed: Engine | None = None
+    """Closed before the next one is opened: there may be no memory for both."""
+    restart: asyncio.TimerHandle | None = None
 
 
 class Engines:
     """Engines and templates by base model. For one event loop."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        open_engine: Callable[[str], Engine],
-        restore: Callable[[Base], Awaitable[None]],
-    ) -> None:
-        """`open_engine` loads a base model by name; it runs in a thread.
-
-        `restore` is awaited with a base whose engine failed, once another engine replaced it.
-        """
+    def __init__(self, settings: Settings, open_engine: Callable[[str], Engine]) -> None:
+        """`open_engine` loads a base model by name; it runs in a thread."""
         self._settings = settings
         self._open_engine = open_engine
-        self._restore = restore
         self._tokenizers: dict[str, asyncio.Task[BaseTokenizer]] = {}
         self._bases: dict[str, asyncio.Task[Base]] = {}
         self._usage: dict[str, _Usage] = {}
-        self._restarts: set[asyncio.Task[None]] = set()
         self._pauses = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -159,7 +141,8 @@ class Engines:
     async def template(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
         load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
-        return await once(self._tokenizers, base_model, load)
+        # Shielded, here and below: one client that leaves must not take the load from the others.
+        return await asyncio.shield(_started(self._tokenizers, base_model, load))
 
     async def get(self, base_model: str) -> Base:
         """A base model with its engine. All callers share one load; a failed load may be retried."""
@@ -171,7 +154,7 @@ class Engines:
                 f"the engine of {base_model!r} failed {usage.part.failures} times in a row "
                 f"({usage.part.reason}); it is started again in {wait_s:.0f} s"
             )
-        base = await once(self._bases, base_model, lambda: self._open(base_model))
+        base = await asyncio.shield(self._start(base_model))
         usage.used_at = time.monotonic()
         return base
 
@@ -207,9 +190,12 @@ class Engines:
 
     async def close(self) -> None:
         """Close every engine and cancel the loads under way."""
-        for task in (*self._restarts, *self._tokenizers.values(), *self._bases.values()):
-            task.cancel()
-        await asyncio.gather(*(base.engine.close() for base in self.loaded().values()))
+        restarts = [usage.restart for usage in self._usage.values() if usage.restart is not None]
+        for load in (*restarts, *self._tokenizers.values(), *self._bases.values()):
+            load.cancel()
+        failed = [usage.failed for usage in self._usage.values() if usage.failed is not None]
+        engines = [*failed, *(base.engine for base in self.loaded().values())]
+        await asyncio.gather(*(engine.close() for engine in engines))
         self._bases.clear()
 
     def status(self) -> dict[str, Any]:
@@ -227,21 +213,28 @@ class Engines:
 
     # ---- opening, and opening again ---------------------------------------------------------
 
+    def _start(self, base_model: str) -> "asyncio.Task[Base]":
+        return _started(self._bases, base_model, partial(self._open, base_model))
+
     async def _open(self, base_model: str) -> Base:
         tokenizer = await self.template(base_model)
+        usage = self._usage_of(base_model)
+        if usage.failed is not None:
+            await usage.failed.close()
+            usage.failed = None
         say("loading", base_model=base_model)
         engine = await asyncio.to_thread(self._open_engine, base_model)
         if self._pauses:  # it sleeps until the end of the pause, like the others
             await engine.sleep()
-        usage = self._usage_of(base_model)
         usage.opened_at = usage.used_at = time.monotonic()
+        usage.part.reason = None  # earlier failures count until it has worked for STEADY_S
         say("loaded", base_model=base_model)
         fields = {name: getattr(tokenizer, name) for name in BaseTokenizer.__dataclass_fields__}
         adapters = Adapters(engine, self._settings.max_adapters)
         return Base(**fields, engine=engine, adapters=adapters)
 
     def _check(self, base_model: str) -> None:
-        """If the engine has failed: forget it, and start another."""
+        """If the engine has failed: forget it, and start another, at once after a first failure."""
         base = self.loaded().get(base_model)
         if base is None or (failure := base.engine.failure) is None:
             return
@@ -251,64 +244,42 @@ class Engines:
         usage.part.fail(failure)
         failure.__traceback__ = None  # it is logged; its frames would keep the old weights alive
         del self._bases[base_model]
-        _schedule(usage)
-        restart = asyncio.create_task(self._restart(base, usage))
-        self._restarts.add(restart)
-        restart.add_done_callback(self._restarts.discard)
-
-    async def _restart(self, base: Base, usage: _Usage) -> None:
-        await base.engine.close()
-        while True:
-            await asyncio.sleep(max(0.0, usage.retry_at - time.monotonic()))
-            try:
-                await self.get(base.name)
-                await self._restore(base)
-            except Exception as error:  # noqa: BLE001  foreign code loads it: logged, and retried
-                usage.part.fail(error)
-                _schedule(usage)
-            else:
-                usage.part.reason = None  # its failures count until it has worked for STEADY_S
-                say("engine started again", base_model=base.name)
-                return
+        usage.failed = base.engine
+        failures = usage.part.failures
+        wait_s = backoff_s(failures - 1) if failures > 1 else 0.0
+        usage.retry_at = time.monotonic() + wait_s
+        loop = asyncio.get_running_loop()
+        usage.restart = loop.call_later(wait_s, self._start, base_model)
 
     # ---- pauses -----------------------------------------------------------------------------
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """A pause while the block runs, however it ends."""
-        await self.pause()
-        try:
-            yield
-        finally:
-            await self.resume()
-
-    async def pause(self) -> None:
-        """Let running requests end, hold new ones, and free the engines' KV cache.
+        """Let running requests end, hold new ones and free the engines' KV cache meanwhile.
 
         Raises Unavailable, without a pause, if running requests do not end within `pause_s`.
         """
         self._pauses += 1
         self._unpaused.clear()
         try:
+            await self._sleep()
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._unpaused.set()
+                # Shielded: a task that is cancelled here would leave engines asleep.
+                await asyncio.shield(self._wake())
+
+    async def _sleep(self) -> None:
+        try:
             async with asyncio.timeout(self._settings.pause_s):
                 await asyncio.gather(*(base.engine.sleep() for base in self.loaded().values()))
         except TimeoutError:
-            await self.resume()
             raise Unavailable(
                 "serving could not be paused for training: answers were still being sampled after "
                 f"{self._settings.pause_s:g} s (pause_s). Requests are served, and the job tries again."
             ) from None
-        except BaseException:
-            await self.resume()
-            raise
-
-    async def resume(self) -> None:
-        """End one pause; the end of the last one lets requests pass."""
-        self._pauses -= 1
-        if not self._pauses:
-            self._unpaused.set()
-            # Shielded: a task that is cancelled here would leave engines asleep.
-            await asyncio.shield(self._wake())
 
     async def _wake(self) -> None:
         waking = (base.engine.wake() for base in self.loaded().values())
@@ -318,8 +289,6 @@ class Engines:
 
     async def ready(self) -> None:
         """Wait until serving is not paused; raises Unavailable after `hold_s`."""
-        if self._unpaused.is_set():
-            return
         try:
             await asyncio.wait_for(self._unpaused.wait(), self._settings.hold_s)
         except TimeoutError:
@@ -329,16 +298,10 @@ class Engines:
             ) from None
 
 
-def _schedule(usage: _Usage) -> None:
-    """Set the time of the next attempt: at once after the first failure, later after more."""
-    failures = usage.part.failures
-    usage.retry_at = time.monotonic() + (backoff_s(failures - 1) if failures > 1 else 0.0)
-
-
-async def once(
-    under_way: dict[Any, asyncio.Task[T]], key: Hashable, make: Callable[[], Awaitable[T]]
-) -> T:
-    """What `make` returns, made once for all who ask; forgotten if it failed."""
+def _started(
+    under_way: dict[str, asyncio.Task[T]], key: str, make: Callable[[], Coroutine[Any, Any, T]]
+) -> asyncio.Task[T]:
+    """The task that makes it, one for all who ask; forgotten if it failed."""
 
     def forget(task: asyncio.Task[T]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -346,11 +309,6 @@ async def once(
 
     task = under_way.get(key)
     if task is None:
-        task = under_way[key] = asyncio.create_task(_awaited(make))
+        task = under_way[key] = asyncio.create_task(make())
         task.add_done_callback(forget)
-    # Shielded: one client that leaves must not take the load from the others.
-    return await asyncio.shield(task)
-
-
-async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
-    return await make()
+    return task

@@ -138,9 +138,7 @@ class OpenAIChat:
         ):
             await serving.ready()
             run = state.calls.run_of(scope.rollout)
-            policy = await serving.resolve(
-                request.model, rollout=scope.rollout or None, run=run, step=scope.step
-            )
+            policy = await serving.resolve(request.model, run=run, step=scope.step)
             async with serving.using(policy):
                 context = RequestContext(
                     state=state, policy=policy, scope=scope, history=history, run=run

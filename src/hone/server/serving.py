@@ -20,7 +20,7 @@ from hone.inference.base import AdapterRef, Engine
 from hone.logs import say
 from hone.models.find import canonical, find
 from hone.server.auth import may_load
-from hone.server.engines import Base, Engines, once
+from hone.server.engines import Base, Engines
 from hone.server.settings import Settings
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
@@ -59,17 +59,6 @@ class ServedName:
     created_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class _BaseName:
-    """A base model by its canonical name."""
-
-    name: str
-    trained: bool
-    """Registered models are trained over it."""
-    allowed: bool
-    """The request that is being answered may use it."""
-
-
 class Serving:
     """The engines, and what a model name means in a request."""
 
@@ -85,12 +74,10 @@ class Serving:
         self._checkpoints = checkpoints
         self._settings = settings
         open_engine = open_engine or (lambda name: open_embedded(name, settings))
-        engines = self._engines = Engines(settings, open_engine, self._restore)
-        self.template, self.base = engines.template, engines.get
-        self.paused, self.ready = engines.paused, engines.ready
-        self.pause, self.resume = engines.pause, engines.resume
-        self.holding, self.close_idle = engines.using, engines.close_idle
-        self.status = engines.status
+        engines = self._engines = Engines(settings, open_engine)
+        self.template, self.base, self.holding = engines.template, engines.get, engines.using
+        self.paused, self.ready, self.status = engines.paused, engines.ready, engines.status
+        self.close_idle, self.close = engines.close_idle, engines.close
         self._logged: set[tuple[str, str]] = set()
         """Runs and base models for which the log says what the base model's name means."""
         self._answering = 0
@@ -100,83 +87,76 @@ class Serving:
     # ---- names ------------------------------------------------------------------------------
 
     async def resolve(
-        self,
-        name: str,
-        *,
-        rollout: str | None = None,
-        run: RunSpec | None = None,
-        step: int | None = None,
+        self, name: str, *, run: RunSpec | None = None, step: int | None = None
     ) -> Policy:
         """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
 
         Inside a run, the name of its model's base means that model's newest step. `step` stands in
         for the newest step of the run's model; names with a step of their own keep it.
         """
-        match = _AT.fullmatch(name)
-        stem, at = (match["stem"], match["at"]) if match else (name, None)
         # One thread for all lookups: each costs a third of a millisecond.
-        record, base = await asyncio.to_thread(self._named, stem)
-        newest = None if step is None else str(step)
-        if record is not None:
-            if newest and at in (None, "latest") and run is not None and run.model is not None:
-                own = await asyncio.to_thread(self._models.find, run.model)
-                at = newest if own.key == record.key else at
-            return await self._of_record(record, at, asked=name)
-        stem = base.name
-        if at in (None, "latest") and rollout and run is not None and run.model is not None:
-            record = await asyncio.to_thread(self._models.find, run.model)
-            if record.spec.base_model == stem:
-                if (run.id, stem) not in self._logged:
-                    self._logged.add((run.id, stem))
-                    say(
-                        "inside the run, the base model's name means the run's newest step",
-                        run=run.id,
-                        base_model=stem,
-                        model=str(record.key),
-                    )
-                return await self._of_record(record, newest, asked=name)
-        if at not in (None, "latest", "0"):
-            raise await asyncio.to_thread(self._unknown, name)
-        await self._check_base(base, name)
-        return Policy(await self.base(stem), None, 0, None, name)
-
-    def _named(self, name: str) -> tuple[ModelRecord | None, "_BaseName"]:
-        """The registered model of that name, and what the name means as one of a base model."""
-        try:
-            return self._models.find(name), _BaseName(name, trained=False, allowed=False)
-        except NotFound:
-            base = canonical(name)
-        trained = bool(self._models.on_base(base))
-        return None, _BaseName(base, trained, trained or may_load(self._settings, base))
-
-    async def _of_record(self, record: ModelRecord, at: str | None, *, asked: str) -> Policy:
-        base = await self.base(record.spec.base_model)
-        if at in (None, "latest"):
-            step, adapter = await self._current(record, base)
-            return Policy(base, record, step, adapter, asked)
-        step = await self._best(record) if at == "best" else int(at or 0)
-        if step == 0:
-            return Policy(base, record, 0, None, asked)
-        newest, adapter = base.adapters.newest.get(record.key, (0, None))
-        if step != newest:
-            checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, step)
+        base_name, record, at = await asyncio.to_thread(self._look_up, name, run, step)
+        base = await self.base(base_name)
+        if record is None:
+            return Policy(base, None, 0, None, name)
+        if at is None:
+            if record.key not in base.adapters.newest:
+                await self._load_newest(record, base)
+            return Policy(base, record, *base.adapters.newest[record.key], name)
+        adapter = None
+        if at > 0:
+            checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
             adapter = await self._load(base, record, checkpoint)
-        return Policy(base, record, step, adapter, asked)
+        return Policy(base, record, at, adapter, name)
 
-    async def _best(self, record: ModelRecord) -> int:
-        step = await asyncio.to_thread(self._checkpoints.best, record.key)
-        if step is None:
+    def _look_up(
+        self, name: str, run: RunSpec | None, step: int | None
+    ) -> tuple[str, ModelRecord | None, int | None]:
+        """The base model, the registered model, and which of its steps; None for the newest."""
+        match = _AT.fullmatch(name)
+        stem, at = (match["stem"], match["at"]) if match else (name, "latest")
+        try:
+            record, own = self._models.find(stem), None
+        except NotFound:
+            record, own, stem = None, None, canonical(stem)
+        if run is not None and run.model is not None and at == "latest":
+            own = self._models.find(run.model) if record is None or step is not None else None
+            if record is None and own is not None and own.spec.base_model == stem:
+                record = own
+                self._log_once(run, own)
+        if record is None:
+            if at not in ("latest", "0") or not self._may_use(stem):
+                raise self._unknown(name)
+            return stem, None, 0
+        if at == "latest":
+            return record.spec.base_model, record, step if own == record else None
+        number = self._checkpoints.best(record.key) if at == "best" else int(at)
+        if number is None:
             raise UnknownModel(
                 f"{str(record.key)!r} has no best step: no val/reward was logged for a retained step"
             )
-        return step
+        return record.spec.base_model, record, number
 
-    async def _current(self, record: ModelRecord, base: Base) -> tuple[int, AdapterRef | None]:
-        """The newest step; the first caller loads the newest good checkpoint."""
-        adapters = base.adapters
-        if record.key not in adapters.newest:
-            await once(adapters.first_loads, record.key, lambda: self._load_newest(record, base))
-        return adapters.newest[record.key]
+    def _log_once(self, run: RunSpec, record: ModelRecord) -> None:
+        if (run.id, record.spec.base_model) not in self._logged:
+            self._logged.add((run.id, record.spec.base_model))
+            say(
+                "inside the run, the base model's name means the run's newest step",
+                run=run.id,
+                base_model=record.spec.base_model,
+                model=str(record.key),
+            )
+
+    def _may_use(self, base_model: str) -> bool:
+        """Whether it is allowed, and on this machine: a request downloads nothing."""
+        if self._models.on_base(base_model):
+            return True
+        if not may_load(self._settings, base_model):
+            return False
+        try:
+            return base_model in self._engines or bool(find(base_model, download=False))
+        except (ModelNotFound, OSError, ValueError):  # a name no path can have is not found either
+            return False
 
     async def _load_newest(self, record: ModelRecord, base: Base) -> None:
         checkpoint = await asyncio.to_thread(self._checkpoints.newest, record.key)
@@ -185,17 +165,6 @@ class Serving:
             step, adapter = checkpoint.step, await self._load(base, record, checkpoint)
         # A job may have published a later one meanwhile.
         base.adapters.newest.setdefault(record.key, (step, adapter))
-
-    async def _check_base(self, base: "_BaseName", asked: str) -> None:
-        """Refuse a name that is not allowed, or not on this machine: a request downloads nothing."""
-        if not base.allowed:
-            raise await asyncio.to_thread(self._unknown, asked)
-        if base.trained or base.name in self._engines:
-            return
-        try:
-            await asyncio.to_thread(find, base.name, download=False)
-        except (ModelNotFound, OSError, ValueError):  # a name no path can have is not found either
-            raise await asyncio.to_thread(self._unknown, asked) from None
 
     def _unknown(self, name: str) -> UnknownModel:
         names = ", ".join(served.id for served in self.served()) or "nothing yet"
@@ -209,7 +178,9 @@ class Serving:
 
     async def publish(self, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         """Load a step into its engine. It becomes what NAME means only by `promote`."""
-        return await self._load(await self.base(record.spec.base_model), record, checkpoint)
+        base = await self.base(record.spec.base_model)
+        base.adapters.unproved.add(checkpoint.sha256)
+        return await self._load(base, record, checkpoint)
 
     async def _load(self, base: Base, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         base.check_made_for(checkpoint)
@@ -221,14 +192,7 @@ class Serving:
         """From now on NAME means this step."""
         base = self._engines.loaded().get(record.spec.base_model)
         if base is not None:  # else its engine failed, and the next one loads the newest checkpoint
-            base.adapters.newest[record.key] = (step, adapter)
-
-    async def _restore(self, failed: Base) -> None:
-        """Load, into a new engine, the newest step of every model that the failed one served."""
-        for key in list(failed.adapters.newest):
-            with contextlib.suppress(NotFound):  # renamed since
-                record = await asyncio.to_thread(self._models.get, key)
-                await self._current(record, await self.base(failed.name))
+            base.adapters.promote(record.key, adapter, step)
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
         """The loaded steps of a model belong to another name; the old one may be registered anew."""
@@ -317,13 +281,6 @@ class Serving:
         """Wait until no request is being answered, so that all are recorded."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
-
-    async def close(self) -> None:
-        """Close every engine and cancel the loads under way."""
-        for base in self._engines.loaded().values():
-            for task in base.adapters.first_loads.values():
-                task.cancel()
-        await self._engines.close()
 
 
 def open_embedded(name: str, settings: Settings) -> Engine:
