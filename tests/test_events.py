@@ -8,17 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from hone.errors import StateError
-from hone.events import (
-    Event,
-    EventLog,
-    EventReader,
-    JobDone,
-    PreflightDone,
-    RunStarted,
-    ValidationDone,
-    WarningLogged,
-    read,
-)
+from hone.event_log import EventLog, EventReader, read
+from hone.events import Event, JobDone, PreflightDone, RunStarted, ValidationDone, WarningLogged
 
 
 @dataclass

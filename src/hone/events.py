@@ -1,35 +1,16 @@
-"""The events of a run, and events.jsonl, the file that holds them.
+"""The events of a run: one class for each type, with its fields.
 
-In:   event fields from the trainer, the builder and the adapter
-Out:  `events.jsonl` in the run's output_dir, one line of JSON per event; typed Events for listeners
-      and readers
-
-Every curve and every number of a report comes from these events, so a run that was killed and
-resumed has one history. A last line cut off by a kill is dropped when the file is opened again; a
-bad line anywhere else is an error, because a history with a hole would still look complete. An
-interrupted run may log an epoch twice: the later event counts.
+In:   the fields of a line of events.jsonl
+Out:  typed Events
 
 Fields without a default have been written by every version; the others may be missing from the
 log of an earlier version. Events may carry fields that are not listed here, and plugins may append
 events of their own types.
 """
 
-import json
-import os
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import to_json, to_jsonable_python
-
-from hone.disk import open_lines
-from hone.errors import StateError
-
-FILE = "events.jsonl"
-"""Name of the log in a run's output_dir."""
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Event(BaseModel, frozen=True):
@@ -42,6 +23,15 @@ class Event(BaseModel, frozen=True):
     at: float
     """When it was appended, in seconds since 1970."""
     type: str
+
+
+class RoundEvent(Event, frozen=True):
+    """Fields that the events of a round share."""
+
+    epoch: int
+    """Number of the epoch, from 0."""
+    round: int
+    """Number of the round in the epoch, from 0."""
 
 
 class RunStarted(Event, frozen=True):
@@ -120,14 +110,10 @@ class PreflightDone(Event, frozen=True):
     """Name, outcome and message of each check."""
 
 
-class EpochStarted(Event, frozen=True):
+class EpochStarted(RoundEvent, frozen=True):
     """A round of an epoch starts to collect rollouts."""
 
     type: Literal["epoch_started"] = "epoch_started"
-    epoch: int
-    """Number of the epoch, from 0."""
-    round: int
-    """Number of the round in the epoch, from 0."""
     rounds: int
     """Rounds of the epoch."""
     step: int | None
@@ -138,7 +124,7 @@ class EpochStarted(Event, frozen=True):
     """Rollouts of the round that an earlier session finished."""
 
 
-class RolloutDone(Event, frozen=True):
+class RolloutDone(RoundEvent, frozen=True):
     """A rollout ended."""
 
     type: Literal["rollout"] = "rollout"
@@ -168,14 +154,10 @@ class RolloutDone(Event, frozen=True):
     """Model calls."""
 
 
-class EpochCollected(Event, frozen=True):
+class EpochCollected(RoundEvent, frozen=True):
     """All rollouts of a round ended, and the curriculum selected what is trained on."""
 
     type: Literal["epoch_collected"] = "epoch_collected"
-    epoch: int
-    """Number of the epoch, from 0."""
-    round: int
-    """Number of the round in the epoch, from 0."""
     metrics: dict[str, Any]
     """Numbers for `training_metrics.jsonl`."""
     dropped: dict[str, int] | None
@@ -190,14 +172,10 @@ class EpochCollected(Event, frozen=True):
     """What a resumed run needs to restore the curriculum."""
 
 
-class JobSubmitted(Event, frozen=True):
+class JobSubmitted(RoundEvent, frozen=True):
     """The server accepted the training job of a round."""
 
     type: Literal["job_submitted"] = "job_submitted"
-    epoch: int
-    """Number of the epoch, from 0."""
-    round: int
-    """Number of the round in the epoch, from 0."""
     job: str | None
     """Id of the job."""
     trajectories: int
@@ -222,14 +200,10 @@ class JobProgress(Event, frozen=True):
     """Rows of the optimizer step."""
 
 
-class JobDone(Event, frozen=True):
+class JobDone(RoundEvent, frozen=True):
     """A training job ended well, and its step is served."""
 
     type: Literal["job_done"] = "job_done"
-    epoch: int
-    """Number of the epoch, from 0."""
-    round: int
-    """Number of the round in the epoch, from 0."""
     job: str | None
     """Id of the job."""
     step: int | None
@@ -246,14 +220,10 @@ class JobDone(Event, frozen=True):
     """Training settings that the server used."""
 
 
-class JobFailed(Event, frozen=True):
+class JobFailed(RoundEvent, frozen=True):
     """A training job failed."""
 
     type: Literal["job_failed"] = "job_failed"
-    epoch: int
-    """Number of the epoch, from 0."""
-    round: int
-    """Number of the round in the epoch, from 0."""
     message: str
     """Why the job failed."""
     job: str | None = None
@@ -385,117 +355,7 @@ KnownEvent = (
 TYPES: dict[str, type[Event]] = {c.model_fields["type"].default: c for c in get_args(KnownEvent)}
 """Class of each event type."""
 
-UNSYNCED = frozenset({"rollout"})
-"""Written without waiting for the disk: the journal already holds the rollout."""
-
-Listener = Callable[[Event], None]
-
 
 def parse(fields: dict[str, Any]) -> Event:
     """The typed event; a plain Event if the type is a plugin's own."""
     return TYPES.get(fields["type"], Event).model_validate(fields)
-
-
-class EventLog:
-    """Appends events to the log, thread-safe; an appended event is on disk when `append` returns."""
-
-    def __init__(self, path: Path) -> None:
-        """Open or create the file; a torn last line is cut off."""
-        self.path = path
-        self.listeners: list[Listener] = []
-        """Called with every event, in order, in the thread that appends it."""
-        self._writing = threading.RLock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open_lines(path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def append(self, type: str, /, **fields: Any) -> Event:
-        """Write the event and pass it to the listeners. A number that is not finite becomes null."""
-        return self._emit(type, fields, written=True)
-
-    def tell(self, type: str, /, **fields: Any) -> Event:
-        """Pass the event to the listeners without writing it."""
-        return self._emit(type, fields, written=False)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _emit(self, type: str, fields: dict[str, Any], *, written: bool) -> Event:
-        # Listeners get what a reader of the file gets, so there is one way to read an event.
-        plain = to_jsonable_python(fields, inf_nan_mode="null")
-        raw = {"at": time.time(), "type": type} | plain
-        event = parse(raw)
-        with self._writing:
-            if written:
-                self._file.write(to_json(raw) + b"\n")
-                self._file.flush()
-                if type not in UNSYNCED:
-                    os.fsync(self._file.fileno())
-            for listener in tuple(self.listeners):
-                listener(event)
-        return event
-
-
-class EventReader:
-    """Reads a log in pieces: each call returns what was appended since the call before."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = self.lines = 0
-        """Bytes and lines read so far."""
-
-    def read(self) -> list[Event]:
-        """New events, without a torn last line; none if there is no file yet."""
-        *lines, _ = self._appended().split(b"\n")
-        events: list[Event] = []
-        for i, line in enumerate(lines):
-            fields = _parsed_json(line)
-            if fields is None and i == len(lines) - 1:
-                break  # torn; EventLog cuts it off
-            events.append(self._event(line, fields))
-            self.offset += len(line) + 1
-            self.lines += 1
-        return events
-
-    def _appended(self) -> bytes:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                return file.read()
-        except FileNotFoundError:
-            return b""
-
-    def _event(self, line: bytes, fields: dict[str, Any] | None) -> Event:
-        where = f"{self.path}:{self.lines + 1}: not an event"
-        if fields is None:
-            raise StateError(
-                f"{where} (expected a JSON object with 'at' and 'type', got "
-                f"{line[:60].decode('utf-8', 'replace')!r}). Only a last line can be torn: restore "
-                "the file from a backup, or start anew with --fresh."
-            )
-        try:
-            return parse(fields)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise StateError(
-                f"{where} of type {fields['type']!r} ({'.'.join(map(str, first['loc']))}: "
-                f"{first['msg']}). Restore the file from a backup, or start anew with --fresh."
-            ) from None
-
-
-def read(path: Path) -> list[Event]:
-    """All events of a log, without a torn last line; none if there is no file yet."""
-    return EventReader(path).read()
-
-
-def _parsed_json(line: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    return fields if isinstance(fields, dict) and "at" in fields and "type" in fields else None

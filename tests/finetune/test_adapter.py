@@ -16,7 +16,7 @@ from tests.sdk.standin import StandIn, refusal
 from hone import LocalBackend, RemoteBackend
 from hone.backends import http
 from hone.errors import ConfigError, Conflict, Unprocessable, Unreachable
-from hone.events import EventLog
+from hone.event_log import EventLog
 from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
 from hone.finetune.base import (
     TrainingJobRef,

@@ -13,7 +13,8 @@ from tests.finetune.worlds import World, metadata, world
 import hone
 from hone import LocalBackend
 from hone.errors import ConfigError, Conflict, PolicyFailure
-from hone.events import EventLog, RolloutDone, read
+from hone.event_log import EventLog, read
+from hone.events import RolloutDone
 from hone.finetune.base import EpisodeItem, EpisodeItemRole, TrajectoryCollection
 from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
 from hone.finetune.rerender import conversations

@@ -12,7 +12,8 @@ from tests.finetune.worlds import Length, metadata, world
 
 from hone import LocalBackend
 from hone.errors import ConfigError, PolicyFailure, Unavailable
-from hone.events import EventLog, WarningLogged, read
+from hone.event_log import EventLog, read
+from hone.events import WarningLogged
 from hone.finetune.base import EpisodeItemRole
 from hone.finetune.journal import Journal, RunFingerprint
 

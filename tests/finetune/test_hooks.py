@@ -10,7 +10,7 @@ from tests.finetune.trainers import Bench, evaluation, rising
 from tests.finetune.worlds import finetuning
 
 from hone.evaluation.base import EvalOutputItem
-from hone.events import EventLog
+from hone.event_log import EventLog
 from hone.finetune.base import TrainingJobRef, TrajectoryCollection
 from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
 from hone.finetune.trainer import ARTTrainer

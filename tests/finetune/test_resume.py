@@ -17,7 +17,8 @@ from hone.config.schema import (
 )
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.events import FILE, EpochCollected, EventLog, read
+from hone.event_log import FILE, EventLog, read
+from hone.events import EpochCollected
 from hone.finetune.journal import Journal, RunFingerprint
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.workflow.function import Function

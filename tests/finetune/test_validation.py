@@ -13,7 +13,7 @@ from tests.finetune.worlds import collected
 from hone.config.schema import ValidationConfig
 from hone.errors import PolicyFailure
 from hone.evaluation.run import Evaluation
-from hone.events import EventLog, read
+from hone.event_log import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.journal import Journal, RunFingerprint
 from hone.finetune.resume import RunState

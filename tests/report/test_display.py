@@ -8,7 +8,8 @@ from rich.console import Console
 from tests.finetune.runs import STORIES, Story, events
 from tests.report.test_metrics import collected, rollout, started
 
-from hone.events import EventLog, parse
+from hone.event_log import EventLog
+from hone.events import parse
 from hone.progress import write
 from hone.report import display
 from hone.report.display import BLOCKS, Display, State, sparks

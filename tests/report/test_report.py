@@ -15,7 +15,7 @@ from tests.report.test_metrics import collected, history_of, job, started
 from tests.report.test_plots import validation
 
 from hone.errors import ConfigError
-from hone.events import FILE, read
+from hone.event_log import FILE, read
 from hone.report import metrics, page, plots, report
 from hone.report.blocks import Document, Picture, Section, Text
 from hone.report.estimate import Estimate

@@ -10,7 +10,8 @@ import pytest
 from tests.finetune.runs import Story, lines
 from tests.finetune.trainers import Bench
 
-from hone.events import FILE, Event, EventLog, EventReader
+from hone.event_log import FILE, EventLog, EventReader
+from hone.events import Event
 from hone.report.display import Display
 from hone.report.history import History
 from hone.report.writer import Files

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hone.config.build import Served
     from hone.evaluation.base import EvalOutputItem
     from hone.evaluation.run import Evaluation, EvaluationRunOutput
-    from hone.events import EventLog
+    from hone.event_log import EventLog
     from hone.finetune.journal import Journal
     from hone.finetune.resume import RunState
     from hone.types import ModelInfo, RecordedCall

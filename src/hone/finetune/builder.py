@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation, ItemResult
-    from hone.events import EventLog
+    from hone.event_log import EventLog
     from hone.finetune.journal import Journal
     from hone.finetune.values import EpisodeSource
     from hone.types import RecordedCall

@@ -11,8 +11,8 @@ from hone.config.build import build
 from hone.config.schema import Document, FinetuneRunConfig
 from hone.errors import HoneError
 from hone.evaluation.run import dataset_items
-from hone.events import FILE
-from hone.events import read as read_events
+from hone.event_log import FILE
+from hone.event_log import read as read_events
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.checks import Check, Plan, check_document, check_movement, plan
 from hone.finetune.journal import RunFingerprint, check_free, plan_start

@@ -27,8 +27,8 @@ from hone.config.secrets import Secrets
 from hone.disk import write_atomic
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
-from hone.events import FILE, EventLog
-from hone.events import read as read_events
+from hone.event_log import FILE, EventLog
+from hone.event_log import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import failures
 from hone.finetune.documents import read_documents

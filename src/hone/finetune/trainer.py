@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
-from hone.events import FILE, EventLog, read
+from hone.event_log import FILE, EventLog, read
 from hone.finetune.base import (
     Trainer,
     TrainerAdapter,

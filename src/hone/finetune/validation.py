@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation
-    from hone.events import EventLog
+    from hone.event_log import EventLog
     from hone.finetune.base import TrainerAdapter
     from hone.finetune.journal import Journal
     from hone.finetune.resume import RunState

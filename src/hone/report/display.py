@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from hone.event_log import EventLog, read
 from hone.events import (
     EpochDone,
     EpochStarted,
     Event,
-    EventLog,
     JobProgress,
     JobSubmitted,
     RolloutDone,
@@ -23,7 +23,6 @@ from hone.events import (
     RunInterrupted,
     RunStarted,
     ValidationStarted,
-    read,
 )
 from hone.progress import LINE_S, console, write
 from hone.report.history import History

@@ -21,6 +21,7 @@ from hone.events import (
     JobDone,
     JobFailed,
     RolloutDone,
+    RoundEvent,
     RunFinished,
     RunStarted,
     ValidationDone,
@@ -320,8 +321,6 @@ class History:
             self.failure_reward = reward
             self._counted.clear()
 
-    def _round(
-        self, event: EpochStarted | RolloutDone | EpochCollected | JobDone | JobFailed
-    ) -> Round:
+    def _round(self, event: RoundEvent) -> Round:
         rounds = self._rounds.setdefault(event.epoch, {})
         return rounds.setdefault(event.round, Round(event.epoch, event.round))

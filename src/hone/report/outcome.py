@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hone.errors import ConfigError
-from hone.events import FILE, read
+from hone.event_log import FILE, read
 from hone.report import metrics
 from hone.report.comparison import Comparison, comparison
 from hone.report.estimate import (

@@ -14,7 +14,7 @@ import logging
 import time
 from pathlib import Path
 
-from hone.events import EventLog, EventReader
+from hone.event_log import EventLog, EventReader
 from hone.report import metrics
 from hone.report.history import History
 

@@ -1,0 +1,138 @@
+"""events.jsonl: append events, and read those that were appended.
+
+In:   event fields from the trainer, the builder and the adapter
+Out:  `events.jsonl` in the run's output_dir, one line of JSON per event; typed Events for listeners
+      and readers
+
+Every curve and every number of a report comes from this file, so a run that was killed and resumed
+has one history. A last line cut off by a kill is dropped when the file is opened again; a bad line
+anywhere else is an error, because a history with a hole would still look complete. An interrupted
+run may log an epoch twice: the later event counts.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError
+from pydantic_core import to_json, to_jsonable_python
+
+from hone.disk import open_lines
+from hone.errors import StateError
+from hone.events import Event, parse
+
+FILE = "events.jsonl"
+"""Name of the log in a run's output_dir."""
+UNSYNCED = frozenset({"rollout"})
+"""Written without waiting for the disk: the journal already holds the rollout."""
+
+Listener = Callable[[Event], None]
+
+
+class EventLog:
+    """Appends events to the log, thread-safe; an appended event is on disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file; a torn last line is cut off."""
+        self.path = path
+        self.listeners: list[Listener] = []
+        """Called with every event, in order, in the thread that appends it."""
+        self._writing = threading.RLock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open_lines(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, type: str, /, **fields: Any) -> Event:
+        """Write the event and pass it to the listeners. A number that is not finite becomes null."""
+        return self._emit(type, fields, written=True)
+
+    def tell(self, type: str, /, **fields: Any) -> Event:
+        """Pass the event to the listeners without writing it."""
+        return self._emit(type, fields, written=False)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _emit(self, type: str, fields: dict[str, Any], *, written: bool) -> Event:
+        # Listeners get what a reader of the file gets, so there is one way to read an event.
+        plain = to_jsonable_python(fields, inf_nan_mode="null")
+        raw = {"at": time.time(), "type": type} | plain
+        event = parse(raw)
+        with self._writing:
+            if written:
+                self._file.write(to_json(raw) + b"\n")
+                self._file.flush()
+                if type not in UNSYNCED:
+                    os.fsync(self._file.fileno())
+            for listener in tuple(self.listeners):
+                listener(event)
+        return event
+
+
+class EventReader:
+    """Reads a log in pieces: each call returns what was appended since the call before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = self.lines = 0
+        """Bytes and lines read so far."""
+
+    def read(self) -> list[Event]:
+        """New events, without a torn last line; none if there is no file yet."""
+        *lines, _ = self._appended().split(b"\n")
+        events: list[Event] = []
+        for i, line in enumerate(lines):
+            fields = _parsed_json(line)
+            if fields is None and i == len(lines) - 1:
+                break  # torn; EventLog cuts it off
+            events.append(self._event(line, fields))
+            self.offset += len(line) + 1
+            self.lines += 1
+        return events
+
+    def _appended(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return file.read()
+        except FileNotFoundError:
+            return b""
+
+    def _event(self, line: bytes, fields: dict[str, Any] | None) -> Event:
+        where = f"{self.path}:{self.lines + 1}: not an event"
+        if fields is None:
+            raise StateError(
+                f"{where} (expected a JSON object with 'at' and 'type', got "
+                f"{line[:60].decode('utf-8', 'replace')!r}). Only a last line can be torn: restore "
+                "the file from a backup, or start anew with --fresh."
+            )
+        try:
+            return parse(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise StateError(
+                f"{where} of type {fields['type']!r} ({'.'.join(map(str, first['loc']))}: "
+                f"{first['msg']}). Restore the file from a backup, or start anew with --fresh."
+            ) from None
+
+
+def read(path: Path) -> list[Event]:
+    """All events of a log, without a torn last line; none if there is no file yet."""
+    return EventReader(path).read()
+
+
+def _parsed_json(line: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) and "at" in fields and "type" in fields else None
