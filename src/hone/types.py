@@ -90,6 +90,8 @@ class Call(Strict):
 class TrainConfig(Strict):
     """How one job is trained. Every key is used; the step's metrics report the values used."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     learning_rate: float = Field(default=5e-6, ge=0)
     """AdamW's learning rate (0 measures without changing the weights)."""
     loss: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
@@ -171,6 +173,8 @@ class Failure(Strict):
 
 class ModelSpec(Strict):
     """A model to be trained: a LoRA adapter with its own name over a base model."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: Name
     project: ProjectName = "default"

@@ -161,7 +161,7 @@ def test_a_wrong_learning_rate_is_named() -> None:
 def test_what_is_asked_of_the_openai_server_is_named_not_followed() -> None:
     asked = {"log_file": "x", "server_args": {"port": 9, "api_key": "k"}, "engine_args": None}
     assert server_keys(asked) == ["log_file", "server_args.port"]
-    with pytest.raises(ConfigError, match=r"config.engine_args.tensor_parallel_size: 4 devices"):
+    with pytest.raises(ConfigError, match=r"config.engine_args.tensor_parallel_size: 4 is not in"):
         server_keys({"engine_args": {"tensor_parallel_size": 4}})
 
 

@@ -88,7 +88,7 @@ async def test_keys_of_other_programs_are_honoured_refused_or_named(open_api: Op
     assert (made.rank, made.not_applicable) == (2, ["engine_args.gpu_memory_utilization"])
     spec = {"name": "big", "base_model": api.base_model, "engine_args": {"tensor_parallel_size": 2}}
     said = await api.ask("POST", "/v1/training/models", json=spec, status=400)
-    assert "engine_args.tensor_parallel_size: 2 devices" in said["error"]["message"]
+    assert "engine_args.tensor_parallel_size: 2 is not in this version" in said["error"]["message"]
 
 
 async def test_a_name_of_two_projects_is_asked_for_with_its_project(api: Api):
@@ -111,8 +111,8 @@ async def test_an_unknown_model_is_not_found(api: Api):
     [
         ({"defaults": {"learning_rat": 1}}, "defaults.learning_rat", "you mean 'learning_rate'?"),
         ({"defaults": {"epsilon": -1}}, "defaults.epsilon", "greater than 0"),
-        ({"base_model": "a\x00b"}, "base_model", "cannot be the name"),
-        ({"base_model": "a/" + "b" * 300}, "base_model", "cannot be the name"),
+        ({"base_model": "a\x00b"}, "base_model", "Nothing was registered"),
+        ({"base_model": "a/" + "b" * 300}, "base_model", "Nothing was registered"),
         ({"seed": 10**30}, "seed", "less than 9223372036854775808"),
         ({"name": "a/b"}, "name", "should match pattern"),
         ({"rank": 0}, "rank", "greater than 0"),
@@ -224,7 +224,7 @@ async def test_jobs_are_listed_the_newest_first(api: Api):
         ({"learning_rte": 1e-5}, "config.learning_rte", "Did you mean 'learning_rate'? Known: "),
         ({"colour": 1}, "config.colour", "no such key. Known: learning_rate, loss"),
         ({"learning_rate": -1}, "config.learning_rate", "greater than or equal to 0"),
-        ({"learning_rate": "inf"}, "config.learning_rate", "expected a finite number, got inf"),
+        ({"learning_rate": "inf"}, "config.learning_rate", "should be a finite number"),
         ({"loss": "ppo"}, "config.loss", "'grpo', 'dapo', 'dr_grpo' or 'cispo'"),
         ({"baseline": None}, "config.baseline", "'group' or 'batch'"),
     ],

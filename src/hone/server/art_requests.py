@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from hone.errors import Unprocessable
-from hone.server.model_args import DEVICES, Read, check_devices, flat, read_args
+from hone.server.model_args import DEVICES, Read, check_only, flat, read_args
 from hone.store.checkpoints import log_groups
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Failure, FieldError, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
@@ -270,7 +270,7 @@ def server_keys(config: Mapping[str, Any] | None) -> list[str]:
     names = []
     for name, value in flat(config or {}, ("server_args", "engine_args"), ("config",)):
         if name in DEVICES:
-            check_devices(f"config.{name}", value)
+            check_only(f"config.{name}", value, DEVICES[name])
         if name != "server_args.api_key":
             names.append(name)
     return sorted(names)

@@ -7,6 +7,7 @@ The tasks of one Worker share what the first of them parsed. The groups of a job
 the server's process as objects, only as the bytes that are stored.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from hone.errors import BadRequest
 from hone.learner.packed import unpack_groups
 from hone.server.art_requests import LogRequest, TrainRequest, log_art_groups
 from hone.server.chat_tasks import Invalid, TemplateRef
-from hone.server.checks import digest
+from hone.server.model_args import json_text
 from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.tokenizer import BaseTokenizer
 from hone.server.tokens import page, read_logprobs
@@ -125,6 +126,13 @@ def token_page(
         offset=offset,
         limit=limit,
     ).model_dump_json()
+
+
+def digest(job: JobRequest) -> str:
+    """SHA-256 of a job, without its idempotency key."""
+    json_text(job.idempotency_key, ("idempotency_key",))
+    fields = job.model_dump(exclude={"idempotency_key"})
+    return hashlib.sha256(json_text(fields, ("groups",), allow_nan=True).encode()).hexdigest()
 
 
 def _keep(job: JobRequest) -> tuple[JobRequest, str]:

@@ -1,6 +1,6 @@
-"""Settings in the words of PEFT, Unsloth, vLLM and TRL, translated to hone's.
+"""A model as it is registered, and settings in the words of PEFT, Unsloth, vLLM and TRL.
 
-In:   sections of keys: init_args, engine_args, peft_args, trainer_args
+In:   ModelSpec; sections of keys: init_args, engine_args, peft_args, trainer_args
 Out:  fields of ModelSpec and of TrainConfig; names of keys that mean nothing here
 
 Every key is honoured, refused, or named as not applicable. A key is refused if it would change the
@@ -8,22 +8,22 @@ result and cannot be honoured: training as if it were not there would be worse t
 means absent, because ART's plugins send null for every section that their user left out.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hone.errors import ConfigError, Unprocessable
+from hone.errors import ConfigError, ModelNotFound, Unprocessable, did_you_mean
+from hone.models.find import check_exists
 from hone.types import FieldError, ModelSpec, TrainConfig
 from hone.wire.errors import brief
 
 Path = tuple[str | int, ...]
 
-PROJECTIONS = frozenset(
-    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-)
-"""The layers that hone's adapters are on."""
+PROJECTIONS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+"""The layers that hone's adapters are on, sorted."""
 
 SECTIONS = ("init_args", "engine_args", "peft_args", "trainer_args")
 OWN_SECTIONS = ("init_args", "engine_args", "peft_args")
@@ -49,6 +49,11 @@ _DEFAULTS = {
 }
 """Keys that are fields of TrainConfig: defaults of every job."""
 
+DEVICES = dict.fromkeys(
+    ("engine_args.tensor_parallel_size", "engine_args.pipeline_parallel_size"), (1, "1")
+)
+"""An engine runs on one device."""
+
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_args.lora_dropout": (0,),
     "peft_args.bias": ("none",),
@@ -57,6 +62,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "peft_args.modules_to_save": ([],),
     "peft_args.layers_to_transform": ([],),
     "peft_args.layers_pattern": (),
+    "peft_args.target_modules": ("all-linear", PROJECTIONS),
     "peft_args.loftq_config": ({},),
     "init_args.full_finetuning": (False,),
     "init_args.revision": (),
@@ -64,6 +70,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "init_args.resize_model_vocab": (),
     "engine_args.revision": (),
     "engine_args.rope_scaling": (),
+    **DEVICES,
     "trainer_args.adam_beta1": (0.9,),
     "trainer_args.adam_beta2": (0.99,),
     "trainer_args.adam_epsilon": (1e-8,),
@@ -75,7 +82,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Keys that would change the result, and the values that equal what hone does anyway."""
 
-DEVICES = ("engine_args.tensor_parallel_size", "engine_args.pipeline_parallel_size")
 _MODELS = ("init_args.model_name", "engine_args.model")
 
 
@@ -119,51 +125,11 @@ def read_args(
     sections: Mapping[str, Any], *, base_model: str, root: Path = ()
 ) -> tuple[Read, Read]:
     """The fields of ModelSpec and of TrainConfig in the sections, checked key by key."""
-    spec, defaults = Read(root), Read(root)
+    spec, defaults = Read(root, ONLY | dict.fromkeys(_MODELS, (base_model,))), Read(root)
     for name, value in flat(sections, SECTIONS, root):
-        where = ".".join(map(str, (*root, name)))
-        if name in _DEFAULTS:
-            defaults.take(name, value, _DEFAULTS)
-        elif name in DEVICES:
-            check_devices(where, value)
-        elif name in _MODELS:
-            check_only(where, value, (base_model,))
-        elif name == "peft_args.target_modules":
-            _check_projections(where, value)
-        else:
-            spec.take(name, value, _SPEC)
+        (defaults if name in _DEFAULTS else spec).take(name, value, _DEFAULTS | _SPEC)
     defaults.checked(TrainConfig)
     return spec, defaults
-
-
-def settled(spec: ModelSpec) -> ModelSpec:
-    """The same model with hone's own keys only; two keys that disagree are refused."""
-    sections = {name: getattr(spec, name) for name in OWN_SECTIONS}
-    if not any(sections.values()):
-        return spec
-    own, defaults = read_args(sections, base_model=spec.base_model)
-    # A field at its default does not count as set: clients send whole models.
-    known = ModelSpec.model_fields
-    values = {name: getattr(spec, name) for name in own.fields}
-    _check_agree(own, {k: v for k, v in values.items() if v != known[k].default}, "")
-    _check_agree(defaults, spec.defaults, "defaults.")
-    rest = spec.model_dump(exclude={*OWN_SECTIONS, "defaults", "not_applicable"})
-    ignored = sorted({*spec.not_applicable, *own.not_applicable})
-    both = {**spec.defaults, **defaults.fields}
-    return own.checked(ModelSpec, **rest | {"defaults": both, "not_applicable": ignored})
-
-
-def _check_agree(read: Read, values: Mapping[str, Any], prefix: str) -> None:
-    for name, value in read.fields.items():
-        if name in values and values[name] != value:
-            raise Unprocessable(
-                [
-                    FieldError(
-                        read.paths[name],
-                        f"{brief(value)}, and {prefix}{name} is {values[name]!r}; send one of the two",
-                    )
-                ]
-            )
 
 
 def flat(sections: Mapping[str, Any], nested: tuple[str, ...], root: Path) -> list[tuple[str, Any]]:
@@ -177,32 +143,97 @@ def flat(sections: Mapping[str, Any], nested: tuple[str, ...], root: Path) -> li
         elif isinstance(value, Mapping):
             pairs += [(f"{name}.{key}", one) for key, one in value.items() if one is not None]
         else:
-            what = f"expected an object or null, got {type(value).__name__}"
-            raise Unprocessable([FieldError((*root, name), what)])
+            message = f"expected an object or null, got {type(value).__name__}"
+            raise Unprocessable([FieldError((*root, name), message)])
     return pairs
 
 
 def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuse any other value."""
-    if value not in allowed:
+    """Refuse any other value; lists may be in any order."""
+    if (sorted(value, key=str) if isinstance(value, list) else value) not in allowed:
         fix = f"leave it out or send {allowed[0]!r}" if allowed else "leave it out"
         raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}")
 
 
-def check_devices(where: str, value: Any) -> None:
-    """Refuse more than the one device that an engine runs on."""
-    if value not in (1, "1"):
-        raise ConfigError(
-            f"{where}: {brief(value)} devices were asked for, and this engine runs on 1; "
-            "leave it out or send 1"
-        )
+# ---- one model ------------------------------------------------------------------------------
 
 
-def _check_projections(where: str, value: Any) -> None:
-    if value != "all-linear" and not (
-        isinstance(value, list) and {*map(str, value)} == PROJECTIONS
-    ):
-        raise ConfigError(
-            f"{where}: {brief(value)} is not in this version; leave it out: adapters are on "
-            f"{', '.join(sorted(PROJECTIONS))}"
+def checked_spec(spec: ModelSpec) -> ModelSpec:
+    """The model with its sections translated; refuses one that cannot be stored or trained."""
+    for field_name, value in spec.model_dump().items():
+        json_text(value, (field_name,))
+    spec = settled(spec)
+    train_config({}, spec.defaults, "defaults")
+    return spec
+
+
+def check_base_model(spec: ModelSpec) -> None:
+    """Refuse a model whose base weights are missing: a name keeps its base model. Blocking."""
+    try:
+        check_exists(spec.base_model)
+    except (ModelNotFound, OSError, ValueError) as error:  # a name that no path can have
+        message = f"{error}\nNothing was registered; send the name of weights that this server has."
+        raise Unprocessable([FieldError(("base_model",), message)]) from None
+
+
+def settled(spec: ModelSpec) -> ModelSpec:
+    """The same model with hone's own keys only; two keys that disagree are refused."""
+    own, defaults = read_args(
+        {name: getattr(spec, name) for name in OWN_SECTIONS}, base_model=spec.base_model
+    )
+    fields = spec.model_dump(exclude=set(OWN_SECTIONS))
+    # A field at its default does not count as set: clients send whole models.
+    sent = {k: v for k, v in fields.items() if v != ModelSpec.model_fields[k].default}
+    _check_agree(own, sent, "")
+    _check_agree(defaults, spec.defaults, "defaults.")
+    fields["defaults"] |= defaults.fields
+    fields["not_applicable"] = sorted({*spec.not_applicable, *own.not_applicable})
+    return own.checked(ModelSpec, **fields)
+
+
+def _check_agree(read: Read, values: Mapping[str, Any], prefix: str) -> None:
+    for name, value in read.fields.items():
+        if values.get(name, value) != value:
+            message = f"{brief(value)}, and {prefix}{name} is {values[name]!r}; send one of the two"
+            raise Unprocessable([FieldError(read.paths[name], message)])
+
+
+def train_config(
+    defaults: Mapping[str, Any], requested: Mapping[str, Any], field: str
+) -> TrainConfig:
+    """The config of a job: requested values, else the model's defaults, else hone's."""
+    json_text(requested, (field,))
+    known = TrainConfig.model_fields
+    wrong = [
+        FieldError(
+            (field, key),
+            f"no such key.{did_you_mean(key, known, cutoff=0.5)} Known: {', '.join(known)}.",
         )
+        for key in requested
+        if key not in known
+    ]
+    if not wrong:
+        try:
+            return TrainConfig.model_validate({**defaults, **requested})
+        except ValidationError as error:
+            wrong = [FieldError((field, *e["loc"]), e["msg"]) for e in error.errors()]
+    raise Unprocessable(wrong)
+
+
+def json_text(value: Any, path: Path, *, allow_nan: bool = False) -> str:
+    """A value as JSON that can be written to files and columns, and read again.
+
+    JSON can express what they cannot: half a surrogate pair, an infinite number, an integer of a
+    thousand digits.
+    """
+    try:
+        text = json.dumps(
+            value, sort_keys=True, ensure_ascii=False, default=repr, allow_nan=allow_nan
+        )
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        message = "it holds half of a surrogate pair; send whole characters"
+    except (RecursionError, ValueError):
+        message = "it is nested too deeply, or holds a number that is not finite or too long"
+    raise Unprocessable([FieldError(path, message)])

@@ -27,7 +27,6 @@ from hone.errors import Unprocessable
 from hone.learner.packed import pack_groups
 from hone.learner.staleness import too_stale
 from hone.models.architecture import DecoderConfig
-from hone.server.checks import check_request
 from hone.server.choice_calls import ChoiceReader
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
@@ -79,10 +78,23 @@ def pack_job(
     request: JobRequest, tokenizer: BaseTokenizer, calls: CallStore, start: Start
 ) -> PackedJob:
     """Check, resolve and pack a job. Raises Unprocessable with every wrong field. Blocking."""
-    check_request(request, start.config)
+    _check_groups(request, start.config)
     resolved = resolve_groups(request.groups, tokenizer, calls, start)
     packed = pack_groups(resolved.groups)
     return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
+
+
+def _check_groups(request: JobRequest, config: TrainConfig) -> None:
+    """Refuse a job in which no two trajectories can be compared."""
+    alone = all(len(group) + len(group.exceptions) <= 1 for group in request.groups)
+    # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
+    if alone and request.groups and config.baseline == "group" and not request.advance_when_flat:
+        message = (
+            "every group has one trajectory, and there is nothing in its group to compare it "
+            "with. Sample every input several times (num_generations), or set config "
+            "`baseline: batch`, which compares with the mean of the job."
+        )
+        raise Unprocessable([FieldError(("groups",), message)])
 
 
 def resolve_groups(

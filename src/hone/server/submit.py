@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
-from hone.server.checks import digest, train_config
-from hone.server.job_tasks import BaseTokenizerRef
+from hone.server.job_tasks import BaseTokenizerRef, digest
+from hone.server.model_args import train_config
 from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.state import State
 from hone.server.tokenizer import BaseTokenizer

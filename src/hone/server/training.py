@@ -22,8 +22,8 @@ from hone.logs import say
 from hone.server import events, job_tasks
 from hone.server.auth import check_path
 from hone.server.bodies import checked, large_body_route
-from hone.server.checks import check_base_model, checked_spec
 from hone.server.job_tasks import BaseTokenizerRef
+from hone.server.model_args import check_base_model, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.submit import submit, submit_held
