@@ -14,18 +14,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.fakes import ScriptedEngine
 from tests.server.api import JOBS, Open, group, job
 from tests.server.conftest import Server
 
 from hone.chat import chatml
-from hone.chat.template import ChatTemplate
 from hone.errors import Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
-from hone.server import openai_chat, submit
-from hone.server.chat_tasks import max_characters, more_values
+from hone.server import chat_tasks, submit
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.workers import WorkerPool
@@ -80,7 +76,7 @@ async def test_a_large_chat_is_parsed_and_tokenized_in_another_process(
         raise AssertionError("a large body is parsed in the server's own process")
 
     monkeypatch.setattr(chatml, "encode", encode_small)
-    monkeypatch.setattr(openai_chat, "read_json", refuse)
+    monkeypatch.setattr(chat_tasks, "read_json", refuse)
     path = "/rollout/r0/v1/chat/completions"
     answer = await _post(server, _body(tiny_model, LONG), path)
     assert answer.status_code == 200, answer.text
@@ -132,7 +128,7 @@ async def test_others_are_answered_while_a_large_body_is_read(
         ("/v1/chat/completions", lambda m: b"[" * LARGE, None, "is not JSON"),
         ("/v1/chat/completions", lambda m: _body(m, LONG, tempo=1), "tempo", "no such key"),
         ("/v1/chat/completions", lambda m: _body(m, LONG * 5), "messages", "tokens"),
-        ("/v1/chat/completions", lambda m: _body(m, "a" * 10**6), "messages", "1000"),
+        ("/v1/chat/completions", lambda m: _body(m, "a" * 10**6), "messages", "tokens"),
         (
             "/v1/chat/completions",
             lambda m: _body(m, "hi", metadata={}) | {"tools": [[]] * 150000},
@@ -147,9 +143,9 @@ async def test_others_are_answered_while_a_large_body_is_read(
         ),
         (
             "/v1/completions",
-            lambda m: {"model": str(m), "prompt": "a" * 10**6},
+            lambda m: {"model": str(m), "prompt": "a" * 3 * 10**6},
             "prompt",
-            "1000000",
+            "the body has 30000",
         ),
         ("/v1/completions", lambda m: {"model": str(m), "prompt": LONG * 5}, "prompt", "tokens"),
     ],
@@ -181,7 +177,7 @@ async def test_a_worker_that_dies_costs_its_request_alone(server: Server, tiny_m
     os.kill(worker, signal.SIGKILL)
     answer = await lost
     assert answer.status_code == 503
-    assert "died (exit code -9)" in answer.json()["error"]["message"]
+    assert "the process that read this request died" in answer.json()["error"]["message"]
     assert (await _post(server, _body(tiny_model, LONG))).status_code == 200
     assert server.state.workers.pids != [worker]
 
@@ -223,25 +219,6 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
         await large(model="nobody"),
     ]
     assert [answer.json() for answer in answers] == refusals
-
-
-@pytest.fixture(scope="module")
-def template(tokenizer: Any) -> ChatTemplate:
-    return ChatTemplate.load(tokenizer)
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(max_size=60) | st.text(" \n\u0301e\u1100\u1161\u11a8", max_size=60))
-def test_no_text_that_fits_is_longer_than_the_bound(template: ChatTemplate, text: str) -> None:
-    tokens = template.tokenizer.encode(text, add_special_tokens=False)
-    most = max_characters(template, len(tokens))
-    assert most is not None and len(text) <= most
-
-
-def test_values_are_counted_at_every_depth() -> None:
-    # 1 list + 2 inner lists + 3 numbers = 6 values; an object counts itself and its 1 value.
-    assert not more_values([[[1, 2], [3]]], 6) and more_values([[[1, 2], [3]]], 5)
-    assert not more_values([{"a": 1}], 2) and more_values([{"a": 1}], 1)
 
 
 async def test_errors_keep_their_fields_on_the_way_back() -> None:

@@ -155,10 +155,12 @@ class UnrenderedPrompt:
 
 
 class Conversation:
-    """The calls of one rollout. They may branch: the longest one that can be continued counts."""
+    """Calls of one rollout. They may branch: the longest one that can be continued counts."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, *, related: bool = True) -> None:
+        """`related`: a call that continues no other still belongs to the same conversation."""
         self._template = template
+        self._related = related
         self._calls: list[_Recorded] = []
         self._by_prefix: dict[bytes, list[int]] = {}
         self._prompts: set[bytes] = set()
@@ -201,7 +203,9 @@ class Conversation:
         answers = zip(messages, request.hashes, strict=True)
         if any(m.role == "assistant" and hashed in self._replies for m, hashed in answers):
             return "re-rendered", Reason.HISTORY_REWRITTEN
-        return "branched", Reason.SAME_PROMPT if prefixes[-1] in self._prompts else Reason.OTHER
+        if prefixes[-1] in self._prompts:
+            return "branched", Reason.SAME_PROMPT
+        return ("branched", Reason.OTHER) if self._related else ("first", Reason.FIRST)
 
 
 def _differences(

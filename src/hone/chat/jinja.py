@@ -10,9 +10,7 @@ template ends one.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from typing import Any
@@ -154,31 +152,7 @@ class Jinja:
         return frozen
 
 
-class TextTooLong(ValueError):
-    """A text that was not tokenized because it cannot fit."""
-
-    def __init__(self, characters: int) -> None:
-        super().__init__(f"{characters} characters")
-        self.characters = characters
-
-
-_max_characters: ContextVar[int | None] = ContextVar("max_characters", default=None)
-
-
-@contextmanager
-def encoding_at_most(characters: int | None) -> Iterator[None]:
-    """Inside the block, `encode` raises TextTooLong for longer texts; None sets no bound."""
-    token = _max_characters.set(characters)
-    try:
-        yield
-    finally:
-        _max_characters.reset(token)
-
-
 def encode(tokenizer: Any, text: str) -> list[int]:
-    limit = _max_characters.get()
-    if limit is not None and len(text) > limit:
-        raise TextTooLong(len(text))
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -1,7 +1,7 @@
 """Conversations in progress: which recorded call the next prompt of each continues.
 
 In:   the messages of a request; the calls that were answered
-Out:  Prompts: token ids, and the recorded call they continue
+Out:  prompts to render, and the recorded calls they may continue
 
 The calls of an active rollout are in memory and are read again from the CallStore otherwise, so a
 restarted server continues exactly. Calls outside any rollout share one bounded history per model:
@@ -15,17 +15,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from hone.chat.bridge import (
-    Conversation,
-    HashedMessages,
-    NextPrompt,
-    Reason,
-    RenderedCall,
-    UnrenderedPrompt,
-)
+from hone.chat.bridge import Conversation, HashedMessages, RenderedCall, UnrenderedPrompt
 from hone.chat.template import ChatTemplate
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.calls import CallStore
@@ -40,58 +32,28 @@ MAX_CALLS_OUTSIDE = 512
 MAX_TOKENS_OUTSIDE = 2 * 2**20
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """The ids the engine is fed, and how they were made."""
-
-    ids: list[int]
-    outcome: str
-    reasons: tuple[str, ...]
-    parent: RecordedCall | None
-    """The call it continues, or the one before it; their common prefix is stored once."""
+Match = tuple[UnrenderedPrompt, dict[int | None, RecordedCall | None]]
+"""A prompt to render, and by its source the call that it is stored as a continuation of."""
 
 
-@dataclass(frozen=True)
-class PendingPrompt:
-    """A prompt before it is rendered, and the calls it may continue."""
-
-    unrendered: UnrenderedPrompt
-    calls: Sequence[RecordedCall]
-    """Indexed by the candidates; only ever appended to."""
-    last: RecordedCall | None
-    in_rollout: bool
-    """Calls outside any rollout are unrelated unless one continues another."""
-
-    def rendered(self, prompt: NextPrompt) -> Prompt:
-        parent = self.last if prompt.source is None else self.calls[prompt.source]
-        if not self.in_rollout and prompt.reasons == (Reason.OTHER,):
-            return Prompt(prompt.ids, "first", (str(Reason.FIRST),), None)
-        return Prompt(prompt.ids, prompt.outcome, tuple(map(str, prompt.reasons)), parent)
-
-
-class _ModelHistory:
+class _ModelHistory(Conversation):
     """The calls that one set of weights answered, in one rollout or outside any."""
 
-    def __init__(self, template: ChatTemplate, calls: Sequence[RecordedCall] = ()) -> None:
-        self._template = template
-        self._conversation = Conversation(template)
-        self._calls: list[RecordedCall] = []
+    def __init__(
+        self, template: ChatTemplate, calls: Sequence[RecordedCall] = (), *, in_rollout: bool
+    ) -> None:
+        super().__init__(template, related=in_rollout)
+        self.calls: list[RecordedCall] = []
         self.tokens = 0
+        self._in_rollout = in_rollout
         for call in calls:
-            self.add(call)
+            self.record(call)
 
-    def match(
-        self, messages: HashedMessages, tools: list[dict[str, Any]], *, in_rollout: bool
-    ) -> PendingPrompt:
-        last = self._calls[-1] if self._calls else None
-        unrendered = self._conversation.match(messages, tools)
-        return PendingPrompt(unrendered, self._calls, last, in_rollout)
-
-    def add(self, call: RecordedCall) -> None:
+    def record(self, call: RecordedCall) -> None:
         """Later calls may continue it, unless its client never received the answer."""
         if call.messages is None or call.abandoned:
             return
-        self._conversation.add(
+        self.add(
             RenderedCall(
                 prompt_ids=call.call.prompt_ids,
                 completion_ids=call.call.completion_ids,
@@ -101,14 +63,13 @@ class _ModelHistory:
                 template=call.fingerprint.partition("-")[2],
             )
         )
-        self._calls.append(call)
+        self.calls.append(call)
         self.tokens += len(call.call.prompt_ids) + len(call.call.completion_ids)
 
-    def bounded(self, calls: int, tokens: int) -> "_ModelHistory":
-        """This history, or one of its newer half where it is larger than that."""
-        if len(self._calls) <= calls and self.tokens <= tokens:
-            return self
-        return _ModelHistory(self._template, self._calls[(len(self._calls) + 1) // 2 :])
+    def match_recorded(self, messages: HashedMessages, tools: list[dict[str, Any]]) -> Match:
+        unrendered = self.match(messages, tools)
+        last = self.calls[-1] if self.calls and self._in_rollout else None
+        return unrendered, {None: last, **{i: self.calls[i] for i, _ in unrendered.candidates}}
 
 
 class RolloutHistory:
@@ -145,22 +106,25 @@ class RolloutHistory:
         tokenizer: BaseTokenizer,
         messages: HashedMessages,
         tools: list[dict[str, Any]],
-    ) -> PendingPrompt:
+    ) -> Match:
         """The recorded calls that a request may continue. Blocking, but renders nothing."""
         with self._lock:
             self._load(calls)
-            history = self._of_weights(tokenizer)
-            return history.match(messages, tools, in_rollout=bool(self.rollout))
+            return self._of_weights(tokenizer).match_recorded(messages, tools)
 
     def add(self, tokenizer: BaseTokenizer, calls: Sequence[RecordedCall]) -> None:
         """Calls that were answered. Blocking."""
         with self._lock:
             history = self._of_weights(tokenizer)
             for call in calls:
-                history.add(call)
-            if not self.rollout:
-                bounded = history.bounded(MAX_CALLS_OUTSIDE, MAX_TOKENS_OUTSIDE)
-                self._by_weights[tokenizer.weights_sha256] = bounded
+                history.record(call)
+            count = len(history.calls)
+            too_large = count > MAX_CALLS_OUTSIDE or history.tokens > MAX_TOKENS_OUTSIDE
+            if too_large and not self.rollout:
+                newer = history.calls[(count + 1) // 2 :]
+                self._by_weights[tokenizer.weights_sha256] = _ModelHistory(
+                    tokenizer.template, newer, in_rollout=False
+                )
 
     def load(self, calls: CallStore) -> None:
         """Read the calls of the rollout before it was last in memory. Blocking."""
@@ -176,7 +140,9 @@ class RolloutHistory:
         key = tokenizer.weights_sha256
         if key not in self._by_weights:
             stored = (c for c in self._stored or () if c.fingerprint.partition("-")[0] == key[:32])
-            self._by_weights[key] = _ModelHistory(tokenizer.template, list(stored))
+            self._by_weights[key] = _ModelHistory(
+                tokenizer.template, list(stored), in_rollout=bool(self.rollout)
+            )
         return self._by_weights[key]
 
 

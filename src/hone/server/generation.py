@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.chat.bridge import NextPrompt
 from hone.chat.reply import Event, Reply
 from hone.chat.template import Parser
 from hone.inference.base import FinishReason, SampledToken, Sampling
 from hone.logs import say
-from hone.server.conversations import Prompt, RolloutHistory
+from hone.server.conversations import RolloutHistory
 from hone.server.serving import Policy
 from hone.server.state import State
 from hone.types import Call, RecordedCall, RunSpec
@@ -36,6 +37,8 @@ class RequestContext:
     scope: RolloutScope
     history: RolloutHistory
     run: RunSpec | None
+    large: bool
+    """Its body is too large to be tokenized in the server's process."""
 
     @property
     def max_length(self) -> int:
@@ -94,13 +97,15 @@ class Generation:
     """Everything known before the first token, and the choices as they grow."""
 
     context: RequestContext
-    prompt: Prompt
+    prompt: NextPrompt
     index: int
     """Of the request in its rollout."""
     sampling: Sampling
     make_parser: Callable[[str], Parser]
     """Makes the parser of one choice from the id of its call."""
     fingerprint: str
+    parent: RecordedCall | None = None
+    """The call that it continues, or that came before; their common prefix is stored once."""
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     forced: list[int] = field(default_factory=list)
@@ -155,7 +160,7 @@ class Generation:
     def _store(self, abandoned: bool) -> None:
         context = self.context
         calls = [self._call(choice, abandoned) for choice in self.choices]
-        context.state.calls.add_many(calls, parent=self.prompt.parent)
+        context.state.calls.add_many(calls, parent=self.parent)
         context.history.add(context.policy.base, calls)
         self._count(calls, abandoned)
 
@@ -177,7 +182,7 @@ class Generation:
             reply=reply.message,
             finish=reply.finish,
             outcome=self.prompt.outcome,
-            reasons=list(self.prompt.reasons),
+            reasons=list(map(str, self.prompt.reasons)),
             abandoned=abandoned,
             call=Call(
                 prompt_ids=self.prompt.ids,

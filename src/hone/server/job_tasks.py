@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from hone.errors import BadRequest
 from hone.learner.packed import unpack_groups
 from hone.server.art_requests import LogRequest, TrainRequest, log_art_groups
-from hone.server.chat_tasks import Invalid, TemplateRef
+from hone.server.chat_tasks import Invalid
 from hone.server.model_args import json_text
 from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.tokenizer import BaseTokenizer
@@ -28,25 +28,6 @@ from hone.store.calls import CallStore
 from hone.store.database import Store
 from hone.trajectory import JobRequest, means
 from hone.types import JobInfo
-
-
-@dataclass(frozen=True, slots=True)
-class BaseTokenizerRef:
-    """What another process needs to load the same tokenizer and template."""
-
-    name: str
-    template: TemplateRef
-    weights_sha256: str
-    max_positions: int
-
-    @classmethod
-    def of(cls, tokenizer: BaseTokenizer) -> "BaseTokenizerRef":
-        template = TemplateRef.of(tokenizer.template, tokenizer.files)
-        return cls(tokenizer.name, template, tokenizer.weights_sha256, tokenizer.max_positions)
-
-    def load(self) -> BaseTokenizer:
-        template, files = self.template.load(), self.template.files
-        return BaseTokenizer(self.name, files, template, self.weights_sha256, self.max_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +78,14 @@ def log_art(model_dir: Path, split: str, step: int) -> dict[str, float]:
     return means(_Parsed.art.trajectory_groups)
 
 
-def resolve_job(tokenizer: BaseTokenizerRef, state_file: Path, start: Start) -> PackedJob:
+def resolve_job(tokenizer: BaseTokenizer, state_file: Path, start: Start) -> PackedJob:
     """The parsed job as the queue stores it. Raises Unprocessable."""
     assert _Parsed.job is not None, "read_job or art_job comes first"
-    return pack_job(_Parsed.job, tokenizer.load(), _calls(state_file), start)
+    return pack_job(_Parsed.job, tokenizer, _calls(state_file), start)
 
 
 def token_page(
-    tokenizer: BaseTokenizerRef,
+    tokenizer: BaseTokenizer,
     job: JobInfo,
     packed: bytes,
     picture_dir: Path | None,
@@ -114,14 +95,13 @@ def token_page(
     """A TokenPage as JSON."""
     from hone.learner.picture import LOGPROBS
 
-    base = tokenizer.load()
     return page(
         job.id,
         unpack_groups(packed),
         job.config,
-        vocab=base.files.config["vocab_size"],
-        max_positions=base.max_positions,
-        text=lambda token: base.template.piece(token).decode(errors="replace"),
+        vocab=tokenizer.files.config["vocab_size"],
+        max_positions=tokenizer.max_positions,
+        text=lambda token: tokenizer.template.piece(token).decode(errors="replace"),
         learner_logprobs=picture_dir and read_logprobs(picture_dir / LOGPROBS),
         offset=offset,
         limit=limit,

@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 from hone.chat.bridge import HashedMessages
 from hone.errors import HoneError, UnknownModel
 from hone.logs import log
-from hone.server import chat_tasks, rollouts
+from hone.server import rollouts
 from hone.server.bodies import accept_large_body
+from hone.server.chat_tasks import read_request
 from hone.server.failures import error_response
 from hone.server.generation import RequestContext
 from hone.server.prepare import prepare_chat, prepare_completion
@@ -29,7 +30,7 @@ from hone.server.serving import ServedName
 from hone.server.state import State
 from hone.wire.errors import error_body
 from hone.wire.json import write_json
-from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
+from hone.wire.openai_chat import ChatRequest, CompletionRequest
 from hone.wire.rollout import RolloutScope
 
 
@@ -92,12 +93,19 @@ class OpenAIChat:
     ) -> Response:
         rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
         accept_large_body(request)
-        parsed, messages = await self._parse(await request.body(), kind)
+        body = await request.body()
+        settings = self._state.settings
+        limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
+        large = len(body) > settings.large_body_bytes
+        if large:
+            read = await self._state.workers.run(read_request, kind, body, **limits)
+        else:
+            read = read_request(kind, body, **limits)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             out = EventStream(send)
             try:
-                response = await self._answer(parsed, messages, rollout, out)
+                response = await self._answer(*read, rollout, out, large=large)
             except Exception as error:
                 if not out.started:
                     raise
@@ -110,24 +118,14 @@ class OpenAIChat:
 
         return UntilDisconnect(answer)
 
-    async def _parse(
-        self, body: bytes, kind: type[ChatRequest] | type[CompletionRequest]
-    ) -> tuple[ChatRequest | CompletionRequest, HashedMessages | None]:
-        """The request; a worker process parses a large one, and checks its messages too."""
-        settings, workers = self._state.settings, self._state.workers
-        if len(body) <= settings.large_body_bytes:
-            return kind.parse(read_json(body), max_n=settings.max_n), None
-        limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
-        if kind is CompletionRequest:
-            return await workers.run(chat_tasks.parse_completion, body, **limits), None
-        return await workers.run(chat_tasks.parse_chat, body, **limits)
-
     async def _answer(
         self,
         request: ChatRequest | CompletionRequest,
         messages: HashedMessages | None,
         scope: RolloutScope,
         out: EventStream,
+        *,
+        large: bool,
     ) -> dict[str, Any] | None:
         """The response, or None where it was streamed."""
         state, serving = self._state, self._state.serving
@@ -141,9 +139,10 @@ class OpenAIChat:
             policy = await serving.resolve(request.model, run=run, step=scope.step)
             async with serving.using(policy):
                 context = RequestContext(
-                    state=state, policy=policy, scope=scope, history=history, run=run
+                    state=state, policy=policy, scope=scope, history=history, run=run, large=large
                 )
                 if isinstance(request, ChatRequest):
+                    assert messages is not None
                     response = await prepare_chat(context, request, messages)
                 else:
                     response = await prepare_completion(context, request)

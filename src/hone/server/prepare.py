@@ -10,19 +10,19 @@ rollout, so that the seeds of later ones do not depend on it.
 
 import asyncio
 
-from hone.chat.bridge import HashedMessages
+from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.choice_tokens import first_outside
-from hone.chat.messages import check_messages
 from hone.chat.reply import StreamParser
 from hone.chat.template import ChatTemplate
 from hone.chat.tool_choice import ToolChoice
 from hone.errors import BadRequest
 from hone.inference.base import Sampling
-from hone.server import chat_tasks
-from hone.server.chat_tasks import TemplateRef
-from hone.server.conversations import PendingPrompt, Prompt, request_seed
+from hone.server.chat_tasks import render, too_long
+from hone.server.conversations import Match, request_seed
 from hone.server.generation import Generation, RequestContext
 from hone.server.responses import ChatResponse, LogprobWriter, TextResponse
+from hone.server.tokenizer import BaseTokenizer
+from hone.types import RecordedCall
 from hone.wire.errors import brief
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temperature
 
@@ -30,10 +30,10 @@ Request = ChatRequest | CompletionRequest
 
 
 async def prepare_chat(
-    context: RequestContext, request: ChatRequest, messages: HashedMessages | None
+    context: RequestContext, request: ChatRequest, messages: HashedMessages
 ) -> ChatResponse:
-    """`messages`: those of a large request, which a worker process has checked."""
-    template, choice, prompt = await _chat_prompt(context, request, messages)
+    tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages)
+    template = tokenizer.template
     forced = choice.forced_ids(template, prompt.ids)
     max_tokens = _max_tokens(context, len(prompt.ids), request.limit, len(forced), "messages")
     kwargs = request.chat_template_kwargs or {}
@@ -42,12 +42,13 @@ async def prepare_chat(
     generation = Generation(
         context=context,
         prompt=prompt,
+        parent=parent,
         index=index,
         sampling=_sampling(context, request, index, max_tokens, template, choice.stop),
         make_parser=lambda call: template.parser(
             prompt_ids=prompt.ids, tools=choice.tools, stop=request.stop, seed=call
         ),
-        fingerprint=context.policy.base.fingerprint_of(template),
+        fingerprint=tokenizer.fingerprint,
         messages=request.messages,
         tools=choice.tools,
         forced=forced,
@@ -59,12 +60,12 @@ async def prepare_chat(
 
 async def prepare_completion(context: RequestContext, request: CompletionRequest) -> TextResponse:
     base = context.policy.base
-    ids = await _prompt_ids(context, request.text_or_ids)
-    max_tokens = _max_tokens(context, len(ids), request.limit, 0, "prompt")
+    prompt = await _completion_prompt(context, request.text_or_ids)
+    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, 0, "prompt")
     index = context.history.next_index()
     generation = Generation(
         context=context,
-        prompt=Prompt(ids, "first", (), None),
+        prompt=prompt,
         index=index,
         sampling=_sampling(context, request, index, max_tokens, base.template),
         make_parser=lambda call: StreamParser(
@@ -80,66 +81,43 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
 
 
 async def _chat_prompt(
-    context: RequestContext, request: ChatRequest, messages: HashedMessages | None
-) -> tuple[ChatTemplate, ToolChoice, Prompt]:
-    """A worker process renders and tokenizes the prompt of a large request."""
-    if messages is None:
-        return await asyncio.to_thread(_render, context, request)
-    template, choice, pending = await asyncio.to_thread(_match, context, request, messages)
-    ref = TemplateRef.of(template, context.policy.base.files)
-    limit = context.max_length
-    prompt, tokens = await context.state.workers.run(
-        chat_tasks.render, ref, pending.unrendered, limit
-    )
-    if tokens > limit:
-        _max_tokens(context, tokens, request.limit, 0, "messages")
-    return template, choice, pending.rendered(prompt)
-
-
-def _render(
-    context: RequestContext, request: ChatRequest
-) -> tuple[ChatTemplate, ToolChoice, Prompt]:
-    """Blocking."""
-    messages = HashedMessages.of(check_messages(request.messages))
-    template, choice, pending = _match(context, request, messages)
-    return template, choice, pending.rendered(pending.unrendered.render(template))
-
-
-def _match(
     context: RequestContext, request: ChatRequest, messages: HashedMessages
-) -> tuple[ChatTemplate, ToolChoice, PendingPrompt]:
-    """Blocking."""
-    base, calls = context.policy.base, context.state.calls
-    kwargs = {**context.spec("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
-    day = None if context.run is None else calls.opened_on(context.run)
-    template = base.template.with_kwargs(kwargs, day)
-    choice = ToolChoice.of(
-        template, request.tools, request.tool_choice, parallel=request.parallel_tool_calls
-    )
-    tools = template.check_tools(choice.tools)
-    return template, choice, context.history.match(calls, base, messages, tools)
+) -> tuple[BaseTokenizer, ToolChoice, NextPrompt, RecordedCall | None]:
+    """Also returns the call that the prompt is stored as a continuation of."""
+    calls, limit = context.state.calls, context.max_length
+
+    def match() -> tuple[BaseTokenizer, ToolChoice, Match, NextPrompt | None]:
+        kwargs = {
+            **context.spec("chat_template_kwargs", {}),
+            **(request.chat_template_kwargs or {}),
+        }
+        day = None if context.run is None else calls.opened_on(context.run)
+        tokenizer = context.policy.base.with_kwargs(kwargs, day)
+        choice = ToolChoice.of(
+            tokenizer.template,
+            request.tools,
+            request.tool_choice,
+            parallel=request.parallel_tool_calls,
+        )
+        tools = tokenizer.template.check_tools(choice.tools)
+        matched = context.history.match(calls, context.policy.base, messages, tools)
+        prompt = None if context.large else render(tokenizer, matched[0], limit)
+        return tokenizer, choice, matched, prompt
+
+    tokenizer, choice, (unrendered, parents), prompt = await asyncio.to_thread(match)
+    if prompt is None:
+        prompt = await context.state.workers.run(render, tokenizer, unrendered, limit)
+    return tokenizer, choice, prompt, parents[prompt.source]
 
 
-async def _prompt_ids(context: RequestContext, prompt: str | list[int]) -> list[int]:
-    state, base = context.state, context.policy.base
-    await asyncio.to_thread(context.history.load, state.calls)
-    if isinstance(prompt, list):
-        _check_ids(context, prompt)
-        return prompt
-    if len(prompt) <= state.settings.large_body_bytes:
-        return await asyncio.to_thread(base.template.tokenizer.encode, prompt)
-    ref = TemplateRef.of(base.template, base.files)
-    limit = context.max_length
-    ids, tokens = await state.workers.run(chat_tasks.tokenize, ref, prompt, limit)
-    if tokens > limit:
-        _max_tokens(context, tokens, None, 0, "prompt")
-    return ids
-
-
-def _check_ids(context: RequestContext, prompt: list[int]) -> None:
-    """Refuse ids outside the vocabulary now: the engine would fail once the call has begun."""
+async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -> NextPrompt:
     base = context.policy.base
+    await asyncio.to_thread(context.history.load, context.state.calls)
+    if isinstance(prompt, str):
+        run = context.state.workers.run if context.large else asyncio.to_thread
+        return await run(render, base, prompt, context.max_length)
     vocab = base.files.config["vocab_size"]
+    # Refused now: the engine would fail once the call has begun.
     if wrong := first_outside(prompt, vocab):
         place, token = wrong
         raise BadRequest(
@@ -147,6 +125,7 @@ def _check_ids(context: RequestContext, prompt: list[int]) -> None:
             f"{base.name!r}; send ids of its tokenizer",
             param="prompt",
         )
+    return NextPrompt(ids=prompt, outcome="first", reasons=())
 
 
 # ---- sampling ----------------------------------------------------------------------------------
@@ -159,14 +138,7 @@ def _max_tokens(
     limit, settings = context.max_length, context.state.settings
     answer = max(requested or 1, forced + 1)
     if prompt + answer > limit:
-        is_models = limit == context.policy.base.max_positions
-        whose = "the model" if is_models else "this server (max_seq_length)"
-        raise BadRequest(
-            f"{param}: {prompt} tokens, and {answer} of answer, are more than the {limit} of "
-            f"{whose}; shorten the prompt or lower max_tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise too_long(context.policy.base, param, prompt, answer, limit)
     if requested is None:
         answer = min(limit - prompt, settings.max_tokens or limit)
     return max(answer - forced, 1)

@@ -109,16 +109,16 @@ class _Resolver:
 
     def __init__(self, tokenizer: BaseTokenizer, calls: CallStore, start: Start) -> None:
         record, config = start.record, start.config
-        template = tokenizer.template.with_kwargs(record.spec.chat_template_kwargs)
+        tokenizer = tokenizer.with_kwargs(record.spec.chat_template_kwargs)
         config_file = tokenizer.files.path / "config.json"
         shape = DecoderConfig.parse(tokenizer.files.config, where=str(config_file))
         self._record, self._config, self._start = record, config, start
         self._calls = calls
-        self._fingerprint = tokenizer.fingerprint_of(template)
+        self._fingerprint = tokenizer.fingerprint
         self._vocab = shape.vocab
         self._limit = min(config.max_seq_length, shape.max_positions)
         self._choices = ChoiceReader(
-            template,
+            tokenizer.template,
             calls,
             model=str(record.key),
             base_model=record.spec.base_model,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
-from hone.server.job_tasks import BaseTokenizerRef, digest
+from hone.server.job_tasks import digest
 from hone.server.model_args import train_config
 from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.state import State
@@ -34,8 +34,7 @@ async def submit_held(state: State, worker: Worker, request: JobRequest, sha256:
     """Accept a job whose groups are in a worker process; `request` has none."""
 
     async def pack(tokenizer: BaseTokenizer, start: Start) -> PackedJob:
-        ref = BaseTokenizerRef.of(tokenizer)
-        return await worker.run(job_tasks.resolve_job, ref, state.store.path, start)
+        return await worker.run(job_tasks.resolve_job, tokenizer, state.store.path, start)
 
     return await _accept(state, request, sha256, pack)
 

@@ -9,14 +9,17 @@ would mean something else. Arguments and date may differ between requests.
 
 Hashing the weights reads every byte of them, so the hash is cached under the root with size and
 time of each file, and computed again when one changes.
+
+A BaseTokenizer can be sent to a worker process, which loads the same files again, once.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from hone.chat.template import ChatTemplate
 from hone.disk import write_atomic
@@ -46,9 +49,7 @@ class BaseTokenizer:
     def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "BaseTokenizer":
         """Find the model (downloading it if need be) and read its tokenizer. Blocking."""
         files = find(base_model)
-        template = ChatTemplate.load(
-            load_tokenizer(files), base_model, today=today, end_ids=files.end_ids
-        )
+        template = _read_template(files, base_model, today)
         positions = files.config.get("max_position_embeddings")
         if not isinstance(positions, int):
             raise ModelUnsupported(
@@ -59,12 +60,22 @@ class BaseTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint under the template without arguments."""
-        return self.fingerprint_of(self.template)
+        return f"{self.weights_sha256[:32]}-{self.template.fingerprint}"
 
-    def fingerprint_of(self, template: ChatTemplate) -> str:
-        """Fingerprint under this template, which may have arguments."""
-        return f"{self.weights_sha256[:32]}-{template.fingerprint}"
+    def with_kwargs(self, kwargs: dict[str, Any], day: date | None = None) -> "BaseTokenizer":
+        """This tokenizer with arguments for its template, printing another day."""
+        template = self.template.with_kwargs(kwargs, day)
+        if template is self.template:
+            return self
+        return BaseTokenizer(
+            self.name, self.files, template, self.weights_sha256, self.max_positions
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        files = ModelFiles(self.files.name, self.files.path, self.files.source)  # nothing it read
+        template = self.template
+        settings = (template.kwargs, template.today, self.weights_sha256, self.max_positions)
+        return _load_again, (self.fingerprint, files, self.name, *settings)
 
     def check_made_for(self, checkpoint: Checkpoint) -> None:
         """Refuse a step that was trained over other files than this model has now."""
@@ -82,6 +93,32 @@ def differing(one: str, other: str) -> list[str]:
     """The parts in which two fingerprints differ; parts that one of them lacks do not count."""
     both = zip(PARTS, one.split("-"), other.split("-"), strict=False)
     return [part for part, a, b in both if a != b]
+
+
+def _load_again(
+    fingerprint: str,
+    files: ModelFiles,
+    name: str,
+    kwargs: dict[str, Any],
+    today: date,
+    weights_sha256: str,
+    max_positions: int,
+) -> BaseTokenizer:
+    template = _template(files, name, today).with_kwargs(kwargs)
+    loaded = BaseTokenizer(name, files, template, weights_sha256, max_positions)
+    if loaded.fingerprint != fingerprint:
+        raise Conflict(
+            f"{files.path}: the tokenizer or the chat template is not the one this server loaded; "
+            "put the old files back, or restart the server"
+        )
+    return loaded
+
+
+def _read_template(files: ModelFiles, name: str, today: date | None) -> ChatTemplate:
+    return ChatTemplate.load(load_tokenizer(files), name, today=today, end_ids=files.end_ids)
+
+
+_template = lru_cache(maxsize=4)(_read_template)
 
 
 def _weights_sha256(files: ModelFiles, root: Path) -> str:

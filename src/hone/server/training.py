@@ -22,7 +22,6 @@ from hone.logs import say
 from hone.server import events, job_tasks
 from hone.server.auth import check_path
 from hone.server.bodies import checked, large_body_route
-from hone.server.job_tasks import BaseTokenizerRef
 from hone.server.model_args import check_base_model, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -243,7 +242,7 @@ def _job_routes(state: State, router: APIRouter) -> None:
         """What a job is trained on, token by token."""
         job = await asyncio.to_thread(state.jobs.get, job_id)
         packed = await asyncio.to_thread(state.jobs.packed_groups, job_id)
-        tokenizer = BaseTokenizerRef.of(await state.serving.template(job.base_model))
+        tokenizer = await state.serving.template(job.base_model)
         picture_dir = await asyncio.to_thread(_picture_dir, state, job)
         task = job_tasks.token_page
         text = await state.workers.run(task, tokenizer, job, packed, picture_dir, offset, limit)

@@ -17,13 +17,15 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
+import tempfile
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, ParamSpec, TypeVar, cast
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 from hone.errors import HoneError, ServerError, Unavailable
 from hone.logs import say
@@ -35,7 +37,6 @@ T = TypeVar("T")
 NICENESS = 10
 DEADLINE_S = 300.0
 """A task that takes longer is stopped, and its process with it."""
-_FAILED, _RAISED, _RETURNED = range(3)
 
 
 class WorkerPool:
@@ -45,15 +46,13 @@ class WorkerPool:
         self._free = asyncio.Semaphore(processes)
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
-        # Threads of their own: tasks that wait must not take those of `asyncio.to_thread`.
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="hone-worker")
         self._deadline_s = deadline_s
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the running workers."""
-        return [worker.pid for worker in self._all if worker.pid is not None]
+        return [pid for worker in self._all for pid in worker.processes]
 
     @property
     def busy(self) -> int:
@@ -71,12 +70,12 @@ class WorkerPool:
         async with self._free:
             if self._closed:
                 raise Unavailable("the server is stopping; send the request again later")
-            worker = self._idle.pop() if self._idle else Worker(self._threads, self._deadline_s)
+            worker = self._idle.pop() if self._idle else Worker(self._deadline_s)
             self._all.add(worker)
             try:
                 yield worker
             finally:
-                if worker.busy or not worker.alive:
+                if worker.busy:
                     # Its request was given up, or it died: the next request gets a new process.
                     worker.kill()
                     self._all.discard(worker)
@@ -90,159 +89,102 @@ class WorkerPool:
             worker.kill()
         self._all.clear()
         self._idle.clear()
-        self._threads.shutdown(wait=True)
 
 
 class Worker:
     """One process, started by its first call."""
 
-    def __init__(self, threads: ThreadPoolExecutor, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float) -> None:
         self.busy = False
-        self._threads = threads
+        """A task runs, or has not returned: it was given up, or the process died."""
         self._deadline_s = deadline_s
-        self._starting = threading.Lock()
-        self._killed = False
-        self._process: BaseProcess | None = None
-        self._pipe: Connection | None = None
+        # Not forked: a fork of a process with threads and torch in it may deadlock.
+        spawn = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(1, mp_context=spawn, initializer=_start)
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.is_alive() and not self._killed
+    def processes(self) -> dict[int, Any]:
+        """Its process by its id, once it is started."""
+        # TODO(python>=3.14): ProcessPoolExecutor.kill_workers() is public
+        return dict(self._executor._processes or {})  # pyright: ignore[reportPrivateUsage]
 
     async def run(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
         self.busy = True
-        kind, value = await loop.run_in_executor(self._threads, self._call, (task, args, kwargs))
-        self.busy = False
-        if kind == _RAISED:
-            raise _rebuild(*value)
-        if kind == _FAILED:
-            raise RuntimeError(f"in a worker process:\n{value}")
-        return value
-
-    def kill(self) -> None:
-        with self._starting:
-            self._killed = True
-            if self._process is not None and self._process.is_alive():
-                self._process.kill()
-
-    def _call(self, message: Any) -> tuple[int, Any]:
-        """Blocking."""
-        try:
-            pipe = self._started()
-            _send(pipe, message)
-            if not pipe.poll(self._deadline_s):
-                self.kill()
+        with tempfile.TemporaryDirectory(
+            prefix="hone-body-", ignore_cleanup_errors=True
+        ) as directory:
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    submitted = asyncio.to_thread(self._submit, Path(directory), task, args, kwargs)
+                    value = await asyncio.wrap_future(await submitted)
+            except TimeoutError:
                 raise Unavailable(
                     f"reading this request took more than {self._deadline_s:g} s and was stopped; "
                     "send less at once"
-                )
-            return pipe.recv()
-        except (EOFError, OSError):
-            raise self._death() from None
+                ) from None
+            except (BrokenProcessPool, OSError) as error:
+                say("a worker process died", level=logging.WARNING, error=str(error))
+                raise Unavailable(
+                    "the process that read this request died, perhaps for lack of memory; send it "
+                    "again, or send less at once"
+                ) from None
+        self.busy = False
+        if isinstance(value, _Raised):
+            raise value.rebuilt()
+        return value
 
-    def _death(self) -> Unavailable:
-        if self._killed:
-            return Unavailable("reading this request was stopped; send it again")
-        self.kill()
-        process = self._process
-        if process is not None and process.pid is not None:
-            process.join()
-        code = None if process is None else process.exitcode
-        say("a worker process died", level=logging.WARNING, pid=self.pid, exit_code=code)
-        return Unavailable(
-            f"the process that read this request died (exit code {code}), perhaps for lack of "
-            "memory; send it again, or send less at once"
-        )
+    def kill(self) -> None:
+        processes = self.processes
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes.values():
+            process.kill()
 
-    def _started(self) -> Connection:
-        with self._starting:
-            if self._killed:
-                raise EOFError
-            if self._pipe is None:
-                # Not forked: a fork of a process with threads and torch in it may deadlock.
-                spawn = multiprocessing.get_context("spawn")
-                ours, theirs = spawn.Pipe()
-                self._pipe = cast("Connection", ours)
-                self._process = spawn.Process(
-                    target=_serve, args=(theirs,), daemon=True, name="hone-worker"
-                )
-                # On a thread that gives way: the child inherits the niceness, and its imports take
-                # no time from the event loop either.
-                starter = threading.Thread(target=_start, args=(self._process,))
-                starter.start()
-                starter.join()
-                theirs.close()
-                if self._process.pid is None:  # for lack of memory, say; the trace is on stderr
-                    raise EOFError
-            return self._pipe
+    def _submit(
+        self, directory: Path, task: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Future[Any]:
+        """Blocking.
+
+        Bodies go through a file: to pickle one copies it several times with the interpreter's lock
+        held, and 64 MB stop the event loop for a tenth of a second.
+        """
+        bodies: list[pickle.PickleBuffer] = []
+        wrapped = [pickle.PickleBuffer(arg) if isinstance(arg, bytes) else arg for arg in args]
+        call = pickle.dumps((task, wrapped, kwargs), protocol=5, buffer_callback=bodies.append)
+        files = [directory / str(i) for i in range(len(bodies))]
+        for file, body in zip(files, bodies, strict=True):
+            file.write_bytes(body)
+        return self._executor.submit(_call, call, files)
 
 
-def _send(pipe: Connection, message: tuple[Any, tuple[Any, ...], Any]) -> None:
-    """Send a call; its bodies go as they are.
+class _Raised:
+    """A HoneError on its way back; its constructor wants other arguments than its message."""
 
-    To pickle a body copies it several times with the interpreter's lock held: 64 MB stop the event
-    loop for a tenth of a second.
-    """
-    task, args, kwargs = message
-    bodies: list[pickle.PickleBuffer] = []
-    wrapped = tuple(pickle.PickleBuffer(arg) if type(arg) is bytes else arg for arg in args)
-    pickled = pickle.dumps((task, wrapped, kwargs), protocol=5, buffer_callback=bodies.append)
-    pipe.send((pickled, len(bodies)))
-    for body in bodies:
-        pipe.send_bytes(body.raw())
+    def __init__(self, error: HoneError) -> None:
+        self._kind, self._message, self._fields = type(error), str(error), vars(error)
 
-
-def _receive(pipe: Connection) -> tuple[Any, tuple[Any, ...], Any]:
-    """The other side of `_send`."""
-    pickled, count = pipe.recv()
-    return pickle.loads(pickled, buffers=[pipe.recv_bytes() for _ in range(count)])
-
-
-def _start(process: BaseProcess) -> None:
-    give_way(NICENESS)
-    process.start()
-
-
-def _rebuild(kind: type[HoneError], message: str, fields: dict[str, Any]) -> HoneError:
-    """An error as it was raised; its constructor wants other arguments than its message."""
-    error = kind.__new__(kind, message)
-    assert isinstance(error, HoneError), kind
-    error.__dict__.update(fields)
-    return error
+    def rebuilt(self) -> HoneError:
+        error = self._kind.__new__(self._kind, self._message)
+        error.__dict__.update(self._fields)
+        return error
 
 
 # ---- the child ----------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection) -> None:
-    """Answer calls until the server closes the pipe."""
-    import signal
-
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the server ends us
+def _start() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server ends us
+    give_way(NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            task, args, kwargs = _receive(pipe)
-        except EOFError:
-            return
-        pipe.send(_outcome(task, args, kwargs))
-        del task, args, kwargs
 
 
-def _outcome(task: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, Any]:
+def _call(call: bytes, bodies: list[Path]) -> Any:
     try:
-        return _RETURNED, task(*args, **kwargs)
+        task, args, kwargs = pickle.loads(call, buffers=[body.read_bytes() for body in bodies])
+        return task(*args, **kwargs)
     except HoneError as error:
-        return _RAISED, (type(error), str(error), vars(error))
+        return _Raised(error)
     except Exception:  # noqa: BLE001  # a defect: its trace belongs into the server's log
-        return _FAILED, traceback.format_exc()
+        raise RuntimeError(f"in a worker process:\n{traceback.format_exc()}") from None
 
 
 def _end_with_parent() -> None:
