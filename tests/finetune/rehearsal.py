@@ -24,8 +24,7 @@ from hone.errors import ConfigError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.finetune.adapter import ARTTrainerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
-from hone.finetune.checks import Check, failures
-from hone.finetune.preflight import preflight
+from hone.finetune.preflight import Check, failures, preflight
 
 PROGRAM = """
 # An agent that knows nothing of hone: it has its address, its key and the name of a model.
@@ -225,12 +224,14 @@ class Live:
     evaluation: Evaluation
     id: str
 
-    async def checks(self, adapter: TrainerAdapter | None = None) -> list[Check]:
-        """Of the parts as they are now, or with another adapter."""
+    async def checks(
+        self, adapter: TrainerAdapter | None = None, builder: TrajectoryBuilder | None = None
+    ) -> list[Check]:
+        """Of the parts as they are now, or with another adapter or trajectory builder."""
         return await preflight(
             document=self.builder.document,
             builder=self.builder,
-            trajectory_builder=self.trajectories,
+            trajectory_builder=builder or self.trajectories,
             trainer_adapter=adapter or self.adapter,
             evaluation=self.evaluation,
             run_id=self.id,

@@ -1,266 +1,344 @@
-"""finetune/checks.py: what a file lacks is told all at once; what a document means for a run."""
+"""Everything that is wrong with the files of a run is told at once, each with its line."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
+from typing import Any
 
 import pytest
-from tests.finetune.rehearsal import document, one
+from tests.finetune.rehearsal import document
 
-from hone.config.schema import ConfigProblems, read
-from hone.finetune.checks import check_document, check_movement, failures, plan
-from hone.finetune.documents import read_run
+from hone.config.problems import ConfigProblems
+from hone.config.schema import read
+from hone.finetune.checks import check_file, read_run
 
-Write = Callable[[str], Path]
+RUN = """\
+llms:
+  policy: {_type: trainable, temperature: 1.0}
+functions:
+  search: {_type: python, target: "tools.py:search"}
+workflow:
+  _type: python
+  target: agent.py:run
+  llm: policy
+eval:
+  general:
+    dataset:
+      _type: jsonl
+      file_path: train.jsonl
+  evaluators:
+    reward: {_type: python, target: "reward.py:score"}
+trajectory_builders: {b: {_type: openpipe_art_traj_builder, num_generations: 4}}
+trainer_adapters:
+  a:
+    _type: openpipe_art_trainer_adapter
+    backend:
+      base_model: smollm2-135m-instruct
+trainers: {t: {_type: openpipe_art_trainer}}
+finetuning:
+  enabled: true
+  trainer: t
+  trajectory_builder: b
+  trainer_adapter: a
+  reward_function: {name: reward}
+"""
+Refused = Callable[..., list[str]]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """The problems of RUN after replacements; an empty list where nothing is wrong."""
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text("def run(question, llm): ...\n")
+    Path("tools.py").write_text("def search(query): ...\n")
+    Path("reward.py").write_text("def score(output, expected): ...\n")
+    Path("train.jsonl").write_text(json.dumps({"question": "?", "answer": "!"}) + "\n")
+
+    def problems(*replaced: tuple[str, str]) -> list[str]:
+        text = RUN
+        for old, new in replaced:
+            assert old in text, old
+            text = text.replace(old, new)
+        Path("a.yml").write_text(text)
+        try:
+            read_run(Path("a.yml"))
+        except ConfigProblems as error:
+            return [str(problem) for problem in error.problems]
+        return []
+
+    return problems
+
+
+def test_nothing_is_wrong(refused: Refused):
+    assert refused() == []
+
+
+def test_everything_that_is_wrong_is_told_at_once_whatever_else_is(refused: Refused):
+    Path("tools.py").write_text("import nowhere_to_be_found\n")
+    lines = refused(
+        ("temperature: 1.0", "temperature: hot"),  # a value the schema refuses
+        ("agent.py:run", "agent.py:rum"),
+        ("reward.py:score", "rewards.py:score"),
+        ("train.jsonl", "trian.jsonl"),
+        ("smollm2-135m-instruct", "smollm2-135m-instrct"),
+        ("num_generations: 4", "num_generations: 1"),
+        ("  trainer: t\n", "  trainer: t\n  num_epoch: 3\n"),  # an unknown key
+    )
+    by_place = dict(line.split(": ", 1) for line in lines)
+    assert list(by_place) == [
+        "a.yml:2", "a.yml:4", "a.yml:7", "a.yml:13", "a.yml:15", "a.yml:16", "a.yml:21", "a.yml:26",
+    ]  # fmt: skip
+    assert by_place["a.yml:2"].startswith("llms.policy.temperature: got 'hot'")
+    assert "cannot be imported: No module named 'nowhere_to_be_found'" in by_place["a.yml:4"]
+    assert by_place["a.yml:7"].endswith("has no 'rum'. Did you mean 'run'?")
+    assert "eval.general.dataset.file_path: there is no" in by_place["a.yml:13"]
+    assert "'rewards.py:score': there is no file" in by_place["a.yml:15"]
+    assert "Did you mean 'smollm2-135m-instruct'?" in by_place["a.yml:21"]
+    assert "unknown key 'num_epoch'" in by_place["a.yml:26"]
+
+
+def test_checks_of_whole_sections_run_where_another_section_is_broken(refused: Refused):
+    first, second = refused(
+        ("temperature: 1.0", "temperature: hot"), ("num_generations: 4", "num_generations: 1")
+    )
+    assert first.startswith("a.yml:2: llms.policy.temperature")
+    assert second.startswith("a.yml:16: trajectory_builders.b.num_generations: ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("", "a.yml:13: eval.general.dataset.file_path: train.jsonl: no row is left to run"),
+        ('{"prompt": "?", "answer": "!"}', "a.yml:11: eval.general.dataset.structure.question_key: train.jsonl: no"),
+        ('{"question": "?", "anwser": "!"}', "a.yml:11: eval.general.dataset.structure.answer_key: "
+         "reward.py:score takes `expected`, and no row has a 'answer'. Did you mean 'anwser'?"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit(refused: Refused, rows: str, message: str):
+    Path("train.jsonl").write_text(rows)
+    (said,) = refused()
+    assert said.startswith(message)
+
+
+def test_a_missing_question_does_not_hide_a_missing_answer(refused: Refused):
+    Path("train.jsonl").write_text('{"prompt": "?", "anwser": "!"}')
+    question, answer = refused()
+    assert question.startswith("a.yml:11: eval.general.dataset.structure.question_key: ")
+    assert answer.startswith("a.yml:11: eval.general.dataset.structure.answer_key: ")
+
+
+def test_columns_that_are_named_must_be_there(refused: Refused):
+    structure = "file_path: train.jsonl\n      structure:\n        answer_key: solution"
+    (said,) = refused(("file_path: train.jsonl", structure))
+    assert said.startswith("a.yml:15: eval.general.dataset.structure.answer_key: no row has a 'sol")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", None),  # the hub may have it: nobody is asked
+        ("model", None),
+        ("./nowhere", "there is no "),
+        ("weights.gguf", "there is no "),
+        ("empty", "holds neither config.json nor a .gguf file"),
+        ("a/b/c", "is not a model that hone knows"),
+    ],
+)
+def test_base_models(refused: Refused, name: str, said: str | None):
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("empty").mkdir()
+    found = refused(("smollm2-135m-instruct", name))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    # What a server on another machine has, that server says.
+    remote = f"{name}\n      ip: gpu\n      port: 7623"
+    assert refused(("smollm2-135m-instruct", remote)) == []
+
+
+def test_an_empty_file_is_no_configuration(tmp_path: Path):
+    (tmp_path / "a.yml").write_text("\n")
+    with pytest.raises(ConfigProblems, match="the file is empty"):
+        read_run(tmp_path / "a.yml")
+
+
+def test_files_that_the_command_names(tmp_path: Path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (problem,) = check_file("--validation_dataset", tmp_path / "empty.jsonl", None)
+    assert str(problem).startswith(
+        f"--validation_dataset {tmp_path / 'empty.jsonl'}: no row is left"
+    )
+    (problem,) = check_file("--dataset", tmp_path / "none.jsonl", None)
+    assert str(problem) == f"--dataset {tmp_path / 'none.jsonl'}: no such file"
+    assert check_file("--dataset", None, None) == []
+    (tmp_path / "torn.jsonl").write_text('{"question": "?"}\n{"question"')
+    (problem,) = check_file("--dataset", tmp_path / "torn.jsonl", None)
+    assert str(problem).startswith(f"--dataset {tmp_path / 'torn.jsonl'}:2: not JSON: Expecting")
+
+
+def test_files_that_the_command_names_have_the_reward_s_columns(refused: Refused):
+    assert refused() == []
+    document = read_run(Path("a.yml"))
+    Path("held_out.jsonl").write_text('{"question": "?", "anwser": "!"}')
+    (problem,) = check_file("--validation_dataset", Path("held_out.jsonl"), document, "reward")
+    assert str(problem).startswith(
+        "--validation_dataset held_out.jsonl: reward.py:score takes `expected`, and no row has a "
+        "'answer'. Did you mean 'anwser'?"
+    )
+
+
+def test_problems_stand_in_the_order_of_the_lines(refused: Refused):
+    said = refused(
+        ("agent.py:run", "agent.py:rum"),
+        ("smollm2-135m-instruct", "smollm2-135m-instrct"),
+        ("train.jsonl", "trian.jsonl"),
+        ("  trainer: t\n", "  trainer: t\n  num_epoch: 3\n"),
+    )
+    assert [line.split(": ")[0] for line in said] == ["a.yml:7", "a.yml:13", "a.yml:21", "a.yml:26"]
+
+
+# ---- what a run needs ---------------------------------------------------------------------------
 
 REST = """\
 trajectory_builders: {b: {_type: openpipe_art_traj_builder}}
 trainer_adapters: {a: {_type: openpipe_art_trainer_adapter, backend: {}}}
 trainers: {t: {_type: openpipe_art_trainer}}
+finetuning: {enabled: true, trainer: t, trajectory_builder: b, trainer_adapter: a}
 """
-RUN = "finetuning: {enabled: true, trainer: t, trajectory_builder: b, trainer_adapter: a"
 
 
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    monkeypatch.chdir(tmp_path)
-
-    def file(text: str) -> Path:
-        Path("a.yml").write_text(dedent(text))
-        return Path("a.yml")
-
-    return file
-
-
-def refused(file: Path, dataset: Path | None = None) -> list[str]:
+def lines_of(file: Path, **options: Any) -> list[str]:
     with pytest.raises(ConfigProblems) as caught:
-        read_run(file, dataset=dataset)
+        read_run(file, **options)
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_a_run_without_workflow_reward_and_dataset(write: Write):
-    file = write(f"{REST}{RUN}}}\n")
+def test_a_run_without_workflow_reward_and_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("a.yml")
+    file.write_text(REST)
     read(file)  # it is a valid document, and no run
-    nothing = "a.yml:4: workflow: is missing, and finetuning.enabled is true: there is nothing to "
-    reward = (
+    workflow, dataset, reward = lines_of(file)
+    assert workflow.startswith(
+        "a.yml:1: workflow: is missing, and finetuning.enabled is true: there is nothing to train. "
+        "Add `workflow:`"
+    )
+    assert reward == (
         "a.yml:4: finetuning.reward_function: is missing; name one of eval.evaluators (there is "
         "none yet), as reward_function: {name: ...}"
     )
-    workflow, score, dataset = refused(file)
-    assert workflow.startswith(nothing + "train. Add `workflow:`")
-    assert score == reward
     assert dataset == (
-        "a.yml:4: eval.general.dataset: is missing, and finetuning.enabled is true: there is "
+        "a.yml:1: eval.general.dataset: is missing, and finetuning.enabled is true: there is "
         "nothing to run on. Add `dataset: {_type: json, file_path: FILE}`, or start the run with "
         "--dataset FILE"
     )
-    assert len(refused(file, dataset=Path("rows.json"))) == 2
+    assert len(lines_of(file, dataset=Path("rows.json"))) == 2
 
 
-def test_a_file_that_trains_nothing_needs_nothing(write: Write):
-    file = write("finetuning: {enabled: false}\n")
-    assert read_run(file).finetuning.enabled is False
+def test_a_file_that_trains_nothing_needs_nothing(tmp_path: Path):
+    (tmp_path / "a.yml").write_text("finetuning: {enabled: false}\n")
+    assert read_run(tmp_path / "a.yml").finetuning.enabled is False
 
 
-SOUND = """\
-llms: {m: {_type: openai, model_name: x, base_url: "http://localhost:8000/v1"}}
-functions: {search: {_type: python, target: "agent:search"}}
-workflow: {_type: python, target: "agent:run"}
-eval:
-  general: {dataset: {_type: json, file_path: rows.json}}
-  evaluators: {score: {_type: exact_match}}
-"""
-
-
-def test_a_sound_file_is_read(write: Write):
-    file = write(f"{SOUND}{REST}{RUN}, reward_function: {{name: score}}, target_model: m}}\n")
-    assert read_run(file).finetuning.target_model == "m"
-
-
-def test_mistakes_of_the_run_are_told_with_those_of_the_file(write: Write):
-    sound = SOUND.replace("model_name: x", "model_name: x, temprature: 1")
-    sound = sound.replace("http://localhost", "localhost")
-    file = write(f"{sound}{REST}{RUN}, target_functions: [<workflow>, serach]}}\n")
-    assert [line.partition(";")[0] for line in refused(file)] == [
-        "a.yml:1: llms.m.base_url: base_url is 'localhost:8000/v1'",
-        "a.yml:1: llms.m.temprature: unknown key 'temprature'. Did you mean 'temperature'?",
-        "a.yml:10: finetuning.reward_function: is missing",
-        "a.yml:10: finetuning.target_functions.1: functions has no 'serach', so no call can be "
+def test_mistakes_of_the_run_are_told_with_those_of_the_file(refused: Refused):
+    lines = refused(
+        ("temperature: 1.0", "temperature: 1.0, temprature: 1"),
+        ("  reward_function: {name: reward}\n", "  target_functions: [<workflow>, serach]\n"),
+    )
+    assert [line.partition(";")[0] for line in lines] == [
+        "a.yml:2: llms.policy.temprature: unknown key 'temprature'. Did you mean 'temperature'?",
+        "a.yml:23: finetuning.reward_function: is missing",
+        "a.yml:28: finetuning.target_functions.1: functions has no 'serach', so no call can be "
         "trained. Did you mean 'search'? There are: '<workflow>', 'search'.",
     ]
 
 
-def test_what_only_the_whole_document_tells(write: Write):
-    sound = SOUND.replace(", file_path: rows.json", "")
-    rest = REST.replace(
-        "openpipe_art_traj_builder}", "openpipe_art_traj_builder, num_generations: 1}"
+def test_what_only_the_whole_document_tells(refused: Refused):
+    lines = refused(
+        ("      file_path: train.jsonl\n", ""),
+        ("num_generations: 4", "num_generations: 1"),
+        ("{name: reward}", "{name: rewrd}\n  target_model: llama\n  target_functions: [ghost]"),
     )
-    file = write(
-        f"{sound}{rest}{RUN}, reward_function: {{name: scor}},\n"
-        "  target_model: llama, target_functions: [ghost]}\n"
-    )
-    said = refused(file)
-    assert [line.split(":")[1:3] for line in said] == [
-        ["5", " eval.general.dataset.file_path"],
-        ["7", " trajectory_builders.b.num_generations"],
-        ["10", " finetuning.reward_function.name"],
-        ["11", " finetuning.target_functions.0"],
-        ["11", " finetuning.target_model"],
+    assert [line.split(":")[1:3] for line in lines] == [
+        ["11", " eval.general.dataset.file_path"],
+        ["15", " trajectory_builders.b.num_generations"],
+        ["27", " finetuning.reward_function.name"],
+        ["28", " finetuning.target_model"],
+        ["29", " finetuning.target_functions.0"],
     ]
-    assert "eval.evaluators has no 'scor'. Did you mean 'score'? It has: score." in said[2]
-    assert "which is neither a key of `llms` nor the name of a model" in said[4]
-    assert "training.baseline: batch in trainer_adapters.a" in said[1]
-    assert said[0].endswith(
-        "is missing, and a dataset of type 'json' is read from a file; name it, or start the run "
+    assert lines[0].endswith(
+        "is missing, and a dataset of type 'jsonl' is read from a file; name it, or start the run "
         "with --dataset FILE"
     )
-    assert len(refused(file, dataset=Path("rows.json"))) == 4
+    assert "training.baseline: batch in trainer_adapters.a" in lines[1]
+    assert "eval.evaluators has no 'rewrd'. Did you mean 'reward'? It has: reward." in lines[2]
+    assert "which is neither a key of `llms` nor the name of a model" in lines[3]
+    assert len(lines_of(Path("a.yml"), dataset=Path("rows.json"))) == 4
 
 
-# ---- what the configuration alone tells -----------------------------------------------------------
+def test_keys_of_the_originals_say_what_to_set_instead(refused: Refused):
+    training = "training: {gradient_accumulation_steps: 4, learning_rat: 1}\n    backend:"
+    first, second = refused(("backend:", training))
+    assert "not in this version of hone; set groups_per_optimizer_step" in first
+    assert "unknown key 'learning_rat'. Did you mean 'learning_rate'?" in second
 
 
-def test_a_sound_configuration(tmp_path: Path):
-    checks = check_document(document(tmp_path))
-    assert failures(checks) == []
-    assert [check.name for check in checks] == [
-        "reward", "target functions", "target model", "group size",
-    ]  # fmt: skip
+# ---- targets and group sizes ----------------------------------------------------------------------
 
 
-def test_keys_of_the_originals_say_what_to_set_instead(tmp_path: Path):
-    wrong = {"a": {"training": {"gradient_accumulation_steps": 4, "learning_rat": 1}}}
-    with pytest.raises(ConfigProblems) as caught:
-        document(tmp_path, trainer_adapters=wrong)
-    said = str(caught.value)
-    assert "not in this version of hone; set groups_per_optimizer_step" in said
-    assert "unknown key 'learning_rat'. Did you mean 'learning_rate'?" in said
-
-
-def test_a_target_function_that_is_not_there(tmp_path: Path):
-    doc = document(tmp_path, finetuning={"target_functions": ["<workflow>", "serach"]})
-    found = one(check_document(doc), "target functions")
-    assert not found.ok
-    assert (
-        "names 'serach', and `functions` has no such key. Did you mean 'search'?" in found.message
-    )
-    assert "There are: '<workflow>', 'search'." in found.message
-    assert "No trajectories collected for epoch" in found.message
+def mistakes(directory: Path, **changes: Any) -> list[str]:
+    """Of the seed's basic configuration with changes."""
+    document(directory, **changes)
+    try:
+        read_run(directory / "config.yml")
+    except ConfigProblems as error:
+        return [str(problem).partition("config.yml:")[2] for problem in error.problems]
+    return []
 
 
 def test_a_target_model_by_key_by_name_and_by_neither(tmp_path: Path):
-    for wanted in ("actor", "base"):
-        doc = document(tmp_path, finetuning={"target_model": wanted})
-        assert one(check_document(doc), "target model").ok
-    doc = document(tmp_path, finetuning={"target_model": "acto"})
-    found = one(check_document(doc), "target model")
-    assert not found.ok
-    assert "is 'acto', which is neither a key of `llms` nor the name of a model." in found.message
-    assert "Did you mean 'actor'?" in found.message
+    for name in ("actor", "base"):
+        assert mistakes(tmp_path, finetuning={"target_model": name}) == []
+    (line,) = mistakes(tmp_path, finetuning={"target_model": "acto"})
+    assert "finetuning.target_model: is 'acto', which is neither a key of `llms` nor the" in line
+    assert "Did you mean 'actor'?" in line
 
 
 CRITIC = {"_type": "openai", "model_name": "base", "base_url": "http://127.0.0.1:7623/v1"}
 
 
 def test_of_two_entries_on_one_base_one_must_be_named(tmp_path: Path):
-    doc = document(tmp_path, llms={"critic": CRITIC})
-    found = one(check_document(doc), "target model")
-    assert not found.ok
-    assert found.path == ("finetuning", "target_model")
+    (line,) = mistakes(tmp_path, llms={"critic": CRITIC})
     assert (
-        "llms.actor and llms.critic each name the model in training or its base model 'base'; set "
-        "finetuning.target_model" in found.message
+        "finetuning.target_model: llms.actor and llms.critic each name the model in training or "
+        "its base model 'base'; set finetuning.target_model" in line
     )
-    doc = document(tmp_path, llms={"critic": CRITIC}, finetuning={"target_model": "actor"})
-    name = doc.trainer_adapters["a"].model_dump()["backend"]["name"]
-    found = one(check_document(doc), "target model")
-    assert found.ok and not found.warning
-    assert found.message == (
-        f"llms.actor is trained and sends '{name}'. llms.critic sends '{name}@0': the base weights, "
-        "which are not trained. A client of the agent's own that asks for 'base' inside a rollout "
-        f"gets '{name}'."
-    )
+    named = {"target_model": "actor"}
+    assert mistakes(tmp_path, llms={"critic": CRITIC}, finetuning=named) == []
 
 
 def test_entries_on_two_ports_are_told_apart_when_the_server_is_known(tmp_path: Path):
     """Which port of its host serves inference is the server's to say."""
-    doc = document(tmp_path, llms={"critic": {**CRITIC, "base_url": "http://127.0.0.1:9/v1"}})
-    assert one(check_document(doc), "target model").ok
-
-
-def test_two_entries_that_name_the_model_in_training(tmp_path: Path):
-    named = {"a": {"backend": {"name": "mine"}}}
-    doc = document(
-        tmp_path,
-        llms={"critic": {**CRITIC, "model_name": "suite/mine"}},
-        trainer_adapters=named,
-        finetuning={"target_model": "actor"},
+    assert (
+        mistakes(tmp_path, llms={"critic": {**CRITIC, "base_url": "http://127.0.0.1:9/v1"}}) == []
     )
-    found = one(check_document(doc), "target model")
-    assert found.ok and found.warning
-    assert "llms.actor and 'critic' ask for the model in training, so calls of all" in found.message
 
 
 def test_a_policy_of_one_fixed_step_is_refused(tmp_path: Path):
-    doc = document(
-        tmp_path, llms={"actor": {"model_name": "base@0"}}, finetuning={"target_model": "actor"}
-    )
-    found = one(check_document(doc), "target model")
-    assert not found.ok
-    assert "its model_name 'base@0' asks for one fixed step; leave out '@0'" in found.message
+    fixed = {"actor": {"model_name": "base@0"}}
+    (line,) = mistakes(tmp_path, llms=fixed, finetuning={"target_model": "actor"})
+    assert "its model_name 'base@0' asks for one fixed step; leave out '@0'" in line
 
 
 def test_one_generation_needs_the_batch(tmp_path: Path):
     single = {"b": {"num_generations": 1}}
-    found = one(check_document(document(tmp_path, trajectory_builders=single)), "group size")
-    assert not found.ok
-    assert "trajectory_builders.b.num_generations is 1" in found.message
-    assert "training.baseline: batch in trainer_adapters.a" in found.message
+    (line,) = mistakes(tmp_path, trajectory_builders=single)
+    assert "trajectory_builders.b.num_generations: is 1, so a group has nothing to compare" in line
+    assert "training.baseline: batch in trainer_adapters.a" in line
     batch = {"a": {"training": {"baseline": "batch"}}}
-    doc = document(tmp_path, trajectory_builders=single, trainer_adapters=batch)
-    assert one(check_document(doc), "group size").ok
+    assert mistakes(tmp_path, trajectory_builders=single, trainer_adapters=batch) == []
 
 
 def test_groups_smaller_than_the_smallest(tmp_path: Path):
-    found = one(check_document(document(tmp_path, finetuning={"min_group_size": 4})), "group size")
-    assert not found.ok
-    assert "num_generations is 2 but finetuning.min_group_size is 4" in found.message
-
-
-# ---- how much there is to do ------------------------------------------------------------------------
-
-
-def test_the_seed_s_own_learning_rate_can_hardly_move_the_model(tmp_path: Path):
-    slow = {"a": {"training": {"learning_rate": "1e-6"}}}
-    planned = plan(document(tmp_path, trainer_adapters=slow), 50)
-    # 50 examples x 2 generations x 20 epochs; 50 groups in steps of 8 are 7 steps an epoch.
-    assert (planned.rollouts, planned.jobs, planned.optimizer_steps) == (2000, 20, 140)
-    found = check_movement(planned)
-    assert found.ok and found.warning
-    # 140 x 1e-6 = 1.4e-4
-    assert "140 optimizer steps at learning_rate 1e-06: each weight moves by about 1.4e-04" in (
-        found.message
-    )
-    assert "can hardly move the model. Raise training.learning_rate" in found.message
-
-
-def test_a_faster_one_can(tmp_path: Path):
-    found = check_movement(plan(document(tmp_path), 50))
-    # 140 x 5e-5 = 7e-3; falling to 0 it is half of that.
-    assert not found.warning
-    assert "7.0e-03" in found.message
-    falling = {"a": {"training": {"schedule": "linear"}}}
-    planned = plan(document(tmp_path, trainer_adapters=falling), 50)
-    assert "3.5e-03" in check_movement(planned).message
-    still = {"a": {"training": {"learning_rate": 0}}}
-    assert not check_movement(plan(document(tmp_path, trainer_adapters=still), 50)).warning
-
-
-def test_rounds_and_partial_epochs(tmp_path: Path):
-    parts = {"groups_per_step": 12, "examples_per_epoch": 30, "num_epochs": 2}
-    planned = plan(document(tmp_path, finetuning=parts), 50)
-    # 30 of 50 examples: rounds of 12, 12 and 6, which are 2 + 2 + 1 optimizer steps.
-    assert (planned.examples, planned.rounds, planned.jobs) == (30, 3, 6)
-    assert (planned.rollouts, planned.optimizer_steps) == (120, 10)
-    nothing = plan(document(tmp_path), 0)
-    assert (nothing.rollouts, nothing.jobs, nothing.optimizer_steps) == (0, 0, 0)
+    (line,) = mistakes(tmp_path, finetuning={"min_group_size": 4})
+    assert "num_generations: is 2 but finetuning.min_group_size is 4" in line

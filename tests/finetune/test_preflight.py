@@ -7,15 +7,14 @@ from tests.fakes import MemoryAdapter, SickAdapter
 from tests.finetune.rehearsal import Rehearsal, one, told
 
 from hone.backends import http
-from hone.finetune.checks import failures
+from hone.finetune.preflight import failures
 
 
 async def test_a_sound_run(rehearsal: Rehearsal):
     checks = await rehearsal.checked()
     assert failures(checks) == []
     assert [check.name for check in checks] == [
-        "reward", "target functions", "target model", "group size", "server", "base model",
-        "llm actor", "workflow", "calls", "sampling", "score", "cost", "movement",
+        "server", "base model", "llm actor", "workflow", "calls", "sampling", "score", "cost", "movement",
     ]  # fmt: skip
     assert "at step 0, with token ids" in one(checks, "llm actor").message
     assert "1 and 1 calls of the two rollouts can be trained" in one(checks, "calls").message
@@ -31,15 +30,17 @@ async def test_a_trainable_llm_needs_no_address(rehearsal: Rehearsal):
     assert failures(checks) == []
 
 
-async def test_a_server_that_went_away(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch):
+async def test_a_server_that_went_away(
+    rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(http, "FIRST_S", 0.2)
     async with rehearsal.live() as run:
         run.adapter.backend.patience_s = 0.2
         run.adapter.backend.base_url = "http://127.0.0.1:1"
-        [found] = failures(await run.checks())
-    assert found.name == "server"
-    assert found.message.startswith("Failed to connect to ART backend. ")
-    assert "curl http://127.0.0.1:1/health" in found.message
+        [check] = failures(await run.checks())
+    assert check.name == "server"
+    assert check.message.startswith("Failed to connect to ART backend. is_healthy() of ARTTrainer")
+    assert "curl http://127.0.0.1:1/health" in caplog.text
 
 
 async def test_a_model_that_was_trained_over_another_base(rehearsal: Rehearsal):
@@ -62,18 +63,6 @@ async def test_an_adapter_of_somebodys_own(rehearsal: Rehearsal):
     )
 
 
-async def test_no_examples_and_an_adapter_that_was_not_initialized(rehearsal: Rehearsal):
-    async with rehearsal.live() as run:
-        items, run.evaluation.items = run.evaluation.items, []
-        [empty] = failures(await run.checks())
-        run.evaluation.items, run.adapter.info = items, None
-        [unknown] = failures(await run.checks())
-    assert empty.name == "dataset"
-    assert "Check file_path and filter of eval.general.dataset" in empty.message
-    assert "--dataset" in empty.message
-    assert unknown.message == "the adapter was not initialized; await initialize() first"
-
-
 # ---- the `llms` entries ---------------------------------------------------------------------------
 
 
@@ -94,6 +83,21 @@ async def test_an_llm_that_asks_for_nothing_that_is_served(rehearsal: Rehearsal)
     assert found.name == "llm actor"
     assert "no model called 'gpt-99' is served" in found.message
     assert f"asked for as {str(rehearsal.model)!r} or 'suite/agent-" in found.message
+
+
+async def test_two_entries_that_name_the_model_in_training(rehearsal: Rehearsal):
+    actor = {"_type": "openai", "model_name": "suite/both", "api_key": "default"}
+    actor["base_url"] = f"{rehearsal.server.base_url}/v1"
+    changes: dict[str, Any] = {
+        "llms": {"actor": actor, "critic": {**actor, "max_tokens": 3}},
+        "trainer_adapters": {"a": {"backend": {"name": "both"}}},
+        "finetuning": {"target_model": "actor"},
+    }
+    checks = await rehearsal.checked(**changes)
+    assert failures(checks) == []
+    check = one(checks, "llm")
+    assert check.warning
+    assert "llms.actor, llms.critic ask for the model in training, so calls of all" in check.message
 
 
 @pytest.mark.parametrize("key", ["logprobs", "token_ids"])

@@ -3,11 +3,12 @@
 import re
 from typing import Any
 
+from tests.fakes import ScriptedBuilder
 from tests.finetune.rehearsal import Rehearsal, one, told
 
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.finetune.builder import ARTTrajectoryBuilder
-from hone.finetune.checks import failures
+from hone.finetune.preflight import failures
 
 
 async def test_nested_targets(rehearsal: Rehearsal):
@@ -236,3 +237,17 @@ async def test_a_judge_at_the_same_server_is_no_stranger(rehearsal: Rehearsal):
         assert len(asked) == 1
         assert await adapter.backend.unmarked(run.id) == before
         await adapter.model.close()
+
+
+# ---- a builder of somebody's own ------------------------------------------------------------------
+
+
+async def test_a_builder_of_somebody_s_own_that_can_try_a_rollout_gets_every_check(
+    rehearsal: Rehearsal,
+):
+    async with rehearsal.live(llms={"actor": {"temperature": 0}}) as run:
+        theirs = ScriptedBuilder(lambda *place: 1.0)
+        assert failures(await run.checks(builder=theirs)) == []
+        theirs.trial = run.trajectories.trial
+        [check] = failures(await run.checks(builder=theirs))
+    assert "sampled at temperature 0" in check.message

@@ -1,7 +1,7 @@
 """Loaded values -> a validated document, or every problem in them.
 
 In:   the values that load.py read, and the document's class
-Out:  the document, or None and a list of Problems; what a training run lacks
+Out:  the document, or None and a list of Problems
 
 Names are checked on the values as loaded, not on the validated document: a misspelt reward is
 reported together with a misspelt key, not after it.
@@ -248,48 +248,3 @@ def not_named(parts: Sequence[str]) -> str:
     verb = "is" if len(parts) == 1 else "are"
     sections = ", ".join(f"`{SECTION_OF[part]}`" for part in parts)
     return f"enabled is true, but {', '.join(parts)} {verb} not set; name a key of {sections}"
-
-
-def lacking(loaded: Loaded, *, has_dataset: bool) -> list[Problem]:
-    """What `hone finetune` needs and a file lacks; `has_dataset`: the command names a dataset."""
-    missing: list[tuple[Path, Path, str]] = []
-    switch, reward = ("finetuning", "enabled"), ("finetuning", "reward_function")
-    scores = shape.item(loaded.data.get("eval"), "evaluators")
-    names = [str(name) for name in scores] if isinstance(scores, Mapping) else []
-    if loaded.data.get("workflow") is None:
-        message = (
-            "is missing, and finetuning.enabled is true: there is nothing to train. Add `workflow:` "
-            "with a `_type`; `hone info components -t function` lists them"
-        )
-        missing.append((("workflow",), switch, message))
-    if shape.item(loaded.data.get("finetuning"), "reward_function") is None:
-        message = (
-            f"is missing; name one of eval.evaluators ({', '.join(names) or 'there is none yet'}), "
-            "as reward_function: {name: ...}"
-        )
-        missing.append((reward, reward, message))
-    general = shape.item(loaded.data.get("eval"), "general")
-    if shape.item(general, "dataset") is None and not has_dataset:
-        message = (
-            "is missing, and finetuning.enabled is true: there is nothing to run on. Add "
-            "`dataset: {_type: json, file_path: FILE}`, or start the run with --dataset FILE"
-        )
-        missing.append((("eval", "general", "dataset"), switch, message))
-    problems = [Problem(loaded.place(place), path, message) for path, place, message in missing]
-    return [*problems, *_targets(loaded)]
-
-
-def _targets(loaded: Loaded) -> Iterator[Problem]:
-    """Names in `finetuning.target_functions` that are no function."""
-    functions = loaded.data.get("functions")
-    known = [WORKFLOW, *(map(str, functions) if isinstance(functions, Mapping) else ())]
-    wanted = shape.item(loaded.data.get("finetuning"), "target_functions")
-    for i, name in enumerate(wanted if isinstance(wanted, list) else ()):
-        if isinstance(name, str) and name not in known:
-            maybe = did_you_mean(name, known)
-            path = ("finetuning", "target_functions", i)
-            message = (
-                f"functions has no {name!r}, so no call can be trained.{maybe} There are: "
-                f"{', '.join(map(repr, known))}."
-            )
-            yield Problem(loaded.place(path), path, message)

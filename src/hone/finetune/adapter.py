@@ -165,9 +165,10 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def is_healthy(self) -> bool:
         """Whether the server answers, with success, on the ports of the configuration."""
         try:
-            await self.check()
+            await self.backend.health()
+            await self.backend.served_models(self.served.base_url if self.served else None)
         except HoneError as error:
-            logger.warning("%s", error)
+            logger.warning("%s", self.no_connection(str(error)))
             return False
         return True
 
@@ -184,14 +185,6 @@ class ARTTrainerAdapter(TrainerAdapter):
     @property
     def base_model(self) -> str:
         return self.adapter_config.backend.base_model
-
-    async def check(self) -> str:
-        try:
-            health = await self.backend.health()
-            await self.backend.served_models(self.served.base_url if self.served else None)
-        except HoneError as error:
-            raise Unreachable(self.no_connection(str(error))) from error
-        return f"hone {health.get('version', 'unknown')} answers at {self.backend.base_url}"
 
     async def recorded(self, rollout: str) -> list[RecordedCall]:
         return await self.backend.calls(rollout)

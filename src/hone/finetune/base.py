@@ -13,7 +13,7 @@ server's Learner. What hone adds to the classes has defaults that do nothing.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.config.base import (
@@ -38,10 +38,12 @@ from hone.finetune.values import (
 )
 
 if TYPE_CHECKING:
+    from hone.capture.base import SeenCall
     from hone.config.build import Served
-    from hone.evaluation.base import EvalOutputItem
-    from hone.evaluation.run import Evaluation, EvaluationRunOutput
+    from hone.evaluation.base import EvalInputItem, EvalOutputItem
+    from hone.evaluation.run import Evaluation, EvaluationRunOutput, ItemResult
     from hone.event_log import EventLog
+    from hone.finetune.calls import TrainedCalls
     from hone.finetune.journal import Journal
     from hone.finetune.resume import RunState
     from hone.types import ModelInfo, RecordedCall
@@ -68,6 +70,7 @@ __all__ = [
     "TrajectoryBuilder",
     "TrajectoryBuilderConfig",
     "TrajectoryCollection",
+    "TrialRollouts",
 ]
 
 
@@ -98,16 +101,30 @@ class ModelServer(Protocol):
         """The model as the server sees it; None before `initialize`."""
         ...
 
-    async def check(self) -> str:
-        """What answers, and where; raises HoneError with what to do where nothing answers."""
-        ...
-
     async def recorded(self, rollout: str) -> "list[RecordedCall]":
         """The calls that it recorded of a rollout."""
         ...
 
     async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
         """Requests to the run's models that named no rollout so far, by model."""
+        ...
+
+
+class TrialRollouts(Protocol):
+    """Runs single rollouts, so that preflight can see what they would give.
+
+    A trajectory builder that can do so names it in `trial`. Its runs then get every check of
+    preflight.
+    """
+
+    async def run_item(
+        self, item: "EvalInputItem", rollout: str, reward: str | None
+    ) -> "ItemResult":
+        """One rollout under this id, scored by the evaluator `reward`."""
+        ...
+
+    async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> "TrainedCalls":
+        """Which of its calls would be trained; `seen` are those that this process made."""
         ...
 
 
@@ -125,6 +142,8 @@ class TrajectoryBuilder(ABC):
         """Rollouts per example; None where the builder does not say."""
         self.evaluation_runs: dict[str, list[asyncio.Task[Any]]] = {}
         """By run id, the tasks that `start_run` began."""
+        self.trial: TrialRollouts | None = None
+        """What runs single rollouts for preflight; None where the builder cannot."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config

@@ -28,7 +28,7 @@ from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import EvalOutputItem
 from hone.finetune import calls as call_selection
 from hone.finetune.base import Comparison, ModelServer, TrajectoryBuilder, TrajectoryCollection
-from hone.finetune.calls import EVALUATION, Targets, TrainedCalls, UnscopedCalls
+from hone.finetune.calls import EVALUATION, UNSEEN, Targets, TrainedCalls
 from hone.finetune.records import (
     FailureRecord,
     RolloutRecord,
@@ -48,13 +48,12 @@ from hone.trajectory import failure_of
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
     from hone.config.build import Builder
-    from hone.config.schema import FinetuneConfig
+    from hone.config.schema import Document, FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation, ItemResult
     from hone.event_log import EventLog
     from hone.finetune.journal import Journal
     from hone.finetune.values import EpisodeSource
-    from hone.types import RecordedCall
 
 logger = logging.getLogger("hone")
 
@@ -70,6 +69,12 @@ class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_tra
 
     num_generations: int = Field(default=2, ge=1)
     """Rollouts per example. More compare better and cost more."""
+
+
+def num_generations(document: "Document") -> int | None:
+    """Rollouts per example of the run's builder; None where the builder is a plugin's own."""
+    config = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
+    return config.num_generations if isinstance(config, ARTTrajectoryBuilderConfig) else None
 
 
 @dataclass(slots=True)
@@ -93,6 +98,48 @@ class _Round:
     """By rollout id, what makes the text of its trajectory."""
 
 
+class UnscopedCalls:
+    """Counts the calls that reached a server and named no rollout.
+
+    hone cannot see them: they are missing from the trajectory, and under the base model's name they
+    get the untrained model. Only the server knows of them.
+    """
+
+    def __init__(self, server: ModelServer) -> None:
+        self._server = server
+        self._is_reported = False
+
+    async def count(self, run_id: str) -> Counter[str]:
+        """Requests so far, by model; none where the server does not answer."""
+        try:
+            return Counter(await self._server.unscoped_calls(run_id))
+        except HoneError as error:
+            logger.warning("Calls without a rollout were not counted: %s", error)
+            return Counter()
+
+    def of_trained(self, counts: Counter[str]) -> int:
+        """How many of them the model in training answered: hardly anybody else asks for that."""
+        return counts[self._server.model_name]
+
+    def message(self, counts: Counter[str]) -> str:
+        """What to tell the user about them."""
+        by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
+        base = [name for name in counts if name != self._server.model_name]
+        stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
+        return (
+            f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
+            f"trained.{stale} {UNSEEN.format(root=self._server.base_url)}. If somebody else used "
+            "the server, nothing is wrong."
+        )
+
+    def first_message(self, counts: Counter[str]) -> str | None:
+        """The message, once; after that only the counts are kept."""
+        if not counts or self._is_reported:
+            return None
+        self._is_reported = True
+        return self.message(counts)
+
+
 class ARTTrajectoryBuilder(TrajectoryBuilder):
     """Collects training trajectories through evaluation runs."""
 
@@ -100,7 +147,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig) -> None:
         super().__init__(trajectory_builder_config)
-        self.num_generations = trajectory_builder_config.num_generations
+        self.num_generations, self.trial = trajectory_builder_config.num_generations, self
         self.server: ModelServer | None = None
         """What records the model's calls; None where the model's server is not hone's."""
         self.unscoped: UnscopedCalls | None = None
@@ -288,16 +335,14 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 item, rollout=rollout, evaluators=None if reward is None else [reward]
             )
 
-    async def select_calls(
-        self, rollout: str, seen: "Sequence[SeenCall]"
-    ) -> "tuple[TrainedCalls, list[RecordedCall]]":
-        """What of a rollout is trained, and what the server recorded of it."""
+    async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
+        """What of a rollout is trained: of what the server recorded, or of what was seen."""
         if self.server is None:
-            return call_selection.from_seen(seen, self.targets), []
+            return call_selection.from_seen(seen, self.targets)
         calls = await self.server.recorded(rollout)
         if not calls and self._config.allow_foreign_endpoint:
-            return call_selection.from_seen(seen, self.targets), []
-        return call_selection.from_recorded(calls, seen, self.targets), calls
+            return call_selection.from_seen(seen, self.targets)
+        return call_selection.from_recorded(calls, seen, self.targets)
 
     async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
         """The record with the reward of `compute_reward`, which others may override."""
@@ -324,7 +369,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         if reward is None:
             return record
         try:
-            trained, _ = await self.select_calls(record.rollout, seen)
+            trained = await self.select_calls(record.rollout, seen)
         except HoneError as error:
             return _failed(record, "server_error", error)
         if not trained.sampled:

@@ -1,29 +1,23 @@
-"""Which calls of a rollout are trained, and which calls named no rollout.
+"""Which calls of a rollout are trained.
 
 In:   the calls a hone server recorded (or those the harness saw of another one), the targets
 Out:  the calls that are trained, with a value for each; the others, counted by reason
 
 A call is identified by its id and never by its text: two answers may say the same, and only one of
-them may be a target. An agent may also make calls that hone cannot see: they are missing from the
-trajectory, and under the base model's name they get the untrained model. Only the server counts
-them. Evaluators may call the same server, so their calls say whose they are (`EVALUATION`).
+them may be a target. Evaluators may call the same server, so their calls say whose they are
+(`EVALUATION`).
 """
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hone.capture.openai import LEFT
-from hone.errors import HoneError
 from hone.types import RecordedCall
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall, Step
-    from hone.finetune.base import ModelServer
-
-logger = logging.getLogger("hone")
 
 WORKFLOW = "<workflow>"
 """As a target: every call of a rollout, whatever function made it."""
@@ -68,6 +62,10 @@ class SampledCall:
     """An empty dict where the server has them."""
     token_ids: list[int] | None = None
     """Where a foreign server tells them."""
+    tokens: Sequence[Any] = ()
+    """What was sampled: ids, or the text of each token where a foreign server tells no ids."""
+    logprob: float = 0.0
+    """The log-probability of all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +114,16 @@ def with_ids(recorded: Sequence[RecordedCall], ids: Sequence[str]) -> list[Sampl
 
 
 def _sampled(one: RecordedCall, place: int) -> SampledCall:
-    messages = one.messages or []
-    return SampledCall(one.id, place, messages, one.reply, one.finish, logprobs={})
+    return SampledCall(
+        one.id,
+        place,
+        one.messages or [],
+        one.reply,
+        one.finish,
+        logprobs={},
+        tokens=one.call.completion_ids,
+        logprob=sum(one.call.logprobs or ()),
+    )
 
 
 def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
@@ -138,11 +144,18 @@ def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
             elif call.temperature == 0:
                 dropped["greedy"] += 1
             else:
-                finish = choice.get("finish_reason") or "stop"
-                id = f"{call.id or call.index}.{place}"
-                reply, ids = choice["message"], choice.get("token_ids")
                 sampled.append(
-                    SampledCall(id, call.index, call.messages, reply, finish, logprobs, ids)
+                    SampledCall(
+                        f"{call.id or call.index}.{place}",
+                        call.index,
+                        call.messages,
+                        choice["message"],
+                        choice.get("finish_reason") or "stop",
+                        logprobs,
+                        choice.get("token_ids"),
+                        [entry.get("token") for entry in logprobs["content"]],
+                        sum(entry.get("logprob") or 0.0 for entry in logprobs["content"]),
+                    )
                 )
     return TrainedCalls(sampled, dropped, foreign=True)
 
@@ -195,44 +208,3 @@ def shaped_rewards(steps: "Sequence[Step]", sampled: Sequence[SampledCall]) -> l
         if call is not None:
             values[call] += value
     return values if valued else None
-
-
-# ---- calls that named no rollout -----------------------------------------------------------------
-
-
-class UnscopedCalls:
-    """Counts the calls that reached a server and named no rollout."""
-
-    def __init__(self, server: "ModelServer") -> None:
-        self._server = server
-        self._is_reported = False
-
-    async def count(self, run_id: str) -> Counter[str]:
-        """Requests so far, by model; none where the server does not answer."""
-        try:
-            return Counter(await self._server.unscoped_calls(run_id))
-        except HoneError as error:
-            logger.warning("Calls without a rollout were not counted: %s", error)
-            return Counter()
-
-    def of_trained(self, counts: Counter[str]) -> int:
-        """How many of them the model in training answered: hardly anybody else asks for that."""
-        return counts[self._server.model_name]
-
-    def message(self, counts: Counter[str]) -> str:
-        """What to tell the user about them."""
-        by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
-        base = [name for name in counts if name != self._server.model_name]
-        stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
-        return (
-            f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
-            f"trained.{stale} {UNSEEN.format(root=self._server.base_url)}. If somebody else used "
-            "the server, nothing is wrong."
-        )
-
-    def first_message(self, counts: Counter[str]) -> str | None:
-        """The message, once; after that only the counts are kept."""
-        if not counts or self._is_reported:
-            return None
-        self._is_reported = True
-        return self.message(counts)

@@ -1,281 +1,376 @@
-"""Checks of the configuration alone: its mistakes, and how much there is to do.
+"""Read the files that `hone finetune` names, or refuse them with every mistake in them.
 
-In:   the Document of a file; how many examples its dataset has
-Out:  Checks, each with what to change if it failed; a Plan
+In:   FinetuneRunConfig: the configuration, the validation's own one, files of examples
+Out:  valid Documents, or ConfigProblems with the mistakes of all files, each with its place
 
-A valid Document may still be no run. Checked here is what would only show once a run has been paid
-for, such as a target that no call can match, or groups in which nothing can be compared.
+A valid Document may still be no run. Datasets are read and the user's modules imported, as the run
+will do it; no function of theirs is called, and no server is contacted. A file that cannot be read,
+or a block that is wrong, hides nothing of the others.
 """
 
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hone.config.check import WORKFLOW
-from hone.config.policy import (
-    TRAINABLE,
-    address_of,
-    choose_policy,
-    describe,
-    openai_url,
-    sent_name,
-)
+from hone.config.check import WORKFLOW, is_run, salvage
+from hone.config.policy import TRAINABLE, address_of, choose_policy, openai_url
+from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.problems import Path as Keys
-from hone.config.problems import dotted
-from hone.config.schema import Document
-from hone.errors import ConfigError
+from hone.config.schema import Document, FinetuneRunConfig, examine
+from hone.errors import ConfigError, did_you_mean
 from hone.evaluation.datasets import (
+    WHERE,
     CsvDataset,
     JsonDataset,
     JsonlDataset,
+    MissingQuestion,
     ParquetDataset,
     XlsDataset,
+    load_items,
 )
-from hone.finetune.adapter_config import ARTTrainerAdapterConfig, art_config_of
-from hone.finetune.builder import ARTTrajectoryBuilderConfig
-from hone.report.text import counted
+from hone.finetune.adapter_config import art_config_of
+from hone.finetune.builder import num_generations
+from hone.finetune.fingerprint import targets_of
+from hone.workflow.target import load_target
+
+if TYPE_CHECKING:
+    from hone.config.base import DatasetBaseConfig
 
 FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
-HARDLY = 1e-3
-"""learning rate x optimizer steps under which a run moves the model too little to be seen. AdamW
-moves each weight by about the learning rate a step; the demo's task turns at about 1e-2."""
+DATASET = ("eval", "general", "dataset")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PATH = ("/", "./", "../", "~")
+
+Mistakes = Iterator[tuple[Keys, str]]
+"""Keys, and what is wrong with each and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check."""
-
-    name: str
-    ok: bool
-    message: str
-    """What is true; if it is not ok, what to change."""
-    warning: bool = False
-    """It is ok, and the user should still read the message."""
-    path: Keys = ()
-    """The key to change, where it is one of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run would do, if every group could be trained."""
-
-    examples: int
-    """Examples per epoch."""
-    generations: int
-    epochs: int
-    rounds: int
-    """Rounds per epoch."""
-    rollouts: int
-    """Training rollouts of all epochs, without retries and validation."""
-    jobs: int
-    optimizer_steps: int
-    learning_rate: float | None
-    """None for an adapter that is not hone's."""
-    falling: bool = False
-    """The learning rate falls to 0 over the run."""
-
-
-def failures(checks: Sequence[Check]) -> list[Check]:
-    """The checks that failed."""
-    return [check for check in checks if not check.ok]
-
-
-def plan(document: Document, examples: int) -> Plan:
-    """How many rollouts, jobs and optimizer steps the configuration means for so many examples."""
-    config, adapter = document.finetuning, art_config_of(document)
-    of_epoch = min(config.examples_per_epoch or examples, examples)
-    of_round = min(config.groups_per_step or of_epoch, of_epoch)
-    rounds = math.ceil(of_epoch / of_round) if of_round else 0
-    generations = _generations(document) or 1
-    at_once = adapter.training.groups_per_optimizer_step if adapter else of_epoch or 1
-    last = of_epoch - of_round * (rounds - 1)
-    steps = sum(math.ceil(n / at_once) for n in [of_round] * (rounds - 1) + [last] if n > 0)
-    return Plan(
-        examples=of_epoch,
-        generations=generations,
-        epochs=config.num_epochs,
-        rounds=rounds,
-        rollouts=of_epoch * generations * config.num_epochs,
-        jobs=rounds * config.num_epochs,
-        optimizer_steps=steps * config.num_epochs,
-        learning_rate=adapter.training.learning_rate if adapter else None,
-        falling=adapter is not None and adapter.training.schedule == "linear",
+def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | None]:
+    """The run's document, and the validation's if the command names a file of its own for it."""
+    assert options.config_file is not None, "the command line requires it"
+    validates = bool(options.validation_dataset or options.validation_config_file)
+    document, problems = _examine(
+        options.config_file,
+        options.override,
+        lambda document: _run_mistakes(document, options.dataset, validates=validates),
     )
-
-
-def check_movement(planned: Plan) -> Check:
-    """Whether so many steps at this learning rate can be seen in what the model says."""
-    name, rate = "movement", planned.learning_rate
-    work = (
-        f"{counted(planned.epochs, 'epoch')} x {counted(planned.rounds, 'round')}, "
-        f"{counted(planned.rollouts, 'rollout')}, {counted(planned.jobs, 'job')}, "
-        f"{counted(planned.optimizer_steps, 'optimizer step')}"
-    )
-    if rate is None:
-        return Check(name, True, f"{work}, if every group can be trained")
-    moved = rate * planned.optimizer_steps * (0.5 if planned.falling else 1.0)
-    message = f"{work} at learning_rate {rate:g}: each weight moves by about {moved:.1e} at most"
-    if not 0 < moved < HARDLY:
-        return Check(name, True, message)
-    default = " (this adapter's own default is 5e-5)" if rate < 5e-5 else ""
-    return Check(
-        name,
-        True,
-        f"{message}, which can hardly move the model. Raise training.learning_rate{default}, "
-        "finetuning.num_epochs, or the number of examples; or lower "
-        "training.groups_per_optimizer_step.",
-        warning=True,
-    )
-
-
-def check_document(document: Document) -> list[Check]:
-    """Reward, targets and group sizes; contacts nobody."""
-    return [
-        _reward(document),
-        _target_functions(document),
-        _target_model(document),
-        _group_size(document),
-    ]
-
-
-def _reward(document: Document) -> Check:
-    name, reward = "reward", document.finetuning.reward_function
-    known, path = document.eval.evaluators, ("finetuning", "reward_function")
-    if reward is None:
-        return Check(
-            name,
-            False,
-            f"finetuning.reward_function is not set; name one of {_list(known)}",
-            path=path,
+    reward = _reward_of(document)
+    validation, held_out = None, document
+    if options.validation_config_file is not None:
+        validation, wrong = _examine(
+            options.validation_config_file,
+            options.override,
+            lambda document: _validation_mistakes(document, options.validation_dataset, reward),
         )
-    if reward.name in known:
-        return Check(name, True, f"the reward is what evaluator {reward.name!r} says")
-    return Check(
-        name,
-        False,
-        f"finetuning.reward_function.name is {reward.name!r}, and eval.evaluators has no such "
-        f"key.{_guess(reward.name, known)} There are: {_list(known)}.",
-        path=(*path, "name"),
-    )
-
-
-def _target_functions(document: Document) -> Check:
-    wanted = document.finetuning.target_functions
-    known = (WORKFLOW, *document.functions)
-    for i, target in enumerate(wanted):
-        if target not in known:
-            return Check(
-                "target functions",
-                False,
-                f"finetuning.target_functions names {target!r}, and `functions` has no such "
-                f"key.{_guess(target, known)} There are: {_list(known)}. As it is, the run would "
-                "end with 'No trajectories collected for epoch'.",
-                path=("finetuning", "target_functions", i),
-            )
-    every = WORKFLOW in wanted
-    what = "every call of a rollout" if every else f"calls made by {_list(wanted)}"
-    return Check("target functions", True, f"{what} can be trained")
-
-
-def _target_model(document: Document) -> Check:
-    name, wanted = "target model", document.finetuning.target_model
-    adapter = art_config_of(document)
-    if wanted is None:
-        if adapter is not None:
-            return _policy(document, adapter)
-        return Check(name, True, "calls to the model in training, by whatever name")
-    names = {key: getattr(llm, "model_name", None) for key, llm in document.llms.items()}
-    known = [*names, *(model for model in names.values() if model)]
-    if adapter is not None:
-        backend = adapter.backend
-        known += [backend.base_model, backend.name, f"{backend.project}/{backend.name}"]
-    known = list(dict.fromkeys(known))
-    if wanted not in known:
-        return Check(
-            name,
-            False,
-            f"finetuning.target_model is {wanted!r}, which is neither a key of `llms` nor the name "
-            f"of a model.{_guess(wanted, known)} There are: {_list(known)}. As it is, the run would "
-            "end with 'No trajectories collected for epoch'.",
-            path=("finetuning", "target_model"),
+        held_out, problems = validation, [*problems, *wrong]
+    problems += check_file("--dataset", options.dataset, document, reward)
+    problems += check_file("--validation_dataset", options.validation_dataset, held_out, reward)
+    if document is None or problems:
+        raise ConfigProblems(problems)
+    if not document.finetuning.enabled:
+        raise ConfigError(
+            f"{document.file}: Finetuning is not enabled in the provided configuration. Set "
+            "finetuning.enabled: true."
         )
-    if adapter is None:
-        return Check(name, True, f"calls that ask for {wanted!r}")
-    return _policy(document, adapter)
+    return document, validation
 
 
-def _policy(document: Document, adapter: ARTTrainerAdapterConfig) -> Check:
-    """Whether it is clear which entry of `llms` is trained, as far as the file alone tells."""
-    name, trained = "target model", adapter.backend.trained()
+def read_run(
+    file: Path, overrides: Sequence[tuple[str, str]] = (), *, dataset: Path | None = None
+) -> Document:
+    """Read a file; one that enables finetuning must also have all that `hone finetune` needs.
+
+    Raises ConfigProblems with everything that is wrong. `dataset` replaces the file's dataset.
+    """
+    document, problems = _examine(file, overrides, lambda one: _run_mistakes(one, dataset))
+    if document is None or problems:
+        raise ConfigProblems(problems)
+    return document
+
+
+def check_file(
+    option: str, file: Path | None, document: Document | None, reward: str | None = None
+) -> list[Problem]:
+    """What is wrong with a file of examples that the command names, read as the document says."""
+    config = None if document is None else document.eval.general.dataset
+    if file is None:
+        return []
+    if not file.exists():
+        return [Problem(Place(f"{option} {file}"), (), "no such file")]
+    if config is not None and not isinstance(config, FILES):
+        return []  # a function, or a plugin's loader, reads the file
+    problems = []
+    for _, message in _row_mistakes(config or JsonDataset(), document, reward, file):
+        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, where one is named
+        named = colon and where.startswith(str(file))
+        place = Place(f"{option} {where if named else file}")
+        problems.append(Problem(place, (), rest if named else message))
+    return problems
+
+
+def _examine(
+    file: Path, overrides: Sequence[tuple[str, str]], check: Callable[[Document], Mistakes]
+) -> tuple[Document | None, list[Problem]]:
+    """As much of a file as can be read, and everything wrong with it."""
     try:
-        policy = choose_policy(document, trained)
-    except ConfigError as error:
-        addresses = {
-            address_of(openai_url(llm))
-            for llm in document.llms.values()
-            if llm.type_name != TRAINABLE or getattr(llm, "base_url", None) is not None
-        }
-        if len(addresses) <= 1:
-            return Check(name, False, str(error), path=("finetuning", "target_model"))
-        return Check(name, True, "known once the training server has said where it answers")
-    message = describe(document, trained, policy)
-    alike = [
-        key
-        for key, llm in document.llms.items()
-        if key != policy and sent_name(llm, trained, is_policy=False) in trained.names
-    ]
-    if policy is None or not alike:
-        return Check(name, True, message)
-    return Check(
-        name,
-        True,
-        f"llms.{policy} and {_list(alike)} ask for the model in training, so calls of all of them "
-        f"are trained. To train one only, let the others ask for {trained.base_model!r} or "
-        f"{trained.name}@0, the base weights.",
-        warning=True,
-    )
+        loaded, document, problems = examine(file, overrides)
+    except ConfigProblems as error:  # not YAML, or not there
+        return None, error.problems
+    readable = document or salvage(loaded, Document)
+    if readable is None:
+        return None, problems
+    readable.remember(loaded)
+    reported = [problem.path for problem in problems]
+    for path, message in check(readable):
+        if not any(other[: len(path)] == path for other in reported):
+            problems.append(Problem(loaded.place(path), path, message))
+    return readable, problems
 
 
-def _group_size(document: Document) -> Check:
-    name, generations = "group size", _generations(document)
-    if generations is None:
-        return Check(name, True, "the trajectory builder is a plugin's own")
-    path = ("trajectory_builders", document.finetuning.trajectory_builder or "", "num_generations")
-    key = dotted(path)
-    smallest, adapter = document.finetuning.min_group_size, art_config_of(document)
-    if generations == 1:
-        if adapter is None or adapter.training.baseline == "batch":
-            return Check(name, True, "each rollout is compared with the mean of its batch")
-        return Check(
-            name,
-            False,
-            f"{key} is 1, so a group has nothing to compare its only rollout with, and nothing can "
-            "be learned. Set it to 2 or more (8 gives a good signal), or set training.baseline: "
-            f"batch in trainer_adapters.{document.finetuning.trainer_adapter}, which compares with "
-            "the mean of the batch.",
-            path=path,
+def _reward_of(document: Document | None) -> str | None:
+    """The evaluator that a run trains by."""
+    reward = None if document is None else document.finetuning.reward_function
+    return None if reward is None else reward.name
+
+
+# ---- the document ------------------------------------------------------------------------------
+
+
+def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool = True) -> Mistakes:
+    """Mistakes of the run's file; `validates`: the command names held-out examples."""
+    if is_run(document.loaded):
+        yield from _missing(document, dataset)
+        yield from _target_mistakes(document)
+        yield from _group_size(document)
+    elif not document.loaded.data:
+        yield (), "the file is empty; expected keys such as `llms:` and `workflow:`"
+    if document.finetuning.early_stopping is not None and not validates:
+        yield (
+            ("finetuning", "early_stopping"),
+            "watches val/reward, and this run has no validation set; name one with "
+            "--validation_dataset FILE, or remove the key",
         )
-    if generations < smallest:
-        return Check(
-            name,
-            False,
-            f"{key} is {generations} but finetuning.min_group_size is {smallest}, so every group "
+    yield from _function_mistakes(document)
+    yield from _base_model(document)
+    if dataset is None:
+        yield from _dataset_mistakes(document, _reward_of(document))
+
+
+def _validation_mistakes(document: Document, dataset: Path | None, reward: str | None) -> Mistakes:
+    """Mistakes of the validation's file; `reward` is the evaluator that the run trains by."""
+    scores = document.eval.evaluators
+    if document.workflow is None:
+        yield (
+            ("workflow",),
+            "is missing, so there is nothing to validate; add the workflow of the run's file",
+        )
+    if reward is not None and reward not in scores:
+        yield (
+            ("eval", "evaluators"),
+            f"has no {reward!r}, the reward of the run (finetuning.reward_function). It has: "
+            f"{', '.join(scores) or 'nothing'}.",
+        )
+    yield from _function_mistakes(document)
+    if dataset is None:
+        if document.eval.general.dataset is None:
+            yield DATASET, "is missing; add it, or name the examples with --validation_dataset FILE"
+        yield from _dataset_mistakes(document, reward)
+
+
+def _missing(document: Document, dataset: Path | None) -> Mistakes:
+    """What a run needs and the file lacks."""
+    config, scores = document.eval.general.dataset, document.eval.evaluators
+    if document.workflow is None:
+        yield (
+            ("workflow",),
+            "is missing, and finetuning.enabled is true: there is nothing to train. Add "
+            "`workflow:` with a `_type`; `hone info components -t function` lists them",
+        )
+    if document.finetuning.reward_function is None:
+        yield (
+            ("finetuning", "reward_function"),
+            f"is missing; name one of eval.evaluators ({', '.join(scores) or 'there is none yet'}), "
+            "as reward_function: {name: ...}",
+        )
+    if dataset is not None:
+        return
+    if config is None:
+        yield (
+            DATASET,
+            "is missing, and finetuning.enabled is true: there is nothing to run on. Add "
+            "`dataset: {_type: json, file_path: FILE}`, or start the run with --dataset FILE",
+        )
+    if isinstance(config, FILES) and config.file_path is None:
+        yield (
+            (*DATASET, "file_path"),
+            f"is missing, and a dataset of type {config.type_name!r} is read from a file; name it, "
+            "or start the run with --dataset FILE",
+        )
+
+
+def _target_mistakes(document: Document) -> Mistakes:
+    """Targets that no call can match, so that no trajectory would be collected."""
+    config, adapter = document.finetuning, art_config_of(document)
+    functions = [WORKFLOW, *_keys(document, "functions")]
+    for i, name in enumerate(config.target_functions):
+        if name not in functions:
+            yield (
+                ("finetuning", "target_functions", i),
+                f"functions has no {name!r}, so no call can be trained."
+                f"{did_you_mean(name, functions)} There are: {', '.join(map(repr, functions))}.",
+            )
+    if [*document.llms] != _keys(document, "llms"):
+        return  # the target may be the entry that is broken
+    wanted, path = config.target_model, ("finetuning", "target_model")
+    models = [getattr(llm, "model_name", None) for llm in document.llms.values()]
+    known = [*document.llms, *(model for model in models if model)]
+    if adapter is not None:
+        known += [adapter.backend.base_model, *sorted(adapter.backend.trained().names)]
+    if wanted is not None and wanted not in known:
+        yield (
+            path,
+            f"is {wanted!r}, which is neither a key of `llms` nor the name of a model."
+            f"{did_you_mean(wanted, known)} There are: {', '.join(map(repr, dict.fromkeys(known)))}.",
+        )
+    elif adapter is not None:
+        try:
+            choose_policy(document, adapter.backend.trained())
+        except ConfigError as error:
+            if len(_addresses(document)) <= 1:  # else the training server says which one is its own
+                yield path, str(error)
+
+
+def _addresses(document: Document) -> set[tuple[str, int | None]]:
+    """Of the servers that `llms` names."""
+    return {
+        address_of(openai_url(llm))
+        for llm in document.llms.values()
+        if llm.type_name != TRAINABLE or getattr(llm, "base_url", None) is not None
+    }
+
+
+def _group_size(document: Document) -> Mistakes:
+    """Groups in which nothing can be compared."""
+    config, adapter, count = document.finetuning, art_config_of(document), num_generations(document)
+    path = ("trajectory_builders", config.trajectory_builder or "", "num_generations")
+    if count is None:
+        return
+    if count == 1 and adapter is not None and adapter.training.baseline != "batch":
+        yield (
+            path,
+            "is 1, so a group has nothing to compare its only rollout with, and nothing can be "
+            "learned. Set it to 2 or more (8 gives a good signal), or set training.baseline: batch "
+            f"in trainer_adapters.{config.trainer_adapter}, which compares with the mean of the "
+            "batch.",
+        )
+    elif 1 < count < config.min_group_size:
+        yield (
+            path,
+            f"is {count} but finetuning.min_group_size is {config.min_group_size}, so every group "
             "would be dropped; raise the first or lower the second",
-            path=path,
         )
-    return Check(name, True, f"{generations} rollouts of each example are compared")
 
 
-def _generations(document: Document) -> int | None:
-    named = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
-    return named.num_generations if isinstance(named, ARTTrajectoryBuilderConfig) else None
+def _keys(document: Document, section: str) -> list[str]:
+    """The keys of a section as written, those of broken blocks too."""
+    block = document.loaded.data.get(section)
+    return [str(key) for key in block] if isinstance(block, Mapping) else []
 
 
-def _guess(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+# ---- what it refers to --------------------------------------------------------------------------
 
 
-def _list(names: Collection[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
+def _function_mistakes(document: Document) -> Mistakes:
+    """Functions of the user's that are not there or cannot be imported."""
+    for path, target in targets_of(document, document.eval.evaluators):
+        try:
+            function = load_target(target, document.file.resolve().parent)
+        except ConfigError as error:
+            yield path, str(error).removeprefix("target: ")
+            continue
+        if not callable(function):
+            yield path, f"{target!r} is {type(function).__name__}, not a function"
+
+
+def _dataset_mistakes(document: Document, reward: str | None) -> Mistakes:
+    config = document.eval.general.dataset
+    if isinstance(config, FILES) and config.file_path is not None:
+        yield from _row_mistakes(config, document, reward)
+
+
+def _row_mistakes(
+    config: "DatasetBaseConfig",
+    document: Document | None,
+    reward: str | None,
+    file: Path | None = None,
+) -> Mistakes:
+    """A file that cannot be read, and columns that are named or needed and that no row has."""
+    try:
+        items = load_items(config, file, near=None if document is None else document.file.parent)
+        rows = [item.full_dataset_entry for item in items]
+        columns = sorted({str(name) for row in rows if isinstance(row, dict) for name in row})
+    except ConfigError as error:
+        columns = error.columns if isinstance(error, MissingQuestion) else ()
+        key = ("structure", "question_key") if columns else ("file_path",)
+        yield (*DATASET, *key), str(error).removeprefix(f"{WHERE}.file_path: ")
+    structure = config.structure
+    if structure.disable or not columns:
+        return
+    named: list[tuple[Keys, str, str]] = [
+        (("structure", key), getattr(structure, key), "")
+        for key in ("answer_key", "expected_trajectory_key")
+        if key in structure.model_fields_set
+    ]
+    if "id_key" in config.model_fields_set:
+        named.append((("id_key",), config.id_key, ""))
+    target = _target_with_expected(document, reward)
+    if target and "answer_key" not in structure.model_fields_set:
+        why = f"{target} takes `expected`, and "
+        named.append((("structure", "answer_key"), structure.answer_key, why))
+    for path, column, why in named:
+        if column not in columns:
+            near, known = did_you_mean(column, columns), ", ".join(columns)
+            yield (*DATASET, *path), f"{why}no row has a {column!r}.{near} There are: {known}."
+
+
+def _target_with_expected(document: Document | None, reward: str | None) -> str | None:
+    """The reward's function, if it cannot do without the expected answer."""
+    config = None if document is None else document.eval.evaluators.get(reward or "")
+    target = getattr(config, "target", None)
+    if document is None or config is None or config.type_name != "python" or not target:
+        return None
+    try:
+        function = load_target(target, document.file.resolve().parent)
+        expected = inspect.signature(function).parameters["expected"]
+    except (ConfigError, TypeError, ValueError, KeyError):
+        return None  # it takes none, or is reported with the functions
+    return target if expected.default is inspect.Parameter.empty else None
+
+
+def _base_model(document: Document) -> Mistakes:
+    """A name that a server of this run's own cannot know; another machine's paths are its own."""
+    adapter = art_config_of(document)
+    if adapter is None or adapter.backend.ip is not None:
+        return
+    from hone.models.known import KNOWN  # here, because only this needs it
+
+    name = adapter.backend.base_model
+    path, wrong = Path(name).expanduser(), None
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+            wrong = (
+                f"{path.absolute()} holds neither config.json nor a .gguf file, so it is no model"
+            )
+    elif name.startswith(_PATH) or name.endswith(".gguf"):
+        wrong = None if path.is_file() else f"there is no {path.absolute()}"
+    elif name not in KNOWN and not _HUB.fullmatch(name):
+        wrong = (
+            f"{name!r} is not a model that hone knows, a directory, or a name on the hub "
+            f"(ORGANISATION/MODEL).{did_you_mean(name, KNOWN)} `hone models list` shows what is "
+            "known."
+        )
+    if wrong is not None:
+        key = ("trainer_adapters", document.finetuning.trainer_adapter or "", "backend")
+        yield (*key, "base_model"), wrong

@@ -17,9 +17,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hone.config import registry
 from hone.config.problems import Path as Keys
@@ -182,43 +182,31 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 PREPARE = ("eval", "general", "output", "custom_pre_eval_process_function")
 
 
-class Target(NamedTuple):
-    """A function that the file names."""
-
-    path: Keys
-    """The key that names it."""
-    target: str
-    """`package.module:function` or `file.py:function`."""
-
-
-def targets_of(document: "Document") -> list[Target]:
-    """The functions that a run calls, in the order of the file's sections."""
-    scores, reward = document.eval.evaluators, document.finetuning.reward_function
-    used = {} if reward is None or reward.name not in scores else {reward.name: scores[reward.name]}
+def targets_of(document: "Document", evaluators: Collection[str]) -> Iterator[tuple[Keys, str]]:
+    """The user's functions that a document names: the key of each, and `file.py:function`."""
+    scores = {name: document.eval.evaluators[name] for name in evaluators}
     blocks = [
         *((("functions", name), config) for name, config in document.functions.items()),
         (("workflow",), document.workflow),
-        *((("eval", "evaluators", name), config) for name, config in used.items()),
+        *((("eval", "evaluators", name), config) for name, config in scores.items()),
     ]
-    named = [
-        Target((*path, "target"), config.target)
-        for path, config in blocks
-        if config is not None and config.type_name == "python" and hasattr(config, "target")
-    ]
+    for path, config in blocks:
+        if config is not None and config.type_name == "python" and hasattr(config, "target"):
+            yield (*path, "target"), config.target
     general = document.eval.general
     if isinstance(general.dataset, CustomDataset):
-        path = ("eval", "general", "dataset", "function")
-        named.append(Target(path, as_target(general.dataset.function)))
+        yield ("eval", "general", "dataset", "function"), as_target(general.dataset.function)
     if general.output is not None and general.output.custom_pre_eval_process_function:
-        named.append(Target(PREPARE, as_target(general.output.custom_pre_eval_process_function)))
-    return named
+        yield PREPARE, as_target(general.output.custom_pre_eval_process_function)
 
 
 def code_of(document: "Document") -> dict[str, str]:
     """SHA-256 of each file of code, by its path from the configuration's directory."""
     directory = document.file.resolve().parent
     files: dict[Path, Path] = {}  # each with the directory that its imports are looked for in
-    entries = [source_of(target, directory) for _, target in targets_of(document)]
+    reward = document.finetuning.reward_function
+    scores = [] if reward is None or reward.name not in document.eval.evaluators else [reward.name]
+    entries = [source_of(target, directory) for _, target in targets_of(document, scores)]
     entries += [source_of(f"{name}:_", directory) for name in _plugins(document)]
     queue = [(file, _root(file, directory)) for file in entries if file is not None]
     while queue:

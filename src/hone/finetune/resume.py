@@ -17,6 +17,7 @@ from hone.finetune.curriculum import Curriculum
 from hone.finetune.records import RolloutRecord
 from hone.finetune.values import TrainingStatusEnum
 from hone.report.history import History
+from hone.report.text import counted
 from hone.report.validations import Validation
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ class RunState:
         """Every round of it was trained or rightly skipped, and it was closed."""
         done = self.history.done.get(epoch)
         return done is not None and done.status == COMPLETED
+
+    def epochs_done(self, num_epochs: int) -> str:
+        """How many of so many epochs are done, in words with their verb."""
+        done = sum(map(self.is_done, range(num_epochs)))
+        return counted(done, "epoch") + (" is" if done == 1 else " are")
 
     def has_failed(self, epoch: int) -> bool:
         """The epoch ended with a failure; it is run again."""

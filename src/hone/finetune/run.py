@@ -30,13 +30,12 @@ from hone.evaluation.run import Evaluation, evaluation
 from hone.event_log import FILE, EventLog
 from hone.event_log import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
-from hone.finetune.checks import failures
-from hone.finetune.documents import read_documents
-from hone.finetune.dry_run import dry_run
+from hone.finetune.checks import read_documents
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFingerprint
-from hone.finetune.preflight import preflight
+from hone.finetune.plan import dry_run
+from hone.finetune.preflight import failures, preflight
 from hone.finetune.resume import RunState
 from hone.report.display import Display
 from hone.report.text import counted
@@ -64,7 +63,13 @@ def finetune(options: FinetuneOptions) -> int:
     fingerprint = RunFingerprint(config.seed, fingerprint_of(document, options, validating))
     fresh = options.fresh or config.resume == "never"
     if options.dry_run:
-        return _dry_run(document, validating, options, fingerprint, fresh)
+        lines, refusal = asyncio.run(
+            dry_run(document, validating, options, fingerprint, fresh=fresh)
+        )
+        sys.stdout.write("\n".join(lines) + "\n")
+        if refusal is not None:
+            log.error("run: %s", refusal)
+        return 0 if refusal is None else 1
     with (
         Interrupts() as interrupts,
         Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
@@ -82,20 +87,6 @@ def finetune(options: FinetuneOptions) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             return run.interrupted()
         return run.interrupted() if interrupts.received else status
-
-
-def _dry_run(
-    document: Document,
-    validating: Document | None,
-    options: FinetuneRunConfig,
-    fingerprint: RunFingerprint,
-    fresh: bool,
-) -> int:
-    lines, wrong = asyncio.run(dry_run(document, validating, options, fingerprint, fresh=fresh))
-    sys.stdout.write("\n".join(lines) + "\n")
-    for check in wrong:
-        log.error("%s: %s", check.name, check.message)
-    return 1 if wrong else 0
 
 
 class Run:
@@ -183,7 +174,7 @@ class Run:
         self, stack: AsyncExitStack, builder: Builder, dataset: Path | None
     ) -> Evaluation:
         assert self.config.reward_function is not None
-        built = await stack.enter_async_context(
+        return await stack.enter_async_context(
             evaluation(
                 builder,
                 dataset=dataset,
@@ -192,9 +183,6 @@ class Run:
                 timeout_s=self.config.rollout_timeout_s,
             )
         )
-        if not built.items:
-            raise ConfigError(f"{dataset or 'eval.general.dataset'}: holds no examples")
-        return built
 
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
         """The held-out set, if the command named one."""
@@ -237,9 +225,8 @@ class Run:
             resumed=resumed,
         )
         if resumed:
-            done = sum(map(self.state.is_done, range(self.config.num_epochs)))
-            epochs = counted(done, "epoch") + (" is" if done == 1 else " are")
-            log.info("Going on with run %s: %s done", self.journal.run_id, epochs)
+            done = self.state.epochs_done(self.config.num_epochs)
+            log.info("Going on with run %s: %s done", self.journal.run_id, done)
         elif step:
             log.warning(
                 "The model is at step %d already, and this run begins there; --fresh begins at 0",

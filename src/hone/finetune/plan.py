@@ -1,0 +1,209 @@
+"""How much a run does, and what `hone finetune --dry-run` prints. Makes no connection.
+
+In:   the run's document and the validation's, what the command said beside them
+Out:  a Plan: rollouts, jobs and optimizer steps; lines for a reader
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.config.build import build
+from hone.config.schema import Document, FinetuneRunConfig
+from hone.errors import HoneError
+from hone.evaluation.run import dataset_items
+from hone.event_log import FILE
+from hone.event_log import read as read_events
+from hone.finetune.adapter_config import art_config_of
+from hone.finetune.builder import num_generations
+from hone.finetune.journal import RunFingerprint, check_free, plan_start
+from hone.finetune.resume import RunState
+from hone.report.text import counted
+
+PREFLIGHT = 2
+"""Rollouts before the first epoch that are not used for training."""
+HARDLY = 1e-3
+"""learning rate x optimizer steps under which a run moves the model too little to be seen. AdamW
+moves each weight by about the learning rate a step; the demo's task turns at about 1e-2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would do, if every group could be trained."""
+
+    examples: int
+    """Examples per epoch."""
+    generations: int
+    epochs: int
+    rounds: int
+    """Rounds per epoch."""
+    rollouts: int
+    """Training rollouts of all epochs, without retries and validation."""
+    jobs: int
+    optimizer_steps: int
+    learning_rate: float | None
+    """None for an adapter that is not hone's."""
+    falling: bool = False
+    """The learning rate falls to 0 over the run."""
+
+    @property
+    def moved(self) -> float | None:
+        """How far each weight moves at most, about; None where the learning rate is not known."""
+        if self.learning_rate is None:
+            return None
+        return self.learning_rate * self.optimizer_steps * (0.5 if self.falling else 1.0)
+
+    @property
+    def is_too_small(self) -> bool:
+        """So many steps at this learning rate can hardly be seen in what the model says."""
+        return self.moved is not None and 0 < self.moved < HARDLY
+
+    def __str__(self) -> str:
+        work = (
+            f"{counted(self.epochs, 'epoch')} x {counted(self.rounds, 'round')}, "
+            f"{counted(self.rollouts, 'rollout')}, {counted(self.jobs, 'job')}, "
+            f"{counted(self.optimizer_steps, 'optimizer step')}"
+        )
+        if self.moved is None:
+            return f"{work}, if every group can be trained"
+        rate = self.learning_rate
+        text = (
+            f"{work} at learning_rate {rate:g}: each weight moves by about {self.moved:.1e} at most"
+        )
+        if not self.is_too_small:
+            return text
+        return (
+            f"{text}, which can hardly move the model. Raise training.learning_rate (its default is "
+            "5e-5), finetuning.num_epochs, or the number of examples; or lower "
+            "training.groups_per_optimizer_step."
+        )
+
+
+def plan(document: Document, examples: int) -> Plan:
+    """How many rollouts, jobs and optimizer steps the configuration means for so many examples."""
+    config, adapter = document.finetuning, art_config_of(document)
+    of_epoch = min(config.examples_per_epoch or examples, examples)
+    of_round = min(config.groups_per_step or of_epoch, of_epoch)
+    rounds = math.ceil(of_epoch / of_round) if of_round else 0
+    generations = num_generations(document) or 1
+    at_once = adapter.training.groups_per_optimizer_step if adapter else of_epoch or 1
+    last = of_epoch - of_round * (rounds - 1)
+    steps = sum(math.ceil(n / at_once) for n in [of_round] * (rounds - 1) + [last] if n > 0)
+    return Plan(
+        examples=of_epoch,
+        generations=generations,
+        epochs=config.num_epochs,
+        rounds=rounds,
+        rollouts=of_epoch * generations * config.num_epochs,
+        jobs=rounds * config.num_epochs,
+        optimizer_steps=steps * config.num_epochs,
+        learning_rate=adapter.training.learning_rate if adapter else None,
+        falling=adapter is not None and adapter.training.schedule == "linear",
+    )
+
+
+async def dry_run(
+    document: Document,
+    validation: Document | None,
+    options: FinetuneRunConfig,
+    fingerprint: RunFingerprint,
+    *,
+    fresh: bool,
+) -> tuple[list[str], str | None]:
+    """Lines to print, and why the run refuses to start, if it does.
+
+    `validation` is the validation's own document, if any.
+    """
+    examples = await _count(document, options.dataset)
+    held_out = 0
+    if validation is not None or options.validation_dataset is not None:
+        held_out = await _count(validation or document, options.validation_dataset)
+    planned = plan(document, examples)
+    config, refusal = document.finetuning, None
+    lines = [
+        _backend(document),
+        f"examples      {examples}, of which {planned.examples} an epoch, "
+        f"{counted(planned.generations, 'rollout')} each",
+        f"training      {counted(planned.epochs, 'epoch')} of {counted(planned.rounds, 'round')}: "
+        f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
+        f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
+        *_validation(document, options, held_out),
+    ]
+    try:
+        check_free(config.output_dir)
+        start = plan_start(config.output_dir, fingerprint, fresh=fresh)
+    except HoneError as error:
+        lines.append("run           refuses to start; see below")
+        refusal = str(error)
+    else:
+        if start.resumed is not None:
+            state = RunState(config, read_events(config.output_dir / FILE))
+            lines += _left(start.resumed.run_id, planned, state, options, held_out)
+        else:
+            aside = f"; the one before is moved to {start.aside}" if start.aside else ""
+            lines += [_preflight(), f"run           a new one{aside}"]
+    lines.append(f"output        {config.output_dir}")
+    if planned.is_too_small:
+        lines.append(f"warning       {planned}")
+    return lines, refusal
+
+
+def _backend(document: Document) -> str:
+    adapter = art_config_of(document)
+    if adapter is None:
+        other = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
+        return f"backend       {'none' if other is None else other.type_name}"
+    server = adapter.backend
+    at = f"at {server.ip}:{server.port}" if server.ip else f"on a server of its own ({server.root})"
+    return f"model         {server.project}/{server.name} over {server.base_model} {at}"
+
+
+def _preflight() -> str:
+    return f"preflight     {PREFLIGHT} rollouts of one example, and one token from each model"
+
+
+def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -> Iterator[str]:
+    if not held_out:
+        yield "validation    none (--validation_dataset)"
+        return
+    epochs, reps = document.finetuning.num_epochs, document.finetuning.validation.reps
+    at = sorted({*range(0, epochs, options.validation_interval), epochs})
+    yield (
+        f"validation    {counted(held_out, 'example')} x {reps} after {', '.join(map(str, at))} "
+        f"epochs: {held_out * reps * len(at)} rollouts"
+    )
+    if len(at) > 2 and not document.finetuning.validation.greedy:
+        yield (
+            f"              and {2 * held_out * reps} at the end, where the best step and the first "
+            "answer again"
+        )
+
+
+def _left(
+    run_id: str, planned: Plan, state: RunState, options: FinetuneRunConfig, held_out: int
+) -> Iterator[str]:
+    """What a run that goes on still does; at most, because rollouts of an open round are kept."""
+    if state.is_finished(planned.epochs):
+        yield f"run           {run_id} is finished, nothing to do"
+        return
+    if not state.history.rounds:
+        yield _preflight()
+    epochs = [epoch for epoch in range(planned.epochs) if not state.is_done(epoch)]
+    yield f"run           goes on with {run_id}, of which {state.epochs_done(planned.epochs)} done"
+    rollouts = planned.examples * planned.generations * len(epochs)
+    line = (
+        f"left          {counted(len(epochs), 'epoch')}: at most {counted(rollouts, 'rollout')}, "
+        f"{counted(planned.rounds * len(epochs), 'job')}"
+    )
+    at = [epoch for epoch in epochs if epoch % options.validation_interval == 0]
+    at = [epoch for epoch in (*at, planned.epochs) if not state.is_validated(epoch)]
+    if held_out and at:
+        answers = held_out * state.config.validation.reps * len(at)
+        line += f"; validation after {', '.join(map(str, at))} epochs: {answers} rollouts"
+    yield line
+
+
+async def _count(document: Document, dataset: Path | None) -> int:
+    async with build(document) as builder:
+        return len(await dataset_items(builder, dataset))

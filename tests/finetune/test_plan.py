@@ -1,0 +1,42 @@
+"""How much a run does. What `--dry-run` prints is in test_run.py."""
+
+from pathlib import Path
+
+from tests.finetune.rehearsal import document
+
+from hone.finetune.plan import plan
+
+
+def test_the_seed_s_own_learning_rate_can_hardly_move_the_model(tmp_path: Path):
+    slow = {"a": {"training": {"learning_rate": "1e-6"}}}
+    planned = plan(document(tmp_path, trainer_adapters=slow), 50)
+    # 50 examples x 2 generations x 20 epochs; 50 groups in steps of 8 are 7 steps an epoch.
+    assert (planned.rollouts, planned.jobs, planned.optimizer_steps) == (2000, 20, 140)
+    assert planned.is_too_small
+    # 140 x 1e-6 = 1.4e-4
+    assert "140 optimizer steps at learning_rate 1e-06: each weight moves by about 1.4e-04" in str(
+        planned
+    )
+    assert "can hardly move the model. Raise training.learning_rate" in str(planned)
+
+
+def test_a_faster_one_can(tmp_path: Path):
+    planned = plan(document(tmp_path), 50)
+    # 140 x 5e-5 = 7e-3; falling to 0 it is half of that.
+    assert not planned.is_too_small
+    assert "7.0e-03" in str(planned)
+    falling = {"a": {"training": {"schedule": "linear"}}}
+    planned = plan(document(tmp_path, trainer_adapters=falling), 50)
+    assert "3.5e-03" in str(planned)
+    still = {"a": {"training": {"learning_rate": 0}}}
+    assert not plan(document(tmp_path, trainer_adapters=still), 50).is_too_small
+
+
+def test_rounds_and_partial_epochs(tmp_path: Path):
+    parts = {"groups_per_step": 12, "examples_per_epoch": 30, "num_epochs": 2}
+    planned = plan(document(tmp_path, finetuning=parts), 50)
+    # 30 of 50 examples: rounds of 12, 12 and 6, which are 2 + 2 + 1 optimizer steps.
+    assert (planned.examples, planned.rounds, planned.jobs) == (30, 3, 6)
+    assert (planned.rollouts, planned.optimizer_steps) == (120, 10)
+    nothing = plan(document(tmp_path), 0)
+    assert (nothing.rollouts, nothing.jobs, nothing.optimizer_steps) == (0, 0, 0)
