@@ -156,16 +156,9 @@ class Server:
 
     async def _serve(self, ready: threading.Event) -> None:
         bound = [bind(), bind()]
-        for listener in bound:
-            listener.max_connections = self.state.settings.max_connections
         self.control_url, self.inference_url = (f"http://127.0.0.1:{port_of(b)}" for b in bound)
         self._servers += [
-            AppServer(
-                app,
-                grace_s=self.grace_s,
-                proxies=self.state.settings.forwarded_allow_ips,
-                header_timeout_s=self.state.settings.header_timeout_s,
-            )
+            AppServer(app, self.state.settings, grace_s=self.grace_s)
             for app in create_apps(self.state)
         ]
         async with self.state.running():

@@ -14,10 +14,10 @@ from tests.server.conftest import MakeState
 from hone.errors import Conflict, EngineError, NotInThisVersion, Unavailable
 from hone.logs import say
 from hone.server.app import create_apps
-from hone.server.failures import status_of
 from hone.server.settings import Settings
 from hone.server.telemetry import Metrics, start_logging, stop_logging
 from hone.types import ModelSpec
+from hone.wire.errors import status_of
 
 
 def client(app: FastAPI) -> httpx.AsyncClient:

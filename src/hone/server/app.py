@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -28,10 +29,9 @@ from hone.errors import HoneError
 from hone.logs import log, say
 from hone.server import art, auth, openai_chat, training
 from hone.server.bodies import BodyReader
-from hone.server.failures import error_response, status_of
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
-from hone.wire.errors import error_body
+from hone.wire.errors import error_body, error_response, status_of
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
@@ -48,9 +48,12 @@ def _app(
     for routes in parts:
         app.include_router(routes(state))
     app.include_router(_status_routes(state, control=control))
-    app.add_exception_handler(HoneError, _hone_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
+
+    async def respond(request: Request, error: Exception) -> JSONResponse:
+        return _error_response(state, request.scope, error)
+
+    for kind in (HoneError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, respond)
     app.add_middleware(_Middleware, state=state, control=control)
     if origins := state.settings.allowed_origins:
         # Before the key is checked: a browser asks without it whether the page may send it.
@@ -65,18 +68,13 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
 
     @router.get("/health")
     @router.get("/healthcheck")
-    async def health(request: Request) -> dict[str, Any]:
+    async def health() -> dict[str, Any]:
         """Whether the server works, part by part; with the key, also what it serves.
 
         `status` is `ok` if every part is, else `degraded`. `base_models` says of each base model in
         use whether it is loaded.
         """
-        client = request.client.host if request.client else None
-        try:
-            auth.check(state.settings, "", request.headers, client, control=control)
-        except errors.Unauthorized:
-            return await _health(state, keyed=False)
-        return await _health(state, keyed=True)
+        return await _health(state, keyed=auth.access.get() != "anyone")
 
     if control:
 
@@ -118,37 +116,41 @@ async def _health(state: State, *, keyed: bool) -> dict[str, Any]:
 # ---- errors -----------------------------------------------------------------------------------
 
 
-async def _hone_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HoneError), error
-    status, headers = status_of(error), getattr(error, "headers", None)
+def _error_response(state: State, scope: Scope, error: Exception) -> JSONResponse:
+    body: dict[str, Any]
+    if isinstance(error, HoneError):
+        status, body = status_of(error), error_response(error)
+    elif isinstance(error, RequestValidationError):
+        status, body = _validation_error(Headers(scope=scope).get("content-type", ""), error)
+    elif isinstance(error, HTTPException):
+        status = error.status_code
+        body = error_body(str(error.detail), status) | {"detail": error.detail}
+    else:
+        text = f"this server has a defect; its trace is in {state.settings.log_file}"
+        status, body = 500, error_body(text, 500)
     if status == 500:
-        log.error("a request failed", exc_info=error, extra={"fields": {"path": request.url.path}})
-    return JSONResponse(error_response(error), status, headers=headers)
+        log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
+    scope["hone.refusal"] = body["error"]["message"]
+    return JSONResponse(body, status, headers=getattr(error, "headers", None))
 
 
-async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+def _validation_error(
+    content_type: str, error: RequestValidationError
+) -> tuple[int, dict[str, Any]]:
     """A body that does not validate. `input` is left out: it may be megabytes, or a secret."""
-    assert isinstance(error, RequestValidationError), error
-    sent = request.headers.get("content-type", "")
     # FastAPI parses a body only under a JSON Content-Type: web pages may send any other unasked.
-    if "json" not in sent and any(e["loc"] == ("body",) for e in error.errors()):
-        problem = (
-            f"the body's Content-Type is {sent[:100]!r}" if sent else "no Content-Type is sent"
+    if "json" not in content_type and any(e["loc"] == ("body",) for e in error.errors()):
+        sent = (
+            f"the body's Content-Type is {content_type[:100]!r}"
+            if content_type
+            else "no Content-Type is sent"
         )
-        text = f"{problem}; send JSON, and -H 'Content-Type: application/json' with it"
-        body = error_body(text, 415, param="Content-Type")
-        return JSONResponse(body | {"detail": text}, 415)
+        text = f"{sent}; send JSON, and -H 'Content-Type: application/json' with it"
+        return 415, error_body(text, 415, param="Content-Type") | {"detail": text}
     detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
     where = [str(part) for part in detail[0]["loc"] if part != "body"]
     message = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail[:20])
-    body = error_body(message, 422, param=".".join(where) or None)
-    return JSONResponse(body | {"detail": detail}, 422)
-
-
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException), error
-    body = error_body(str(error.detail), error.status_code)
-    return JSONResponse(body | {"detail": error.detail}, error.status_code, headers=error.headers)
+    return 422, error_body(message, 422, param=".".join(where) or None) | {"detail": detail}
 
 
 # ---- middleware -------------------------------------------------------------------------------
@@ -167,29 +169,26 @@ class _Middleware:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        status, reason = 0, ""
+        status = 0
 
         async def watch(message: Message) -> None:
-            nonlocal status, reason
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif status >= 400 and not reason:
-                reason = refusal_text(message.get("body", b""), self.state.settings.api_key)
             await send(message)
 
         try:
             await self._check(scope, receive, watch)
         except Exception as error:  # whatever it is: JSON for the client, the trace for the log
-            response = await self._error(scope, error)
+            response = _error_response(self.state, scope, error)
             if status:
                 raise
             await response(scope, receive, watch)
         finally:
-            self._log(scope, status, time.perf_counter() - started, reason)
+            self._log(scope, status, time.perf_counter() - started)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        settings = self.state.settings
+        headers, settings = Headers(scope=scope), self.state.settings
         client = scope["client"][0] if scope.get("client") else None
         access = auth.check(settings, scope["path"], headers, client, control=self.control)
         body = BodyReader(receive, headers, settings, self.state.bodies)
@@ -201,22 +200,14 @@ class _Middleware:
             auth.access.reset(token)
             body.release()
 
-    async def _error(self, scope: Scope, error: Exception) -> JSONResponse:
-        if isinstance(error, HoneError):
-            return await _hone_error(Request(scope), error)
-        if isinstance(error, HTTPException):
-            return await _http_error(Request(scope), error)
-        log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
-        text = f"this server has a defect; its trace is in {self.state.settings.log_file}"
-        return JSONResponse(error_body(text, 500), 500)
-
-    def _log(self, scope: Scope, status: int, seconds: float, reason: str) -> None:
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
         metrics = self.state.metrics
         metrics.requests.labels(route, status).inc()
         metrics.request_s.labels(route).observe(seconds)
         level = logging.WARNING if status >= 500 else logging.INFO
         fields = {"method": scope["method"], "path": scope["path"], "status": status}
-        # Some clients show their users the status alone.
-        why = {"reason": reason} if reason else {}
-        say("request", level=level, **fields, ms=round(seconds * 1e3, 2), **why)
+        fields["ms"] = round(seconds * 1e3, 2)
+        if refusal := scope.get("hone.refusal"):  # some clients show their users the status alone
+            fields["reason"] = refusal_text(refusal, self.state.settings.api_key)
+        say("request", level=level, **fields)

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import lru_cache
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -26,9 +26,9 @@ from hone.models.find import canonical
 from hone.server.settings import Settings, is_key
 from hone.types import FieldError, ModelSpec
 
-Access = Literal["operator", "peer", "inference"]
+Access = Literal["operator", "peer", "inference", "anyone"]
 """An operator may do everything; a peer (in a trusted network, without the key) may train, but not
-name a path; an inference client may use the OpenAI API alone."""
+name a path; an inference client may use the OpenAI API alone; anyone may ask whether it works."""
 
 access: ContextVar[Access] = ContextVar("access", default="operator")
 """Access of the current request; outside any request, the operator's."""
@@ -48,7 +48,11 @@ def check(
     _check_host(settings, headers)
     _check_origin(settings, headers)
     if settings.api_key is None:
-        _check_direct(headers)
+        if name := _forwarded(headers):
+            raise Unauthorized(
+                f"the request was forwarded by a proxy (header {name!r}), and a server without a "
+                "key answers to clients of its own machine only. Start it with --api-key."
+            )
         return "operator" if control else "inference"
     if _has_key(settings.api_key, headers):
         return "operator" if control else "inference"
@@ -57,7 +61,7 @@ def check(
     if control and _trusted(settings, headers, client):
         return "peer"
     if path in OPEN:
-        return "inference"
+        return "anyone"
     raise Unauthorized(_refusal(settings, control=control))
 
 
@@ -148,14 +152,6 @@ def _check_origin(settings: Settings, headers: Mapping[str, str]) -> None:
         )
 
 
-def _check_direct(headers: Mapping[str, str]) -> None:
-    if name := _forwarded(headers):
-        raise Unauthorized(
-            f"the request was forwarded by a proxy (header {name!r}), and a server without a key "
-            "answers to clients of its own machine only. Start it with --api-key."
-        )
-
-
 def _forwarded(headers: Mapping[str, str]) -> str | None:
     """The header that shows that a proxy forwarded the request."""
     known = ("forwarded", "via", "x-real-ip")
@@ -168,7 +164,7 @@ def _is_own_name(settings: Settings, host: str) -> bool:
         return True
     # Only a name can be made to point here; an address is what it is. Without a key the server
     # listens on a loopback address, and no other one leads to it but through somebody's proxy.
-    if settings.api_key is not None and (_is_address(host) or host in _own_names()):
+    if settings.api_key is not None and (_address(host) is not None or host in _own_names()):
         return True
     return any(
         allowed == "*"
@@ -185,12 +181,11 @@ def _own_names() -> frozenset[str]:
     return frozenset({name, name.partition(".")[0]} - {""})
 
 
-def _is_address(host: str) -> bool:
+def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(host)
+        return ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _hostname(host: str) -> str:
@@ -203,11 +198,8 @@ def _trusted(settings: Settings, headers: Mapping[str, str], client: str | None)
     """Whether the client's own address is in a trusted network."""
     if _forwarded(headers) and not settings.forwarded_allow_ips:
         return False  # the address is the proxy's
-    try:
-        address = ip_address(client or "")
-    except ValueError:
-        return False
-    return any(address in network for network in settings.trust_network)
+    address = _address(client or "")
+    return address is not None and any(address in network for network in settings.trust_network)
 
 
 def _refusal(settings: Settings, *, control: bool) -> str:

@@ -4,19 +4,16 @@ In:   an ASGI app and an address
 Out:  a bound socket; AppServer, which signals when it accepts; the URL of an app while it is served
 
 A server that runs out of file descriptors can neither accept nor open its own files. So the limit
-of the process is raised, connections beyond `max_connections` are refused when they are accepted,
-and a connection whose request does not arrive completely is closed.
+of the process is raised, connections beyond `max_connections` are closed as soon as they are
+accepted, and so is a connection whose request does not arrive completely.
 """
 
 import asyncio
 import contextlib
-import logging
 import resource
 import socket
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from ipaddress import IPv4Network, IPv6Network
 from typing import Any
 
 import h11
@@ -25,11 +22,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hone.errors import ServerError
 from hone.logs import say
+from hone.server.settings import Settings
 
 GRACE_S = 5
 """Seconds that requests have to end when the server stops; then they are cut off."""
 BACKLOG = 2048
-HEADER_TIMEOUT_S = 30.0
 RESERVED = 256
 """File descriptors that connections leave to files, SQLite, engines and learners."""
 
@@ -59,53 +56,11 @@ def max_connections(descriptors: int, ports: int) -> int:
     return max(1, (descriptors - reserved) // ports)
 
 
-class Listener(socket.socket):
-    """A listening socket that refuses connections beyond `max_connections` with 503."""
-
-    max_connections: int | None = None
-    connections = 0
-    _logged_at = 0.0
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        connection, address = super().accept()
-        if self.max_connections is not None and self.connections >= self.max_connections:
-            connection.setblocking(False)
-            with contextlib.suppress(OSError):
-                connection.send(_REFUSAL % (len(_FULL), _FULL))
-            connection.close()
-            self._log()
-            # asyncio goes on with its loop after this one, which has ended.
-            raise ConnectionAbortedError
-        self.connections += 1
-        return _Accepted(self, connection), address
-
-    def _log(self) -> None:
-        now = time.monotonic()
-        if now - self._logged_at > 1:  # one line a second, however many are refused
-            self._logged_at = now
-            open_now = {"open": self.connections, "max_connections": self.max_connections}
-            say("connections are refused: too many are open", level=logging.WARNING, **open_now)
-
-
-class _Accepted(socket.socket):
-    """A connection, counted by its listener until it is closed."""
-
-    def __init__(self, listener: Listener, plain: socket.socket) -> None:
-        super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        self._listener: Listener | None = listener
-
-    def close(self) -> None:
-        if self._listener is not None:
-            self._listener.connections -= 1
-            self._listener = None
-        super().close()
-
-
-def bind(host: str = "127.0.0.1", port: int = 0, *, option: str = "--port") -> Listener:
+def bind(host: str = "127.0.0.1", port: int = 0, *, option: str = "--port") -> socket.socket:
     """A socket at that address; port 0 takes a free one. `option` is what the user would change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By its protocol, or asyncio leaves Nagle on and every answer takes 40 ms longer.
-    bound = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
@@ -122,17 +77,22 @@ def port_of(bound: socket.socket) -> int:
     return int(bound.getsockname()[1])
 
 
-class _TimedProtocol(H11Protocol):
-    """Closes a connection whose next request has not arrived within `header_timeout_s`.
+class _Protocol(H11Protocol):
+    """Refuses connections that are too many, and closes one whose next request does not arrive.
 
     uvicorn has a timeout only for connections on which nothing at all is sent after a response.
     """
 
-    header_timeout_s = HEADER_TIMEOUT_S
+    settings: Settings
     _overdue: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as in uvicorn
         super().connection_made(transport)
+        limit = self.settings.max_connections
+        if limit is not None and len(self.connections) > limit:
+            say("a connection is refused: too many are open", max_connections=limit)
+            transport.write(_REFUSAL % (len(_FULL), _FULL))
+            transport.close()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -141,9 +101,7 @@ class _TimedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.trailing_data[
-            0
-        ]:  # the next request has begun; else uvicorn's own timeout runs
+        if self.conn.trailing_data[0]:  # the next request has begun; else uvicorn's timeout runs
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -157,7 +115,7 @@ class _TimedProtocol(H11Protocol):
         if state is not h11.IDLE and not unread:
             self._unwatch()
         elif self._overdue is None:  # more bytes of the same request do not start it again
-            self._overdue = self.loop.call_later(self.header_timeout_s, self._give_up)
+            self._overdue = self.loop.call_later(self.settings.header_timeout_s, self._give_up)
 
     def _unwatch(self) -> None:
         if self._overdue is not None:
@@ -173,18 +131,11 @@ class _TimedProtocol(H11Protocol):
 class AppServer(uvicorn.Server):
     """A uvicorn server that signals when it accepts, and installs no signal handlers."""
 
-    def __init__(
-        self,
-        app: Any,
-        *,
-        grace_s: int = GRACE_S,
-        proxies: Sequence[IPv4Network | IPv6Network] = (),
-        header_timeout_s: float = HEADER_TIMEOUT_S,
-    ) -> None:
-        """`proxies`: networks whose X-Forwarded headers are believed; uvicorn trusts 127.0.0.1."""
+    def __init__(self, app: Any, settings: Settings, *, grace_s: int = GRACE_S) -> None:
+        proxies = settings.forwarded_allow_ips
         config = uvicorn.Config(
             app,
-            http=type("_Http", (_TimedProtocol,), {"header_timeout_s": header_timeout_s}),
+            http=type("_Http", (_Protocol,), {"settings": settings}),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -210,14 +161,10 @@ class AppServer(uvicorn.Server):
 async def serving(app: Any, *, grace_s: int = GRACE_S) -> AsyncIterator[str]:
     """The app's address on this machine, while it is served."""
     bound = bind()
-    server = AppServer(app, grace_s=grace_s)
+    server = AppServer(app, Settings(), grace_s=grace_s)
     task = asyncio.create_task(server.serve(sockets=[bound]))
-    ready = asyncio.create_task(server.ready.wait())
-    await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+    await server.ready.wait()
     try:
-        if not ready.done():  # it ended instead: say why
-            ready.cancel()
-            await task
         yield f"http://127.0.0.1:{port_of(bound)}"
     finally:
         server.should_exit = True

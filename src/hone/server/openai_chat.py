@@ -22,13 +22,12 @@ from hone.logs import log
 from hone.server import rollouts
 from hone.server.bodies import accept_large_body
 from hone.server.chat_tasks import read_request
-from hone.server.failures import error_response
 from hone.server.generation import RequestContext
 from hone.server.prepare import prepare_chat, prepare_completion
 from hone.server.responses import EventStream, UntilDisconnect
 from hone.server.serving import ServedName
 from hone.server.state import State
-from hone.wire.errors import error_body
+from hone.wire.errors import error_body, error_response
 from hone.wire.json import write_json
 from hone.wire.openai_chat import ChatRequest, CompletionRequest
 from hone.wire.rollout import RolloutScope

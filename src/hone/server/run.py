@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +27,6 @@ from hone.server.app import create_apps
 from hone.server.auth import settle_key
 from hone.server.listen import (
     AppServer,
-    Listener,
     bind,
     max_connections,
     port_of,
@@ -64,11 +64,13 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     inference = None
     if settings.inference_port is not None:
         inference = bind(settings.host, settings.inference_port, option="--inference-port")
-    for bound in (listeners := [control, inference] if inference else [control]):
-        most = max_connections(descriptors, len(listeners))
-        bound.max_connections = min(most, settings.max_connections or most)
+    most = max_connections(descriptors, ports=2 if inference else 1)
     settings = settings.model_copy(
-        update={"port": port_of(control), "inference_port": inference and port_of(inference)}
+        update={
+            "port": port_of(control),
+            "inference_port": inference and port_of(inference),
+            "max_connections": min(most, settings.max_connections or most),
+        }
     )
     with storage(settings.log_file):
         start_logging(settings)
@@ -109,8 +111,8 @@ def _is_orphan(owner: Path) -> bool:
 
 async def _serve(
     settings: Settings,
-    control: Listener,
-    inference: Listener | None,
+    control: socket.socket,
+    inference: socket.socket | None,
     fresh_key: str | None,
     echo: Callable[[str], None],
 ) -> None:
@@ -118,11 +120,7 @@ async def _serve(
     state = State.open(settings, open_engine=open_engine)
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
-    proxies = settings.forwarded_allow_ips
-    servers = [
-        AppServer(app, proxies=proxies, header_timeout_s=settings.header_timeout_s)
-        for app, _ in zip(apps, sockets, strict=False)
-    ]
+    servers = [AppServer(app, settings) for app, _ in zip(apps, sockets, strict=False)]
 
     closing: list[asyncio.Task[None]] = []
 

@@ -19,8 +19,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from hone.logs import log
 from hone.redact import HIDDEN, redact
 from hone.server.settings import Settings
-from hone.wire.errors import error_message
-from hone.wire.json import object_or_empty
 
 MAX_REASON = 1000
 """Characters of a refusal that are logged."""
@@ -58,10 +56,9 @@ class Metrics:
         self.publishes = Counter("hone_publishes", "Publishes by verdict", ["verdict"], registry=of)
 
 
-def refusal_text(body: bytes, key: str | None = None) -> str:
+def refusal_text(message: str, key: str | None) -> str:
     """The message of an error response, short enough for a log line and without keys."""
-    message = error_message(object_or_empty(body)) if len(body) < 2**20 else None
-    text = redact((message or "").replace(key, HIDDEN) if key else message or "")
+    text = redact(message.replace(key, HIDDEN) if key else message)
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 

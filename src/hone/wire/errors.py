@@ -1,12 +1,30 @@
 """Error responses in the shape of the OpenAI API: written by the server, read by its clients.
 
-In:   a message and a status; the body of any error response
-Out:  {"error": {message, type, param, code}}; the message of a body in this shape or another
+In:   a HoneError, or a message and a status; the body of any error response
+Out:  a status and {"error": {message, type, param, code}}; the message of a body in this or
+      another shape
 
 `type` is one of OpenAI's: clients of that API decide by it and by the status whether to retry.
 """
 
 from typing import Any
+
+from hone import errors
+from hone.errors import HoneError
+
+_STATUS = (
+    (errors.NotFound, 404),
+    (errors.ModelNotFound, 404),
+    (errors.Unauthorized, 401),
+    (errors.Conflict, 409),
+    (errors.Unprocessable, 422),
+    (errors.NotInThisVersion, 501),
+    (errors.ConfigError, 400),
+    (errors.RolloutError, 400),
+    (errors.SampleRefused, 422),
+    (errors.Unavailable, 503),
+    (HoneError, 500),
+)
 
 
 def error_body(
@@ -18,6 +36,27 @@ def error_body(
     if status == 401:
         code = code or "invalid_api_key"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: HoneError) -> int:
+    """The HTTP status of an error."""
+    own = getattr(error, "status", None)
+    return own or next(status for kind, status in _STATUS if isinstance(error, kind))
+
+
+def error_response(error: HoneError) -> dict[str, Any]:
+    """`exception` is the error's class, which hone's own clients raise again."""
+    fields = error.fields if isinstance(error, errors.Unprocessable) else ()
+    param = ".".join(map(str, fields[0].path)) if fields else getattr(error, "param", None)
+    code = getattr(error, "code", None)
+    body = error_body(str(error), status_of(error), param=param, code=code)
+    body["exception"] = type(error).__name__
+    body["detail"] = str(error)
+    if fields:
+        body["detail"] = [
+            {"loc": ["body", *f.path], "msg": f.message, "type": "value_error"} for f in fields
+        ]
+    return body
 
 
 def error_message(body: dict[str, Any]) -> str | None:
