@@ -24,7 +24,7 @@ from hone.server.app import create_apps
 from hone.server.listen import GRACE_S, AppServer, bind, port_of
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.store import jobs, models
+from hone.store import calls, jobs, models
 from hone.store.database import Store
 from hone.store.jobs import JobStore
 
@@ -222,7 +222,7 @@ async def api(open_api: Open) -> Api:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """Of models and jobs alone."""
-    opened = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA))
+    opened = Store(tmp_path / "state.sqlite", (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA))
     yield opened
     opened.close()
 

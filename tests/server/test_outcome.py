@@ -28,12 +28,13 @@ async def test_events_follow_a_job_to_its_end(open_api: Open):
     told = await api.events(accepted)
     kinds = [event["event"] for event in told if event["event"] != "progress"]
     assert kinds == ["queued", "started", "learned", "saved", "published", "proved", "done"]
-    assert [int(event["id"]) for event in told] == list(range(1, len(told) + 1))
+    ids = [int(event["id"]) for event in told]
+    assert ids == sorted(set(ids))
     done = json.loads(told[-1]["data"])
     assert done["job"] == accepted.id and done["data"]["step"] == 1
     resumed = await api.events(accepted, headers={"Last-Event-ID": told[-2]["id"]})
     assert resumed == told[-1:]
-    assert await api.events(accepted, params={"after": len(told) - 1}) == told[-1:]
+    assert await api.events(accepted, params={"after": ids[-2]}) == told[-1:]
     assert await api.events(accepted, headers={"Last-Event-ID": told[-1]["id"]}) == []
     assert (await api.ask("GET", AGENT))["step"] == 1
     where = f"{JOBS}/{accepted.id}/events"

@@ -56,8 +56,7 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     server = await open_server()
     record = server.models.register(spec(tiny_model))
     assert server.service.status() == {"state": "idle", "jobs": [], "queued": 0}
-    submitted = server.submit(record, token_groups(), seed=5)
-    server.calls.refer(submitted.id, ["call-1"])
+    submitted = server.submit(record, token_groups(), seed=5, calls=["call-1"])
     job = await server.ended(submitted.id)
     assert server.store.query("SELECT * FROM call_refs") == []  # and its calls may be pruned
     assert job.state == "done" and (job.base_step, job.step, job.attempts) == (0, 1, 1)
@@ -213,8 +212,7 @@ async def test_cancelling_a_running_job_leaves_the_step_before(open_server: Open
     server = await open_server()
     record = server.models.register(spec(tiny_model))
     await server.trained(tiny_model, 0)
-    job = server.submit(record, token_groups(400))
-    server.calls.refer(job.id, ["call-1"])
+    job = server.submit(record, token_groups(400), calls=["call-1"])
     server.service.wake()
     await server.reached(job.id, "progress")
     assert server.service.status() == {"state": "training", "jobs": [job.id], "queued": 0}

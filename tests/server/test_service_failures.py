@@ -36,8 +36,7 @@ async def test_a_bad_job_fails_with_its_reason_and_the_next_one_runs(
         record = server.models.register(spec(tiny_model))
         groups = token_groups()
         groups[0].trajectories[0].calls[0].completion_ids[0] = 9999
-        submitted = server.submit(record, groups)
-        server.calls.refer(submitted.id, ["call-1"])
+        submitted = server.submit(record, groups, calls=["call-1"])
         job = await server.ended(submitted.id)
         assert server.store.query("SELECT * FROM call_refs") == []
         assert job.state == "failed" and job.failure is not None

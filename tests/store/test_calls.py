@@ -273,15 +273,26 @@ def test_calls_of_an_open_run_are_never_pruned(calls: CallStore) -> None:
     assert ids(calls, "run1:a") == []
 
 
+def refer(calls: CallStore, job: str, ids: list[str]) -> None:
+    """As JobStore does when the job is added."""
+    with calls._store.transaction() as db:
+        db.executemany("INSERT INTO call_refs VALUES (?, ?)", [(job, one) for one in ids])
+
+
+def release(calls: CallStore, job: str) -> None:
+    """As JobStore does when the job ends."""
+    with calls._store.transaction() as db:
+        db.execute("DELETE FROM call_refs WHERE job = ?", (job,))
+
+
 def test_calls_a_job_refers_to_are_kept_until_it_is_over(calls: CallStore) -> None:
     made = add_conversation(calls, 3)
-    calls.refer("job-1", ["r-2"])
-    calls.refer("job-1", ["r-2"])
-    calls.refer("job-2", ["r-1", "r-2"])
-    calls.release("job-2")
+    refer(calls, "job-1", ["r-2"])
+    refer(calls, "job-2", ["r-1", "r-2"])
+    release(calls, "job-2")
     assert calls.prune(max_age_s=0, max_bytes=0) == 2
     assert calls.rollout("r") == [made[2]]
-    calls.release("job-1")
+    release(calls, "job-1")
     assert calls.prune(max_age_s=0, max_bytes=0) == 1
 
 
@@ -298,9 +309,9 @@ def test_pruning_any_calls_leaves_the_others_as_they_were(calls: CallStore) -> N
     fork = recorded("fork", [*made[1].call.prompt_ids, 100 + 1, 7, 99], [5], index=9)
     calls.add(fork, parent=made[1])
     for gone in (made[1], made[0], made[3]):
-        calls.refer("job", [c.id for c in [*made, fork] if c.id != gone.id])
+        refer(calls, "job", [c.id for c in [*made, fork] if c.id != gone.id])
         calls.prune(max_age_s=0, max_bytes=2**40)
-        calls.release("job")
+        release(calls, "job")
         kept = {c.id: c for c in [*made, fork] if c.id != gone.id}
         assert {c.id: c for c in calls.rollout("r")} == kept
         calls.add(gone)

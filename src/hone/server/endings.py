@@ -1,7 +1,7 @@
 """How jobs end: done, failed, cancelled, or queued again with the reason.
 
 In:   a job, and its result or its failure
-Out:  its new state; its unproved checkpoint set aside and its calls released
+Out:  its new state; its unproved checkpoint set aside
 
 A job fails only for a cause of its own. When the disk is full or fails, the job goes back to the
 queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the job
@@ -27,7 +27,6 @@ from hone.errors import (
 from hone.logs import log, say
 from hone.server.supervision import Part, backoff_s
 from hone.server.telemetry import Metrics
-from hone.store.calls import CallStore
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.failpoints import failpoint
 from hone.store.jobs import FINAL, JobStore
@@ -48,13 +47,11 @@ class Endings:
         jobs: JobStore,
         models: ModelStore,
         checkpoints: Checkpoints,
-        calls: CallStore,
         metrics: Metrics,
     ) -> None:
         self._jobs = jobs
         self._models = models
         self._checkpoints = checkpoints
-        self._calls = calls
         self._metrics = metrics
         self._unreleased: dict[str, JobInfo] = {}
         """Jobs that ended while the disk failed: what they hold is still to be released."""
@@ -63,7 +60,6 @@ class Endings:
         self, job: JobInfo, checkpoint: Checkpoint | None, result: Mapping[str, Any]
     ) -> None:
         """Mark a job as done; without a checkpoint if there was nothing to learn."""
-        await asyncio.to_thread(self._calls.release, job.id)
         failpoint("job/before-done")
         job = await asyncio.to_thread(
             self._jobs.move,
@@ -110,12 +106,11 @@ class Endings:
             return 0.0
         if isinstance(error, Unavailable) and not isinstance(error, Unreachable):
             wait_s = part.fail(error)
-            await asyncio.to_thread(self._jobs.requeue, job.id, str(error), **uncounted)
+            await self._requeue(job, error, **uncounted)
             return wait_s
         if isinstance(error, LearnerDied | EngineFailed) and job.retries + 1 < TRIES:
             log.warning("a job is retried", exc_info=error, extra={"fields": {"job": job.id}})
-            retries = {"retries": job.retries + 1}
-            await asyncio.to_thread(self._jobs.requeue, job.id, str(error), **retries)
+            await self._requeue(job, error, retries=job.retries + 1)
             return backoff_s(job.retries) if job.retries else 0.0
         part.recover()
         # The trace goes to the log and not into the job, which any client may read.
@@ -125,6 +120,10 @@ class Endings:
         move = (self._jobs.move, job.id, "failed")
         self._count(await asyncio.to_thread(*move, remember=True, failure=failure))
         return 0.0
+
+    async def _requeue(self, job: JobInfo, error: Exception, **fields: int) -> None:
+        move = (self._jobs.move, job.id, "queued")
+        await asyncio.to_thread(*move, remember=True, waiting_for=str(error), **fields)
 
     def _count(self, job: JobInfo) -> None:
         self._metrics.jobs.labels(job.state).inc()
@@ -153,11 +152,10 @@ class Endings:
             del self._unreleased[job.id]
 
     def _release(self, job: JobInfo) -> None:
-        """Set aside what the job saved, so that it is never served; its calls may be pruned."""
+        """Set aside what the job saved, so that it is never served."""
         saved = self._checkpoints.of_job(self._models.find(job.model).key, job.id)
         if saved is not None and not saved.proved:
             self._checkpoints.reject(saved)
-        self._calls.release(job.id)
 
 
 def check_disk_space(newest: Checkpoint) -> None:

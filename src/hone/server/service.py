@@ -33,7 +33,6 @@ from hone.server.settings import Settings
 from hone.server.supervision import Part
 from hone.server.telemetry import Metrics
 from hone.server.tokenizer import BaseTokenizer
-from hone.store.calls import CallStore
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.failpoints import failpoint
 from hone.store.jobs import JobStore, Pin
@@ -77,7 +76,6 @@ class TrainingService:
         models: ModelStore,
         checkpoints: Checkpoints,
         serving: Serving,
-        calls: CallStore,
         settings: Settings,
         metrics: Metrics,
         start_learner: StartLearner,
@@ -86,11 +84,10 @@ class TrainingService:
         self._models = models
         self._checkpoints = checkpoints
         self._serving = serving
-        self._calls = calls
         self._settings = settings
         self._metrics = metrics
         self._learners = Learners(settings, start_learner)
-        self._endings = Endings(jobs, models, checkpoints, calls, metrics)
+        self._endings = Endings(jobs, models, checkpoints, metrics)
         self._loops: dict[str, _Loop] = {}
         self._cancelled: set[str] = set()
         self._writing_first = threading.Lock()

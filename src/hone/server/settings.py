@@ -97,7 +97,7 @@ class Settings(Strict):
     keep_events_s: float = Field(default=30 * 86400.0, gt=0)
     """Seconds for which the events of an ended job are kept; its last one is always kept."""
     keep_progress: int = Field(default=1000, gt=0)
-    """Progress events that are kept of each job; the oldest are deleted first."""
+    """Progress events that are kept in memory; they are never written."""
     keep_trajectories_bytes: int = Field(default=4 * 2**30, gt=0)
     """Size of the trajectories that ART's clients log, of all models together, beyond which the oldest
     files are deleted."""

@@ -80,7 +80,6 @@ class State:
             models=model_store,
             checkpoints=checkpoints,
             serving=serving,
-            calls=call_store,
             settings=settings,
             metrics=metrics,
             start_learner=start_learner,

@@ -16,7 +16,6 @@ from hone.server.resolved_job import PackedJob, Start, pack_job
 from hone.server.state import State
 from hone.server.tokenizer import BaseTokenizer
 from hone.server.workers import Worker
-from hone.store.jobs import FINAL
 from hone.trajectory import JobRequest
 from hone.types import JobInfo
 
@@ -77,13 +76,5 @@ async def _accept(
         calls=packed.calls,
     )
     state.service.wake()
-    await asyncio.to_thread(_refer, state, job.id, packed.calls)
     say("job accepted", job=job.id, model=job.model, groups=packed.groups, **packed.counts)
     return job
-
-
-def _refer(state: State, job_id: str, calls: list[str]) -> None:
-    """Keep the calls of a job until it ends, which may have happened already."""
-    state.calls.refer(job_id, calls)
-    if state.jobs.get(job_id).state in FINAL:
-        state.calls.release(job_id)

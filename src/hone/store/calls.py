@@ -260,18 +260,6 @@ class CallStore:
 
     # ---- keeping and pruning ----------------------------------------------------------------
 
-    def refer(self, job_id: str, call_ids: Iterable[str]) -> None:
-        """Keep these calls until `release`."""
-        with self._store.transaction() as db:
-            db.executemany(
-                "INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)",
-                [(job_id, call) for call in call_ids],
-            )
-
-    def release(self, job_id: str) -> None:
-        with self._store.transaction() as db:
-            db.execute("DELETE FROM call_refs WHERE job = ?", (job_id,))
-
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
         """Delete calls that are too old, then the oldest beyond the size; never one still needed."""
         before = time.time() - max_age_s

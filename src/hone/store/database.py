@@ -16,7 +16,7 @@ import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class Store:
             if durable:
                 failpoint("store/after-commit")
 
-    def query(self, sql: str, args: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    def query(self, sql: str, args: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
         """Rows of the last committed state."""
         self._check_open()
         with storage(self.path):

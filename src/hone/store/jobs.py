@@ -8,13 +8,11 @@ a crash could undo. The exception is a failing disk: then a job that goes back t
 cancelled, changes in memory, for all readers, and on disk as soon as that works (`write_pending`).
 """
 
-import itertools
-import json
 import secrets
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any, get_args
@@ -22,7 +20,6 @@ from typing import Any, get_args
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
 from hone.learner.packed import pack_groups
 from hone.store import job_events
-from hone.store.call_rows import marks
 from hone.store.database import Store
 from hone.store.failpoints import failpoint
 from hone.store.job_events import JobEvents, event_of_move
@@ -51,7 +48,7 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, base_model, place);
 )
 
 NEXT: dict[JobState, tuple[JobState, ...]] = {
-    "queued": ("running", "cancelled", "failed"),  # failed: its model cannot be loaded
+    "queued": ("queued", "running", "cancelled", "failed"),  # failed: its model cannot be loaded
     "running": ("done", "failed", "cancelled", "queued"),  # queued: it is retried
 }
 """The states that may follow a state; the others are final."""
@@ -97,7 +94,6 @@ class JobStore:
         self.events, self.progress = self._events.read, self._events.progress
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
-        self._changing = threading.RLock()
 
     @property
     def stopping(self) -> bool:
@@ -127,47 +123,38 @@ class JobStore:
             )
         return row["groups"]
 
-    def calls(self, job_id: str) -> Sequence[str]:
-        """Ids of the recorded calls in it."""
-        self.get(job_id)
-        row = self._store.query("SELECT calls FROM jobs WHERE id = ?", (job_id,))[0]
-        return json.loads(row["calls"])
-
     def list(
         self, *, model: ModelKey | None = None, state: JobState | None = None, limit: int = 100
     ) -> Jobs:
         """The newest first."""
-        columns = {"model": None if model is None else str(model), "state": state}
-        filters = {column: value for column, value in columns.items() if value is not None}
-        where = " AND ".join(["1", *(f"{column} = ?" for column in filters)])
+        columns = {
+            "model": None if model is None else str(model),
+            "state": None if self._pending else state,  # the disk does not know it then
+        }
+        where = " AND ".join(["1", *(f"{name} = :{name}" for name, v in columns.items() if v)])
         rows = self._store.query(
-            f"SELECT info FROM jobs WHERE {where} ORDER BY place DESC LIMIT ?",
-            (*filters.values(), limit),
+            f"SELECT info FROM jobs WHERE {where} ORDER BY place DESC LIMIT :limit",
+            {**columns, "limit": limit},
         )
         jobs = [JobInfo.model_validate_json(row["info"]) for row in rows]
-        known = {job.id for job in jobs}
         jobs = [self._pending.get(job.id, job) for job in jobs]
-        jobs += [job for job in self._pending.values() if job.id not in known and state]
-        return [
-            job
-            for job in jobs
-            if (state is None or job.state == state) and (model is None or job.model == str(model))
-        ]
+        return [job for job in jobs if state in (None, job.state)]
 
     def waiting(self) -> dict[str, int]:
         """Number of queued jobs, by base model."""
-        rows = self._store.query("SELECT id, base_model FROM jobs WHERE state = 'queued'")
-        pending = dict(self._pending)
-        queued = [row["base_model"] for row in rows if row["id"] not in pending]
-        queued += [job.base_model for job in pending.values() if job.state == "queued"]
-        return dict(Counter(queued))
+        return dict(Counter(job.base_model for job in self.list(state="queued", limit=-1)))
+
+    def oldest(self, base_model: str) -> JobInfo | None:
+        """The first queued job of a base model."""
+        queued = reversed(self.list(state="queued", limit=-1))
+        return next((job for job in queued if job.base_model == base_model), None)
 
     def repeated(
         self, model: ModelKey, idempotency_key: str | None, request_sha256: str
     ) -> JobInfo | None:
         """The job that this key and request created before. Raises Conflict for another request."""
         rows = self._store.query(
-            "SELECT id, info, request_sha256 FROM jobs WHERE model = ? AND idempotency_key = ?",
+            "SELECT id, request_sha256 FROM jobs WHERE model = ? AND idempotency_key = ?",
             (str(model), idempotency_key),
         )
         if not rows:
@@ -177,7 +164,7 @@ class JobStore:
                 f"idempotency_key {idempotency_key!r} was used for another request, which made "
                 f"job {rows[0]['id']!r}. Send a new key with a new request."
             )
-        return JobInfo.model_validate_json(rows[0]["info"])
+        return self.get(rows[0]["id"])
 
     # ---- changing ---------------------------------------------------------------------------
 
@@ -195,7 +182,10 @@ class JobStore:
         idempotency_key: str | None = None,
         calls: Sequence[str] = (),
     ) -> JobInfo:
-        """A new job at the end of the queue, or the one that this key and request created before."""
+        """A new job at the end of the queue, or the one that this key and request created before.
+
+        `calls`: ids of recorded calls, which are kept until the job ends.
+        """
         packed = groups if isinstance(groups, bytes) else pack_groups(groups)
         job = JobInfo(
             id=f"job-{secrets.token_hex(10)}",
@@ -209,50 +199,34 @@ class JobStore:
             advance_when_flat=advance_when_flat,
             counts=counts,
         )
-        with self._events.writing(job.id) as (db, emit):
+        with self._writing() as db:
             known = self.repeated(model.key, idempotency_key, request_sha256)
             if known is not None:
                 return known
             db.execute(
                 "INSERT INTO jobs (id, model, base_model, state, info, groups, calls, "
-                "idempotency_key, request_sha256) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "idempotency_key, request_sha256) VALUES (?, ?, ?, ?, ?, ?, '[]', ?, ?)",
                 (
-                    job.id,
-                    job.model,
-                    job.base_model,
-                    job.state,
-                    job.model_dump_json(),
-                    packed,
-                    json.dumps(list(calls)),
-                    idempotency_key,
-                    request_sha256,
+                    *(job.id, job.model, job.base_model, job.state, job.model_dump_json()),
+                    *(packed, idempotency_key, request_sha256),
                 ),
             )
-            emit("queued", {})
+            refs = [(job.id, call) for call in calls]
+            db.executemany("INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)", refs)
+            self._events.write(db, self._events.new(job.id, "queued", {}))
         return job
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
         """Delete the groups of jobs that ended too long ago, then of the oldest beyond the size."""
-        before = time.time() - max_age_s
-        rows = self._store.query(
-            "SELECT id, length(groups) AS size, json_extract(info, '$.ended_at') AS ended FROM jobs "
-            f"WHERE state IN ({marks(FINAL)}) AND length(groups) > 0 ORDER BY ended DESC",
-            FINAL,
-        )
-        sizes = itertools.accumulate(row["size"] for row in rows)
-        both = zip(rows, sizes, strict=True)
-        doomed = [(row["id"],) for row, n in both if row["ended"] < before or n > max_bytes]
         with self._store.transaction() as db:
-            db.executemany("UPDATE jobs SET groups = x'', calls = '[]' WHERE id = ?", doomed)
-        return len(doomed)
-
-    def oldest(self, base_model: str) -> JobInfo | None:
-        """The first queued job of a base model."""
-        rows = self._store.query(
-            "SELECT info FROM jobs WHERE state = 'queued' AND base_model = ? ORDER BY place LIMIT 1",
-            (base_model,),
-        )
-        return JobInfo.model_validate_json(rows[0]["info"]) if rows else None
+            cursor = db.execute(
+                "UPDATE jobs SET groups = x'' WHERE id IN (SELECT id FROM (SELECT id, ended, "
+                "sum(size) OVER (ORDER BY ended DESC, place DESC) AS total FROM (SELECT id, place, "
+                "length(groups) AS size, json_extract(info, '$.ended_at') AS ended FROM jobs "
+                "WHERE length(groups) > 0 AND ended IS NOT NULL)) WHERE ended < ? OR total > ?)",
+                (time.time() - max_age_s, max_bytes),
+            )
+            return cursor.rowcount
 
     def take(self, job_id: str, pin: Pin | None) -> JobInfo:
         """Start a queued job from `pin`; None keeps the pin of an earlier attempt."""
@@ -276,63 +250,45 @@ class JobStore:
         times = {"running": {"started_at": time.time()}, "queued": {"started_at": None}}
         fields = {"state": state, **times.get(state, {"ended_at": time.time()}), **fields}
 
-        def moved(job: JobInfo) -> JobInfo:
+        def moved(job: JobInfo) -> dict[str, Any]:
             if state not in NEXT.get(job.state, ()):
                 raise Conflict(f"job {job_id!r} is {job.state} and cannot become {state}")
-            return JobInfo.model_validate({**job.model_dump(), **fields})
+            return fields
 
         failpoint("job/before-move")
-        job = self._change(job_id, moved, event_of_move, remember=remember)
+        job = self._change(job_id, moved, remember=remember)
         failpoint("job/after-move")
-        if state in FINAL:
-            self._events.close(job_id)
         return job
-
-    def requeue(self, job_id: str, why: str, **fields: Any) -> JobInfo:
-        """Queue a job again, with the reason."""
-
-        def queued(job: JobInfo) -> JobInfo:
-            changes = {"state": "queued", "started_at": None, "waiting_for": why, **fields}
-            if job.state not in NEXT:
-                raise Conflict(f"job {job_id!r} is {job.state} and cannot become queued")
-            return JobInfo.model_validate({**job.model_dump(), **changes})
-
-        return self._change(job_id, queued, event_of_move, remember=True)
 
     def write_pending(self) -> None:
         """Write the changes that are only in memory; StorageError if the disk still fails."""
-        for job_id in list(self._pending):
-            self._change(job_id, lambda job: job, event_of_move)
+        if self._pending:
+            with self._writing():
+                pass
 
     def request_cancel(self, job_id: str) -> JobInfo:
         """Cancel a queued job at once; a running one is asked to stop; one that ended stays."""
 
-        def cancelled(job: JobInfo) -> JobInfo:
-            changes: dict[str, Any] = {}
-            if job.state == "queued":
-                changes = {"state": "cancelled", "ended_at": time.time()}
-            if job.state in NEXT:
-                changes |= {"cancel_requested": True}
-            return JobInfo.model_validate({**job.model_dump(), **changes})
+        def cancelled(job: JobInfo) -> dict[str, Any]:
+            ended = {"state": "cancelled", "ended_at": time.time()} if job.state == "queued" else {}
+            return {**ended, "cancel_requested": True} if job.state in NEXT else {}
 
-        def event(job: JobInfo) -> tuple[str, dict[str, Any]]:
-            return ("cancelled", {}) if job.state == "cancelled" else ("cancelling", {})
-
-        return self._change(job_id, cancelled, event, remember=True)
+        return self._change(job_id, cancelled, remember=True)
 
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
         """Write an event of a job."""
-        with self._events.writing(job_id) as (_, emit):
-            return emit(type, data)
+        with self._writing() as db:
+            event = self._events.new(job_id, type, data)
+            self._events.write(db, event)
+        self._events.wake(job_id)
+        return event
 
     def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
         """Rename the model of its jobs, inside the caller's transaction."""
-        for row in db.execute("SELECT id, info FROM jobs WHERE model = ?", (str(key),)).fetchall():
-            job = JobInfo.model_validate_json(row["info"]).model_copy(update={"model": str(new)})
-            db.execute(
-                "UPDATE jobs SET model = ?, info = ? WHERE id = ?",
-                (job.model, job.model_dump_json(), job.id),
-            )
+        db.execute(
+            "UPDATE jobs SET model = :new, info = json_set(info, '$.model', :new) WHERE model = :old",
+            {"old": str(key), "new": str(new)},
+        )
 
     def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> Recovered:
         """At start-up: queue running jobs again, or fail one that is the likely cause of the crash.
@@ -341,11 +297,11 @@ class JobStore:
         its checkpoint has only to be published, and has three more attempts for that.
         """
         queued, failed = [], []
-        for job in self.list(state="queued", limit=-1):
-            if job.server_deaths:  # it was not running at this one
-                self._change(job.id, lambda job: job.model_copy(update={"server_deaths": 0}), None)
+        with self._writing() as db:  # those that wait were not running at this death
+            db.execute(
+                "UPDATE jobs SET info = json_set(info, '$.server_deaths', 0) WHERE state = 'queued'"
+            )
         for job in reversed(self.list(state="running", limit=-1)):
-            self._events.skip_lost(job.id)
             deaths = job.server_deaths + 1
             if deaths < ATTEMPTS * (2 if has_checkpoint(job) else 1):
                 queued.append(self.move(job.id, "queued", server_deaths=deaths))
@@ -361,39 +317,49 @@ class JobStore:
 
     def prune_events(self, *, max_age_s: float) -> int:
         """Delete the events of jobs that ended too long ago, except the last of each."""
-        return self._events.prune(FINAL, time.time() - max_age_s)
+        return self._events.prune(time.time() - max_age_s)
 
     def _change(
-        self,
-        job_id: str,
-        change: Callable[[JobInfo], JobInfo],
-        event: Callable[[JobInfo], tuple[str, dict[str, Any]]] | None,
-        *,
-        remember: bool = False,
+        self, job_id: str, change: Callable[[JobInfo], dict[str, Any]], *, remember: bool = False
     ) -> JobInfo:
-        """Replace a job by what `change` returns; no event if nothing changed."""
-        with self._changing:
-            try:
-                with self._events.writing(job_id) as (db, emit):
-                    before = self.get(job_id)
-                    job = change(before)
-                    if job == before and job_id not in self._pending:
-                        return job
-                    db.execute(
-                        "UPDATE jobs SET state = ?, info = ? WHERE id = ?",
-                        (job.state, job.model_dump_json(), job_id),
-                    )
-                    if job != before and event is not None:
-                        emit(*event(job))
-                self._pending.pop(job_id, None)
+        """Give a job the fields that `change` returns; no event if nothing changed."""
+        with self._events.lock:
+            before = self.get(job_id)
+            job = JobInfo.model_validate({**before.model_dump(), **change(before)})
+            if job == before:
                 return job
+            type, data = event_of_move(job)
+            if job.state == before.state == "running":
+                type, data = "cancelling", {}
+            event = self._events.new(job_id, type, data)
+            try:
+                with self._writing() as db:
+                    _update(db, job)
+                    self._events.write(db, event)
             except StorageError:
                 if not remember:
                     raise
-                before = self.get(job_id)
-                job = change(before)
-                if job != before:
-                    self._pending[job_id] = job
-                    if event is not None:
-                        self._events.remember(job_id, *event(job))
-                return job
+                self._pending[job_id] = job
+                self._events.unwritten.append(event)
+        self._events.wake(job_id)
+        return job
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        """A durable transaction; it begins with what a failing disk refused before."""
+        with self._events.lock:
+            with self._store.transaction(durable=True) as db:
+                for job in self._pending.values():
+                    _update(db, job)
+                for event in self._events.unwritten:
+                    self._events.write(db, event)
+                yield db
+            self._pending.clear()
+            self._events.unwritten.clear()
+
+
+def _update(db: Connection, job: JobInfo) -> None:
+    values = (job.state, job.model_dump_json(), job.id)
+    db.execute("UPDATE jobs SET state = ?, info = ? WHERE id = ?", values)
+    if job.state in FINAL:  # its calls may be pruned
+        db.execute("DELETE FROM call_refs WHERE job = ?", (job.id,))
