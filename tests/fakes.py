@@ -8,7 +8,7 @@ Out:  ScriptedEngine: an Engine that remembers what it was asked and under which
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Asked:
     sampling: Sampling
     adapter: AdapterRef | None
     answers: tuple[tuple[int, ...], ...]
+    stream: bool = True
 
 
 def logprob(token: int, place: int) -> float:
@@ -80,10 +81,13 @@ class ScriptedEngine:
         """Requests whose reader left before their end."""
         self.stuck = False
         """Say yes to every publish from now on and go on serving what was served: a broken engine."""
+        self.masks = False
+        """Know only the log-probability after top-p, top-k and min-p, as vLLM does."""
         self.failing: Exception | None = None
         """Raised by every request from its second token on."""
         self.failure: BaseException | None = None
         """What broke the engine: set it, and the server must open another."""
+        self.max_length = 1 << 30
         self.running = 0
         self.most_running = 0
         self.closed = False
@@ -97,13 +101,24 @@ class ScriptedEngine:
     # ---- the Engine protocol ----------------------------------------------------------------
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        adapter: AdapterRef | None = None,
+        *,
+        stream: bool = True,
     ) -> AsyncIterator[Delta]:
         self._check(adapter)
         await self._awake.wait()
         answers = [self._answer(prompt_ids, sampling, adapter) for _ in range(sampling.n)]
         self.asked.append(
-            Asked(tuple(prompt_ids), sampling, adapter, tuple(tuple(a.ids) for a in answers))
+            Asked(
+                tuple(prompt_ids),
+                sampling,
+                adapter,
+                tuple(tuple(answer.ids) for answer in answers),
+                stream,
+            )
         )
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -115,7 +130,11 @@ class ScriptedEngine:
                     raise self.failing
                 for sample, answer in enumerate(answers):
                     if place < len(answer.ids):
-                        yield answer.delta(sample, place, sampling.top_logprobs)
+                        delta = answer.delta(sample, place, sampling.top_logprobs)
+                        if self.masks and sampling.narrowed:
+                            tokens = tuple(replace(token, exact=False) for token in delta.tokens)
+                            delta = replace(delta, tokens=tokens)
+                        yield delta
             whole = True
         finally:
             self.running -= 1

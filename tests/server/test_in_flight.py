@@ -22,9 +22,14 @@ class GatedEngine(ScriptedEngine):
         self.gate = asyncio.Event()
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        adapter: AdapterRef | None = None,
+        *,
+        stream: bool = True,
     ) -> AsyncIterator[Delta]:
-        async for delta in super().generate(prompt_ids, sampling, adapter):
+        async for delta in super().generate(prompt_ids, sampling, adapter, stream=stream):
             yield delta
             await self.gate.wait()
 

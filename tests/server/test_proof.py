@@ -19,7 +19,7 @@ MOVED = [
 MOVEMENT = {"sequences": [[5, 6, 7], [8, 9, 10]], "tokens": MOVED}
 
 
-def probe(values: tuple[float, float, float], sha256: str = NEW) -> Probe:
+def probe(values: tuple[float, float, float], sha256: str | None = NEW) -> Probe:
     """The engine's logprobs of the three tokens; -9 for the one nobody looks at."""
     return Probe(sha256, ((values[0], values[1]), (-9.0, values[2])))
 
@@ -123,3 +123,14 @@ def test_nothing_moved():
 def test_an_engine_whose_logprobs_are_no_numbers(value: float):
     with pytest.raises(NotProved, match="not finite"):
         prove(MOVEMENT, BEFORE, probe((-1.9, value, -0.8)), NEW)
+
+
+def test_an_engine_that_shows_no_tensors_is_proved_by_logprobs_alone():
+    moved = probe((-1.9, -3.2, -0.8), None)
+    proof = prove(MOVEMENT, BEFORE, moved, NEW)
+    assert (proof.verdict, proof.slope) == ("proved by logprob alone", pytest.approx(1.0))
+    with pytest.raises(NotProved, match=r"moved 0 times as far as the learner, which must lie in"):
+        prove(MOVEMENT, BEFORE, probe((-2.0, -3.0, -1.0), None), NEW)
+    still = [{**token, "after": token["before"]} for token in MOVED]
+    proof = prove({**MOVEMENT, "tokens": still}, BEFORE, moved, NEW)
+    assert (proof.verdict, proof.slope) == ("unproved", None)

@@ -263,6 +263,29 @@ def test_a_call_as_it_is_recorded(
     assert http.get(f"{server.control_url}/v1/rollouts/-").status_code == 422
 
 
+def test_a_call_says_whether_its_logprobs_are_of_all_tokens(
+    make_server: MakeServer, tokenizer: Any, ask: Ask
+) -> None:
+    engine = ScriptedEngine([SAID], tokenizer=tokenizer)
+    engine.masks = True
+    server = make_server(engine=engine)
+    ask(server, "hi", rollout="r1")
+    ask(server, "hi", rollout="r1", top_p=0.5)
+    ask(server, "hi", rollout="r1", top_p=0.5, temperature=0)
+    assert [call.call.exact for call in server.state.calls.rollout("r1")] == [True, False, True]
+
+
+def test_only_a_client_that_streams_makes_the_engine_stream(
+    make_server: MakeServer, tokenizer: Any, ask: Ask, http: httpx.Client, tiny_model: Path
+) -> None:
+    engine = ScriptedEngine([SAID], tokenizer=tokenizer)
+    server = make_server(engine=engine)
+    ask(server, "hi")
+    body = {"model": str(tiny_model), "messages": [user("hi")], "stream": True}
+    assert http.post(f"{server.openai_url}/chat/completions", json=body).status_code == 200
+    assert [asked.stream for asked in engine.asked] == [False, True]
+
+
 def test_the_address_names_the_rollout_for_clients_that_know_no_headers(
     make_server: MakeServer, tiny_model: Path, http: httpx.Client
 ) -> None:

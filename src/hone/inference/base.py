@@ -56,9 +56,11 @@ class SampledToken:
 
     id: int
     logprob: float
-    """Temperature-scaled, before top-p, top-k and min-p."""
+    """Temperature-scaled, before top-p, top-k and min-p; after them if not `exact`."""
     masked_logprob: float | None = None
     """After them; None where nothing was excluded."""
+    exact: bool = True
+    """False if tokens were excluded and the engine knows only the log-probability after that."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens at this position with their logprobs, best first."""
 
@@ -81,6 +83,8 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     masked_logprobs: list[float] | None = None
+    exact: bool = True
+    """Whether every log-probability is of the distribution before tokens were excluded."""
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish: FinishReason = "abort"
     stop: str | int | None = None
@@ -90,6 +94,7 @@ class Completion:
             self.ids.append(token.id)
             self.logprobs.append(token.logprob)
             self.top.append(token.top)
+            self.exact = self.exact and token.exact
             if token.masked_logprob is not None:
                 self.masked_logprobs = self.masked_logprobs or []
                 self.masked_logprobs.append(token.masked_logprob)
@@ -101,7 +106,8 @@ class Completion:
 class Probe:
     """What the engine really serves: read from its own tensors, not from the request."""
 
-    sha256: str
+    sha256: str | None
+    """Hash of the adapter; None if the engine cannot show its tensors."""
     logprobs: tuple[tuple[float, ...], ...]
     """Per sequence, of every token but the first, at temperature 1."""
 
@@ -133,10 +139,24 @@ class Engine(Protocol):
         """The error that broke the engine; None while it works. A broken engine stays broken."""
         ...
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        ...
+
     def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        adapter: AdapterRef | None = None,
+        *,
+        stream: bool = True,
     ) -> AsyncIterator[Delta]:
-        """Sample; closing the iterator early aborts the request. `adapter` None is the base model."""
+        """Sample; closing the iterator early aborts the request. `adapter` None is the base model.
+
+        Without `stream` the caller needs the answers only whole: an engine may yield each of them
+        as one delta.
+        """
         ...
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
@@ -174,6 +194,6 @@ async def complete(
 ) -> list[Completion]:
     """All samples of one request, once they have finished."""
     completions = [Completion() for _ in range(sampling.n)]
-    async for delta in engine.generate(prompt_ids, sampling, adapter):
+    async for delta in engine.generate(prompt_ids, sampling, adapter, stream=False):
         completions[delta.sample].add(delta)
     return completions

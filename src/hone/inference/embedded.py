@@ -29,10 +29,11 @@ from hone.errors import EngineError, EngineFailed
 from hone.inference.adapter_merge import MERGE_AFTER, has_memory_for_copy
 from hone.inference.background import run_in_background
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
-from hone.inference.requests import Request, check_request, deliver
+from hone.inference.checks import check_request, check_sequences
+from hone.inference.requests import Request, deliver
 from hone.inference.runner import ModelRunner
 from hone.inference.scheduler import Scheduler
-from hone.inference.scoring import Scorer, check_sequences
+from hone.inference.scoring import Scorer
 from hone.models.decoder import Decoder
 from hone.models.files import load_tokenizer
 from hone.models.find import find
@@ -129,12 +130,23 @@ class EmbeddedEngine:
     def failure(self) -> BaseException | None:
         return self._failure
 
+    @property
+    def max_length(self) -> int:
+        return self._decoder.config.max_positions
+
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        adapter: AdapterRef | None = None,
+        *,
+        stream: bool = True,  # every step is delivered as it is taken: it costs nothing
     ) -> AsyncIterator[Delta]:
         lora = None if adapter is None else self._adapter(adapter)
-        has_decode = self._runner.decode is not None
-        check_request(prompt_ids, sampling, self._decoder.config, has_decode=has_decode)
+        has_decode, config = self._runner.decode is not None, self._decoder.config
+        check_request(
+            prompt_ids, sampling, config.vocab, config.max_positions, has_decode=has_decode
+        )
         seed = sampling.seed
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
@@ -203,7 +215,7 @@ class EmbeddedEngine:
         self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
     ) -> Probe:
         lora = None if adapter is None else self._adapter(adapter)
-        check_sequences(sequences, self._decoder.config)
+        check_sequences(sequences, self._decoder.config.vocab, self.max_length)
         with self._wakeup:
             self._check_open()
             scores = self._scorer.add(sequences, lora)

@@ -10,7 +10,7 @@ A request that can never fit is refused before it waits: it would block all that
 import asyncio
 from collections.abc import Callable, Sequence
 
-from hone.errors import ConfigError, EngineError, RequestTooLarge
+from hone.errors import EngineError, RequestTooLarge
 from hone.inference.base import Delta, FinishReason, SampledToken, Sampling
 from hone.inference.blocks import Block
 from hone.inference.sampler import SampleState, random_stream
@@ -163,42 +163,6 @@ class Branch:
             if not sample.done:
                 by_token.setdefault(sample.ids[-1], []).append(sample)
         return [Branch(samples, self.num_decoded) for samples in by_token.values()]
-
-
-def check_request(
-    prompt_ids: Sequence[int], sampling: Sampling, config: DecoderConfig, *, has_decode: bool
-) -> None:
-    """Refuse a request that cannot be sampled; the error names the field."""
-    if not prompt_ids:
-        raise ConfigError("prompt_ids is empty; send at least one token")
-    outside = next((t for t in prompt_ids if not 0 <= t < config.vocab), None)
-    if outside is not None:
-        raise ConfigError(f"prompt_ids holds {outside}, outside the vocabulary of {config.vocab}")
-    if len(prompt_ids) >= config.max_positions:
-        raise RequestTooLarge(
-            f"the prompt has {len(prompt_ids)} tokens; the model reads {config.max_positions} "
-            "including the answer. Shorten the conversation."
-        )
-    ranges: list[tuple[str, float, float, float]] = [
-        ("n", sampling.n, 1, float("inf")),
-        ("max_tokens", sampling.max_tokens, 1, float("inf")),
-        ("temperature", sampling.temperature, 0, 100),
-        ("top_p", sampling.top_p, 1e-9, 1),
-        ("top_k", sampling.top_k, 0, float("inf")),
-        ("min_p", sampling.min_p, 0, 1),
-        ("top_logprobs", sampling.top_logprobs, 0, config.vocab),
-    ]
-    for name, value, low, high in ranges:
-        if not low <= value <= high:
-            raise ConfigError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-    if 0 < sampling.temperature < 1e-3:
-        raise ConfigError(
-            f"temperature is {sampling.temperature!r}; use 0 for greedy, else >= 0.001"
-        )
-    if "" in sampling.stop:
-        raise ConfigError("stop holds an empty string, which ends every answer at once")
-    if sampling.stop and not has_decode:
-        raise ConfigError("stop strings need an engine that can turn ids into text")
 
 
 def deliver(loop: asyncio.AbstractEventLoop, deltas: list[tuple[Request, Delta]]) -> None:

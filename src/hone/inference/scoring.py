@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hone.errors import ConfigError
 from hone.inference.batch import Chunk
 from hone.inference.blocks import Block
 from hone.inference.prefill import PrefillQueue
@@ -130,18 +129,3 @@ class Scorer:
         self._open = []
         self._waiting.clear()
         self._prefills.clear()
-
-
-def check_sequences(sequences: Sequence[Sequence[int]], config: DecoderConfig) -> None:
-    """Refuse sequences that cannot be scored; the error names the sequence."""
-    for i, ids in enumerate(sequences):
-        if not 1 <= len(ids) <= config.max_positions:
-            raise ConfigError(
-                f"sequence {i} of the probe has {len(ids)} tokens; the model reads 1 to "
-                f"{config.max_positions}. Send a shorter one."
-            )
-        outside = next((t for t in ids if not 0 <= t < config.vocab), None)
-        if outside is not None:
-            raise ConfigError(
-                f"sequence {i} of the probe holds {outside}, outside the vocabulary of {config.vocab}"
-            )

@@ -230,6 +230,7 @@ class Engines:
         usage.part.reason = None  # earlier failures count until it has worked for STEADY_S
         say("loaded", base_model=base_model)
         fields = {name: getattr(tokenizer, name) for name in BaseTokenizer.__dataclass_fields__}
+        fields["max_positions"] = min(tokenizer.max_positions, engine.max_length)
         adapters = Adapters(engine, self._settings.max_adapters)
         return Base(**fields, engine=engine, adapters=adapters)
 

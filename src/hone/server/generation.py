@@ -128,13 +128,14 @@ class Generation:
     async def run(self, send: Callable[[Piece], Awaitable[None]] | None = None) -> None:
         """Sample to the end, sending each piece; returns when every choice is recorded."""
         try:
-            await self._sample(send or _discard)
+            await self._sample(send)
             await self._record(abandoned=False)
         except BaseException:
             await self._record(abandoned=True)
             raise
 
-    async def _sample(self, send: Callable[[Piece], Awaitable[None]]) -> None:
+    async def _sample(self, listener: Callable[[Piece], Awaitable[None]] | None) -> None:
+        send = listener or _discard
         if self.forced:
             # Put there and not sampled: certain, so their log-probability is 0.
             tokens = [SampledToken(token, 0.0) for token in self.forced]
@@ -142,7 +143,9 @@ class Generation:
                 await send(choice.add(tokens))
         policy = self.context.policy
         prompt = [*self.prompt.ids, *self.forced]
-        stream = policy.base.engine.generate(prompt, self.sampling, policy.adapter)
+        stream = policy.base.engine.generate(
+            prompt, self.sampling, policy.adapter, stream=listener is not None
+        )
         try:
             async for delta in stream:
                 await send(self.choices[delta.sample].add(delta.tokens, delta.finish))
@@ -188,6 +191,7 @@ class Generation:
                 prompt_ids=self.prompt.ids,
                 completion_ids=choice.ids,
                 logprobs=[token.logprob for token in choice.tokens],
+                exact=all(token.exact for token in choice.tokens),
                 forced=list(range(min(len(self.forced), len(choice.tokens)))),
                 temperature=self.sampling.temperature,
                 step=policy.step,

@@ -7,7 +7,8 @@ Learner and engine compute log-probabilities of the same tokens under the old an
 If the engine really changed, its movements lie on a line through the origin against the learner's,
 with slope one. A movement smaller than the difference between the two programs' arithmetic proves
 nothing; then the hash decides, which the engine reads back from its own tensors, and the verdict
-says so.
+says so. An engine that cannot show its tensors is proved by log-probabilities alone, or not at all;
+the verdict says which.
 """
 
 import math
@@ -24,7 +25,8 @@ SIGMAS = 4.0
 MIN_NOISE = 1e-6
 """Noise of a float32 logprob, even where both sides agree to the bit."""
 
-Verdict = Literal["proved", "unprovable by logprob"]
+Verdict = Literal["proved", "unprovable by logprob", "proved by logprob alone", "unproved"]
+"""With the hash: by log-probability too, or not. Without it: by log-probability alone, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Proof:
 
 def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str) -> Proof:
     """Raises NotProved if the engine serves anything but the adapter of this hash."""
-    if after.sha256 != sha256:
+    if after.sha256 is not None and after.sha256 != sha256:
         raise NotProved(
             f"the engine serves an adapter with hash {after.sha256[:16]}, trained was "
             f"{sha256[:16]}. The step before stays served. Restart the server and send the job again."
@@ -56,15 +58,17 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     per_token = _noise(tokens, [*tokens, *movement.get("others", ())], before)
     error = math.sqrt(sum((x * n) ** 2 for x, n in zip(ours, per_token, strict=True)))
     if square * (SLOPE[1] - SLOPE[0]) / 2 <= SIGMAS * error:
-        return Proof("unprovable by logprob", None, len(tokens))
+        unknown = after.sha256 is None
+        return Proof("unproved" if unknown else "unprovable by logprob", None, len(tokens))
     slope = sum(x * y for x, y in zip(ours, theirs, strict=True)) / square
     if not SLOPE[0] <= slope <= SLOPE[1]:
         raise NotProved(
             f"over {len(tokens)} trained tokens the engine moved {slope:.3g} times as far as the "
-            f"learner, which must lie in [{SLOPE[0]}, {SLOPE[1]}], although the hash "
-            f"{sha256[:16]} is right. The step before stays served."
+            f"learner, which must lie in [{SLOPE[0]}, {SLOPE[1]}]"
+            + (f", although the hash {sha256[:16]} is right" if after.sha256 else "")
+            + ". The step before stays served."
         )
-    return Proof("proved", slope, len(tokens))
+    return Proof("proved" if after.sha256 else "proved by logprob alone", slope, len(tokens))
 
 
 def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:

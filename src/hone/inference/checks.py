@@ -1,0 +1,66 @@
+"""Checks of a request, the same for every engine.
+
+In:   prompt ids with Sampling, or sequences to score; the vocabulary and length of the engine's model
+Out:  nothing, or an error that names the field
+"""
+
+from collections.abc import Sequence
+
+from hone.errors import ConfigError, RequestTooLarge
+from hone.inference.base import Sampling
+
+
+def check_request(
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    vocab: int,
+    max_length: int,
+    *,
+    has_decode: bool = True,
+) -> None:
+    """Refuse a request that cannot be sampled; the error names the field."""
+    if not prompt_ids:
+        raise ConfigError("prompt_ids is empty; send at least one token")
+    outside = next((t for t in prompt_ids if not 0 <= t < vocab), None)
+    if outside is not None:
+        raise ConfigError(f"prompt_ids holds {outside}, outside the vocabulary of {vocab}")
+    if len(prompt_ids) >= max_length:
+        raise RequestTooLarge(
+            f"the prompt has {len(prompt_ids)} tokens; the model reads {max_length} "
+            "including the answer. Shorten the conversation."
+        )
+    ranges: list[tuple[str, float, float, float]] = [
+        ("n", sampling.n, 1, float("inf")),
+        ("max_tokens", sampling.max_tokens, 1, float("inf")),
+        ("temperature", sampling.temperature, 0, 100),
+        ("top_p", sampling.top_p, 1e-9, 1),
+        ("top_k", sampling.top_k, 0, float("inf")),
+        ("min_p", sampling.min_p, 0, 1),
+        ("top_logprobs", sampling.top_logprobs, 0, vocab),
+    ]
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            raise ConfigError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
+    if 0 < sampling.temperature < 1e-3:
+        raise ConfigError(
+            f"temperature is {sampling.temperature!r}; use 0 for greedy, else >= 0.001"
+        )
+    if "" in sampling.stop:
+        raise ConfigError("stop holds an empty string, which ends every answer at once")
+    if sampling.stop and not has_decode:
+        raise ConfigError("stop strings need an engine that can turn ids into text")
+
+
+def check_sequences(sequences: Sequence[Sequence[int]], vocab: int, max_length: int) -> None:
+    """Refuse sequences that cannot be scored; the error names the sequence."""
+    for i, ids in enumerate(sequences):
+        if not 1 <= len(ids) <= max_length:
+            raise ConfigError(
+                f"sequence {i} of the probe has {len(ids)} tokens; the model reads 1 to "
+                f"{max_length}. Send a shorter one."
+            )
+        outside = next((t for t in ids if not 0 <= t < vocab), None)
+        if outside is not None:
+            raise ConfigError(
+                f"sequence {i} of the probe holds {outside}, outside the vocabulary of {vocab}"
+            )
