@@ -136,7 +136,7 @@ def test_its_own_log(tmp_path: Path):
     [line] = (tmp_path / "trajectory_builder_r1.jsonl").read_text().splitlines()
     said = json.loads(line)
     assert said.pop("timestamp")
-    assert said == {"run_id": "r1", "num_generations": 4, "avg": 0.5, "bad": None}
+    assert said == {"run_id": "r1", "num_generations": 4, "avg": 0.5, "bad": "NaN"}
 
 
 # ---- targets ------------------------------------------------------------------------------------

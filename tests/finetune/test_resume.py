@@ -1,162 +1,258 @@
-"""Killed after any write at all, a run goes on and comes to the same end."""
+"""Where a run stands, from its events alone, and what it does next."""
 
-import asyncio
-import os
-from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes import MemoryAdapter, ScriptedBuilder
 
-from hone.config.schema import (
-    CurriculumLearningConfig,
-    FinetuneConfig,
-    FinetuneRunConfig,
-    RewardFunctionConfig,
-)
-from hone.evaluation.base import EvalInputItem, EvalOutputItem
-from hone.evaluation.run import Evaluation
-from hone.event_log import FILE, EventLog, read
-from hone.events import EpochCollected
+from hone.config.schema import CurriculumLearningConfig, EarlyStoppingConfig, FinetuneConfig
+from hone.evaluation.base import EvalInputItem
+from hone.events import Event, parse
 from hone.finetune.journal import Journal, RunFingerprint
-from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
-from hone.workflow.function import Function
+from hone.finetune.records import FailureRecord, RolloutRecord
+from hone.finetune.resume import (
+    RunState,
+    epoch_of,
+    gave_nothing,
+    known_rollouts,
+    reason_to_stop,
+    rounds_of,
+)
+from hone.report.history import Validation
 
-EPOCHS = 2
-
-
-class Killed(BaseException):
-    """Nothing that runs may catch it."""
-
-
-class Score:
-    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
-        return EvalOutputItem(id=item.id, score=1.0)
-
-
-class World:
-    """What outlives the harness: the agent's host and the server. Everything else is on disk."""
-
-    def __init__(self, directory: Path, keys: dict[str, Any]) -> None:
-        self.directory, self.keys = directory, keys
-        self.builder = ScriptedBuilder(self._reward, generations=2)
-        self.adapter = MemoryAdapter()
-        self.asked: Counter[str] = Counter()
-
-    @staticmethod
-    def _reward(epoch: int, example: str, generation: int) -> float | str:
-        if (epoch, example) == (0, "c"):
-            return "max_tokens"  # in rounds of two examples it is alone in the last one of epoch 0
-        return 0.2 * generation + 0.3 * "abc".index(example)
-
-    def _evaluation(self, names: str) -> Evaluation:
-        async def answer(input: str) -> str:
-            self.asked[input] += 1
-            return input
-
-        return Evaluation(
-            workflow=Function.of("<workflow>", answer),
-            items=[EvalInputItem(id=name, input_obj=name) for name in names],
-            evaluators={"score": Score()},
-            max_concurrency=2,
-        )
-
-    async def run(self) -> list[Any]:
-        """One start of the harness, which may be killed."""
-        journal = Journal.open(self.directory, RunFingerprint(0, {}))
-        events = EventLog(self.directory / FILE)
-        try:
-            trainer = ARTTrainer(ARTTrainerConfig())
-            # A part of the harness dies with it; what it knows of earlier rollouts is the journal's.
-            builder = ScriptedBuilder(self._reward, generations=2)
-            builder.ran = self.builder.ran
-            await trainer.bind_components(builder, self.adapter)
-            trainer.bind_run(journal, events)
-            config = FinetuneConfig(
-                reward_function=RewardFunctionConfig(name="score"),
-                output_dir=self.directory,
-                num_epochs=EPOCHS,
-                run_configuration=FinetuneRunConfig(validation_interval=1),
-                **self.keys,
-            )
-            await trainer.initialize(config)
-            trainer.bind_evaluations(self._evaluation("abc"), self._evaluation("xy"))
-            return await trainer.run(EPOCHS)
-        finally:
-            events.close()
-            journal.close()
-
-    def curve(self) -> list[Any]:
-        """What the last word on each round was."""
-        found: dict[tuple[int, int], Any] = {}
-        for event in read(self.directory / FILE):
-            if isinstance(event, EpochCollected):
-                found[event.epoch, event.round] = event.metrics
-        return sorted(found.items())
+ITEMS = [EvalInputItem(id=name, input_obj=name) for name in "abcd"]
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one round": {},
-    "rounds": {"groups_per_step": 2},
-    "curriculum": {
-        "curriculum_learning": CurriculumLearningConfig(
-            enabled=True, initial_percentile=0.4, expansion_interval=1, skip_excluded=True
-        )
-    },
-}
+def event(type: str, **fields: Any) -> Event:
+    return parse({"at": 0.0, "type": type, "round": 0, **fields})
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, last: int | None) -> list[int]:
-    """Every durable write is counted; after number `last` the process is gone."""
-    writes, sync = [0], os.fsync
-
-    def fsync(descriptor: int) -> None:
-        sync(descriptor)
-        writes[0] += 1
-        if writes[0] == last:
-            raise Killed
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    return writes
+def collected(epoch: int, trajectories: int = 4, filtered: int = 4, **fields: Any) -> Event:
+    metrics = {"num_trajectories": trajectories, "filtered_trajectories": filtered}
+    more = {"dropped": {}, "zero_variance_groups": 0, **fields}
+    return event("epoch_collected", epoch=epoch, metrics=metrics, **more)
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
+def done(epoch: int, step: int = 1) -> Event:
+    return event("job_done", epoch=epoch, job=f"j{epoch}", step=step, metrics={}, seconds=0.0)
 
 
-@pytest.mark.parametrize("keys", SETTINGS.values(), ids=SETTINGS.keys())
-def test_killed_after_any_write_it_comes_to_the_same_end(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    whole = World(tmp_path / "whole", keys)
-    writes = counting(monkeypatch, None)
-    statuses = asyncio.run(whole.run())
-    assert [status.status for status in statuses] == ["completed"] * EPOCHS
-    assert writes[0] > 30
-
-    for last in range(1, writes[0] + 1):
-        monkeypatch.undo()
-        monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
-        world = World(tmp_path / f"killed-{last}", keys)
-        counting(monkeypatch, last)
-        with pytest.raises(Killed):
-            asyncio.run(world.run())
-        assert [s.status for s in asyncio.run(world.run())] == ["completed"] * EPOCHS, last
-        assert sorted(world.builder.ran) == sorted(whole.builder.ran), f"killed after {last}"
-        assert world.asked["x"] <= whole.asked["x"] + 1
-        assert trained(world) == trained(whole)
-        assert world.adapter.step == whole.adapter.step
-        assert world.curve() == whole.curve()
+def test_a_round_is_over_when_it_was_trained_or_had_nothing_to_train_on():
+    state = RunState(FinetuneConfig(), [collected(0), collected(1, filtered=0), collected(2, 0, 0)])
+    assert [state.is_over(epoch, 0) for epoch in range(4)] == [False, True, True, False]
+    state.add(done(0))
+    assert state.is_over(0, 0) and not state.is_over(0, 1)
+    assert state.last_job(0) == done(0)
+    assert state.last_job(1) is None
+    assert [state.collected(epoch) for epoch in range(4)] == [4, 4, 0, 0]
 
 
-def trained(world: World) -> list[Any]:
-    """The jobs in order: their place in the run, and example and reward of each trajectory."""
-    return [
-        (
-            {key: value for key, value in (job.metadata or {}).items() if key != "key"},
-            [[((t.metadata or {})["id"], t.reward) for t in group] for group in job.trajectories],
-        )
-        for job in world.adapter.jobs.values()
+def test_a_round_that_gave_nothing_is_over_until_its_epoch_fails():
+    state = RunState(FinetuneConfig(), [collected(0, 0, 0, dropped={"max_tokens": 3})])
+    assert state.is_over(0, 0) and state.dropped(0) == {"max_tokens": 3}
+    state.add(event("epoch_done", epoch=0, status="failed", phases={}))
+    assert not state.is_over(0, 0)  # the same command runs it again
+    state.add(collected(0, 4, 4))
+    assert not state.is_over(0, 0)
+    state.add(done(0))
+    assert state.is_over(0, 0)
+
+
+def test_an_epoch_is_done_when_it_was_closed_well():
+    ended = [
+        event("epoch_done", epoch=e, status=s, phases={})
+        for e, s in enumerate(("completed", "failed"))
     ]
+    state = RunState(FinetuneConfig(), ended)
+    assert [state.is_done(epoch) for epoch in range(3)] == [True, False, False]
+    state.add(event("epoch_done", epoch=1, status="completed", phases={}))
+    assert state.is_done(1)
+
+
+def test_failed_jobs_are_counted_by_round():
+    failed = [event("job_failed", epoch=1, round=2, message="")] * 2
+    state = RunState(FinetuneConfig(), failed)
+    assert (state.failed_jobs(1, 2), state.failed_jobs(1, 0)) == (2, 0)
+
+
+def validation(epoch: int, mean: float | None) -> Event:
+    told = {"avg_reward": mean, "rewards": {"x": [mean]}, "failures": 0, "step": epoch}
+    return event(
+        "validation", epoch=epoch, **told, error=None if mean is not None else "all failed"
+    )
+
+
+def test_a_validation_that_failed_is_tried_again():
+    state = RunState(FinetuneConfig(), [validation(0, None), validation(2, 0.5)])
+    assert [state.is_validated(epoch) for epoch in range(3)] == [False, False, True]
+
+
+def test_it_is_finished_when_it_said_so_and_every_epoch_is_done_or_it_stopped_early():
+    finished = event("run_finished", status="completed", message="", step=1, seconds=0)
+    config = FinetuneConfig(early_stopping=EarlyStoppingConfig(patience=1))
+    state = RunState(config, [event("epoch_done", epoch=0, status="completed", phases={})])
+    assert not state.is_finished(1)
+    state.add(finished)
+    assert state.is_finished(1) and not state.is_finished(2)
+    for epoch in (0, 1):
+        state.add(validation(epoch, 0.5))
+    assert state.is_finished(2)
+    state.add(finished.model_copy(update={"status": "failed"}))
+    assert not state.is_finished(1)
+
+
+def test_examples_the_curriculum_spares_are_drawn_but_not_run():
+    curriculum = CurriculumLearningConfig(enabled=True, skip_excluded=True)
+    known = {"average": 0.1, "spread": 1.0, "epoch": 0, "excluded": True}
+    snapshot = {"state": {}, "history": {"a": known, "b": {**known, "excluded": False}}}
+    config = FinetuneConfig(curriculum_learning=curriculum, groups_per_step=2)
+    state = RunState(config, [collected(0, curriculum=snapshot)])
+    rounds = state.rounds(ITEMS, 1)
+    assert sorted(id for visit in rounds for id in visit.drawn) == list("abcd")
+    assert sorted(item.id for visit in rounds for item in visit.items) == list("bcd")
+    assert [len(visit.drawn) for visit in rounds] == [2, 2]
+    # What a round of this very epoch taught does not change its later rounds.
+    worse = {"state": {}, "history": {"c": {**known, "epoch": 1}}}
+    state.add(collected(1, curriculum=worse))
+    assert state.rounds(ITEMS, 1) == rounds
+
+
+# ---- which examples, in which order --------------------------------------------------------------
+
+
+EXAMPLES = list("abcdefg")
+
+
+def test_an_epoch_is_every_example_once_in_an_order_of_its_own():
+    first, second = (epoch_of(EXAMPLES, seed=1, epoch=e) for e in (0, 1))
+    assert sorted(first) == sorted(second) == EXAMPLES
+    assert first != second
+    assert first == epoch_of(EXAMPLES, seed=1, epoch=0)
+    assert first != epoch_of(EXAMPLES, seed=2, epoch=0)
+
+
+def test_an_example_comes_again_only_when_all_were_seen():
+    # 7 examples, 3 an epoch: the first 7 draws are epochs 0 and 1 and one of epoch 2.
+    epochs = [epoch_of(EXAMPLES, seed=0, epoch=e, size=3) for e in range(14)]
+    assert all(len(set(epoch)) == 3 for epoch in epochs)
+    drawn = list(chain(*epochs))
+    assert sorted(drawn[:7]) == EXAMPLES
+    # 14 epochs of 3 are 42 draws, six times each of the seven.
+    assert {drawn.count(example) for example in EXAMPLES} == {6}
+    assert all(drawn.index(e) < 7 for e in EXAMPLES)
+
+
+def test_more_than_there_are_is_all():
+    assert sorted(epoch_of(EXAMPLES, seed=0, epoch=3, size=99)) == EXAMPLES
+
+
+def test_rounds_cut_an_epoch_in_order():
+    assert rounds_of(EXAMPLES, 3) == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
+    assert rounds_of(EXAMPLES, None) == [EXAMPLES]
+    assert rounds_of([], None) == []
+
+
+# ---- which rollouts of a round are known ---------------------------------------------------------
+
+
+WANTED = {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+
+
+def ended(place: str, *, trained: bool = False, failed: str | None = None) -> RolloutRecord:
+    """`a0` is generation 0 of example a."""
+    return RolloutRecord(
+        epoch=0,
+        round=0,
+        split="train",
+        example=place[0],
+        generation=int(place[1]),
+        rollout=f"r:{place}",
+        reward=1.0 if trained else None,
+        trained_calls=["call-1"] if trained else None,
+        failure=FailureRecord(kind=failed, reason="x") if failed else None,  # pyright: ignore[reportArgumentType] - one of two words
+    )
+
+
+POLICY = [ended(place, failed="policy") for place in ("a0", "a1", "b0", "b1")]
+
+
+@pytest.mark.parametrize(
+    ("records", "smallest", "nothing"),
+    [
+        (POLICY, 2, True),
+        (POLICY[:3], 2, False),  # b1 has not ended: the round goes on
+        ([*POLICY[:3], ended("b1", failed="infrastructure")], 2, True),
+        ([*POLICY[:3], ended("b1", trained=True)], 2, True),  # a group of one is none
+        ([*POLICY[:3], ended("b1", trained=True)], 1, False),
+        ([*POLICY[:2], ended("b0", trained=True), ended("b1", trained=True)], 2, False),
+        ([ended("a0"), ended("a1"), ended("b0"), ended("b1")], 2, True),  # it asked nobody
+    ],
+)
+def test_a_round_that_gave_nothing(records: list[RolloutRecord], smallest: int, nothing: bool):
+    assert gave_nothing(records, WANTED, smallest) is nothing
+
+
+def known(directory: Path, *records: RolloutRecord) -> list[str]:
+    with Journal.open(directory, RunFingerprint(0, {})) as journal:
+        for record in records:
+            journal.add(record)
+        places = known_rollouts(journal, 0, 0, WANTED, smallest=2)
+    return sorted(f"{example}{k}" for example, k in places)
+
+
+def test_only_what_can_be_trained_is_kept_of_a_round_that_came_to_nothing(tmp_path: Path):
+    assert known(tmp_path, *POLICY[:3]) == ["a0", "a1", "b0"]
+    assert known(tmp_path, ended("b1", trained=True)) == ["b1"]
+    # Run again, b0 gave something too: now there is a group, and a's failures are its result.
+    assert known(tmp_path, ended("b0", trained=True)) == ["a0", "a1", "b0", "b1"]
+
+
+# ---- early stopping ------------------------------------------------------------------------------
+
+
+def measured(*means: float | None) -> list[Validation]:
+    return [
+        Validation(
+            epoch=epoch,
+            step=epoch,
+            at=0.0,
+            mean=mean,
+            min=mean,
+            max=mean,
+            num_examples=1,
+            failures=0,
+            rewards={"a": [] if mean is None else [mean]},
+            policy_failures=0,
+            failure_reward=None,
+            dropped=True,
+            error="failed" if mean is None else None,
+        )
+        for epoch, mean in enumerate(means)
+    ]
+
+
+PATIENT = EarlyStoppingConfig(patience=2, min_delta=0.05)
+
+
+def test_it_stops_after_as_many_validations_without_a_rise_as_it_has_patience():
+    assert reason_to_stop(measured(0.3, 0.34), PATIENT) is None
+    # 0.34 and 0.35 are no more than 0.05 above 0.3.
+    reason = reason_to_stop(measured(0.3, 0.34, 0.35), PATIENT)
+    assert reason == (
+        "val/reward has not risen above 0.3000 by more than 0.05 in 2 validations "
+        "(finetuning.early_stopping.patience: 2)"
+    )
+
+
+def test_a_rise_begins_the_wait_anew():
+    assert reason_to_stop(measured(0.3, 0.2, 0.4, 0.4), PATIENT) is None
+
+
+def test_a_validation_that_failed_says_nothing():
+    assert reason_to_stop(measured(0.3, None, None, 0.2), PATIENT) is None
+    assert reason_to_stop(measured(None, None, None), PATIENT) is None
+
+
+def test_without_the_section_nothing_stops():
+    assert reason_to_stop(measured(0.3, 0.1, 0.1, 0.1), None) is None

@@ -1,60 +1,75 @@
-"""Which rollouts of a round are known already, and when all of it is run anew."""
-
-from pathlib import Path
+"""The numbers of a round."""
 
 import pytest
 
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.errors import RolloutError
+from hone.finetune.base import Comparison, Trajectory, TrajectoryCollection
+from hone.finetune.curriculum import num_flat
 from hone.finetune.records import FailureRecord, RolloutRecord
-from hone.finetune.resume import gave_nothing, known_rollouts
-
-WANTED = {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
-
-
-def ended(place: str, *, trained: bool = False, failed: str | None = None) -> RolloutRecord:
-    """`a0` is generation 0 of example a."""
-    return RolloutRecord(
-        epoch=0,
-        round=0,
-        split="train",
-        example=place[0],
-        generation=int(place[1]),
-        rollout=f"r:{place}",
-        reward=1.0 if trained else None,
-        trained_calls=["call-1"] if trained else None,
-        failure=FailureRecord(kind=failed, reason="x") if failed else None,  # pyright: ignore[reportArgumentType] - one of two words
-    )
-
-
-POLICY = [ended(place, failed="policy") for place in ("a0", "a1", "b0", "b1")]
-
-
-@pytest.mark.parametrize(
-    ("records", "smallest", "nothing"),
-    [
-        (POLICY, 2, True),
-        (POLICY[:3], 2, False),  # b1 has not ended: the round goes on
-        ([*POLICY[:3], ended("b1", failed="infrastructure")], 2, True),
-        ([*POLICY[:3], ended("b1", trained=True)], 2, True),  # a group of one is none
-        ([*POLICY[:3], ended("b1", trained=True)], 1, False),
-        ([*POLICY[:2], ended("b0", trained=True), ended("b1", trained=True)], 2, False),
-        ([ended("a0"), ended("a1"), ended("b0"), ended("b1")], 2, True),  # it asked nobody
-    ],
+from hone.finetune.rounds import (
+    check_failures,
+    none_collected,
+    policy_warning,
+    round_metrics,
 )
-def test_a_round_that_gave_nothing(records: list[RolloutRecord], smallest: int, nothing: bool):
-    assert gave_nothing(records, WANTED, smallest) is nothing
 
 
-def known(directory: Path, *records: RolloutRecord) -> list[str]:
-    with Journal.open(directory, RunFingerprint(0, {})) as journal:
-        for record in records:
-            journal.add(record)
-        places = known_rollouts(journal, 0, 0, WANTED, smallest=2)
-    return sorted(f"{example}{k}" for example, k in places)
+def collection(*groups: list[float]) -> TrajectoryCollection:
+    made = [[Trajectory(episode=[], reward=reward) for reward in group] for group in groups]
+    return TrajectoryCollection(trajectories=made, run_id="r")
 
 
-def test_only_what_can_be_trained_is_kept_of_a_round_that_came_to_nothing(tmp_path: Path):
-    assert known(tmp_path, *POLICY[:3]) == ["a0", "a1", "b0"]
-    assert known(tmp_path, ended("b1", trained=True)) == ["b1"]
-    # Run again, b0 gave something too: now there is a group, and a's failures are its result.
-    assert known(tmp_path, ended("b0", trained=True)) == ["a0", "a1", "b0", "b1"]
+def record(kind: str | None = None, reason: str = "", **fields: object) -> RolloutRecord:
+    failure = (
+        None if kind is None else {"kind": kind, "reason": reason, "type": "E", "message": reason}
+    )
+    given = {"epoch": 0, "split": "train", "example": "a", "generation": 0, "rollout": "r"}
+    reward = {"reward": 1.0 if failure is None else None}
+    return RolloutRecord.model_validate({**given, **reward, "failure": failure, **fields})
+
+
+def test_means_are_over_trajectories_not_over_groups():
+    # (0 + 0 + 0 + 1) / 4 = 0.25, though the groups' means are 0 and 1.
+    found = round_metrics(collection([0, 0, 0], [1]), collection([1]), 0.3)
+    assert (found["avg_reward"], found["filtered_avg_reward"]) == (0.25, 1.0)
+    assert (found["num_trajectories"], found["num_groups"]) == (4, 2)
+    assert (found["filtered_trajectories"], found["filtered_groups"]) == (1, 1)
+    assert found["curriculum_percentile"] == 0.3
+
+
+def test_nothing_has_no_mean():
+    found = round_metrics(collection(), collection(), 1.0)
+    assert (found["avg_reward"], found["min_reward"], found["num_trajectories"]) == (None, None, 0)
+
+
+def test_equal_rewards_are_counted_also_where_rounding_parts_them():
+    groups = collection([0.3, 0.1 + 0.2], [0, 0], [5], [0.3, 0.31]).trajectories
+    assert num_flat(groups, Comparison()) == 3
+
+
+def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():
+    good, bad = [record()] * 4, [record("infrastructure", "connection")]
+    check_failures(good + bad, where="epoch 1", allowed=0.2)
+    with pytest.raises(RolloutError, match=r"epoch 1: 2 of 5 .*\(connection: 2\).*allows 20%") as e:
+        check_failures(good[:3] + bad * 2, where="epoch 1", allowed=0.2)
+    assert str(e.value).count("  E: connection") == 1
+    check_failures([record("policy", "length")] * 5, where="epoch 1", allowed=0.0)
+    check_failures([], where="epoch 1", allowed=0.0)
+
+
+def test_policy_failures_are_loud_above_a_twentieth_unless_they_have_a_reward():
+    good = [record()] * 19
+    assert policy_warning([*good, record("policy", "length")], where="epoch 1") is None
+    said = policy_warning([*good[:18], *[record("policy", "length")] * 2], where="epoch 1")
+    assert said is not None and "2 of 20" in said and "length: 2" in said
+    assert said.endswith("\n  E: length")  # what was raised: it may be a mistake of the agent's
+    worth = record("policy", "length").model_copy(update={"reward": 0.0})
+    assert policy_warning([worth] * 20, where="epoch 1") is None
+
+
+def test_no_trajectories_says_what_was_left_out():
+    said = none_collected(4, {"no_logprobs": 3}, ["search"])
+    assert said.startswith("No trajectories collected for epoch 5. Left out: no_logprobs: 3.")
+    assert "['search']" in said
+    assert "no rollout was run" in none_collected(0, {}, [])
+    assert FailureRecord(kind="policy", reason="x").type == ""

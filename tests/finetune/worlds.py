@@ -194,7 +194,8 @@ async def world(
     )
     builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=generations))
     await builder.initialize(run)
-    builder.bind_server(adapter)
+    builder.bind_adapter(adapter)
+    builder.reads_episodes = True
     try:
         yield World(adapter, builder, llm, run_id)
     finally:

@@ -14,10 +14,9 @@ episode is made when somebody reads it.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -27,21 +26,26 @@ from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_bu
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import EvalOutputItem
 from hone.finetune import calls as call_selection
-from hone.finetune.base import Comparison, ModelServer, TrajectoryBuilder, TrajectoryCollection
+from hone.finetune.base import (
+    Comparison,
+    ModelServer,
+    TrainerAdapter,
+    TrajectoryBuilder,
+    TrajectoryCollection,
+)
 from hone.finetune.calls import EVALUATION, UNSEEN, Targets, TrainedCalls
+from hone.finetune.journal import run_recorded
 from hone.finetune.records import (
     FailureRecord,
     RolloutRecord,
     append_line,
-    event_fields,
-    group_by_example,
     plain,
     record_of,
     reward_or_substitute,
-    run_recorded,
 )
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
+from hone.finetune.rounds import group_by_example
 from hone.tally import run_together
 from hone.trajectory import failure_of
 
@@ -53,7 +57,6 @@ if TYPE_CHECKING:
     from hone.evaluation.run import Evaluation, ItemResult
     from hone.event_log import EventLog
     from hone.finetune.journal import Journal
-    from hone.finetune.values import EpisodeSource
 
 logger = logging.getLogger("hone")
 
@@ -88,56 +91,35 @@ class _Round:
     session: int
     journal: "Journal | None"
     events: "EventLog | None"
-    known: dict[tuple[str, int], RolloutRecord]
-    """Rollouts that ended before and are not run again, by example and generation."""
     unscoped: Counter[str]
     """Requests by model that had named no rollout when the round began."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls and rollouts that are not trained, by reason."""
-    sources: dict[str, "EpisodeSource"] = field(default_factory=dict)
-    """By rollout id, what makes the text of its trajectory."""
 
 
-class UnscopedCalls:
-    """Counts the calls that reached a server and named no rollout.
+async def count_unscoped(server: ModelServer | None, run_id: str) -> Counter[str]:
+    """Requests that named no rollout so far, by model; none where no server can tell.
 
     hone cannot see them: they are missing from the trajectory, and under the base model's name they
     get the untrained model. Only the server knows of them.
     """
+    try:
+        return Counter() if server is None else Counter(await server.unscoped_calls(run_id))
+    except HoneError as error:
+        logger.warning("Calls without a rollout were not counted: %s", error)
+        return Counter()
 
-    def __init__(self, server: ModelServer) -> None:
-        self._server = server
-        self._is_reported = False
 
-    async def count(self, run_id: str) -> Counter[str]:
-        """Requests so far, by model; none where the server does not answer."""
-        try:
-            return Counter(await self._server.unscoped_calls(run_id))
-        except HoneError as error:
-            logger.warning("Calls without a rollout were not counted: %s", error)
-            return Counter()
-
-    def of_trained(self, counts: Counter[str]) -> int:
-        """How many of them the model in training answered: hardly anybody else asks for that."""
-        return counts[self._server.model_name]
-
-    def message(self, counts: Counter[str]) -> str:
-        """What to tell the user about them."""
-        by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
-        base = [name for name in counts if name != self._server.model_name]
-        stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
-        return (
-            f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
-            f"trained.{stale} {UNSEEN.format(root=self._server.base_url)}. If somebody else used "
-            "the server, nothing is wrong."
-        )
-
-    def first_message(self, counts: Counter[str]) -> str | None:
-        """The message, once; after that only the counts are kept."""
-        if not counts or self._is_reported:
-            return None
-        self._is_reported = True
-        return self.message(counts)
+def unscoped_message(server: ModelServer, counts: Counter[str]) -> str:
+    """What to tell the user about such requests."""
+    by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
+    base = [name for name in counts if name != server.model_name]
+    stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
+    return (
+        f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
+        f"trained.{stale} {UNSEEN.format(root=server.base_url)}. If somebody else used the server, "
+        "nothing is wrong."
+    )
 
 
 class ARTTrajectoryBuilder(TrajectoryBuilder):
@@ -150,27 +132,27 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         self.num_generations, self.trial = trajectory_builder_config.num_generations, self
         self.server: ModelServer | None = None
         """What records the model's calls; None where the model's server is not hone's."""
-        self.unscoped: UnscopedCalls | None = None
-        """Counts calls that named no rollout; None where no server can tell."""
-        self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
-        """The names by which the target's calls ask for their model, of a key or a model's name."""
         self.comparison = Comparison()
         """How the trajectories of a job are compared."""
+        self.reads_episodes = True
+        """Whether somebody reads the text of trajectories whose calls the server recorded."""
+        self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
+        """The names by which the target's calls ask for their model, of a key or a model's name."""
         self._rounds: dict[str, _Round] = {}
+        self._reported_unscoped = False
 
-    def bind_server(self, server: ModelServer) -> None:
-        """Train what this server recorded."""
-        self.server, self.unscoped = server, UnscopedCalls(server)
+    def bind_adapter(self, adapter: TrainerAdapter) -> None:
+        """Train what its server recorded, in the form that it reads."""
+        self.server, self.comparison = adapter.server, adapter.comparison
+        self.reads_episodes = adapter.reads_episodes
 
     @property
     def targets(self) -> Targets:
         """Which calls are trained; `target_model` is a key of `llms` or the name of a model."""
-        config = self._config
-        models, wanted = None, config.target_model
-        if wanted is not None:
-            models = self.llm_names(wanted) | {wanted}
+        wanted = self._config.target_model
+        models = None if wanted is None else self.llm_names(wanted) | {wanted}
         trained = None if self.server is None else self.server.model_name
-        return Targets(frozenset(config.target_functions), models, trained)
+        return Targets(frozenset(self._config.target_functions), models, trained)
 
     # ---- the two ends of a round --------------------------------------------------------------
 
@@ -178,46 +160,42 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """Begin `num_generations` evaluation runs; rollouts that the journal has are not run."""
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
-        evaluation, config = self._evaluation, self._config
-        at = await self._begin(run_id, evaluation.items, meta or {})
-        places = {item.id: place for place, item in enumerate(evaluation.items)}
-        logger.info("Starting %d evaluation runs for run_id: %s", self._generations, run_id)
-        rollouts: list[list[asyncio.Task[RolloutRecord]]] = [[] for _ in range(self._generations)]
-        # All generations of an example one after the other: they share its prompt.
-        for item in at.items:
-            for k, of_generation in enumerate(rollouts):
-                rollout = self._rollout(at, item, places.get(item.id, len(places)), k, config)
-                of_generation.append(asyncio.create_task(rollout))
-        self._rounds[run_id] = at
-        self.evaluation_runs[run_id] = [
-            asyncio.create_task(run_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
-            for k, tasks in enumerate(rollouts)
-        ]
-
-    async def _begin(
-        self, run_id: str, items: "Sequence[EvalInputItem]", meta: Mapping[str, Any]
-    ) -> _Round:
-        at = _Round(
+        meta, everything = meta or {}, self._evaluation.items
+        generations, config = range(self.trajectory_builder_config.num_generations), self._config
+        at = self._rounds[run_id] = _Round(
             run_id=run_id,
-            items=list(meta.get("items") or items),
+            items=list(meta.get("items") or everything),
             epoch=int(meta.get("epoch", 0)),
             round=int(meta.get("round", 0)),
             session=int(meta.get("session", 1)),
             journal=meta.get("journal"),
             events=meta.get("events"),
-            known={},
-            unscoped=Counter() if self.unscoped is None else await self.unscoped.count(run_id),
+            unscoped=await count_unscoped(self.server, run_id),
         )
+        known = {}
         if at.journal is not None:
-            at.known = known_rollouts(
+            wanted = [(item.id, k) for item in at.items for k in generations]
+            failed = meta.get("failed_before", True)
+            known = known_rollouts(
                 at.journal,
                 at.epoch,
                 at.round,
-                [(item.id, k) for item in at.items for k in range(self._generations)],
+                wanted,
                 smallest=self._smallest,
-                failed_before=meta.get("failed_before", True),
+                failed_before=failed,
             )
-        return at
+        places = {item.id: place for place, item in enumerate(everything)}
+        logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
+        rollouts: list[list[asyncio.Task[RolloutRecord]]] = [[] for _ in generations]
+        # All generations of an example one after the other: they share its prompt.
+        for item in at.items:
+            for k, tasks in enumerate(rollouts):
+                place, before = places.get(item.id, len(places)), known.get((item.id, k))
+                tasks.append(asyncio.create_task(self._rollout(at, item, place, k, before, config)))
+        self.evaluation_runs[run_id] = [
+            asyncio.create_task(run_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
+            for k, tasks in enumerate(rollouts)
+        ]
 
     async def finalize(
         self, run_id: str, meta: dict[str, Any] | None = None
@@ -225,17 +203,18 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """Wait for all generations; one group for each example that gave enough trajectories."""
         if run_id not in self.evaluation_runs:
             raise ConfigError(f"No evaluation runs found for run_id: {run_id}")
-        runs, at = self.evaluation_runs[run_id], self._rounds[run_id]
         try:
-            records = [record for ran in await run_together(runs) for record in ran]
+            runs = await run_together(self.evaluation_runs[run_id])
         finally:
-            self.evaluation_runs.pop(run_id, None)
-            self._rounds.pop(run_id, None)
-        examples = [item.id for item in at.items]
-        groups, left_out = group_by_example(records, examples, self._smallest, at.sources)
-        self.dropped = at.dropped + left_out
-        await self._count_unscoped(at)
+            del self.evaluation_runs[run_id]
+            at = self._rounds.pop(run_id)
+        records = [record for run in runs for record in run]
+        groups, dropped = group_by_example(records, [item.id for item in at.items], self._smallest)
+        self.dropped = at.dropped + dropped
+        await self._report_unscoped(at)
         collection = TrajectoryCollection(trajectories=groups, run_id=run_id)
+        if self.reads_episodes:
+            await self.load_episodes(collection)
         logger.info(
             "Built %d trajectories across %d examples for run_id: %s",
             collection.count,
@@ -246,28 +225,26 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             logger.warning("%s", NO_LOGPROBS)
         return collection
 
-    async def _count_unscoped(self, at: _Round) -> None:
+    async def _report_unscoped(self, at: _Round) -> None:
         """Count calls that named no rollout; warn about the first of them."""
-        if self.unscoped is None:
+        counts = await count_unscoped(self.server, at.run_id) - at.unscoped
+        if self.server is None or not counts:
             return
-        counts = await self.unscoped.count(at.run_id) - at.unscoped
-        if counts:
-            self.dropped["call/unmarked"] += counts.total()
-        message = self.unscoped.first_message(counts)
-        if message is not None:
-            message = f"epoch {at.epoch + 1}: {message}"
+        self.dropped["call/unmarked"] += counts.total()
+        if not self._reported_unscoped:
+            self._reported_unscoped = True
+            message = f"epoch {at.epoch + 1}: {unscoped_message(self.server, counts)}"
             logger.warning("%s", message)
             if at.events is not None:
                 at.events.append("warning", message=message)
 
     async def load_episodes(self, trajectories: TrajectoryCollection) -> None:
         for trajectory in (t for group in trajectories.trajectories for t in group):
-            if self.server is None or trajectory.is_readable:
-                continue
-            metadata = trajectory.metadata or {}
-            recorded = await self.server.recorded(metadata["rollout"])
-            calls = call_selection.with_ids(recorded, metadata["calls"])
-            trajectory.read_from(partial(episode, calls))
+            if self.server is not None and "episode" not in vars(trajectory):
+                metadata = trajectory.metadata or {}
+                recorded = await self.server.recorded(metadata["rollout"])
+                calls = call_selection.with_ids(recorded, metadata["calls"])
+                trajectory.episode = episode(calls)
 
     def log_progress(
         self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None
@@ -284,18 +261,22 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     # ---- one rollout ----------------------------------------------------------------------------
 
     async def _rollout(
-        self, at: _Round, item: "EvalInputItem", place: int, k: int, config: "FinetuneConfig"
+        self,
+        at: _Round,
+        item: "EvalInputItem",
+        place: int,
+        k: int,
+        known: RolloutRecord | None,
+        config: "FinetuneConfig",
     ) -> RolloutRecord:
         """The record of a rollout: from the journal, or of one that runs now."""
-        known = at.known.get((item.id, k))
         if known is not None and (known.is_trained or known.failure):
             return known
         if known is not None and self.server is not None:
-            return await self._with_calls(at, known, ())
-        reward = self._reward_name
+            return await self._with_calls(at, known, None)
 
         async def run(rollout: str) -> RolloutRecord:
-            result = await self.run_item(item, rollout, reward)
+            result = await self.run_item(item, rollout, self._reward_name)
             record = record_of(
                 result,
                 rollout=rollout,
@@ -303,15 +284,15 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 epoch=at.epoch,
                 round=at.round,
                 generation=k,
-                reward_name=reward,
+                reward_name=self._reward_name,
             )
-            record = await self._with_reward(record, result)
-            ran = result.rollout
-            return await self._with_calls(at, record, () if ran is None else ran.calls, result)
+            return await self._with_calls(at, await self._with_reward(record, result), result)
 
-        record = await run_recorded(
+        return await run_recorded(
             run,
             at.run_id,
+            journal=at.journal,
+            events=at.events,
             retries=config.rollout_retries,
             epoch=at.epoch,
             round=at.round,
@@ -319,11 +300,6 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             generation=k,
             session=at.session,
         )
-        if at.journal is not None:
-            at.journal.add(record)
-        if at.events is not None:
-            at.events.append("rollout", **event_fields(record))
-        return record
 
     async def run_item(
         self, item: "EvalInputItem", rollout: str, reward: str | None
@@ -346,52 +322,48 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
         """The record with the reward of `compute_reward`, which others may override."""
-        if record.failure is not None or record.reward is None:
+        if record.reward is None:
             return record
         score = result.scores[self._reward_name or ""]
         output = EvalOutputItem(id=record.example, score=score.value, reasoning=score.reasoning)
-        meta = {"epoch": record.epoch, "round": record.round, "rollout": record.rollout}
+        meta = record.model_dump(include={"epoch", "round", "rollout", "generation"})
         try:
-            reward = await self.compute_reward(output, {**meta, "generation": record.generation})
+            reward = await self.compute_reward(output, meta)
         except Exception as error:  # noqa: BLE001  # a plugin's code: whatever it raises is data
             return _failed(record, "evaluator", error)
-        return record.model_copy(update={"reward": reward})
+        metadata = {"reasoning": plain(score.reasoning)}
+        return record.model_copy(update={"reward": reward, "metadata": metadata})
 
     async def _with_calls(
-        self,
-        at: _Round,
-        record: RolloutRecord,
-        seen: "Sequence[SeenCall]",
-        result: "ItemResult | None" = None,
+        self, at: _Round, record: RolloutRecord, result: "ItemResult | None"
     ) -> RolloutRecord:
         """The record with the calls that are trained, if any is."""
         reward = reward_or_substitute(record, self._config)
         if reward is None:
             return record
+        ran = None if result is None else result.rollout
+        seen: Sequence[SeenCall] = () if ran is None else ran.calls
         try:
             trained = await self.select_calls(record.rollout, seen)
         except HoneError as error:
             return _failed(record, "server_error", error)
-        if not trained.sampled:
+        update: dict[str, Any] = {"reward": reward}
+        if trained.sampled:
+            at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
+            update["shaped_rewards"] = call_selection.shaped_rewards(
+                () if ran is None else ran.steps, trained.sampled
+            )
+        else:
             at.dropped[trained.reason or "no_calls"] += 1
-            return record.model_copy(update={"reward": reward})
-        at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
-        ran = None if result is None else result.rollout
-        metadata: dict[str, Any] = {"reasoning": _reasoning(result, self._reward_name)}
-        if trained.foreign and seen:
-            metadata["tools"] = plain(seen[0].tools)
-        at.sources[record.rollout] = partial(episode, trained.sampled)
-        return record.model_copy(
-            update={
-                "reward": reward,
-                "trained_calls": None if trained.foreign else [one.id for one in trained.sampled],
-                "episode": episode(trained.sampled) if trained.foreign else None,
-                "shaped_rewards": call_selection.shaped_rewards(
-                    () if ran is None else ran.steps, trained.sampled
-                ),
-                "metadata": metadata,
+        if trained.sampled and trained.foreign:
+            update["episode"] = episode(trained.sampled)
+            update["metadata"] = {
+                **record.metadata,
+                "tools": plain(seen[0].tools if seen else None),
             }
-        )
+        elif trained.sampled:
+            update["trained_calls"] = [one.id for one in trained.sampled]
+        return record.model_copy(update=update)
 
     # ---- its configuration ----------------------------------------------------------------------
 
@@ -412,15 +384,11 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return self.evaluation
 
     @property
-    def _generations(self) -> int:
-        return self.trajectory_builder_config.num_generations
-
-    @property
     def _smallest(self) -> int:
         """Size of the smallest group that is trained; one trajectory compares with a batch, too."""
         with_batch = self.comparison.baseline == "batch"
         by_default = "min_group_size" not in self._config.model_fields_set
-        if self._generations == 1 or (with_batch and by_default):
+        if self.num_generations == 1 or (with_batch and by_default):
             return 1
         return self._config.min_group_size
 
@@ -450,10 +418,7 @@ async def art_trajectory_builder(
     trajectory_builder.llm_names = names_of
     adapter_name = builder.document.finetuning.trainer_adapter
     if adapter_name is not None:
-        adapter = await builder.get_trainer_adapter(adapter_name)
-        trajectory_builder.comparison = adapter.comparison
-        if adapter.server is not None:
-            trajectory_builder.bind_server(adapter.server)
+        trajectory_builder.bind_adapter(await builder.get_trainer_adapter(adapter_name))
     yield trajectory_builder
     await trajectory_builder.cancel()
 
@@ -463,8 +428,3 @@ def _failed(record: RolloutRecord, reason: str, error: Exception) -> RolloutReco
         kind="infrastructure", reason=reason, **plain(failure_of(error).model_dump())
     )
     return record.model_copy(update={"reward": None, "failure": failure})
-
-
-def _reasoning(result: "ItemResult | None", name: str | None) -> Any:
-    score = None if result is None or name is None else result.scores.get(name)
-    return None if score is None else plain(score.reasoning)

@@ -13,24 +13,26 @@ events.jsonl and nowhere else, so the two cannot contradict each other. The roll
 read once and indexed; every later one is added to the index.
 """
 
-import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
+from pydantic_core import from_json, to_json
 
-from hone.disk import open_lines, write_atomic
+from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.finetune.fingerprint import differences
-from hone.finetune.records import RolloutRecord, Split
+from hone.finetune.records import RolloutRecord, Split, event_fields
 from hone.finetune.values import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
 from hone.types import Strict
+
+if TYPE_CHECKING:
+    from hone.event_log import EventLog
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
@@ -67,25 +69,6 @@ class Submission:
     """The fields of the round's `epoch_collected` event."""
 
 
-class _Reference(Strict):
-    """A trajectory of a rollout that the journal has."""
-
-    rollout: str
-    reward: float
-    shaped_rewards: list[float] | None = None
-
-
-class _SubmissionFile(BaseModel):
-    """A submission as it is on disk."""
-
-    collected: dict[str, Any]
-    run_id: str = ""
-    metadata: dict[str, Any] | None = None
-    groups: list[list[_Reference | Trajectory]] = []
-    collection: TrajectoryCollection | None = None
-    """Instead of the three before it, in what hone wrote before."""
-
-
 @dataclass(frozen=True)
 class RunFingerprint:
     """What makes two starts the same run."""
@@ -102,8 +85,6 @@ class Journal:
         self.directory = directory
         self.run = run
         self._lock = lock
-        self._written: tuple[Path, BufferedWriter] | None = None
-        """The file that was appended to last."""
         self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
         """The file that was asked for last, and its rollouts by round."""
         for path in (directory / "trajectories").glob("*.jsonl"):
@@ -119,7 +100,15 @@ class Journal:
                 directory.absolute().rename(start.aside)
                 old, lock = lock, _locked(directory)
                 old.release()
-            run = start.resumed or _new_run(started, anew=fresh, replaces=start.replaced)
+            run = start.resumed or RunFile(
+                run_id=f"art_run_{secrets.token_hex(4)}",
+                seed=started.seed,
+                created=time.time(),
+                session=1,
+                anew=fresh,
+                replaces=start.replaced,
+                facts=dict(started.facts),
+            )
             write_atomic(directory / RUN_FILE, run.model_dump_json(indent=2))
         except BaseException:
             lock.release()
@@ -134,9 +123,6 @@ class Journal:
 
     def close(self) -> None:
         """Let another process have the directory."""
-        if self._written is not None:
-            self._written[1].close()
-        self._written = None
         self._lock.release()
 
     @property
@@ -163,15 +149,8 @@ class Journal:
     def add(self, record: RolloutRecord) -> None:
         """On the disk when it returns."""
         path = self._rollouts(record.split, record.epoch)
-        if self._written is None or self._written[0] != path:
-            if self._written is not None:
-                self._written[1].close()
-            path.parent.mkdir(exist_ok=True)
-            self._written = path, path.open("ab")
-        file = self._written[1]
-        file.write(record.model_dump_json().encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        path.parent.mkdir(exist_ok=True)
+        append_lines(path, record.model_dump_json().encode() + b"\n")
         if self._indexed is not None and self._indexed[0] == path:
             _index(self._indexed[1], record)
 
@@ -207,32 +186,29 @@ class Journal:
         path, sent = self._submission(epoch, round), submission.collection
         path.parent.mkdir(exist_ok=True)
         known = {record.rollout for record in self.records("train", epoch, round)}
-        file = _SubmissionFile(
-            collected=submission.collected,
-            run_id=sent.run_id,
-            metadata=sent.metadata,
-            groups=[[_reference(one, known) for one in group] for group in sent.trajectories],
-        )
-        write_atomic(path, file.model_dump_json(exclude={"collection"}))
+        groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
+        file = {"collected": submission.collected, **sent.model_dump(exclude={"trajectories"})}
+        write_atomic(path, to_json(file | {"groups": groups}))
 
     def submitted(self, epoch: int, round: int) -> Submission | None:
         """What was noted; None where the round has not come so far."""
         path = self._submission(epoch, round)
         try:
-            file = _SubmissionFile.model_validate_json(path.read_bytes())
-            if file.collection is not None:
-                return Submission(file.collection, file.collected)
-            known = {record.rollout: record for record in self.records("train", epoch, round)}
-            groups = [[_resolved(one, known) for one in group] for group in file.groups]
+            file = from_json(path.read_bytes())
+            sent = file.get("collection")  # the whole text, as hone wrote it before
+            if sent is None:
+                known = {record.rollout: record for record in self.records("train", epoch, round)}
+                groups = [[_resolved(one, known) for one in group] for group in file["groups"]]
+                sent = {"trajectories": groups, "run_id": file["run_id"]}
+                sent["metadata"] = file["metadata"]
+            return Submission(TrajectoryCollection.model_validate(sent), file["collected"])
         except FileNotFoundError:
             return None
-        except (ValidationError, KeyError) as error:
-            why = _first(error) if isinstance(error, ValidationError) else f"no rollout {error}"
+        except (ValueError, KeyError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else error
             raise StateError(
                 f"{path}: not a submission ({why}). Start anew with --fresh."
             ) from None
-        sent = TrajectoryCollection(trajectories=groups, run_id=file.run_id, metadata=file.metadata)
-        return Submission(sent, file.collected)
 
     def _submission(self, epoch: int, round: int) -> Path:
         return self.directory / "submissions" / f"{epoch:03d}_{round:03d}.json"
@@ -255,83 +231,97 @@ def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Star
 
     Both the run and `--dry-run` ask this function.
     """
-    if not (directory / RUN_FILE).exists():
-        return Start()
-    if not fresh:
-        run = _read(directory)
-        return Start() if run is None else Start(resumed=_resume(directory, run, started))
+    path = directory / RUN_FILE
     try:
-        run = _read(directory)
-    except StateError:
-        run = None  # it is damaged, and that is why it is set aside
-    run_id = f"damaged_{secrets.token_hex(4)}" if run is None else run.run_id
-    aside = directory.absolute().with_name(f"{directory.absolute().name}.{run_id}")
+        run = RunFile.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return Start()
+    except ValidationError as error:
+        raise StateError(
+            f"{path}: not what hone wrote ({_first(error)}). Move {directory} away."
+        ) from None
+    if not fresh:
+        return Start(resumed=_resume(directory, run, started))
+    aside = directory.absolute().with_name(f"{directory.absolute().name}.{run.run_id}")
     if aside.exists():
         raise Conflict(f"{aside} exists already, so {directory} cannot be set aside; move it away")
-    return Start(aside=aside, replaced=None if run is None else run_id)
+    return Start(aside=aside, replaced=run.run_id)
 
 
 def check_free(directory: Path) -> None:
-    """Raise what a start would raise if another process held the directory, or nobody may write."""
-    above = directory.absolute()
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise _unwritable(directory, "not a directory" if not above.is_dir() else "no permission")
+    """Raise what a start would raise if another process held the directory."""
     process = holder(directory / LOCK_FILE)
     if process is not None:
         raise in_use(directory, process, command=COMMAND, key=KEY)
 
 
+# ---- one rollout --------------------------------------------------------------------------------
+
+
+async def run_recorded(
+    run: Callable[[str], Awaitable[RolloutRecord]],
+    run_id: str,
+    *,
+    journal: Journal | None,
+    events: "EventLog | None",
+    retries: int,
+    **place: Any,
+) -> RolloutRecord:
+    """Run a rollout, again where its environment failed it, and write its record down.
+
+    `place`: what `rollout_id` needs besides the run and the retry.
+    """
+    record = await run(rollout_id(run_id, **place))
+    for retry in range(1, retries + 1):
+        failure = record.failure
+        # Running the agent again does not fix an evaluator.
+        if not failure or failure.kind == "policy" or failure.reason == "evaluator":
+            break
+        record = await run(rollout_id(run_id, **place, retry=retry))
+    if journal is not None:
+        journal.add(record)
+    if events is not None:
+        events.append("rollout", **event_fields(record))
+    return record
+
+
+def rollout_id(
+    run_id: str,
+    *,
+    epoch: int,
+    round: int = 0,
+    item: int,
+    generation: int,
+    session: int,
+    retry: int = 0,
+    split: Split = "train",
+) -> str:
+    """RUN:EPOCH.ROUND.ITEM.GENERATION.sSESSION[rRETRY].
+
+    `v` stands before the epoch of a validation, `f` before that of a final one.
+    """
+    first = {"train": "", "val": "v", "final": "f"}[split]
+    again = f"r{retry}" if retry else ""
+    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}.s{session}{again}"
+
+
 # ---- one run a directory ------------------------------------------------------------------------
-
-
-def _read(directory: Path) -> RunFile | None:
-    path = directory / RUN_FILE
-    try:
-        return RunFile.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise StateError(
-            f"{path}: not what hone wrote ({_first(error)}). Start anew with --fresh, or move {directory} away."
-        ) from None
-
-
-def _new_run(
-    started: RunFingerprint, *, anew: bool = False, replaces: str | None = None
-) -> RunFile:
-    return RunFile(
-        run_id=f"art_run_{secrets.token_hex(4)}",
-        seed=started.seed,
-        created=time.time(),
-        session=1,
-        anew=anew,
-        replaces=replaces,
-        facts=dict(started.facts),
-    )
 
 
 def _resume(directory: Path, run: RunFile, started: RunFingerprint) -> RunFile:
     """The run, started once more; one without rollouts takes a changed configuration."""
     update: dict[str, Any] = {"session": run.session + 1}
-    if any((directory / "trajectories").glob("*.jsonl")):
-        _check_same(directory, run, started)
-    else:  # its server was not there, or preflight found the mistake that was fixed since
-        update |= {"seed": started.seed, "facts": dict(started.facts)}
-    return run.model_copy(update=update)
-
-
-def _check_same(directory: Path, run: RunFile, started: RunFingerprint) -> None:
-    changed = differences(run.facts, started.facts)
+    if not any((directory / "trajectories").glob("*.jsonl")):
+        # Its server was not there, or preflight found the mistake that was fixed since.
+        return run.model_copy(update=update | {"seed": started.seed, "facts": dict(started.facts)})
+    changed = [f"  {line}" for line in differences(run.facts, started.facts)]
     if not changed:
-        return
-    lines = [f"  {line}" for line in changed[:DIFFERENCES_SHOWN]]
+        return run.model_copy(update=update)
     if len(changed) > DIFFERENCES_SHOWN:
-        lines.append(f"  and {len(changed) - DIFFERENCES_SHOWN} more")
+        changed[DIFFERENCES_SHOWN:] = [f"  and {len(changed) - DIFFERENCES_SHOWN} more"]
     raise Conflict(
         f"{directory} holds run {run.run_id}, which was started with another configuration:\n"
-        + "\n".join(lines)
+        + "\n".join(changed)
         + "\nUndo the change to go on with it, start anew with --fresh (the old directory is kept), "
         "or name another one with -o finetuning.output_dir DIR."
     )
@@ -342,35 +332,29 @@ def _locked(directory: Path) -> LockFile:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(directory, error.strerror) from None
+        raise ConfigError(
+            f"finetuning.output_dir: {directory} cannot be written to ({error.strerror}). Name "
+            "another directory with -o finetuning.output_dir DIR."
+        ) from None
     return lock_directory(directory, LOCK_FILE, command=COMMAND, key=KEY)
-
-
-def _unwritable(directory: Path, why: str | None) -> ConfigError:
-    return ConfigError(
-        f"finetuning.output_dir: {directory} cannot be written to ({why}). Name "
-        "another directory with -o finetuning.output_dir DIR."
-    )
 
 
 # ---- references and lines -----------------------------------------------------------------------
 
 
-def _reference(trajectory: Trajectory, known: set[str]) -> _Reference | Trajectory:
+def _reference(trajectory: Trajectory, known: Collection[str]) -> dict[str, Any]:
     """A reference to a rollout that the journal has; the whole trajectory of any other."""
     rollout = (trajectory.metadata or {}).get("rollout")
-    if not trajectory.refers or rollout not in known:
-        return trajectory
-    return _Reference(
-        rollout=rollout, reward=trajectory.reward, shaped_rewards=trajectory.shaped_rewards
-    )
+    if rollout not in known:
+        return trajectory.model_dump(mode="json")
+    return {"rollout": rollout, **trajectory.model_dump(include={"reward", "shaped_rewards"})}
 
 
-def _resolved(one: _Reference | Trajectory, known: Mapping[str, RolloutRecord]) -> Trajectory:
-    if isinstance(one, Trajectory):
+def _resolved(one: dict[str, Any], known: Mapping[str, RolloutRecord]) -> Any:
+    if "rollout" not in one:
         return one
-    values = {"reward": one.reward, "shaped_rewards": one.shaped_rewards}
-    return known[one.rollout].trajectory().model_copy(update=values)
+    values = {key: one[key] for key in ("reward", "shaped_rewards")}
+    return known[one["rollout"]].trajectory().model_copy(update=values)
 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:

@@ -21,7 +21,7 @@ from hone.config.policy import address_of
 from hone.errors import HoneError
 from hone.finetune.adapter import NO_CONNECTION
 from hone.finetune.base import ModelServer, TrainerAdapter, TrajectoryBuilder, TrialRollouts
-from hone.finetune.builder import NO_LOGPROBS, UnscopedCalls
+from hone.finetune.builder import NO_LOGPROBS, count_unscoped, unscoped_message
 from hone.finetune.calls import UNSEEN, TrainedCalls
 from hone.finetune.plan import plan
 
@@ -223,8 +223,8 @@ class _Trials:
 
     async def checks(self, trial: TrialRollouts) -> list[Check]:
         """In the order in which one depends on the other; stops at the first that fails."""
-        unscoped = None if self._adapter.server is None else UnscopedCalls(self._adapter.server)
-        before = Counter[str]() if unscoped is None else await unscoped.count(self._run_id)
+        server = self._adapter.server
+        before = await count_unscoped(server, self._run_id)
         draw = secrets.token_hex(6)
         ids = [f"{self._run_id}:preflight.{draw}.{i}" for i in (0, 1)]
         runs = [trial.run_item(self._item, id, self._reward) for id in ids]
@@ -236,10 +236,10 @@ class _Trials:
                 for id, run in zip(ids, results, strict=True)
             ]
             checks.append(self._calls(both))
-            counts = before if unscoped is None else await unscoped.count(self._run_id) - before
-            if unscoped is not None and counts:
+            counts = await count_unscoped(server, self._run_id) - before
+            if server is not None and counts:
                 # Calls by the base model's name may be somebody else's: only a warning.
-                ok, message = not unscoped.of_trained(counts), unscoped.message(counts)
+                ok, message = not counts[server.model_name], unscoped_message(server, counts)
                 checks.append(Check("unmarked calls", ok, message, warning=ok))
             if not failures(checks):
                 checks += [self._differ(both), *self._valued(results)]

@@ -1,33 +1,22 @@
-"""One record per rollout, and the groups and numbers made of records.
+"""One record per rollout, as the journal stores it.
 
 In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
-Out:  a RolloutRecord; its event; groups by example; the numbers of a round; refusals where too
-      many rollouts failed
+Out:  a RolloutRecord, its event and its trajectory
 
 A rollout that failed, or that its evaluator failed to score, has no reward: it has a failure, of
-one of two kinds. A failure of the evaluator is never counted against the model. Groups are always
-of one example: comparing answers to different questions would reward the easier question.
+one of two kinds. A failure of the evaluator is never counted against the model.
 """
 
 import json
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
-from pydantic_core import to_jsonable_python
 
-from hone.errors import RolloutError
-from hone.finetune.values import (
-    EpisodeItem,
-    EpisodeSource,
-    Trajectory,
-    TrajectoryCollection,
-)
+from hone.finetune.values import EpisodeItem, Trajectory
 from hone.types import Strict
+from hone.workflow.jsonable import dumps
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
@@ -35,9 +24,6 @@ if TYPE_CHECKING:
     from hone.evaluation.run import ItemResult
 
 Split = Literal["train", "val", "final"]
-POLICY_FAILURES_WARNED = 0.05
-"""Share of policy failures above which dropping them is worth a warning: it rewards them."""
-MESSAGES_SHOWN = 3
 
 
 class FailureRecord(Strict):
@@ -145,10 +131,11 @@ class RolloutRecord(Strict):
             return len(self.trained_calls)
         return sum("call" in (item.metadata or {}) for item in self.episode or ())
 
-    def trajectory(self, read_episode: EpisodeSource | None = None) -> Trajectory:
-        """What is trained of it; `read_episode` makes its text from recorded calls, if asked."""
-        return Trajectory.referring(
-            read_episode if self.episode is None else lambda: self.episode or [],
+    def trajectory(self) -> Trajectory:
+        """What is trained of it; its text is left out where a server recorded the calls."""
+        text: dict[str, Any] = {} if self.episode is None else {"episode": self.episode}
+        return Trajectory.model_construct(
+            **text,
             reward=self.reward,
             shaped_rewards=self.shaped_rewards,
             metadata={
@@ -166,26 +153,6 @@ class RolloutRecord(Strict):
 
 _OF_RECORD = ("id", "run_id", "epoch", "round", "generation", "rollout")
 """What a trajectory's metadata takes from the fields of its record."""
-
-
-def rollout_id(
-    run_id: str,
-    *,
-    epoch: int,
-    round: int = 0,
-    item: int,
-    generation: int,
-    session: int,
-    retry: int = 0,
-    split: Split = "train",
-) -> str:
-    """RUN:EPOCH.ROUND.ITEM.GENERATION.sSESSION[rRETRY].
-
-    `v` stands before the epoch of a validation, `f` before that of a final one.
-    """
-    first = {"train": "", "val": "v", "final": "f"}[split]
-    again = f"r{retry}" if retry else ""
-    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}.s{session}{again}"
 
 
 def record_of(
@@ -243,29 +210,6 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
     }
 
 
-async def run_recorded(
-    run: Callable[[str], Awaitable[RolloutRecord]], run_id: str, *, retries: int, **place: Any
-) -> RolloutRecord:
-    """Run a rollout, again where its environment failed it; each try has an id of its own.
-
-    `place`: what `rollout_id` needs besides the run and the retry.
-    """
-    record = await run(rollout_id(run_id, **place))
-    for retry in range(1, retries + 1):
-        if not _is_retried(record):
-            break
-        record = await run(rollout_id(run_id, **place, retry=retry))
-    return record
-
-
-def _is_retried(record: RolloutRecord) -> bool:
-    """Whether its environment failed it; running the agent again does not fix an evaluator."""
-    failure = record.failure
-    return (
-        failure is not None and failure.kind == "infrastructure" and failure.reason != "evaluator"
-    )
-
-
 def reward_or_substitute(record: RolloutRecord, config: "FinetuneConfig") -> float | None:
     """Its reward, or what `on_policy_failure` gives instead; None where it is left out."""
     failure, instead = record.failure, config.on_policy_failure
@@ -285,23 +229,9 @@ def append_line(directory: str | Path, name: str, **fields: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """As JSON can hold it; what it cannot hold, as text. A number that is not finite becomes null."""
-    how: Any = {"fallback": repr, "inf_nan_mode": "null", "serialize_unknown": True}
-    try:
-        return _encodable(to_jsonable_python(_encodable(value), **how))
-    except UnicodeEncodeError:  # inside an object of the agent's own
-        return _encodable(repr(value))
-
-
-def _encodable(value: Any) -> Any:
-    """The same in UTF-8: half a pair, as `json.loads` makes of a lone \\ud800, becomes that escape."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, list | tuple):
-        return [_encodable(inner) for inner in value]
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(inner) for key, inner in value.items()}
-    return value
+    """As JSON and UTF-8 can hold it; what they cannot hold, as text."""
+    # Half a surrogate pair, as `json.loads` makes of a lone \\ud800, becomes a question mark.
+    return json.loads(dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | None:
@@ -337,130 +267,3 @@ def _last_conversation(calls: "tuple[SeenCall, ...]") -> list[dict[str, Any]]:
         if call.messages is not None and call.reply is not None:
             return plain([*call.messages, call.reply])
     return []
-
-
-# ---- groups of records ---------------------------------------------------------------------------
-
-
-def group_by_example(
-    records: Sequence[RolloutRecord],
-    examples: Sequence[str],
-    smallest: int,
-    sources: Mapping[str, EpisodeSource],
-) -> tuple[list[list[Trajectory]], Counter[str]]:
-    """One group per example, in their order; and what is left out, by reason.
-
-    Args:
-        records: the rollouts of a round.
-        examples: ids of its examples.
-        smallest: groups of fewer trajectories are left out.
-        sources: by rollout id, what makes the text of its trajectory.
-    """
-    dropped = Counter[str]()
-    by_example: dict[str, list[RolloutRecord]] = {example: [] for example in examples}
-    for record in records:
-        if record.is_trained:
-            by_example[record.example].append(record)
-        elif record.failure is not None:
-            dropped[f"{record.failure.kind}/{record.failure.reason}"] += 1
-        elif record.reward is None:
-            dropped["no_reward"] += 1
-    for group in by_example.values():
-        if len(group) < smallest:
-            dropped["small_group"] += len(group)
-    large = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
-    shaped = any(record.shaped_rewards is not None for group in large for record in group)
-    groups = [
-        [_with_values(record, sources.get(record.rollout), shaped) for record in group]
-        for group in large
-    ]
-    return groups, +dropped
-
-
-def _with_values(
-    record: RolloutRecord, read_episode: EpisodeSource | None, shaped: bool
-) -> Trajectory:
-    """Where other rollouts noted values, one that noted none earned 0 at each of its calls."""
-    trajectory = record.trajectory(read_episode)
-    if shaped and trajectory.shaped_rewards is None:
-        trajectory.shaped_rewards = [0.0] * record.num_trained_calls
-    return trajectory
-
-
-# ---- numbers of a round -------------------------------------------------------------------------
-
-
-def round_metrics(
-    collected: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
-) -> dict[str, Any]:
-    """Means over trajectories; None where there is none."""
-    return {
-        **_rewards(collected, ""),
-        "num_trajectories": collected.count,
-        "num_groups": len(collected.trajectories),
-        "filtered_trajectories": chosen.count,
-        "filtered_groups": len(chosen.trajectories),
-        **_rewards(chosen, "filtered_"),
-        "curriculum_percentile": percentile,
-    }
-
-
-def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float | None]:
-    rewards = [trajectory.reward for group in collection.trajectories for trajectory in group]
-    return {
-        f"{prefix}avg_reward": fmean(rewards) if rewards else None,
-        f"{prefix}min_reward": min(rewards, default=None),
-        f"{prefix}max_reward": max(rewards, default=None),
-    }
-
-
-def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: float) -> None:
-    """Refuse to go on from rollouts of which too many failed by no fault of the model."""
-    failed = [r for r in records if r.failure and r.failure.kind == "infrastructure"]
-    if len(failed) <= allowed * len(records):
-        return
-    raise RolloutError(
-        f"{where}: {len(failed)} of {len(records)} rollouts failed by no fault of the model "
-        f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
-        f"{allowed:.0%}. Fix what failed and run the same command again: rollouts that ended well "
-        f"are kept. Where the code had to change, add --fresh.\n{_last(failed)}"
-    )
-
-
-def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
-    """What to say where many rollouts failed by the model's own doing and are dropped."""
-    failed = [r for r in records if r.failure and r.failure.kind == "policy" and r.reward is None]
-    if len(failed) <= POLICY_FAILURES_WARNED * len(records):
-        return None
-    return (
-        f"{where}: {len(failed)} of {len(records)} rollouts failed by the model's own doing "
-        f"({reasons(failed)}) and were dropped. Dropping them rewards them: set "
-        "finetuning.on_policy_failure: {reward: 0.0}, or whatever such a failure is worth.\n"
-        f"{_last(failed)}"
-    )
-
-
-def reasons(failed: Sequence[RolloutRecord]) -> str:
-    """How often each, the commonest first."""
-    counted = Counter(r.failure.reason for r in failed if r.failure)
-    return ", ".join(f"{reason}: {n}" for reason, n in counted.most_common())
-
-
-def _last(failed: Sequence[RolloutRecord]) -> str:
-    """What the last few said, each once."""
-    messages = dict.fromkeys(
-        f"  {r.failure.type}: {r.failure.message}" for r in reversed(failed) if r.failure
-    )
-    return "\n".join(list(messages)[:MESSAGES_SHOWN])
-
-
-def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:
-    """What to say of an epoch without a single trajectory."""
-    why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
-    return (
-        f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "
-        f"finetuning.target_functions {list(targets)!r} names functions that call the trained "
-        "model, and that the reward's evaluator gives a score (`hone eval` shows every one). Fix "
-        "what failed and run the same command again: rollouts that gave nothing to train on are run "
-        "anew, the others are kept. Where the code had to change, add --fresh."
-    )

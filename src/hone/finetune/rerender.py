@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import NotInThisVersion
 from hone.finetune.calls import Message, SampledCall
 from hone.finetune.values import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
 from hone.trajectory import History, TrajectoryGroup
@@ -134,13 +134,6 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
         elif group:
             dropped["empty_group"] += 1
     return groups, dropped
-
-
-def validate_episode_order(trajectory: Trajectory) -> None:
-    """Refuse a conversation that no chat template expresses."""
-    wrong = _wrong_order(trajectory)
-    if wrong is not None:
-        raise ConfigError(wrong)
 
 
 def _wrong_order(trajectory: Trajectory) -> str | None:

@@ -37,8 +37,8 @@ from hone.finetune.base import (
 )
 from hone.finetune.curriculum import num_flat
 from hone.finetune.journal import Journal, RunFingerprint, Submission
-from hone.finetune.records import check_failures, none_collected, policy_warning, round_metrics
 from hone.finetune.resume import RoundPlan, RunState
+from hone.finetune.rounds import check_failures, none_collected, policy_warning, round_metrics
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
 from hone.report.comparison import to_confirm

@@ -17,14 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
 from hone.events import FinalValidationDone, ValidationDone
-from hone.finetune.records import (
-    RolloutRecord,
-    check_failures,
-    event_fields,
-    record_of,
-    reward_or_substitute,
-    run_recorded,
-)
+from hone.finetune.journal import Journal, run_recorded
+from hone.finetune.records import RolloutRecord, record_of, reward_or_substitute
+from hone.finetune.rounds import check_failures
 from hone.report.text import counted, failed
 from hone.report.validations import Validation
 from hone.tally import run_together
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
     from hone.evaluation.run import Evaluation
     from hone.event_log import EventLog
     from hone.finetune.base import TrainerAdapter
-    from hone.finetune.journal import Journal
     from hone.finetune.resume import RunState
 
 log = logging.getLogger("hone")
@@ -48,7 +42,7 @@ class Validator:
         self,
         evaluation: "Evaluation",
         config: "FinetuneConfig",
-        journal: "Journal",
+        journal: Journal,
         events: "EventLog",
         state: "RunState",
     ) -> None:
@@ -76,12 +70,7 @@ class Validator:
         )
 
         async def rollout(place: int, item: "EvalInputItem", rep: int) -> RolloutRecord:
-            if (item.id, rep) in known:
-                return known[item.id, rep]
-            record = await self._run(item, epoch, place, rep, pinned)
-            self.journal.add(record)
-            self.events.append("rollout", **event_fields(record))
-            return record
+            return known.get((item.id, rep)) or await self._run(item, epoch, place, rep, pinned)
 
         records = await run_together(rollout(*one) for one in wanted)
         after = f"validation after {counted(epoch, 'epoch')}"
@@ -99,8 +88,8 @@ class Validator:
         self, item: "EvalInputItem", epoch: int, place: int, rep: int, step: int | None
     ) -> RolloutRecord:
         """One rollout; `step` is the policy's in a final validation, None for the newest one."""
-        config = self.config
-        assert config.reward_function is not None, "a run without a reward was let through"
+        config, split = self.config, "val" if step is None else "final"
+        assert config.reward_function is not None, "no run is read without one"
         reward = config.reward_function.name
         temperature = 0.0 if config.validation.greedy else None
 
@@ -108,26 +97,28 @@ class Validator:
             result = await self.evaluation.run_item(
                 item, rollout=rollout, temperature=temperature, step=step, evaluators=[reward]
             )
-            return record_of(
+            record = record_of(
                 result,
                 rollout=rollout,
-                split="val" if step is None else "final",
+                split=split,
                 epoch=epoch,
                 generation=rep,
                 reward_name=reward,
             )
+            return record.model_copy(update={"reward": reward_or_substitute(record, config)})
 
-        record = await run_recorded(
+        return await run_recorded(
             run,
             self.journal.run_id,
+            journal=self.journal,
+            events=self.events,
             retries=config.rollout_retries,
-            split="val" if step is None else "final",
+            split=split,
             epoch=epoch,
             item=place,
             generation=rep,
             session=self.journal.session,
         )
-        return record.model_copy(update={"reward": reward_or_substitute(record, config)})
 
     def _outcome(self, records: Sequence[RolloutRecord], where: str) -> dict[str, Any]:
         rewards: dict[str, list[float | None]] = {}

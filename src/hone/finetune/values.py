@@ -7,20 +7,11 @@ Fields and words are those of NeMo Agent Toolkit. Everything here survives a rou
 JSON, because a submission is on disk before it is sent.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hone.credit import Baseline, Credit
 from hone.errors import ConfigError
@@ -99,9 +90,6 @@ class EpisodeItem(_Value):
         return self
 
 
-EpisodeSource = Callable[[], list[EpisodeItem]]
-
-
 class OpenAIMessage(_Value):
     """A message of a preference pair's prompt."""
 
@@ -121,60 +109,23 @@ class Trajectory(_Value):
     """One rollout as the harness sees it: what was said, and what it was worth."""
 
     episode: list[EpisodeItem] | list[DPOItem]
-    """Of a trajectory that refers to a journaled rollout it is made when somebody reads it."""
+    """Left out of a trajectory that refers to recorded calls, until somebody reads it: see
+    `load_episodes` of the trajectory builder."""
     reward: float = Field(allow_inf_nan=False)
     shaped_rewards: list[float] | None = None
     """One value per trained call."""
     metadata: dict[str, Any] | None = None
     """JSON values only: a trajectory is written down before it is sent."""
-    _read_episode: EpisodeSource | None = PrivateAttr(default=None)
-    _episode: list[EpisodeItem] | None = PrivateAttr(default=None)
-
-    @classmethod
-    def referring(cls, read_episode: EpisodeSource | None, **fields: Any) -> Self:
-        """A trajectory that refers to a journaled rollout; `read_episode` makes its text."""
-        trajectory = cls(episode=[], **fields)
-        del vars(trajectory)["episode"]
-        trajectory._read_episode = read_episode
-        return trajectory
-
-    @property
-    def refers(self) -> bool:
-        """Whether its text is that of a journaled rollout."""
-        return "episode" not in self.__dict__
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether its episode is there, or can be made."""
-        return not self.refers or self._read_episode is not None
-
-    def read_from(self, source: EpisodeSource) -> None:
-        """Make the episode with this function when it is read."""
-        self._read_episode = source
 
     def __getattr__(self, name: str) -> Any:
-        """The episode of a trajectory that refers to a rollout; fields in use never come here."""
+        """Only called for what is not there, such as an episode that was left out."""
         if name != "episode":
             return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - pydantic hides it from type checkers
-        if self._read_episode is None:
-            raise ConfigError(
-                f"the text of rollout {(self.metadata or {}).get('rollout')} was not fetched from "
-                "the server; set reads_episodes of the trainer adapter, or await load_episodes() "
-                "of the trajectory builder"
-            )
-        if self._episode is None:
-            self._episode = self._read_episode()
-        return self._episode
-
-    @model_serializer(mode="wrap")
-    def _with_episode(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return serialize(Trajectory.model_construct(**self._fields()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trajectory) and self._fields() == other._fields()
-
-    def _fields(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in Trajectory.model_fields}
+        raise ConfigError(
+            f"the text of rollout {(self.metadata or {}).get('rollout')} was not fetched from the "
+            "server; set reads_episodes of the trainer adapter, or await load_episodes() of the "
+            "trajectory builder"
+        )
 
 
 class TrajectoryCollection(_Value):
