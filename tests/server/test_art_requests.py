@@ -9,14 +9,16 @@ import pytest
 from tests.server.worlds import art_model
 
 from hone.errors import ConfigError, Unprocessable
+from hone.server import job_tasks
 from hone.server.art_requests import (
     ArtGroup,
     ArtModel,
+    LogRequest,
     job_config,
-    log_art_groups,
     model_spec,
     server_keys,
 )
+from hone.server.job_tasks import Parsed
 from hone.trajectory import means
 from hone.types import ModelSpec
 
@@ -193,6 +195,11 @@ def group(*rewards: float, **rest: Any) -> dict[str, Any]:
     return {"trajectories": trajectories, "exceptions": [], **rest}
 
 
+def log_groups(model_dir: Path, step: int, groups: list[dict[str, Any]]) -> None:
+    body = {"model": {"name": "agent"}, "trajectory_groups": groups, "split": "val"}
+    job_tasks.log(Parsed(LogRequest.model_validate(body)), model_dir, "val", step)
+
+
 def test_a_logged_group_comes_back_as_it_was_sent(tmp_path: Path) -> None:
     sent = [
         group(0.0, 1.0, of_tomorrow={"a": [1]}),
@@ -201,18 +208,18 @@ def test_a_logged_group_comes_back_as_it_was_sent(tmp_path: Path) -> None:
             exceptions=[{"type": "<class 'ValueError'>", "message": "boom", "traceback": "..."}],
         ),
     ]
-    groups = [ArtGroup.model_validate(one) for one in sent]
-    path = log_art_groups(tmp_path, "val", 3, groups)
-    assert path == tmp_path / "trajectories" / "val" / "0003.jsonl"
-    log_art_groups(tmp_path, "val", 3, groups[:1])
+    log_groups(tmp_path, 3, sent)
+    log_groups(tmp_path, 3, sent[:1])
+    path = tmp_path / "trajectories" / "val" / "0003.jsonl"
     lines = path.read_text().splitlines()
     assert [json.loads(line) for line in lines] == [*sent, sent[0]]
 
 
 def test_half_a_line_of_a_crash_is_cut(tmp_path: Path) -> None:
-    path = log_art_groups(tmp_path, "val", 0, [])
+    log_groups(tmp_path, 0, [])
+    path = tmp_path / "trajectories" / "val" / "0000.jsonl"
     path.write_text('{"trajectories": [')
-    log_art_groups(tmp_path, "val", 0, [ArtGroup.model_validate(group(1.0))])
+    log_groups(tmp_path, 0, [group(1.0)])
     assert [json.loads(line) for line in path.read_text().splitlines()] == [group(1.0)]
 
 

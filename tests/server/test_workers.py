@@ -21,7 +21,7 @@ from tests.server.conftest import Server
 from hone.chat import chatml
 from hone.errors import Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
-from hone.server import chat_tasks, submit
+from hone.server import chat_tasks, job_tasks
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.workers import WorkerPool
@@ -202,8 +202,8 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
         await api.refused(groups=outside["groups"]),
         await api.refused(404, model="nobody"),
     ]
-    for name in ("digest", "pack_job"):
-        monkeypatch.delattr(submit, name)  # not needed in this process
+    for name in ("json", "pack_job"):
+        monkeypatch.delattr(job_tasks, name)  # not needed in this process
     repeated, other = await large(idempotency_key="k"), await large(idempotency_key="l")
     assert (repeated.status_code, other.status_code) == (202, 202), other.text
     assert repeated.json()["id"] == small.id

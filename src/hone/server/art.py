@@ -27,26 +27,24 @@ from hone.errors import (
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.art_requests import (
-    ArtGroup,
     ArtModel,
     KeepRequest,
     LogRequest,
     PrepareRequest,
     TrainRequest,
     job_config,
-    log_art_groups,
     model_spec,
     server_keys,
 )
-from hone.server.art_stream import Sent, streamed
+from hone.server.art_stream import streamed
 from hone.server.auth import inference_key
-from hone.server.bodies import checked, large_body_route
+from hone.server.bodies import raw_body_route
+from hone.server.job_tasks import Head
 from hone.server.state import State
-from hone.server.submit import submit, submit_held
+from hone.server.submit import Run, reading, submit
 from hone.server.training import inference_url, registered
-from hone.server.workers import Worker
 from hone.store.models import ModelRecord
-from hone.trajectory import JobRequest, means
+from hone.trajectory import JobRequest
 from hone.types import FieldError, JobInfo, ModelKey
 
 
@@ -116,43 +114,34 @@ def routes(state: State) -> APIRouter:
 def _group_routes(state: State, router: APIRouter) -> None:
     """Routes whose bodies hold trajectories, and may be large."""
 
+    async def answer_train(body: bytes, release: Callable[[], None]) -> Response:
+        async with reading(state, TrainRequest, body, release) as (run, head):
+            job = await _submit(state, run, head)
+        return await streamed(state, job, head)
+
+    async def answer_log(body: bytes, release: Callable[[], None]) -> Response:
+        async with reading(state, LogRequest, body, release) as (run, head):
+            step = await asyncio.to_thread(_step, state, head.request.model.key)
+            await _log(state, run, head.request.model.key, head.request.split, step)
+        return JSONResponse(None)
+
     async def train(body: TrainRequest) -> StreamingResponse:
         """Train on the groups; one JSON line per gradient step, ending when the step is served."""
-        return await streamed(state, await _submit(state, body), Sent.of(body.trajectory_groups))
-
-    async def train_large(body: bytes, release: Callable[[], None]) -> Response:
-        async with state.workers.worker() as worker:
-            head = checked(await worker.run(job_tasks.read_art, body, log=False))
-            release()
-            assert isinstance(head.request, TrainRequest), head
-            job = await _submit(state, head.request, worker)
-        return await streamed(state, job, Sent(head.groups, head.trajectories))
+        raise NotImplementedError  # `answer_train` does it
 
     async def log(body: LogRequest) -> None:
         """Log trajectories, and add their means to the model's history."""
-        await asyncio.to_thread(_log, state, body.model.key, body.split, body.trajectory_groups)
+        raise NotImplementedError  # `answer_log` does it
 
-    async def log_large(body: bytes, release: Callable[[], None]) -> Response:
-        async with state.workers.worker() as worker:
-            head = checked(await worker.run(job_tasks.read_art, body, log=True))
-            release()
-            assert isinstance(head.request, LogRequest), head
-            key = head.request.model.key
-            step = await asyncio.to_thread(_step, state, key)
-            await _log_held(state, worker, key, head.request.split, step)
-        return JSONResponse(None)
-
-    limit = state.settings.large_body_bytes
+    raw_train, raw_log = raw_body_route(answer_train), raw_body_route(answer_log)
     router.add_api_route(
         "/_train_model",
         train,
         methods=["POST"],
         response_class=StreamingResponse,
-        route_class_override=large_body_route(limit, train_large),
+        route_class_override=raw_train,
     )
-    router.add_api_route(
-        "/_log", log, methods=["POST"], route_class_override=large_body_route(limit, log_large)
-    )
+    router.add_api_route("/_log", log, methods=["POST"], route_class_override=raw_log)
 
 
 # ---- models -----------------------------------------------------------------------------------
@@ -201,68 +190,33 @@ def _write_model(state: State, model: ArtModel) -> None:
     write_atomic(directory / "model.json", json.dumps(content, indent=2) + "\n")
 
 
-# ---- training ---------------------------------------------------------------------------------
+# ---- groups -----------------------------------------------------------------------------------
 
 
-async def _submit(state: State, body: TrainRequest, worker: Worker | None = None) -> JobInfo:
-    """An accepted job; its trajectories are logged as ART's server does.
-
-    `worker`: the process that holds the groups, where they are too large for this one.
-    """
-    record = await _record(state, body.model)
-    sent = job_config(body.config, body.dev_config, record.spec)
+async def _submit(state: State, run: Run, head: Head) -> JobInfo:
+    """An accepted job; its trajectories are logged as ART's server does."""
+    record = await _record(state, head.request.model)
+    sent = job_config(head.request.config, head.request.dev_config, record.spec)
     if sent.not_applicable:
         say("ART: keys that mean nothing here", model=str(record.key), keys=sent.not_applicable)
-    fields: dict[str, Any] = {
-        "model": str(record.key),
+    request = JobRequest(
+        model=str(record.key),
+        groups=[],
         # ART has no such bound: its clients may send what was sampled a step ago; the metric
         # shows it.
-        "config": {"max_staleness": None, **record.spec.defaults, **sent.config},
-        "plot_tensors": sent.plot_tensors,
-        "advance_when_flat": True,
-    }
-
-    def request() -> JobRequest:
-        return JobRequest(groups=[group.to_hone() for group in body.trajectory_groups], **fields)
-
+        config={"max_staleness": None, **record.spec.defaults, **sent.config},
+        plot_tensors=sent.plot_tensors,
+        advance_when_flat=True,
+    )
     step = await asyncio.to_thread(_step, state, record.key)
-    try:
-        if worker is None:
-            job = await submit(state, await asyncio.to_thread(request))
-        else:
-            held, sha256 = await worker.run(job_tasks.art_job, **fields)
-            job = await submit_held(state, worker, held, sha256)
-    except Unprocessable as wrong:
-        renamed = {"groups": "trajectory_groups"}
-        raise Unprocessable(
-            [
-                FieldError((renamed.get(str(f.path[0]), f.path[0]), *f.path[1:]), f.message)
-                for f in wrong.fields
-            ]
-        ) from None
-    if worker is None:
-        await asyncio.to_thread(_log, state, record.key, "train", body.trajectory_groups, step)
-    else:
-        await _log_held(state, worker, record.key, "train", step)
+    job = await submit(state, run, request, head.sha256)
+    await _log(state, run, record.key, "train", step)
     return job
 
 
-# ---- logs -------------------------------------------------------------------------------------
-
-
-def _log(
-    state: State, key: ModelKey, split: str, groups: list[ArtGroup], step: int | None = None
-) -> None:
-    step = _step(state, key) if step is None else step
-    log_art_groups(state.checkpoints.model_dir(key), split, step, groups)
-    if metrics := means(groups):
-        state.checkpoints.log(key, step, metrics, split)
-
-
-async def _log_held(state: State, worker: Worker, key: ModelKey, split: str, step: int) -> None:
-    """Log groups that a worker process holds."""
-    directory = state.checkpoints.model_dir(key)
-    if metrics := await worker.run(job_tasks.log_art, directory, split, step):
+async def _log(state: State, run: Run, key: ModelKey, split: str, step: int) -> None:
+    metrics = await run(job_tasks.log, state.checkpoints.model_dir(key), split, step)
+    if metrics:
         await asyncio.to_thread(state.checkpoints.log, key, step, metrics, split)
 
 

@@ -8,18 +8,15 @@ Null means absent, except for the one key whose null means something. Groups kee
 are logged as they were sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from hone.errors import Unprocessable
 from hone.server.model_args import DEVICES, Read, check_only, flat, read_args
-from hone.store.checkpoints import log_groups
 from hone.trajectory import History, Trajectory, TrajectoryGroup
-from hone.types import Failure, FieldError, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
+from hone.types import Failure, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
 
 INTERNAL = "_internal_config"
 
@@ -154,17 +151,6 @@ class ArtGroup(BaseModel):
         )
 
 
-def log_art_groups(model_dir: Path, split: str, step: int, groups: Sequence[ArtGroup]) -> Path:
-    """Append the groups, as they were sent, to the model's trajectories of this step."""
-    try:
-        return log_groups(
-            model_dir, split, step, [g.model_dump(exclude_unset=True) for g in groups]
-        )
-    except (RecursionError, ValueError):
-        message = "nested too deeply to be read"
-        raise Unprocessable([FieldError(("trajectory_groups",), message)]) from None
-
-
 # ---- bodies -----------------------------------------------------------------------------------
 
 
@@ -192,7 +178,7 @@ class PrepareRequest(_Request):
 class TrainRequest(_Request):
     """A training call."""
 
-    trajectory_groups: list[ArtGroup]
+    groups: list[ArtGroup] = Field(alias="trajectory_groups")
     config: dict[str, Any] | None = None
     dev_config: dict[str, Any] | None = None
     verbose: bool | None = None
@@ -201,7 +187,7 @@ class TrainRequest(_Request):
 class LogRequest(_Request):
     """Trajectories to be logged and averaged."""
 
-    trajectory_groups: list[ArtGroup]
+    groups: list[ArtGroup] = Field(alias="trajectory_groups")
     split: Name = "val"
 
 

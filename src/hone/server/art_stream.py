@@ -9,14 +9,13 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 
 from fastapi.responses import StreamingResponse
 
 from hone.errors import Conflict, TrainingFailed, Unavailable
 from hone.logs import say
-from hone.server.art_requests import ArtGroup
 from hone.server.events import follow
+from hone.server.job_tasks import Head
 from hone.server.state import State
 from hone.types import JobInfo, ModelKey
 
@@ -41,26 +40,14 @@ HISTORY = {
 """What ART's server writes into history.jsonl under `train/`, and hone's metrics."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """How much a client sent for training."""
-
-    groups: int
-    trajectories: int
-
-    @classmethod
-    def of(cls, groups: list[ArtGroup]) -> "Sent":
-        return cls(len(groups), sum(len(group.trajectories) for group in groups))
-
-
-async def streamed(state: State, job: JobInfo, sent: Sent) -> StreamingResponse:
+async def streamed(state: State, job: JobInfo, sent: Head) -> StreamingResponse:
     """One JSON line per gradient step; starts when the first is known, ends with the job."""
     lines = _lines(state, job, sent)
     first = await anext(lines)
     return StreamingResponse(_from(first, lines), media_type="application/x-ndjson")
 
 
-async def _lines(state: State, job: JobInfo, sent: Sent) -> AsyncIterator[str]:
+async def _lines(state: State, job: JobInfo, sent: Head) -> AsyncIterator[str]:
     """One line per gradient step, each when the next one starts; the last has all the metrics."""
     sent_lines = 0
     rate = {"loss/learning_rate": job.config.learning_rate}
@@ -120,7 +107,7 @@ def _line(steps: int, metrics: Mapping[str, float]) -> str:
     return json.dumps(counts | dict(metrics), allow_nan=False) + "\n"
 
 
-def _metrics(job: JobInfo, sent: Sent) -> dict[str, float]:
+def _metrics(job: JobInfo, sent: Head) -> dict[str, float]:
     """Under ART's names and under hone's; only finite numbers."""
     counted = {
         "data/step_num_scenarios": float(sent.groups),
@@ -134,7 +121,7 @@ def _metrics(job: JobInfo, sent: Sent) -> dict[str, float]:
     return {name: float(value) for name, value in every.items() if math.isfinite(value)}
 
 
-def _log_job(state: State, job: JobInfo, sent: Sent) -> None:
+def _log_job(state: State, job: JobInfo, sent: Head) -> None:
     """Add a line to the model's history, with the names that ART's server uses."""
     assert job.step is not None, "jobs of ART's clients always make a step"
     metrics = {

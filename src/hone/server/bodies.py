@@ -24,8 +24,8 @@ from starlette.types import Message, Receive
 from hone.server.chat_tasks import Invalid
 from hone.server.settings import Settings
 
-AnswerLarge = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
-"""Answers a large body; calls its second argument when the body is no longer in memory."""
+AnswerRaw = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
+"""Answers a body; calls its second argument when the body is no longer in memory."""
 T = TypeVar("T")
 
 MIN_BYTES_PER_S = 64 * 2**10
@@ -131,25 +131,25 @@ def accept_large_body(request: Request) -> None:
         reader.accept_large()
 
 
-def large_body_route(limit: int, answer: AnswerLarge) -> type[APIRoute]:
-    """A route of FastAPI that leaves JSON bodies of more than `limit` bytes to `answer`."""
+def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
+    """A route that FastAPI documents by its endpoint, and that leaves JSON bodies to `answer`."""
 
-    class LargeBodyRoute(APIRoute):
+    class RawBodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride] - a coroutine is awaitable
-            usual = super().get_route_handler()
+            refuse = super().get_route_handler()
 
             async def handle(request: Request) -> Response:
                 accept_large_body(request)
+                if "json" not in request.headers.get("content-type", ""):
+                    return await refuse(request)
                 # Not `request` itself: it would keep the body for as long as it is answered.
                 body = await Request(request.scope, request.receive).body()
-                if len(body) > limit and "json" in request.headers.get("content-type", ""):
-                    reader = request.scope.get("hone.body")
-                    return await answer(body, reader.release if reader else lambda: None)
-                return await usual(Request(request.scope, _replay(body, request.receive)))
+                reader = request.scope.get("hone.body")
+                return await answer(body, reader.release if reader else lambda: None)
 
             return handle
 
-    return LargeBodyRoute
+    return RawBodyRoute
 
 
 def checked(result: T | Invalid) -> T:
@@ -157,16 +157,6 @@ def checked(result: T | Invalid) -> T:
     if isinstance(result, Invalid):
         raise RequestValidationError(result.errors)
     return result
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that starts with a body that was already read."""
-    pending = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replaying() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replaying
 
 
 def _too_large(limit: int, setting: str) -> HTTPException:

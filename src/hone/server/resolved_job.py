@@ -31,7 +31,7 @@ from hone.server.choice_calls import ChoiceReader
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
 from hone.store.models import ModelRecord
-from hone.trajectory import History, JobRequest, Trajectory, TrajectoryGroup
+from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Call, FieldError, RecordedCall, TrainConfig
 from hone.wire.errors import brief
 from hone.wire.rollout import ROLLOUT_ID
@@ -62,6 +62,7 @@ class Start:
     config: TrainConfig
     step: int
     adapter_sha256: str | None
+    advance_when_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +76,41 @@ class PackedJob:
 
 
 def pack_job(
-    request: JobRequest, tokenizer: BaseTokenizer, calls: CallStore, start: Start
+    groups: Sequence[TrajectoryGroup],
+    tokenizer: BaseTokenizer,
+    calls: CallStore,
+    start: Start,
+    field: str = "groups",
 ) -> PackedJob:
     """Check, resolve and pack a job. Raises Unprocessable with every wrong field. Blocking."""
-    _check_groups(request, start.config)
-    resolved = resolve_groups(request.groups, tokenizer, calls, start)
+    _check_groups(groups, start, field)
+    resolved = resolve_groups(groups, tokenizer, calls, start, field)
     packed = pack_groups(resolved.groups)
     return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
 
 
-def _check_groups(request: JobRequest, config: TrainConfig) -> None:
+def _check_groups(groups: Sequence[TrajectoryGroup], start: Start, field: str) -> None:
     """Refuse a job in which no two trajectories can be compared."""
-    alone = all(len(group) + len(group.exceptions) <= 1 for group in request.groups)
+    alone = all(len(group) + len(group.exceptions) <= 1 for group in groups)
     # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
-    if alone and request.groups and config.baseline == "group" and not request.advance_when_flat:
+    if alone and groups and start.config.baseline == "group" and not start.advance_when_flat:
         message = (
             "every group has one trajectory, and there is nothing in its group to compare it "
             "with. Sample every input several times (num_generations), or set config "
             "`baseline: batch`, which compares with the mean of the job."
         )
-        raise Unprocessable([FieldError(("groups",), message)])
+        raise Unprocessable([FieldError((field,), message)])
 
 
 def resolve_groups(
-    groups: Sequence[TrajectoryGroup], tokenizer: BaseTokenizer, calls: CallStore, start: Start
+    groups: Sequence[TrajectoryGroup],
+    tokenizer: BaseTokenizer,
+    calls: CallStore,
+    start: Start,
+    field: str = "groups",
 ) -> ResolvedGroups:
     """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
-    return _Resolver(tokenizer, calls, start).run(groups)
+    return _Resolver(tokenizer, calls, start).run(groups, field)
 
 
 class _Resolver:
@@ -131,14 +140,14 @@ class _Resolver:
         self._used: list[str] = []
         self._rollouts: dict[str, FieldPath] = {}
 
-    def run(self, groups: Sequence[TrajectoryGroup]) -> ResolvedGroups:
-        resolved = [self._group(group, ("groups", g)) for g, group in enumerate(groups)]
+    def run(self, groups: Sequence[TrajectoryGroup], field: str) -> ResolvedGroups:
+        resolved = [self._group(group, (field, g)) for g, group in enumerate(groups)]
         trained = [group for group in resolved if group.trajectories]
         self._counts["dropped/empty_group"] = len(resolved) - len(trained)
         self._counts["dropped/no_logprobs"] = self._choices.without_logprobs
         counts = dict(sorted((+self._counts).items()))
         if not self._errors and not trained:
-            self._errors.append(FieldError(("groups",), self._nothing_to_train(counts)))
+            self._errors.append(FieldError((field,), self._nothing_to_train(counts)))
         if self._errors:
             raise Unprocessable(self._errors[:MAX_ERRORS])
         return ResolvedGroups(trained, counts, self._used)

@@ -1,49 +1,55 @@
-"""Check a training job and put it into the queue.
+"""Read a body with trajectories, check its training job, and put it into the queue.
 
-In:   a JobRequest, with its groups or with them in a worker process
+In:   the body of a request, hone's or ART's
 Out:  the JobInfo of an accepted job, on disk; or the error that says why it is refused
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
-from hone.server.job_tasks import digest
+from hone.server.bodies import checked
+from hone.server.job_tasks import Head, Parsed
 from hone.server.model_args import train_config
-from hone.server.resolved_job import PackedJob, Start, pack_job
+from hone.server.resolved_job import PackedJob, Start
 from hone.server.state import State
-from hone.server.tokenizer import BaseTokenizer
-from hone.server.workers import Worker
 from hone.trajectory import JobRequest
 from hone.types import JobInfo
 
-
-async def submit(state: State, request: JobRequest) -> JobInfo:
-    """Accept a job, or return the one that this idempotency key and request created before."""
-
-    async def pack(tokenizer: BaseTokenizer, start: Start) -> PackedJob:
-        return await asyncio.to_thread(pack_job, request, tokenizer, state.calls, start)
-
-    return await _accept(state, request, await asyncio.to_thread(digest, request), pack)
+Run = Callable[..., Awaitable[Any]]
+"""Runs a task of job_tasks.py on the body that was read."""
 
 
-async def submit_held(state: State, worker: Worker, request: JobRequest, sha256: str) -> JobInfo:
-    """Accept a job whose groups are in a worker process; `request` has none."""
+@asynccontextmanager
+async def reading(
+    state: State, kind: type[Any], body: bytes, release: Callable[[], None]
+) -> AsyncIterator[tuple[Run, Head]]:
+    """Read a body, in a worker process if it is large; that process is reserved for the block.
 
-    async def pack(tokenizer: BaseTokenizer, start: Start) -> PackedJob:
-        return await worker.run(job_tasks.resolve_job, tokenizer, state.store.path, start)
+    `release` is called when the body is no longer needed.
+    """
+    run: Any
+    if len(body) <= state.settings.large_body_bytes:
+        run = partial(asyncio.to_thread, job_tasks.call, Parsed())
+        yield run, checked(await run(job_tasks.read, kind, body))
+        return
+    async with state.workers.worker() as worker:
+        run = partial(worker.run, job_tasks.call, None)
+        head = checked(await run(job_tasks.read, kind, body))
+        release()
+        yield run, head
 
-    return await _accept(state, request, sha256, pack)
 
+async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> JobInfo:
+    """Accept a job, or return the one that this idempotency key and request created before.
 
-async def _accept(
-    state: State,
-    request: JobRequest,
-    sha256: str,
-    pack: Callable[[BaseTokenizer, Start], Awaitable[PackedJob]],
-) -> JobInfo:
+    `request` has no groups: `run` knows them.
+    """
     record = await asyncio.to_thread(state.models.find, request.model)
     repeated = await asyncio.to_thread(
         state.jobs.repeated, record.key, request.idempotency_key, sha256
@@ -60,8 +66,9 @@ async def _accept(
         )
     tokenizer = await state.serving.template(record.spec.base_model)
     step, adapter = await asyncio.to_thread(state.serving.newest, record)
-    start = Start(record, config, step, None if adapter is None else adapter.sha256)
-    packed = await pack(tokenizer, start)
+    sha = None if adapter is None else adapter.sha256
+    start = Start(record, config, step, sha, request.advance_when_flat)
+    packed: PackedJob = await run(job_tasks.pack, tokenizer, state.calls, start)
     job = await asyncio.to_thread(
         state.jobs.add,
         model=record,

@@ -21,11 +21,11 @@ from hone.errors import Conflict, NotFound, Unprocessable
 from hone.logs import say
 from hone.server import events, job_tasks
 from hone.server.auth import check_path
-from hone.server.bodies import checked, large_body_route
+from hone.server.bodies import raw_body_route
 from hone.server.model_args import check_base_model, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.server.submit import submit, submit_held
+from hone.server.submit import reading, submit
 from hone.server.tokens import TokenPage
 from hone.store.checkpoints import Checkpoint
 from hone.store.models import ModelRecord
@@ -190,20 +190,18 @@ def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
 
 
 def _job_routes(state: State, router: APIRouter) -> None:
-    async def post_job(request: JobRequest) -> JobInfo:
-        """Queue a training job; it is on disk when this is answered."""
-        return await submit(state, request)
-
-    async def post_large_job(body: bytes, release: Callable[[], None]) -> Response:
-        async with state.workers.worker() as worker:
-            job, sha256 = checked(await worker.run(job_tasks.read_job, body))
-            release()
-            info = await submit_held(state, worker, job, sha256)
+    async def answer(body: bytes, release: Callable[[], None]) -> Response:
+        async with reading(state, JobRequest, body, release) as (run, head):
+            info = await submit(state, run, head.request, head.sha256)
         return Response(info.model_dump_json(), 202, media_type="application/json")
 
-    large = large_body_route(state.settings.large_body_bytes, post_large_job)
+    async def post_job(request: JobRequest) -> JobInfo:
+        """Queue a training job; it is on disk when this is answered."""
+        raise NotImplementedError  # `answer` does it
+
+    raw = raw_body_route(answer)
     router.add_api_route(
-        "/jobs", post_job, methods=["POST"], status_code=202, route_class_override=large
+        "/jobs", post_job, methods=["POST"], status_code=202, route_class_override=raw
     )
 
     @router.get("/jobs")

@@ -16,6 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, date, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from hone.errors import Conflict, NotFound
 from hone.store.call_rows import Row, assemble, chain, digest, insert, ints, marks, parts
@@ -65,6 +68,11 @@ _PRUNED_AT_ONCE = 200
 """Calls deleted in one transaction; requests that record a call wait for it."""
 
 
+@lru_cache(maxsize=1)
+def _reading(path: Path) -> "CallStore":
+    return CallStore(Store.reading(path))
+
+
 class CallStore:
     """Recorded calls and runs. Blocking: call from a thread."""
 
@@ -78,6 +86,10 @@ class CallStore:
         self._unmarked: Counter[str] = Counter()
         """Requests outside any rollout, by the model that answered, since this server started."""
         self.read_runs()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the same file."""
+        return _reading, (self._store.path,)
 
     # ---- runs -------------------------------------------------------------------------------
 
