@@ -130,13 +130,11 @@ def test_a_stop_string_cuts_the_text_wherever_the_tokens_end(smollm2):
     assert smollm2.parse(ids, stop=["nothing"]).content == "one two\nUser: three"
 
 
-def test_a_template_whose_calls_cannot_be_read_says_so(make_tokenizer, smollm2):
+def test_calls_that_a_template_does_not_write_stay_text(make_tokenizer):
     calls = "{% for m in messages %}{{ m.content }}{% for t in tools or [] %}{{ t }}{% endfor %}{% endfor %}"
     template = ChatTemplate.load(make_tokenizer("smollm2-instruct", calls))
     text = '<tool_call>{"name": "f"}</tool_call>'
-    assert not template.reads_tool_calls
     assert template.parse(say(template, text), tools=TOOLS).content == text
-    assert smollm2.reads_tool_calls
 
 
 # Formats that only the library reads

@@ -113,13 +113,9 @@ class Jinja:
     def turn_ends(self) -> tuple[int, ...]:
         return self.stop_ids
 
-    @property
+    @cached_property
     def takes_tools(self) -> bool:
         """Whether tools change the prompt; where they do not, the model would never see them."""
-        return self._takes_tools
-
-    @cached_property
-    def _takes_tools(self) -> bool:
         user = [Message("user", "?")]
         return self.text_or_none(user, [PROBE_TOOL], True) != self.text_or_none(user, [], True)
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hone.chat.messages import ToolCall
 from hone.inference.base import FinishReason
@@ -77,14 +77,11 @@ class Reply:
         return message
 
 
-class TextDecoder(Protocol):
-    """Ids to text, piece by piece; `final` returns what was held back."""
-
-    def decode(self, ids: Sequence[int], *, final: bool = False) -> str: ...
-
-
 class ByteDecoder:
-    """For byte-level vocabularies: exact, and whole characters only."""
+    """Ids to text for byte-level vocabularies: exact, and whole characters only.
+
+    `final` returns what was held back.
+    """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
@@ -121,11 +118,14 @@ class WindowDecoder:
 
 
 class StreamParser:
-    """Parses one completion. Feed it ids, then close it; `reply` is complete after that."""
+    """Parses one completion. Feed it ids, then close it; `reply` is complete after that.
+
+    Each time it reads all of the text that is certain and returns what is new in the result.
+    """
 
     def __init__(
         self,
-        decoder: TextDecoder,
+        decoder: ByteDecoder | WindowDecoder,
         *,
         stop_ids: Sequence[int],
         tools: bool = False,
@@ -139,21 +139,14 @@ class StreamParser:
         self._stop_ids = frozenset(stop_ids)
         self._stop = tuple(text for text in stop if text)
         self._tools = tools
+        self._thinks = thinks
+        self._reasoning_open = reasoning_open
         self._seed = seed
-        self._state: Literal["start", "reasoning", "text", "call", "over"] = "text"
-        if thinks:
-            self._state = "reasoning" if reasoning_open else "start"
-        self._unread = ""
-        """Text that may yet turn out to be part of a tag or of a stop string."""
-        self._space = ""
-        """White space that is content only if text follows it."""
-        self._after_call = False
+        self._text = ""
         self._ended = False
-        self._events: list[Event] = []
-        self._content: list[str] = []
-        self._reasoning: list[str] | None = None
-        self._calls: list[ToolCall] = []
-        self._malformed: list[str] = []
+        self._closed_calls: list[ToolCall | str] = []
+        """Every `<tool_call>` that was closed: the call, or why it is none."""
+        self._reply = Reply(content="")
 
     def feed(self, ids: Sequence[int]) -> list[Event]:
         """The events that the new ids complete."""
@@ -163,158 +156,128 @@ class StreamParser:
         if stops:
             self._ended = True
             ids = ids[: stops[0]]
-        self._unread += self._decoder.decode(ids)
-        return self._advance(final=False)
+        self._text += self._decoder.decode(ids)
+        return self._update(final=False)
 
     def close(self) -> list[Event]:
         """The events held back; the completion is over."""
         self._ended = True
-        self._unread += self._decoder.decode((), final=True)
-        events = self._advance(final=True)
-        self._state = "over"
-        return events
+        self._text += self._decoder.decode((), final=True)
+        return self._update(final=True)
 
     def reply(self, finish: FinishReason = "stop") -> Reply:
+        return self._reply.ended(finish)
+
+    def _update(self, *, final: bool) -> list[Event]:
+        text = self._text
+        cut = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
+        if cut >= 0:
+            text, self._ended, final = text[:cut], True, True
+        before, reply = (
+            self._reply,
+            self._read(text if final else _certain(text, self._stop), final=final),
+        )
+        self._reply = reply
+        events: list[Event] = []
+        if reasoning := (reply.reasoning or "")[len(before.reasoning or "") :]:
+            events.append(ReasoningDelta(reasoning))
+        if content := reply.content[len(before.content) :]:
+            events.append(ContentDelta(content))
+        known = len(before.tool_calls)
+        events += [CallDelta(known + i, c) for i, c in enumerate(reply.tool_calls[known:])]
+        return events
+
+    def _read(self, text: str, *, final: bool) -> Reply:
+        """What the text says. Unless it is final, nothing in it that more text could change."""
+        reasoning = None
+        if self._thinks:
+            start = text if self._reasoning_open else text.lstrip()
+            if self._reasoning_open or start.startswith(OPEN_THINK):
+                thought, tag, text = start.removeprefix(OPEN_THINK).partition(CLOSE_THINK)
+                reasoning = (thought if tag or final else _certain(thought, (CLOSE_THINK,))).strip(
+                    "\n"
+                )
+                if not tag:
+                    unclosed = (f"the reasoning was never closed by {CLOSE_THINK}",)
+                    return Reply(
+                        content="", reasoning=reasoning, malformed=unclosed if final else ()
+                    )
+            elif not final and OPEN_THINK.startswith(start):
+                return Reply(content="")
+        content = _Content(trimmed=reasoning is not None)
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
+        before, tag, rest = text.partition(OPEN_CALL) if self._tools else (text, "", "")
+        closed = 0
+        while tag:
+            content.add(before)
+            body, tag, text = rest.partition(CLOSE_CALL)
+            if not tag:
+                before = ""
+                if final:
+                    malformed.append(f"{OPEN_CALL} was never closed by {CLOSE_CALL}")
+                    before = OPEN_CALL + body
+                break
+            if closed == len(self._closed_calls):
+                self._closed_calls.append(self._tool_call(body, len(calls)))
+            call = self._closed_calls[closed]
+            closed += 1
+            if isinstance(call, ToolCall):
+                calls.append(call)
+                content.end()
+            else:
+                malformed.append(call)
+                content.add(OPEN_CALL + body + CLOSE_CALL)
+            before, tag, rest = text.partition(OPEN_CALL)
+        else:
+            if self._tools and not final:
+                before = _certain(before, (OPEN_CALL,))
+        content.add(before)
+        if calls or not final:
+            content.text = content.text.rstrip()
         return Reply(
-            content="".join(self._content),
-            reasoning=None if self._reasoning is None else "".join(self._reasoning),
-            tool_calls=tuple(self._calls),
-            malformed=tuple(self._malformed),
-        ).ended(finish)
+            content=content.text,
+            reasoning=reasoning,
+            tool_calls=tuple(calls),
+            malformed=tuple(malformed),
+        )
 
-    def _advance(self, *, final: bool) -> list[Event]:
-        self._events = []
-        cut = min((at for at in map(self._unread.find, self._stop) if at >= 0), default=-1)
-        if cut >= 0:
-            self._unread, self._ended, final = self._unread[:cut], True, True
-        held = 0 if final else _partial(self._unread, self._stop)
-        tail = self._unread[len(self._unread) - held :]
-        self._unread = self._unread[: len(self._unread) - held]
-        while self._state != "over" and self._step(final=final):
-            pass
-        self._unread += tail
-        if cut >= 0:
-            self._state = "over"
-        return self._events
-
-    def _step(self, *, final: bool) -> bool:
-        """One state transition; False when it needs more text."""
-        if self._state == "start":
-            return self._start(final=final)
-        if self._state == "reasoning":
-            return self._think(final=final)
-        if self._state == "text":
-            return self._text(final=final)
-        return self._call(final=final)
-
-    def _start(self, *, final: bool) -> bool:
-        body = self._unread.lstrip()
-        if body.startswith(OPEN_THINK):
-            self._unread, self._state = body[len(OPEN_THINK) :], "reasoning"
-            return True
-        if final or not OPEN_THINK.startswith(body):
-            self._state = "text"
-            return True
-        return False
-
-    def _think(self, *, final: bool) -> bool:
-        if self._reasoning is None:
-            self._reasoning = []
-        text, tag, rest = self._unread.partition(CLOSE_THINK)
-        if tag:
-            self._add_reasoning(text, last=True)
-            self._unread, self._state = rest, "text"
-            # The blank line after the reasoning is the template's, as that after a call is.
-            self._after_call = True
-            return True
-        held = 0 if final else _partial(text, (CLOSE_THINK,))
-        self._add_reasoning(text[: len(text) - held], last=final)
-        self._unread = text[len(text) - held :]
-        if final:
-            self._malformed.append(f"the reasoning was never closed by {CLOSE_THINK}")
-        return False
-
-    def _add_reasoning(self, text: str, *, last: bool) -> None:
-        """Add reasoning without the line breaks at its edges, which are the template's."""
-        assert self._reasoning is not None
-        text = self._space + text
-        if not self._reasoning:
-            text = text.lstrip("\n")
-        trimmed = text.rstrip("\n")
-        self._space = "" if last else text[len(trimmed) :]
-        if trimmed:
-            self._reasoning.append(trimmed)
-            self._events.append(ReasoningDelta(trimmed))
-
-    def _text(self, *, final: bool) -> bool:
-        if self._tools:
-            text, tag, rest = self._unread.partition(OPEN_CALL)
-            if tag:
-                self._add_text(text)
-                self._unread, self._state = rest, "call"
-                return True
-        held = 0 if final or not self._tools else _partial(self._unread, (OPEN_CALL,))
-        text = self._unread[: len(self._unread) - held]
-        self._unread = self._unread[len(text) :]
-        self._add_text(text)
-        if final and not self._calls:
-            self._flush()
-        return False
-
-    def _call(self, *, final: bool) -> bool:
-        body, tag, rest = self._unread.partition(CLOSE_CALL)
-        if not tag and not final:
-            return False
-        self._state, self._unread = "text", rest
-        if not tag:
-            self._malformed.append(f"{OPEN_CALL} was never closed by {CLOSE_CALL}")
-            self._add_text(OPEN_CALL + body)
-            return True
+    def _tool_call(self, body: str, index: int) -> ToolCall | str:
         try:
-            call = self._tool_call(load_object(body))
+            value = load_object(body)
+            # Models that saw Llama's tool calls write `parameters`; neither is a call without any.
+            key = (
+                "parameters" if "parameters" in value and "arguments" not in value else "arguments"
+            )
+            name, arguments = value.get("name"), value.get(key, {})
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"expected a name, got {name!r}")
+            if not isinstance(arguments, dict):
+                raise ValueError(f"expected {key} to be an object, got {arguments!r}")
         except ValueError as error:
-            self._malformed.append(f"tool call {body.strip()[:80]!r}: {error}")
-            self._add_text(OPEN_CALL + body + CLOSE_CALL)
-            return True
-        self._after_call = True
-        self._calls.append(call)
-        self._events.append(CallDelta(len(self._calls) - 1, call))
-        return True
-
-    def _tool_call(self, value: dict[str, Any]) -> ToolCall:
-        # Models that saw Llama's tool calls write `parameters`; neither key is a call without any.
-        key = "parameters" if "parameters" in value and "arguments" not in value else "arguments"
-        name, arguments = value.get("name"), value.get(key, {})
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"expected a name, got {name!r}")
-        if not isinstance(arguments, dict):
-            raise ValueError(f"expected {key} to be an object, got {arguments!r}")
+            return f"tool call {body.strip()[:80]!r}: {error}"
         text = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(name, text, call_id(self._seed, len(self._calls), name, text))
+        return ToolCall(name, text, call_id(self._seed, index, name, text))
 
-    def _add_text(self, text: str) -> None:
-        """Add content; hold back white space at its end until the next text decides."""
-        text = self._space + text
-        self._space = ""
-        if self._after_call:
+
+class _Content:
+    """The answer's text around tool calls and after the reasoning."""
+
+    def __init__(self, *, trimmed: bool) -> None:
+        self.text = ""
+        self._trimmed = trimmed
+
+    def add(self, text: str) -> None:
+        if self._trimmed:
             # Between calls the template has line breaks of its own; text there keeps one.
             text = text.lstrip()
-            if not text:
-                return
-            text = "\n" + text if self._content else text
-            self._after_call = False
-        trimmed = text.rstrip()
-        self._space = text[len(trimmed) :]
-        self._emit(trimmed)
+            self._trimmed = not text
+            text = "\n" + text if text and self.text else text
+        self.text += text
 
-    def _flush(self) -> None:
-        space, self._space = self._space, ""
-        self._emit(space)
-
-    def _emit(self, text: str) -> None:
-        if text:
-            self._content.append(text)
-            self._events.append(ContentDelta(text))
+    def end(self) -> None:
+        """A tool call follows."""
+        self.text, self._trimmed = self.text.rstrip(), True
 
 
 def call_id(seed: str, index: int, name: str, arguments: str) -> str:
@@ -323,15 +286,15 @@ def call_id(seed: str, index: int, name: str, arguments: str) -> str:
     return f"call_{hashlib.sha256(named.encode()).hexdigest()[:24]}"
 
 
-def _partial(text: str, tags: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a tag."""
-    longest = 0
-    for tag in tags:
-        for size in range(min(len(tag) - 1, len(text)), longest, -1):
-            if text.endswith(tag[:size]):
-                longest = size
-                break
-    return longest
+def _certain(text: str, tags: Sequence[str]) -> str:
+    """The text without an end that may be the beginning of a tag."""
+    sizes = (
+        size
+        for tag in tags
+        for size in range(min(len(tag) - 1, len(text)), 0, -1)
+        if text.endswith(tag[:size])
+    )
+    return text[: len(text) - max(sizes, default=0)]
 
 
 def byte_pieces(tokenizer: Any) -> list[bytes] | None:
@@ -339,7 +302,9 @@ def byte_pieces(tokenizer: Any) -> list[bytes] | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return None
-    table = _byte_of_character()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    table = {character: byte for byte, character in bytes_to_unicode().items()}
     pieces: list[bytes] = []
     for i in range(max(backend.get_vocab(with_added_tokens=True).values()) + 1):
         token = backend.id_to_token(i)
@@ -348,12 +313,3 @@ def byte_pieces(tokenizer: Any) -> list[bytes] | None:
         except KeyError:
             pieces.append(token.encode())  # an added token may hold characters outside the table
     return pieces
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The characters of byte-level vocabularies: printable bytes as themselves, others from 256."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(byte): byte for byte in printable}
-    rest = [byte for byte in range(256) if byte not in printable]
-    table.update({chr(256 + i): byte for i, byte in enumerate(rest)})
-    return table

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 from hone.chat import chatml
 from hone.chat import renderers as library
@@ -25,10 +25,8 @@ from hone.chat.reply import (
     CLOSE_THINK,
     OPEN_THINK,
     ByteDecoder,
-    Event,
     Reply,
     StreamParser,
-    TextDecoder,
     WindowDecoder,
     byte_pieces,
 )
@@ -52,56 +50,9 @@ UNPROVED = (
 """Families whose rendering no test of hone compares with the model's own template."""
 
 
-class Renderer(Protocol):
-    """Renders messages: ChatML, Library or Jinja."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def bridges(self) -> bool: ...
-    @property
-    def takes_tools(self) -> bool: ...
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Template arguments that change nothing."""
-        ...
-
-    @property
-    def prints_date(self) -> bool: ...
-    @property
-    def strips_reasoning(self) -> bool:
-        """Whether a new user message cuts the reasoning out of earlier turns."""
-        ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-    @property
-    def turn_ends(self) -> tuple[int, ...]:
-        """The stop ids that the template itself puts after an answer."""
-        ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        *,
-        generation_prompt: bool,
-    ) -> list[int]: ...
-    def extend(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        added: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-    ) -> list[int] | None: ...
-
-
-class Parser(Protocol):
-    """Parses one completion: feed it, close it, then take the reply."""
-
-    def feed(self, ids: Sequence[int]) -> list[Event]: ...
-    def close(self) -> list[Event]: ...
-    def reply(self, finish: FinishReason = "stop") -> Reply: ...
+Renderer = chatml.ChatML | library.Library | Jinja
+Parser = StreamParser | library.WholeParser
+"""Parses one completion: feed it, close it, then take the reply."""
 
 
 class ChatTemplate:
@@ -198,11 +149,6 @@ class ChatTemplate:
     def ignored_kwargs(self) -> tuple[str, ...]:
         """Template arguments that change nothing for this model."""
         return self.renderer.ignored
-
-    @property
-    def reads_tool_calls(self) -> bool:
-        """Whether a tool call in an answer is recognised; if not, it stays in the text."""
-        return self._hermes or isinstance(self.renderer, library.Library)
 
     @cached_property
     def _hermes(self) -> bool:
@@ -309,7 +255,7 @@ class ChatTemplate:
             return self.pieces[token] if 0 <= token < len(self.pieces) else b""
         return self.tokenizer.decode([token], skip_special_tokens=False).encode()
 
-    def decoder(self) -> TextDecoder:
+    def decoder(self) -> ByteDecoder | WindowDecoder:
         """Turns sampled ids into text, piece by piece."""
         return WindowDecoder(self.tokenizer) if self.pieces is None else ByteDecoder(self.pieces)
 
