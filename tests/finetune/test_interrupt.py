@@ -148,6 +148,6 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
         _, said = process.communicate(timeout=100)
     assert process.returncode == INTERRUPTED
     *_, last = said.splitlines()
-    assert last.endswith(f"Interrupted. The same command begins run {command.run_id}.")
+    assert last.endswith(f"Interrupted. The same command goes on with run {command.run_id}.")
     assert "Traceback" not in said
     assert output.read_text() == "", "it was not waited for"

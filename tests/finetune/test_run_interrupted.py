@@ -56,8 +56,8 @@ def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(
     warned, last = caplog.records[-2:]
     assert warned.message.startswith("The report could not be written: IsADirectoryError: ")
     assert last.message == (
-        "Interrupted. Without --fresh and finetuning.resume: never the same command goes on with "
-        f"run {command.run_id}."
+        f"Interrupted. The same command goes on with run {command.run_id}. Leave out --fresh and "
+        "finetuning.resume: never."
     )
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_before_anything_has_begun_says_so_in_a_line(
 ):
     Parts.adapter = Starting()
     assert command() == 130
-    begins = f"Interrupted. The same command begins run {command.run_id}."
+    begins = f"Interrupted. The same command goes on with run {command.run_id}."
     assert [r.message for r in caplog.records if r.levelname != "DEBUG"] == [begins]
     assert not (command.out / "report.json").exists()
     assert (command.out / "events.jsonl").read_bytes() == b""

@@ -10,9 +10,10 @@ resumed run therefore takes the same turns as one that was never interrupted.
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from hone.events import EpochCollected, EpochDone, Event, JobDone, JobFailed
+from hone.event_log import EventLog, read
+from hone.events import Event, JobDone, JobFailed
 from hone.finetune.curriculum import Curriculum
 from hone.finetune.records import RolloutRecord
 from hone.finetune.values import TrainingStatusEnum
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 COMPLETED = TrainingStatusEnum.COMPLETED
 
 T = TypeVar("T")
-Place = tuple[int, int]
-"""Epoch and round."""
 
 
 class RoundPlan(NamedTuple):
@@ -47,26 +46,23 @@ class RunState:
     def __init__(self, config: "FinetuneConfig", past: Iterable[Event] = ()) -> None:
         self.config = config
         self.history = History()
-        self._failed_jobs: Counter[Place] = Counter()
-        self._empty: set[Place] = set()
-        """Rounds that gave no trajectory, unless their epoch has failed since."""
+        self.failed_jobs: Counter[tuple[int, int]] = Counter()
+        """How often the job of an epoch and round failed."""
         for event in past:
             self.add(event)
+
+    @classmethod
+    def follow(cls, config: "FinetuneConfig", events: EventLog) -> Self:
+        """The state after the events so far, and after each that will be appended."""
+        state = cls(config, read(events.path))
+        events.listeners.append(state.add)
+        return state
 
     def add(self, event: Event) -> None:
         """Index one more event."""
         self.history.add(event)
-        match event:
-            case JobFailed():
-                self._failed_jobs[event.epoch, event.round] += 1
-            case EpochCollected():
-                gave_any = bool(event.metrics.get("num_trajectories"))
-                (self._empty.discard if gave_any else self._empty.add)((event.epoch, event.round))
-            case EpochDone() if event.status != COMPLETED:
-                # The epoch is run again, and rounds that gave nothing may now give something.
-                self._empty = {place for place in self._empty if place[0] != event.epoch}
-            case _:
-                pass
+        if isinstance(event, JobFailed):
+            self.failed_jobs[event.epoch, event.round] += 1
 
     # ---- what is done ---------------------------------------------------------------------
 
@@ -85,15 +81,16 @@ class RunState:
         return epoch in self.history.done and not self.is_done(epoch)
 
     def is_over(self, epoch: int, round: int) -> bool:
-        """The round was trained, gave nothing, or the curriculum chose none of its groups."""
-        if (epoch, round) in self._empty:
-            return True
-        return any(
-            isinstance(r.job, JobDone)
-            or (r.metrics.get("num_trajectories") and not r.metrics.get("filtered_trajectories"))
-            for r in self.history.rounds_of(epoch)
-            if r.index == round
-        )
+        """The round was trained, gave nothing, or the curriculum chose none of its groups.
+
+        Where its epoch failed, a round that gave nothing is run again and may now give something.
+        """
+        last = next((r for r in self.history.rounds_of(epoch) if r.index == round), None)
+        if last is None or isinstance(last.job, JobDone):
+            return last is not None
+        if last.metrics.get("num_trajectories"):
+            return not last.metrics.get("filtered_trajectories")
+        return not self.has_failed(epoch)
 
     def is_validated(self, epoch: int) -> bool:
         """The validation after so many epochs gave a number; one that failed is tried again."""
@@ -105,30 +102,6 @@ class RunState:
         if ended is None or ended.status != COMPLETED:
             return False
         return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
-
-    def failed_jobs(self, epoch: int, round: int) -> int:
-        """How often the round's job failed."""
-        return self._failed_jobs[epoch, round]
-
-    def collected(self, epoch: int) -> int:
-        """How many trajectories the epoch's rounds gave."""
-        rounds = self.history.rounds_of(epoch)
-        return sum(r.metrics.get("num_trajectories") or 0 for r in rounds)
-
-    def dropped(self, epoch: int) -> Counter[str]:
-        """What the epoch's rounds left out, by reason."""
-        rounds = (r.collected for r in self.history.rounds_of(epoch))
-        return sum((Counter(c.dropped) for c in rounds if c), start=Counter[str]())
-
-    def last_job(self, epoch: int) -> JobDone | None:
-        """The `job_done` of the epoch's last round that was trained."""
-        jobs = [r.job for r in self.history.rounds_of(epoch) if isinstance(r.job, JobDone)]
-        return jobs[-1] if jobs else None
-
-    def last_step(self) -> int | None:
-        """The step that the newest job left; the step the run began at where there is none."""
-        jobs = [r.job for r in self.history.rounds if isinstance(r.job, JobDone)]
-        return jobs[-1].step if jobs else self.history.run.step
 
     # ---- what comes next ------------------------------------------------------------------
 

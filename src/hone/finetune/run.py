@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.config.build import Builder, build
@@ -28,7 +28,6 @@ from hone.disk import write_atomic
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.event_log import FILE, EventLog
-from hone.event_log import read as read_events
 from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import read_documents
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
@@ -58,13 +57,13 @@ class FinetuneOptions(FinetuneRunConfig):
 def finetune(options: FinetuneOptions) -> int:
     """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
     began = time.time()
-    document, validating = read_documents(options)
+    document, validation = read_documents(options)
     config = document.finetuning.model_copy(update={"run_configuration": options})
-    fingerprint = RunFingerprint(config.seed, fingerprint_of(document, options, validating))
+    fingerprint = RunFingerprint(config.seed, fingerprint_of(document, options, validation))
     fresh = options.fresh or config.resume == "never"
     if options.dry_run:
         lines, refusal = asyncio.run(
-            dry_run(document, validating, options, fingerprint, fresh=fresh)
+            dry_run(document, validation, options, fingerprint, fresh=fresh)
         )
         sys.stdout.write("\n".join(lines) + "\n")
         if refusal is not None:
@@ -76,7 +75,7 @@ def finetune(options: FinetuneOptions) -> int:
         EventLog(config.output_dir / FILE) as events,
         Display(events),
     ):
-        run = Run(document, validating, config, options, journal, events, interrupts, began)
+        run = Run(document, validation, config, options, journal, events, interrupts, began)
         if run.state.is_finished(config.num_epochs):
             ended = run.state.history.finished
             message = ended and ended.message
@@ -89,27 +88,23 @@ def finetune(options: FinetuneOptions) -> int:
         return run.interrupted() if interrupts.received else status
 
 
+@dataclass
 class Run:
     """One start of a run."""
 
-    def __init__(
-        self,
-        document: Document,
-        validating: Document | None,
-        config: FinetuneConfig,
-        options: FinetuneOptions,
-        journal: Journal,
-        events: EventLog,
-        interrupts: Interrupts,
-        began: float,
-    ) -> None:
-        """`validating`: the validations' document, if it is another; `began`: the command's time."""
-        self.interrupts, self.began = interrupts, began
-        self.document, self.validating = document, validating
-        self.config, self.options = config, options
-        self.journal, self.events = journal, events
-        self.state = RunState(config, read_events(events.path))
-        events.listeners.append(self.state.add)
+    document: Document
+    validation: Document | None
+    """The validation's document, if it is another."""
+    config: FinetuneConfig
+    options: FinetuneOptions
+    journal: Journal
+    events: EventLog
+    interrupts: Interrupts
+    began: float
+    """When the command was typed."""
+
+    def __post_init__(self) -> None:
+        self.state = RunState.follow(self.config, self.events)
 
     async def go(self) -> int:
         """Everything between opening the journal and the exit status."""
@@ -123,13 +118,13 @@ class Run:
             status, message = TrainingStatusEnum.FAILED, str(error)
         if self.interrupts.received:  # whatever it met on its way out
             raise asyncio.CancelledError
-        best = self.state.history.best
+        history = self.state.history
         self.events.append(
             "run_finished",
             status=status,
             message=message,
-            step=self.state.last_step(),
-            best_step=None if best is None else best.step,
+            step=history.jobs[-1].step if history.jobs else history.run.step,
+            best_step=None if history.best is None else history.best.step,
             seconds=time.time() - self.began,
         )
         self._report()
@@ -187,9 +182,9 @@ class Run:
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
         """The held-out set, if the command named one."""
         dataset = self.options.validation_dataset
-        if self.validating is not None:
+        if self.validation is not None:
             served, policy = builder.served, builder.policy
-            builder = await stack.enter_async_context(build(self.validating))
+            builder = await stack.enter_async_context(build(self.validation))
             builder.served = served
             builder.choose_policy(policy)
         elif dataset is None:
@@ -219,7 +214,7 @@ class Run:
             validation_examples=len(validation.items) if validation else 0,
             validation_interval=self.options.validation_interval,
             validation_greedy=self.config.validation.greedy,
-            **evaluators_of(self.config.reward_function.name, self.document, self.validating),
+            **evaluators_of(self.config.reward_function.name, self.document, self.validation),
             **asdict(adapter.comparison),
             output_dir=str(self.config.output_dir),
             resumed=resumed,
@@ -274,22 +269,18 @@ class Run:
 
     def interrupted(self) -> int:
         """Tell what there is so far; whatever stands in the way of that, the exit status is 130."""
-        run_id, history = self.journal.run_id, self.state.history
-        begun = history.run.session == self.journal.session
-        if begun and history.finished is not None:
-            log.error("Interrupted when run %s had ended already.", run_id)
-            return INTERRUPTED
+        history = self.state.history
         try:
-            if begun:
-                self.events.append("run_interrupted")  # the time until here was spent, too
-            if history.finished is None:  # else a report of the session before is there
+            if history.finished is None:  # else its report is there
+                if history.run.session == self.journal.session:
+                    self.events.append("run_interrupted")  # the time until here was spent, too
                 self._report(brief=True)
         except Exception as error:  # noqa: BLE001  # an interrupt ends as one, whatever the report meets
             log.warning("The report could not be written: %s: %s", type(error).__name__, error)
         anew = self.options.fresh or self.config.resume == "never"
-        how = "Without --fresh and finetuning.resume: never the" if anew else "The"
-        goes_on = "goes on with" if history.sessions else "begins"
-        log.error("Interrupted. %s same command %s run %s.", how, goes_on, run_id)
+        more = " Leave out --fresh and finetuning.resume: never." if anew else ""
+        run_id = self.journal.run_id
+        log.error("Interrupted. The same command goes on with run %s.%s", run_id, more)
         return INTERRUPTED
 
     @property

@@ -17,15 +17,17 @@ before it is sent, under a key by which the server recognizes it.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
-from hone.event_log import FILE, EventLog, read
+from hone.event_log import FILE, EventLog
+from hone.events import JobDone
 from hone.finetune.base import (
     Trainer,
     TrainerAdapter,
@@ -74,15 +76,16 @@ class ARTTrainer(Trainer):
         """The policy step that is served now."""
         self._planned: tuple[int, list[RoundPlan]] | None = None
         """The rounds of the epoch that was asked for last."""
-        self._phases = Phases()
         self._opened = ExitStack()
 
     # ---- start and end --------------------------------------------------------------------
 
     async def initialize(self, run_config: "FinetuneConfig") -> None:
         """Reach the backend, and take up the run where its events end."""
-        if not hasattr(self, "journal"):
-            self._open(run_config)
+        if not hasattr(self, "journal"):  # for those who use a trainer without `hone finetune`
+            directory, fingerprint = run_config.output_dir, RunFingerprint(run_config.seed, {})
+            journal = self._opened.enter_context(Journal.open(directory, fingerprint))
+            self.bind_run(journal, self._opened.enter_context(EventLog(directory / FILE)))
         self._run_id = self.journal.run_id
         if self.journal.anew and self.trainer_adapter is not None:
             await self.trainer_adapter.start_anew(self.journal.run.replaces)
@@ -92,21 +95,12 @@ class ARTTrainer(Trainer):
         self._config = run_config
         self._builder, self._adapter = self.trajectory_builder, self.trainer_adapter
         self._adapter.events = self.events
-        if self.state is None:
-            self.state = RunState(run_config, read(self.events.path))
-            self.events.listeners.append(self.state.add)
-        self._state = self.state
+        self.state = self._state = self.state or RunState.follow(run_config, self.events)
         self._files = Files(self.events, run_config.output_dir)
         self._curriculum = self._state.curriculum()
         self._curriculum_state = self._curriculum.state
         await self._adapter.open_run(self.journal.run_id, run_config.seed)
         self._step = await self._adapter.policy_step()
-
-    def _open(self, config: "FinetuneConfig") -> None:
-        """For those who use a trainer without `hone finetune`."""
-        fingerprint = RunFingerprint(config.seed, {})
-        journal = self._opened.enter_context(Journal.open(config.output_dir, fingerprint))
-        self.bind_run(journal, self._opened.enter_context(EventLog(config.output_dir / FILE)))
 
     async def cleanup(self) -> None:
         """End what still runs, and wait until the files are written."""
@@ -118,13 +112,8 @@ class ARTTrainer(Trainer):
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         """The jobs of this process."""
-        jobs: list[dict[str, Any]] = []
-        for ref in self._job_refs:
-            try:
-                jobs.append({"job_ref": ref, "status": await self._adapter.status(ref)})
-            except (HoneError, ValueError) as error:
-                jobs.append({"job_ref": ref, "error": str(error)})
-        return {"run_id": run_id, "total_epochs": len(self._job_refs), "jobs": jobs}
+        jobs = [{"job_ref": r, "status": await self._adapter.status(r)} for r in self._job_refs]
+        return {"run_id": run_id, "total_epochs": len(jobs), "jobs": jobs}
 
     # ---- the loop -------------------------------------------------------------------------
 
@@ -135,7 +124,6 @@ class ARTTrainer(Trainer):
                 f"{type(self).__name__} was not initialized; await initialize(run_config) first"
             )
         statuses: list[TrainingJobStatus] = []
-        self._phases.take()
         for epoch in range(num_epochs):
             if self._state.is_done(epoch):
                 statuses.append(self._outcome(epoch))
@@ -155,6 +143,7 @@ class ARTTrainer(Trainer):
     async def _epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus:
         """One epoch; whatever stops it becomes its status."""
         log.info("Starting epoch %d for run %s", epoch + 1, self._run_id)
+        before = self._state.history.phases
         try:
             for round, plan in enumerate(self._rounds(epoch)):
                 if plan.items and not self._state.is_over(epoch, round):
@@ -166,9 +155,8 @@ class ARTTrainer(Trainer):
             if not isinstance(error, HoneError):
                 log.error("epoch %d failed", epoch + 1, exc_info=error)
             status = self._status(epoch, FAILED, str(error) or type(error).__name__)
-        self.events.append(
-            "epoch_done", epoch=epoch, status=status.status, phases=self._phases.take()
-        )
+        phases = {name: spent - before[name] for name, spent in self._state.history.phases.items()}
+        self.events.append("epoch_done", epoch=epoch, status=status.status, phases=phases)
         self._report_epoch(epoch, num_epochs, status)
         return status
 
@@ -199,8 +187,7 @@ class ARTTrainer(Trainer):
         """The reward on held-out examples after so many epochs, unless it is known."""
         if self.validation is None or self._state.is_validated(epoch):
             return
-        with self._phases.timed("validate_s"):
-            outcome = await self.run_validation_evaluation(epoch, self.journal.run_id)
+        outcome = await self.run_validation_evaluation(epoch, self.journal.run_id)
         outcome.pop("dataset_type")
         # Before the event: by this the server knows which step is NAME@best.
         await self._validator.log(outcome, self._adapter)
@@ -215,8 +202,7 @@ class ARTTrainer(Trainer):
         for earlier in to_confirm(self._state.history):
             if earlier.step is None:
                 return
-            with self._phases.timed("validate_s"):
-                outcome = await self._validator.validate(earlier.epoch, earlier.step, final=True)
+            outcome = await self._validator.validate(earlier.epoch, earlier.step, final=True)
             self._validator.report_final(outcome)
             self.events.append("final_validation", **outcome)
             if outcome["error"]:
@@ -252,9 +238,8 @@ class ARTTrainer(Trainer):
             rollouts=len(items) * (self._builder.num_generations or 1),
             resumed=len(self.journal.finished("train", epoch, round)),
         )
-        with self._phases.timed("rollout_s"):
-            await self._builder.start_run(run_id, meta)
-            collection = await self._builder.finalize(run_id, meta)
+        await self._builder.start_run(run_id, meta)
+        collection = await self._builder.finalize(run_id, meta)
         records, where = self.journal.records("train", epoch, round), f"epoch {epoch + 1}"
         check_failures(records, where=where, allowed=self._config.max_infrastructure_failures)
         if warning := policy_warning(records, where=where):
@@ -307,14 +292,13 @@ class ARTTrainer(Trainer):
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Send it; sent twice under one key, it is one job."""
         # A job that failed gets a new key: under the old one the server answers with the failure.
-        failed = self._state.failed_jobs(epoch, round)
+        failed = self._state.failed_jobs[epoch, round]
         key = f"{self._run_id}:{epoch}:{round}" + (f":again{failed}" if failed else "")
         sent = submission.collection
         named = sent.model_copy(update={"metadata": {**(sent.metadata or {}), "key": key}})
         if self._adapter.reads_episodes:
             await self._builder.load_episodes(named)
-        with self._phases.timed("learn_s"):
-            job = await self._adapter.submit(named)
+        job = await self._adapter.submit(named)
         self._job_refs.append(job)
         self.events.append(
             "job_submitted",
@@ -341,9 +325,8 @@ class ARTTrainer(Trainer):
         """Until the job has ended and its step is served; raises if it did not end well."""
         started, limit_s = time.monotonic(), self._config.job_timeout_s + GRACE_S
         try:
-            with self._phases.timed("learn_s"):
-                async with asyncio.timeout(limit_s):
-                    status = await self._adapter.wait_until_complete(job)
+            async with asyncio.timeout(limit_s):
+                status = await self._adapter.wait_until_complete(job)
         except TimeoutError:
             message = f"the adapter did not say within {limit_s:g} s how the job ended"
             status = self._status(epoch, FAILED, f"{message} (finetuning.job_timeout_s)")
@@ -364,14 +347,18 @@ class ARTTrainer(Trainer):
 
     def _outcome(self, epoch: int) -> TrainingJobStatus:
         """The status of an epoch whose rounds are over."""
-        if not self._state.collected(epoch):
-            targets = self._config.target_functions
-            raise RolloutError(none_collected(epoch, self._state.dropped(epoch), targets))
-        job = self._state.last_job(epoch)
-        if job is None:
+        rounds = self._state.history.rounds_of(epoch)
+        if not any(r.metrics.get("num_trajectories") for r in rounds):
+            dropped = [Counter(r.collected.dropped) for r in rounds if r.collected]
+            why = sum(dropped, start=Counter[str]())
+            raise RolloutError(none_collected(epoch, why, self._config.target_functions))
+        jobs = [r.job for r in rounds if isinstance(r.job, JobDone)]
+        if not jobs:
             return self._status(epoch, COMPLETED, "No trajectories to train on")
-        shown = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
-        return self._status(epoch, COMPLETED, None, **shown)
+        keys = {"job", "step", "metrics", "reason"}
+        return self._status(
+            epoch, COMPLETED, None, **jobs[-1].model_dump(include=keys, exclude_unset=True)
+        )
 
     def _status(
         self, epoch: int, status: TrainingStatusEnum, message: str | None, **more: Any
@@ -456,33 +443,6 @@ class ARTTrainer(Trainer):
     def _warn(self, message: str) -> None:
         log.warning("%s", message)
         self.events.append("warning", message=message)
-
-
-class Phases:
-    """Measures where the time of an epoch went."""
-
-    NAMES = ("rollout_s", "learn_s", "validate_s")
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._spent = dict.fromkeys(self.NAMES, 0.0)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """The time inside belongs to this phase; phases do not nest."""
-        assert name in self.NAMES, f"no phase {name!r}; known: {self.NAMES}"
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._spent[name] += time.monotonic() - started
-
-    def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call; what no phase claims is `other_s`."""
-        spent, total = self._spent, time.monotonic() - self._begun
-        self._begun += total
-        self._spent = dict.fromkeys(self.NAMES, 0.0)
-        return {**spent, "other_s": max(0.0, total - sum(spent.values()))}
 
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
