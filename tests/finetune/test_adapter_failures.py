@@ -44,8 +44,8 @@ async def test_a_job_that_runs_and_one_too_many():
     standin = StandIn()
     async with submitted(standin) as (adapter, ref):
         status = await adapter.status(ref)
-        running = TrainingStatusEnum.RUNNING
-        assert (status.status, status.message) == (running, "Training is in progress.")
+        queued = TrainingStatusEnum.PENDING
+        assert (status.status, status.message) == (queued, "Training is in progress.")
         assert list(adapter.training_jobs) == ["r"]
         trajectory = Trajectory(episode=[said("user", "u"), said("assistant", "a", {})], reward=0.0)
         group = TrajectoryCollection(trajectories=[[trajectory]], run_id="r")

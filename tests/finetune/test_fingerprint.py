@@ -170,11 +170,11 @@ def test_two_evaluators_of_one_name_are_told_apart(tmp_path: Path):
     assert evaluators_of("reward", shaped, same) == {"evaluator": "reward"}
     exact = document("val.yml", '{_type: python, target: "agent.py:exact"}')
     assert evaluators_of("reward", shaped, exact) == {
-        "evaluator": "reward (agent.py:shaped)",
-        "validation_evaluator": "reward (agent.py:exact)",
+        "evaluator": "reward (train.yml)",
+        "validation_evaluator": "reward (val.yml)",
     }
     other = document("val.yml", "{_type: exact_match}")
-    assert evaluators_of("reward", shaped, other)["validation_evaluator"] == "reward (exact_match)"
+    assert evaluators_of("reward", shaped, other)["validation_evaluator"] == "reward (val.yml)"
     # The same words in another directory name another file.
     elsewhere = document("other/val.yml", '{_type: python, target: "agent.py:shaped"}')
     assert evaluators_of("reward", shaped, elsewhere) == {

@@ -212,8 +212,8 @@ def test_another_evaluator_of_the_validation_is_told(command: Command):
     (command.directory / "agent.py").write_text(AGENT + "\ndef half(item):\n    return 0.25\n")
     assert command(validation_config_file=Path("val.yml")) == 0
     (started,) = command.events("run_started")
-    assert started["evaluator"] == "score (agent.py:score)"
-    assert started["validation_evaluator"] == "score (agent.py:half)"
+    assert started["evaluator"] == "score (train.yml)"
+    assert started["validation_evaluator"] == "score (val.yml)"
     assert "heights cannot be compared" in (command.out / "report.md").read_text()
 
 

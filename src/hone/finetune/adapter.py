@@ -41,7 +41,7 @@ from hone.finetune.records import append_line
 from hone.finetune.rerender import sdk_groups
 from hone.model import TrainableModel
 from hone.trajectory import JobRequest
-from hone.types import JobEvent, JobInfo, ModelInfo, RecordedCall, RunSpec
+from hone.types import JobEvent, JobInfo, ModelInfo, RunSpec
 
 if TYPE_CHECKING:
     from hone.config.build import Builder
@@ -56,7 +56,6 @@ BACKEND = "openpipe-art"
 USUAL_ROOT = Path(".hone")
 """Where `hone serve` looks by default."""
 NO_CONNECTION = "Failed to connect to ART backend"
-IN_PROGRESS = "Training is in progress."
 STATES = {
     "queued": TrainingStatusEnum.PENDING,
     "running": TrainingStatusEnum.RUNNING,
@@ -94,14 +93,12 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.model: TrainableModel[Any] = config.trainable_model()
         self.info: ModelInfo | None = None
         """The model as the server sees it; known after `initialize`."""
+        self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
+        self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
         self.dropped: Counter[str] = Counter()
         """What the last `submit` left out, by reason."""
-        self._jobs: dict[str, asyncio.Task[JobInfo]] = {}
-
-    @property
-    def training_jobs(self) -> dict[str, "asyncio.Task[JobInfo]"]:
+        self.training_jobs: dict[str, asyncio.Task[TrainingJobStatus]] = {}
         """By run id, the newest job of each, as a task that ends with it."""
-        return self._jobs
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -115,8 +112,9 @@ class ARTTrainerAdapter(TrainerAdapter):
             await self.model.register(self.backend)
             info = await self.backend.model_info(self.model)
         except ServerError as error:
-            self._refuse_for_memory(error)
-            raise
+            if not _is_memory(str(error)):
+                raise
+            raise type(error)(f"{error}\n{LESS_MEMORY}") from error
         self.served = self._served(info)
         if not await self.is_healthy():
             raise Unreachable(self.no_connection(f"{self.served.base_url} does not answer"))
@@ -133,8 +131,16 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     def no_connection(self, why: str) -> str:
         """The error where the server is not what the configuration says, with what to do."""
-        advice = self.adapter_config.backend.what_to_check(self.backend.base_url, why)
-        return f"{NO_CONNECTION}. {advice}"
+        config, url = self.adapter_config.backend, self.backend.base_url
+        if config.ip is None:
+            return f"{NO_CONNECTION}. The server of this run's own did not start: {why}"
+        other = config.inference_port
+        ports = f"port {config.port}" + ("" if other is None else f", inference_port {other}")
+        return (
+            f"{NO_CONNECTION}. {why}\nWhat to do: see whether the server runs (curl {url}/health); "
+            f"check backend.ip {config.ip!r} and {ports} of the trainer adapter; check the network "
+            "in between (firewalls). Without ip and port, hone starts a server of its own."
+        )
 
     def _served(self, info: ModelInfo) -> Served:
         base_url, key = self.model.inference_base_url, self.model.inference_api_key
@@ -172,38 +178,20 @@ class ARTTrainerAdapter(TrainerAdapter):
             return False
         return True
 
-    # ---- it is a ModelServer ----------------------------------------------------------------
-
     @property
     def base_url(self) -> str:
         return self.backend.base_url
 
-    @property
-    def model_name(self) -> str:
-        return f"{self.model.project}/{self.model.name}"
-
-    @property
-    def base_model(self) -> str:
-        return self.adapter_config.backend.base_model
-
-    async def recorded(self, rollout: str) -> list[RecordedCall]:
-        return await self.backend.calls(rollout)
-
-    async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
-        return await self.backend.unmarked(run_id)
-
     def describe(self) -> dict[str, Any]:
-        config = self.adapter_config.backend
-        learning_rate = self.adapter_config.training.learning_rate
+        """The model, and where it stays: at a server that runs already, or under a root."""
+        config, training = self.adapter_config.backend, self.adapter_config.training
         model = config.model_dump(include={"name", "project", "base_model"})
-        return {**model, "learning_rate": learning_rate, **self._address()}
-
-    def _address(self) -> dict[str, str]:
-        """Where the model stays: at a server that runs already, or under the root of our own."""
-        config = self.adapter_config.backend
-        if config.ip is not None:
-            return {} if self.served is None else {"base_url": self.served.base_url}
-        return {} if config.root == USUAL_ROOT else {"root": str(config.root)}
+        model["learning_rate"] = training.learning_rate
+        if config.ip is not None and self.served is not None:
+            model["base_url"] = self.served.base_url
+        elif config.ip is None and config.root != USUAL_ROOT:
+            model["root"] = str(config.root)
+        return model
 
     # ---- the run ----------------------------------------------------------------------------
 
@@ -238,10 +226,10 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def close(self) -> None:
         """Stop waiting, and stop a server of this run's own; jobs go on when it is started again."""
-        jobs, self._jobs = list(self._jobs.values()), {}
-        for job in jobs:
+        for job in self.training_jobs.values():
             job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.gather(*self.training_jobs.values(), return_exceptions=True)
+        self.training_jobs.clear()
         await self.backend.close()
 
     # ---- jobs -------------------------------------------------------------------------------
@@ -250,7 +238,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         """A job on the server; it is on the server's disk when this returns."""
         run_id, place = trajectories.run_id, trajectories.metadata or {}
         training = self.adapter_config.training
-        running = self._jobs.get(run_id)
+        running = self.training_jobs.get(run_id)
         if running is not None and not running.done():
             raise Conflict(
                 f"Training job for run {run_id} already exists and has not ended; wait for it "
@@ -276,28 +264,36 @@ class ARTTrainerAdapter(TrainerAdapter):
             seed=0 if self.run_config is None else self.run_config.seed,
             plot_tensors=training.plot_tensors,
         )
-        try:
-            job = await self.backend.submit(request)
-        except ServerError as error:
-            self._refuse_for_memory(error)
-            raise
-        self._jobs[run_id] = asyncio.create_task(self._follow(job.id), name=f"train-{job.id}")
+        job = await self.backend.submit(request)
+        ref = TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **place})
+        self.training_jobs[run_id] = asyncio.create_task(self._follow(ref), name=f"train-{job.id}")
         count = sum(map(len, groups))
         logger.info("Submitted %d trajectories in %d groups for training", count, len(groups))
         used = job.config.model_dump(exclude_defaults=True) | {"beta": job.config.beta}
         logger.info("Job %s trains with %s", job.id, json.dumps(used))
-        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **place})
+        return ref
 
-    async def _follow(self, job_id: str) -> JobInfo:
-        timeout_s = 86400.0 if self.run_config is None else self.run_config.job_timeout_s
+    async def _follow(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        job_id = _job_id(ref)
+        limit_s = 86400.0 if self.run_config is None else self.run_config.job_timeout_s
         try:
-            return await self.backend.wait(job_id, on_event=self._on_event, timeout_s=timeout_s)
+            job = await self.backend.wait(job_id, on_event=self._on_event, timeout_s=limit_s)
         except TimeoutError:
             await self.backend.cancel(job_id)
-            raise ServerError(
-                f"job {job_id} did not end within finetuning.job_timeout_s={timeout_s:g} and was "
+            why = (
+                f"job {job_id} did not end within finetuning.job_timeout_s={limit_s:g} and was "
                 f"cancelled. Its log: {self.backend.log_place}"
-            ) from None
+            )
+        except HoneError as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            return self._described(ref, job)
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=ref.backend,
+            status=TrainingStatusEnum.FAILED,
+            message=f"Training failed with error: {why}",
+        )
 
     def _on_event(self, event: JobEvent) -> None:
         if event.type == "progress" and self.events is not None:
@@ -305,50 +301,38 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """Where the job stands now."""
-        following = self._jobs.get(ref.run_id)
-        job_id = (ref.metadata or {}).get("job")
-        if following is not None and job_id in (None, following.get_name().removeprefix("train-")):
-            if following.done():
-                return self._ended(ref, following)
-            return _status(ref, TrainingStatusEnum.RUNNING, message=IN_PROGRESS)
         return self._described(ref, await self.backend.job(_job_id(ref)))
 
     async def wait_until_complete(
         self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
         """Until its last event; a caller that stops waiting does not stop the job."""
-        following = self._jobs.get(ref.run_id)
+        following = self.training_jobs.get(ref.run_id)
         if following is None:
-            job_id = _job_id(ref)
-            following = asyncio.create_task(self._follow(job_id), name=f"train-{job_id}")
-            self._jobs[ref.run_id] = following
+            name = f"train-{_job_id(ref)}"
+            following = asyncio.create_task(self._follow(ref), name=name)
+            self.training_jobs[ref.run_id] = following
         await asyncio.wait([following])
-        return self._ended(ref, following)
-
-    def _ended(self, ref: TrainingJobRef, following: "asyncio.Task[JobInfo]") -> TrainingJobStatus:
-        if following.cancelled():
-            return _status(ref, TrainingStatusEnum.CANCELED, message="Training was canceled.")
-        error = following.exception()
-        if error is None:
-            return self._described(ref, following.result())
-        if not isinstance(error, HoneError):
-            raise error
-        message = f"Training failed with error: {type(error).__name__}: {error}"
-        return _status(ref, TrainingStatusEnum.FAILED, message=message)
+        return following.result()
 
     def _described(self, ref: TrainingJobRef, job: JobInfo) -> TrainingJobStatus:
         """A job of the server as a status of the harness."""
         started = job.started_at or job.created_at
+        why = f"{job.failure.type}: {job.failure.message}" if job.failure else "no reason given"
+        failed = (
+            f"Training failed with error: {why}\njob {job.id}; its log: {self.backend.log_place}"
+        )
         messages = {
             "done": job.reason,
             "cancelled": f"job {job.id} was cancelled by somebody else",
-            "failed": self._failure_message(job),
+            "failed": f"{failed}\n{LESS_MEMORY}" if _is_memory(why) else failed,
         }
-        return _status(
-            ref,
-            STATES[job.state],
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=ref.backend,
+            status=STATES[job.state],
             progress=100.0 if job.state == "done" else None,
-            message=messages.get(job.state, IN_PROGRESS),
+            message=messages.get(job.state, "Training is in progress."),
             metadata={
                 "job": job.id,
                 # A job without a gradient step publishes none: its base step is still served.
@@ -360,18 +344,6 @@ class ARTTrainerAdapter(TrainerAdapter):
                 "seconds": 0.0 if job.ended_at is None else job.ended_at - started,
             },
         )
-
-    def _failure_message(self, job: JobInfo) -> str:
-        why = f"{job.failure.type}: {job.failure.message}" if job.failure else "no reason given"
-        message = (
-            f"Training failed with error: {why}\njob {job.id}; its log: {self.backend.log_place}"
-        )
-        return f"{message}\n{LESS_MEMORY}" if _is_memory(why) else message
-
-    def _refuse_for_memory(self, error: ServerError) -> None:
-        """Raise an error of too little memory again, with what to do about it."""
-        if _is_memory(str(error)):
-            raise type(error)(f"{error}\n{LESS_MEMORY}") from error
 
     # ---- its own log --------------------------------------------------------------------------
 
@@ -398,10 +370,6 @@ async def art_trainer_adapter(
     adapter = ARTTrainerAdapter(config)
     yield adapter
     await adapter.close()
-
-
-def _status(ref: TrainingJobRef, status: TrainingStatusEnum, **fields: Any) -> TrainingJobStatus:
-    return TrainingJobStatus(run_id=ref.run_id, backend=ref.backend, status=status, **fields)
 
 
 def _job_id(ref: TrainingJobRef) -> str:

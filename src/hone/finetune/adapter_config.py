@@ -94,18 +94,6 @@ class ARTBackendConfig(Strict):
             addresses=frozenset(map(address_of, urls) if urls else at_ip),
         )
 
-    def what_to_check(self, url: str, why: str) -> str:
-        """What to do where no server answers at this address, for this reason."""
-        if self.ip is None:
-            return f"The server of this run's own did not start: {why}"
-        other = self.inference_port
-        ports = f"port {self.port}" + ("" if other is None else f", inference_port {other}")
-        return (
-            f"{why}\nWhat to do: see whether the server runs (curl {url}/health); check backend.ip "
-            f"{self.ip!r} and {ports} of the trainer adapter; check the network in between "
-            "(firewalls). Without ip and port, hone starts a server of its own."
-        )
-
     @model_validator(mode="after")
     def _ip_and_port_go_together(self) -> Self:
         if (self.ip is None) != (self.port is None):

@@ -14,7 +14,7 @@ with those of the other examples.
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 Groups = Sequence[Sequence[Trajectory]]
 ROUNDING = 1e-9
 """0.5 - 0.4 is less than 0.1 and 0.7 x 10 more than 7; neither is meant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What an epoch told of one example."""
-
-    average: float
-    spread: float
-    """Highest value minus lowest, of what its trajectories are compared by."""
-    epoch: int
-    excluded: bool
-    """It had a signal, and was left out because it was too hard (or too easy) for the schedule."""
 
 
 def expansions(config: "CurriculumLearningConfig", epoch: int) -> int:
@@ -67,8 +55,9 @@ class Curriculum:
     state: dict[str, Any] = field(default_factory=dict)
     """current_percentile, last_expansion_epoch (-1: not yet), total_groups (of the first epoch that
     had any), included_groups (ids of the examples that are trained)."""
-    history: dict[str, Measured] = field(default_factory=dict)
-    """By example id, the newest."""
+    excluded: dict[str, int] = field(default_factory=dict)
+    """Examples that had a signal and were too hard (or too easy) for the schedule when they were
+    last run, by id, each with that epoch."""
 
     def __post_init__(self) -> None:
         fresh = {
@@ -119,10 +108,10 @@ class Curriculum:
         skipped = self._skipped(epoch) - set(ids)
         ranked = len(telling) + len(skipped if examples is None else skipped & set(examples))
         chosen = telling[: max(1, share(ranked, self.state["current_percentile"]))]
-        for i, one in enumerate(rewards):
-            if one:
-                excluded = i in telling and i not in chosen
-                self.history[ids[i]] = Measured(fmean(one), apart[i], epoch, excluded)
+        for i, example in enumerate(ids):
+            self.excluded.pop(example, None)
+            if i in telling and i not in chosen:
+                self.excluded[example] = epoch
         if telling and not self.state["total_groups"]:
             self.state["total_groups"] = ranked
         if config.random_subsample is not None:
@@ -139,7 +128,10 @@ class Curriculum:
         """Everything it remembers, as JSON values."""
         return {
             "state": {**self.state, "included_groups": sorted(self.state["included_groups"])},
-            "history": {example: asdict(measured) for example, measured in self.history.items()},
+            "history": {
+                example: {"epoch": epoch, "excluded": True}
+                for example, epoch in self.excluded.items()
+            },
         }
 
     @classmethod
@@ -150,8 +142,9 @@ class Curriculum:
         state = dict(snapshot.get("state", {}))
         if "included_groups" in state:
             state["included_groups"] = set(state["included_groups"])
-        known = snapshot.get("history", {})
-        return cls(config, seed, state, {key: Measured(**value) for key, value in known.items()})
+        history = snapshot.get("history", {})
+        excluded = {name: one["epoch"] for name, one in history.items() if one["excluded"]}
+        return cls(config, seed, state, excluded)
 
     def _advance(self, epoch: int) -> None:
         grown = expansions(self.config, epoch)
@@ -169,11 +162,7 @@ class Curriculum:
         if not (config.enabled and config.skip_excluded) or percentile(config, epoch) >= 1:
             return set()
         since = expansions(config, epoch) * config.expansion_interval
-        return {
-            example
-            for example, measured in self.history.items()
-            if measured.excluded and since <= measured.epoch < epoch
-        }
+        return {name for name, last in self.excluded.items() if since <= last < epoch}
 
 
 def example_of(group: Sequence[Trajectory], place: int) -> str:

@@ -56,8 +56,6 @@ FREE = (
 )
 """Keys that may differ from one start to the next."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-MAX_LABEL = 40
-"""Characters of a value that tells two evaluators apart."""
 CODE = "code"
 """Under this key: the user's code, file by file."""
 
@@ -131,28 +129,16 @@ def resume_arguments(arguments: Sequence[str], resume: str) -> list[str]:
 
 
 def evaluators_of(name: str, training: "Document", validation: "Document | None") -> dict[str, str]:
-    """What measures the rewards: two names where the validation's document differs."""
-    if validation is None or validation is training:
-        return {"evaluator": name}
-    documents = [one for one in (training, validation) if name in one.eval.evaluators]
-    if len(documents) < 2:
-        return {"evaluator": name}  # building it says what is missing
+    """What measures the rewards; two names where the validation's own file has another evaluator."""
+    documents = [one for one in (training, validation) if one and name in one.eval.evaluators]
     configs = [one.eval.evaluators[name] for one in documents]
-    keys = [{"": c.type_name} | Secrets().hide(c.model_dump(mode="json")) for c in configs]
-    differing = [key for key in keys[0] | keys[1] if keys[0].get(key) != keys[1].get(key)]
-    directories = {document.file.resolve().parent for document in documents}
-    if not differing and (len(directories) == 1 or ".py" not in str(keys[0].get("target"))):
+    # The same `file.py:function` in two directories names two files.
+    is_file = any(".py:" in str(getattr(config, "target", None)) for config in configs)
+    places = {one.file.resolve().parent for one in documents if is_file}
+    if len(documents) < 2 or (configs[0] == configs[1] and len(places) < 2):
         return {"evaluator": name}
-    labels = [document.file.name for document in documents]
-    if differing:
-        labels = [_label(differing[0], one) for one in keys]
-    return {"evaluator": f"{name} ({labels[0]})", "validation_evaluator": f"{name} ({labels[1]})"}
-
-
-def _label(key: str, config: Mapping[str, Any]) -> str:
-    value = str(config.get(key))
-    label = value if key in ("", "target") else f"{key}: {value}"
-    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 3]}..."
+    labels = [f"{name} ({document.file.name})" for document in documents]
+    return {"evaluator": labels[0], "validation_evaluator": labels[1]}
 
 
 def _remove(table: Any, path: Sequence[str]) -> None:
