@@ -23,7 +23,7 @@ from hone.commands import harness
 from hone.errors import HoneError, NotInThisVersion
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
-from hone.server.options import read_settings, settings_options
+from hone.server.settings import read_settings, settings_options
 from hone.terminal import LogLevel, log_from, log_no_more, print_table
 
 if TYPE_CHECKING:

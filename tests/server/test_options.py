@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from hone import cli
 from hone.server import run
-from hone.server.options import flag
-from hone.server.settings import Settings
+from hone.server.settings import Settings, flag
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

@@ -359,15 +359,15 @@ def test_a_temperature_that_is_none_is_refused(
     )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "X-Hone-Temperature")
-    assert f"X-Hone-Temperature is {said!r}; use 0 for greedy" in error["message"]
+    assert f"temperature is {said!r}; use 0 for greedy" in error["message"]
     assert server.state.calls.rollout("r") == []
 
 
 @pytest.mark.parametrize(
     ("said", "rollout", "why"),
     [
-        ("newest", "/rollout/r", "X-Hone-Step is 'newest'; use the number of a step"),
-        ("-1", "/rollout/r", "X-Hone-Step is '-1'"),
+        ("newest", "/rollout/r", "step is 'newest'; use the number of a step"),
+        ("-1", "/rollout/r", "step is '-1'"),
         ("1", "", "X-Hone-Step is for rollouts, and this request names none"),
     ],
 )
@@ -409,13 +409,13 @@ def test_the_address_names_temperature_and_step_like_the_headers(
 @pytest.mark.parametrize(
     ("segment", "headers", "param", "why"),
     [
-        ("r,temperature=warm", {}, TEMPERATURE, "temperature in the address is 'warm'; use 0"),
-        ("r,temperature=", {}, TEMPERATURE, "temperature in the address is ''"),
-        ("r,step=newest", {}, STEP, "step in the address is 'newest'; use the number of a step"),
+        ("r,temperature=warm", {}, TEMPERATURE, "temperature is 'warm'; use 0"),
+        ("r,temperature=", {}, TEMPERATURE, "temperature is ''"),
+        ("r,step=newest", {}, STEP, "step is 'newest'; use the number of a step"),
         ("r,steps=0", {}, None, "has 'steps=0' after its id; use temperature=NUMBER"),
         ("r,step=0,step=1", {}, None, "has 'step=1' after its id"),
         ("r,", {}, None, "has '' after its id"),
-        (",step=0", {}, "X-Hone-Rollout", "rollout '': use letters"),
+        (",step=0", {}, "X-Hone-Rollout", "rollout is ''; use letters"),
         ("r,step=0", {STEP: "1"}, STEP, "the address says step '0' and X-Hone-Step '1'; send one"),
         ("r,temperature=0", {TEMPERATURE: "1"}, TEMPERATURE, "the address says temperature '0'"),
     ],

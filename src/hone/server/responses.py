@@ -13,12 +13,9 @@ HTTP status. After it, an error becomes an event and the stream ends without [DO
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +23,7 @@ from hone.chat.reply import CallDelta, ContentDelta, Event
 from hone.errors import HoneError
 from hone.inference.base import SampledToken
 from hone.server.generation import Choice, Generation, Piece
-from hone.wire.openai_chat import LogprobEntry, Recorded, finite, usage
+from hone.wire.openai_chat import finite, usage
 from hone.wire.stream import write_event
 
 _HEADERS = [
@@ -46,17 +43,14 @@ class UntilDisconnect(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.ensure_future(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_disconnect(receive))
+        leaving.add_done_callback(lambda _: answering.cancel())
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await answering
+        except (asyncio.CancelledError, HoneError):
+            if not leaving.done():
+                raise
         finally:
             leaving.cancel()
-            left = not answering.done()
-            if left:
-                answering.cancel()
-            with suppress(
-                asyncio.CancelledError, ClientDisconnect, *((HoneError,) if left else ())
-            ):
-                await answering
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -96,7 +90,7 @@ class LogprobWriter:
 
     def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """`logprobs` of a chat completion."""
-        content: list[LogprobEntry] = [
+        content = [
             {
                 **self._entry(token.id, token.logprob),
                 "top_logprobs": [self._entry(other, logprob) for other, logprob in token.top],
@@ -126,12 +120,12 @@ class LogprobWriter:
             return f"token_id:{token}"
         return self._piece(token).decode(errors="replace")
 
-    def _entry(self, token: int, logprob: float) -> LogprobEntry:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         spelling = list(self._piece(token))
         return {"token": self._name(token), "logprob": finite(logprob), "bytes": spelling}
 
 
-class CompletionResponse(ABC):
+class CompletionResponse:
     """The response to one request; subclasses write its choices."""
 
     kind: str
@@ -142,18 +136,20 @@ class CompletionResponse(ABC):
         """Without a writer the response has no log-probabilities."""
         self._generation = generation
         self._logprobs = logprobs
+        self._streamed: dict[int, int] = {}
+        """Characters that were sent of each choice."""
 
-    @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The choices of the chunks that a piece becomes."""
+        raise NotImplementedError
 
-    @abstractmethod
     def last_chunk(self, choice: Choice) -> dict[str, Any]:
         """The end of a streamed choice."""
+        raise NotImplementedError
 
-    @abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
         """A whole choice."""
+        raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
         """Generate, and return the response as one object."""
@@ -197,7 +193,8 @@ class CompletionResponse(ABC):
             "system_fingerprint": f"fp_{fingerprint[:12]}",
         }
 
-    def _recorded(self, choice: Choice) -> Recorded:
+    def _recorded(self, choice: Choice) -> dict[str, Any]:
+        """What hone adds to every choice: its ids, the step that answered, and its recorded call."""
         step = self._generation.context.policy.step
         return {"token_ids": choice.ids, "policy_step": step, "call_id": choice.id}
 
@@ -216,15 +213,11 @@ class ChatResponse(CompletionResponse):
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, generation: Generation, logprobs: LogprobWriter | None) -> None:
-        super().__init__(generation, logprobs)
-        self._started: set[int] = set()
-
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         index = piece.choice.index
         deltas = [_delta(event) for event in piece.events]
-        if index not in self._started:
-            self._started.add(index)
+        if index not in self._streamed:
+            self._streamed[index] = 0
             deltas.insert(0, {"role": "assistant", "content": ""})
         if not deltas and self._logprobs is not None:
             deltas = [{}]
@@ -254,17 +247,13 @@ class TextResponse(CompletionResponse):
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, generation: Generation, logprobs: LogprobWriter | None) -> None:
-        super().__init__(generation, logprobs)
-        self._offsets: dict[int, int] = {}
-
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         index = piece.choice.index
         text = "".join(event.text for event in piece.events if isinstance(event, ContentDelta))
         if not text and self._logprobs is None:
             return []
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(text)
+        offset = self._streamed.get(index, 0)
+        self._streamed[index] = offset + len(text)
         logprobs = self._write_logprobs(piece.tokens, offset)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]
 

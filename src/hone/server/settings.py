@@ -1,16 +1,26 @@
-"""Settings of a server.
+"""Settings of a server, and the options of `hone serve`, one for every field.
 
-In:   the options of `hone serve` (options.py makes one of every field), or LocalBackend's
-Out:  Settings, checked; every limit a client can meet has its default here
+In:   the values of the options, or LocalBackend's; a command function that takes `**options`
+Out:  Settings, checked; the function with one option for each field
+
+Every limit a client can meet has its default here. The help of an option is the docstring of its
+field, so a new setting is reachable and documented as soon as it exists.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
+from hone.errors import ConfigError
 from hone.types import Strict
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def is_key(text: str) -> bool:
@@ -147,3 +157,83 @@ class Settings(Strict):
     @property
     def loopback(self) -> bool:
         return self.host in {"127.0.0.1", "localhost", "::1"}
+
+
+# ---- options of `hone serve` ------------------------------------------------------------
+
+_ENVIRONMENT = {"api_key": "HONE_API_KEY"}
+_METAVARS = {
+    "trust_network": "CIDR",
+    "forwarded_allow_ips": "CIDR",
+    "allowed_hosts": "HOST",
+    "allowed_origins": "ORIGIN",
+    "allow_base_models": "MODEL",
+}
+
+
+def flag(field: str) -> str:
+    """The option that sets a field."""
+    return "--" + field.replace("_", "-")
+
+
+def settings_options(**defaults: Any) -> Callable[[Command], Command]:
+    """Give a command every option of Settings; `defaults` replace those of the fields."""
+
+    def add_options(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            _parameter(name, field, defaults.get(name, field.default))
+            for name, field in Settings.model_fields.items()
+        ]
+        setattr(command, "__signature__", signature.replace(parameters=[*own, *options]))  # noqa: B010
+        command.__annotations__ |= {option.name: option.annotation for option in options}
+        return command
+
+    return add_options
+
+
+def read_settings(options: Mapping[str, Any]) -> Settings:
+    """Settings from the values of the options; a wrong one is a ConfigError that names it."""
+    # An option that was not given and has no default is None; so is a list that is empty.
+    values = {name: value for name, value in options.items() if value is not None}
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        message = first["msg"].removeprefix("Value error, ")
+        # A key that is refused may still be somebody's key.
+        value = "" if name == "api_key" else f" {first['input']!r}"
+        raise ConfigError(f"{flag(name)}{value}: {message}") from None
+
+
+def _parameter(name: str, field: FieldInfo, default: Any) -> inspect.Parameter:
+    import typer  # here: a server in another process needs none
+
+    kind, metavar = _type_of(field.annotation)
+    option = typer.Option(
+        f"{flag(name)}/--no-{flag(name)[2:]}" if kind is bool else flag(name),
+        help=" ".join((field.description or "").split()),
+        envvar=_ENVIRONMENT.get(name),
+        metavar=_METAVARS.get(name, metavar),
+        show_default=default not in (None, ()),
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if default == () else default,
+        annotation=Annotated[kind | None if default in (None, ()) else kind, option],
+    )
+
+
+def _type_of(annotation: Any) -> tuple[Any, str | None]:
+    """The type typer reads an option as, and what stands for its value in the help."""
+    if get_origin(annotation) in (Union, UnionType):
+        inner = [part for part in get_args(annotation) if part is not NoneType]
+        return _type_of(inner[0]) if len(inner) == 1 else (str, None)
+    if get_origin(annotation) is tuple:
+        return list[str], None
+    if get_origin(annotation) is Literal:
+        return str, "|".join(map(str, get_args(annotation)))
+    return (annotation if annotation in (bool, int, float, Path) else str), None

@@ -8,7 +8,7 @@ page shows what is really trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -46,44 +46,6 @@ class TokenPage(Strict):
     tokens: list[TokenInfo]
 
 
-@dataclass(frozen=True, slots=True)
-class _IndexedCall:
-    """A call with its indices, advantage and learner's logprobs."""
-
-    group: int
-    trajectory: int
-    index: int
-    call: Call
-    advantage: float | None
-    learner: Sequence[float] | None
-    """One for every completion token that is not forced."""
-
-    def __len__(self) -> int:
-        return len(self.call.prompt_ids) + len(self.call.completion_ids)
-
-    def tokens(self, start: int, stop: int, text: Callable[[int], str]) -> Iterator[TokenInfo]:
-        call, prompt = self.call, len(self.call.prompt_ids)
-        ids = call.prompt_ids + call.completion_ids
-        forced = set(call.forced)
-        labels = [c for c in range(len(call.completion_ids)) if c not in forced]
-        learner = dict(zip(labels, self.learner, strict=True)) if self.learner is not None else {}
-        for place in range(start, min(stop, len(ids))):
-            at = place - prompt
-            is_forced = at in forced
-            yield TokenInfo(
-                group=self.group,
-                trajectory=self.trajectory,
-                call=self.index,
-                place=place,
-                id=ids[place],
-                text=text(ids[place]),
-                kind="prompt" if at < 0 else "forced" if is_forced else "sampled",
-                logprob=None if at < 0 or call.logprobs is None else call.logprobs[at],
-                learner_logprob=learner.get(at),
-                advantage=None if at < 0 or is_forced else self.advantage,
-            )
-
-
 def page(
     job: str,
     groups: Sequence[TrajectoryGroup],
@@ -97,15 +59,16 @@ def page(
     limit: int,
 ) -> TokenPage:
     """`limit` tokens from the `offset`-th on."""
-    calls = _indexed_calls(groups, config, vocab, max_positions, learner_logprobs)
-    tokens: list[TokenInfo] = []
-    seen = 0
-    for call in calls:
-        start = max(0, offset + len(tokens) - seen)
-        if start < len(call) and len(tokens) < limit:
-            tokens += call.tokens(start, start + limit - len(tokens), text)
-        seen += len(call)
-    return TokenPage(job=job, total=seen, offset=offset, tokens=tokens)
+    total = sum(
+        len(call.prompt_ids) + len(call.completion_ids)
+        for group in groups
+        for trajectory in group.trajectories
+        for call in trajectory.calls
+    )
+    tokens = _tokens(groups, config, vocab, max_positions, text, iter(learner_logprobs or ()))
+    return TokenPage(
+        job=job, total=total, offset=offset, tokens=list(islice(tokens, offset, offset + limit))
+    )
 
 
 def read_logprobs(path: Path) -> list[float] | None:
@@ -115,31 +78,40 @@ def read_logprobs(path: Path) -> list[float] | None:
     return np.load(path, allow_pickle=False).tolist() if path.is_file() else None
 
 
-def _indexed_calls(
+def _tokens(
     groups: Sequence[TrajectoryGroup],
     config: TrainConfig,
     vocab: int,
     max_positions: int,
-    learner_logprobs: Sequence[float] | None,
-) -> list[_IndexedCall]:
+    text: Callable[[int], str],
+    learner_logprobs: Iterator[float],
+) -> Iterator[TokenInfo]:
+    """`learner_logprobs`: one for every trained token, in the same order; or none at all."""
     from hone.learner.samples import make_samples  # loads numpy, see above
 
     batch = make_samples(groups, config, vocab=vocab, max_positions=max_positions)
     labelled = {(sample.group, sample.trajectory): sample.calls for sample in batch.samples}
-    indexed: list[_IndexedCall] = []
-    used = 0
     for g, group in enumerate(groups):
         for t, trajectory in enumerate(group.trajectories):
-            left = iter(labelled.get((g, t), ()))
+            labels = iter(labelled.get((g, t), ()))
             for c, call in enumerate(trajectory.calls):
-                label = next(left, None) if _can_be_labelled(call) else None
-                learner = None
-                if label is not None and learner_logprobs is not None:
-                    learner = learner_logprobs[used : used + len(label.places)]
-                    used += len(label.places)
-                advantage = None if label is None else label.advantage
-                indexed.append(_IndexedCall(g, t, c, call, advantage, learner))
-    return indexed
+                label = next(labels, None) if _can_be_labelled(call) else None
+                first, forced = len(call.prompt_ids), set(call.forced)
+                for place, token in enumerate(call.prompt_ids + call.completion_ids):
+                    at = place - first
+                    sampled = at >= 0 and at not in forced
+                    yield TokenInfo(
+                        group=g,
+                        trajectory=t,
+                        call=c,
+                        place=place,
+                        id=token,
+                        text=text(token),
+                        kind="prompt" if at < 0 else "sampled" if sampled else "forced",
+                        logprob=None if at < 0 or call.logprobs is None else call.logprobs[at],
+                        learner_logprob=next(learner_logprobs, None) if label and sampled else None,
+                        advantage=label.advantage if label and sampled else None,
+                    )
 
 
 def _can_be_labelled(call: Call) -> bool:

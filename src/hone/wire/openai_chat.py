@@ -10,7 +10,7 @@ Keys that are known and not supported yet pass only with the value that asks for
 import difflib
 import json
 import math
-from typing import Annotated, Any, ClassVar, NotRequired, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -283,26 +283,6 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-
-
-class Recorded(TypedDict):
-    """The fields that hone adds to every choice; a stream has them in the choice's last chunk."""
-
-    token_ids: list[int]
-    """The sampled ids, the end token included."""
-    policy_step: int
-    """The step that answered; 0 is the base model."""
-    call_id: str
-    """Names the recorded call."""
-
-
-class LogprobEntry(TypedDict):
-    """One sampled token in `logprobs.content` of a chat completion."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: NotRequired[list["LogprobEntry"]]
 
 
 MIN_LOGPROB = -9999.0

@@ -25,17 +25,18 @@ ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
 MAX_FUNCTION = 512
 _HEADERS = {"rollout": ROLLOUT_HEADER, "temperature": TEMPERATURE_HEADER, "step": STEP_HEADER}
 _FORMS = {
-    "temperature": re.compile(r"[0-9]{1,20}(\.[0-9]{0,40})?(e-?[0-9]{1,3})?"),
-    "step": re.compile(r"[0-9]{1,9}"),
+    "rollout": (
+        ROLLOUT_ID,
+        "use letters, digits and '._~:-', at most 200, beginning with a letter",
+    ),
+    "temperature": (
+        re.compile(r"(100|[0-9]{1,2})(\.[0-9]{0,40})?(e-?[0-9]{1,3})?"),
+        "use 0 for greedy, else a number up to 100",
+    ),
+    "step": (re.compile(r"[0-9]{1,9}"), "use the number of a step, such as 0"),
 }
-_MAX = {"temperature": 100.0, "step": 1e9}
-"""The temperature's is that of the body of a request."""
-_REMEDIES = {
-    "temperature": "use 0 for greedy, else a number up to 100",
-    "step": "use the number of a step, such as 0",
-}
-_OUTSIDE = {"temperature": "temperature in the request", "step": "ask for NAME@STEP"}
-"""What does the same outside a rollout."""
+MAX_TEMPERATURE = 100.0
+"""As in the body of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,66 +74,42 @@ class RolloutScope:
     @classmethod
     def parse(cls, headers: Mapping[str, str], segment: str | None) -> Self:
         """The scope of a request; `segment` follows /rollout/ in its URL. Raises BadRequest."""
-        settings = _settings(headers, segment)
-        rollout = settings.pop("rollout").text if "rollout" in settings else ""
-        if (rollout or segment is not None) and not ROLLOUT_ID.fullmatch(rollout):
-            raise BadRequest(
-                f"rollout {rollout[:200]!r}: use letters, digits and '._~:-', at most 200, and begin "
-                "with a letter or a digit",
-                param=ROLLOUT_HEADER,
-            )
-        for name, setting in settings.items():
-            if not rollout:
-                raise setting.error(
-                    f"is for rollouts, and this request names none; send {ROLLOUT_HEADER} with it, "
-                    f"or {_OUTSIDE[name]}"
+        values = {} if segment is None else _parse_segment(segment)
+        for name, header in _HEADERS.items():
+            text = headers.get(header)
+            if text is None or (name == "rollout" and not text):
+                continue
+            if values.setdefault(name, text) != text:
+                raise BadRequest(
+                    f"the address says {name} {values[name][:40]!r} and {header} {text[:40]!r}; send "
+                    "one",
+                    param=header,
                 )
-            if not (_FORMS[name].fullmatch(setting.text) and float(setting.text) <= _MAX[name]):
-                raise setting.error(f"is {setting.text[:40]!r}; {_REMEDIES[name]}")
+        if values and "rollout" not in values:
+            header = _HEADERS[next(iter(values))]
+            raise BadRequest(
+                f"{header} is for rollouts, and this request names none; send {ROLLOUT_HEADER} too",
+                param=header,
+            )
+        for name, text in values.items():
+            form, remedy = _FORMS[name]
+            too_hot = (
+                name == "temperature" and form.fullmatch(text) and float(text) > MAX_TEMPERATURE
+            )
+            if too_hot or not form.fullmatch(text):
+                raise BadRequest(f"{name} is {text[:200]!r}; {remedy}", param=_HEADERS[name])
         function = headers.get(FUNCTION_HEADER, "")
         if len(function) > MAX_FUNCTION:
             raise BadRequest(
                 f"{FUNCTION_HEADER} has {len(function)} characters; at most {MAX_FUNCTION}",
                 param=FUNCTION_HEADER,
             )
-        temperature, step = settings.get("temperature"), settings.get("step")
         return cls(
-            rollout=rollout,
+            rollout=values.get("rollout", ""),
             function=function,
-            temperature=None if temperature is None else float(temperature.text),
-            step=None if step is None else int(step.text),
+            temperature=float(values["temperature"]) if "temperature" in values else None,
+            step=int(values["step"]) if "step" in values else None,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    text: str
-    header: str
-    place: str
-    """Where the request has it, for messages."""
-
-    def error(self, message: str) -> BadRequest:
-        return BadRequest(f"{self.place} {message}", param=self.header)
-
-
-def _settings(headers: Mapping[str, str], segment: str | None) -> dict[str, _Setting]:
-    """Rollout, temperature and step as the request has them, not yet checked."""
-    in_url = {} if segment is None else _parse_segment(segment)
-    settings = {
-        name: _Setting(text, _HEADERS[name], f"{name} in the address")
-        for name, text in in_url.items()
-    }
-    for name, header in _HEADERS.items():
-        text = headers.get(header)
-        if text is None or (name == "rollout" and not text):
-            continue
-        if name in in_url and in_url[name] != text:
-            raise BadRequest(
-                f"the address says {name} {in_url[name][:40]!r} and {header} {text[:40]!r}; send one",
-                param=header,
-            )
-        settings[name] = _Setting(text, header, header)
-    return settings
 
 
 def _parse_segment(segment: str) -> dict[str, str]:
