@@ -264,6 +264,10 @@ class JobInfo(Strict):
     """Why there was no gradient step."""
     failure: Failure | None = None
 
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(*self.model.split("/"))
+
 
 class JobEvent(Strict):
     """An event of a job; ids increase within a job."""

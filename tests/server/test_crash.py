@@ -87,7 +87,7 @@ def test_a_step_that_cannot_be_published_is_given_up_and_never_served(
     ended = servers.finish(tmp_path)
     assert ended["state"] == "failed" and ended["events"].count("learned") == 1
     assert "brought the server down 6 times" in ended["failure"]
-    assert ended["served"] == [0, None] and ended["disk"] == ["0000", "0001.rejected"]
+    assert ended["served"] == [0, None] and ended["disk"] == ["0000", "0001.unproved"]
 
 
 def test_a_killed_server_takes_its_learner_with_it(

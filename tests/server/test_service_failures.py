@@ -132,7 +132,8 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         assert server.told(job.id)[-2:] == ["published", "failed"]
         assert server.serving.newest(record)[0] == 1
         disk = server.checkpoints.model_dir(KEY) / "checkpoints"
-        assert sorted(p.name for p in disk.iterdir()) == ["0000", "0001", "0002.rejected"]
+        assert sorted(p.name for p in disk.iterdir()) == ["0000", "0001", "0002.unproved"]
+        not_proved = digest(disk / "0002.unproved")
         # It does not keep its place in the engine, or the same hash would never be loaded again.
         engine = (await server.serving.base(str(tiny_model))).engine
         assert isinstance(engine, StuckEngine)
@@ -142,7 +143,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         policy = await again.serving.resolve("agent")
         assert policy.step == 1 and digest(again.checkpoints.get(KEY, 1).path) == first
         (second,) = await again.trained(tiny_model, 10)
-        assert second == digest(disk / "0002.rejected")
+        assert second == not_proved
 
 
 async def test_what_was_not_proved_is_loaded_again_when_it_comes_again(

@@ -87,17 +87,13 @@ def test_an_unproved_step_is_nobodys_newest_until_it_is_promoted(checkpoints: Ch
     assert checkpoints.promote(promoted) == promoted  # twice does no harm
 
 
-def test_a_rejected_step_is_kept_aside_and_may_be_written_again(checkpoints: Checkpoints, four):
+def test_what_a_failed_job_left_is_not_used_and_is_written_over(checkpoints: Checkpoints, four):
     for attempt in ("first", "second"):
         saved = checkpoints.write(KEY, 4, filler(attempt), proved=False, job=attempt)
-        aside = checkpoints.reject(saved)
-        assert (aside / "adapter_model.safetensors").read_text() == attempt
-        assert checkpoints.newest(KEY) == four[3] and checkpoints.of_job(KEY, attempt) is None
-    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003", "0004.rejected"]
-    checkpoints.write(KEY, 4, filler("left by a cancelled job"), proved=False, job="third")
-    fourth = checkpoints.write(KEY, 4, filler("fourth"), proved=False, job="fourth")
-    assert checkpoints.newest(KEY) == four[3]
-    assert checkpoints.promote(fourth) == checkpoints.newest(KEY)
+        assert checkpoints.newest(KEY) == four[3] and checkpoints.of_job(KEY, attempt) == saved
+    assert checkpoints.of_job(KEY, "first") is None
+    assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003", "0004.unproved"]
+    assert checkpoints.promote(saved) == checkpoints.newest(KEY)
 
 
 def damage_file(path: Path) -> None:

@@ -17,7 +17,7 @@ from hone.logs import say
 from hone.server.events import follow
 from hone.server.job_tasks import Head
 from hone.server.state import State
-from hone.types import JobInfo, ModelKey
+from hone.types import JobInfo
 
 NAMES = {
     "learn/loss": "loss/train",
@@ -89,7 +89,7 @@ def _warn_if_stale(job: JobInfo) -> None:
             "ART: trained on answers of an older step; let the rollouts ask for the model's name",
             level=logging.WARNING,
             job=job.id,
-            name=job.model.partition("/")[2],
+            name=job.key.name,
             answered_by_step=job.metrics["learn/oldest_call_step"],
             trained_from_step=job.base_step,
         )
@@ -132,5 +132,4 @@ def _log_job(state: State, job: JobInfo, sent: Head) -> None:
     for theirs, ours in HISTORY.items():
         if ours in job.metrics:
             metrics[theirs] = job.metrics[ours]
-    project, _, name = job.model.partition("/")
-    state.checkpoints.log(ModelKey(project, name), job.step, metrics, "train")
+    state.checkpoints.log(job.key, job.step, metrics, "train")

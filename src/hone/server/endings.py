@@ -1,7 +1,7 @@
 """How jobs end: done, failed, cancelled, or queued again with the reason.
 
 In:   a job, and its result or its failure
-Out:  its new state; its unproved checkpoint set aside
+Out:  its new state
 
 A job fails only for a cause of its own. When the disk is full or fails, the job goes back to the
 queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the job
@@ -9,9 +9,9 @@ is retried. A change of state that the disk refuses is kept in memory and writte
 works again, so that a job is never stuck in a state that nobody works on.
 """
 
-import asyncio
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hone.disk import storage
@@ -20,18 +20,16 @@ from hone.errors import (
     DiskFull,
     EngineFailed,
     LearnerDied,
-    StorageError,
     Unavailable,
     Unreachable,
 )
 from hone.logs import log, say
 from hone.server.supervision import Part, backoff_s
 from hone.server.telemetry import Metrics
-from hone.store.checkpoints import Checkpoint, Checkpoints
+from hone.store.checkpoints import Checkpoint
 from hone.store.failpoints import failpoint
 from hone.store.jobs import FINAL, JobStore
-from hone.store.models import ModelStore
-from hone.types import Failure, JobInfo
+from hone.types import Failure, JobInfo, JobState
 
 TRIES = 3
 """A job fails after the learner or the engine died so often while it ran."""
@@ -39,42 +37,26 @@ SPARE_BYTES = 2**20
 """Bytes that must be free in addition to one and a half times the size of the newest checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
 class Endings:
-    """Moves jobs to their final state, or back to the queue."""
+    """Moves jobs to their final state, or back to the queue. Blocking."""
 
-    def __init__(
-        self,
-        jobs: JobStore,
-        models: ModelStore,
-        checkpoints: Checkpoints,
-        metrics: Metrics,
-    ) -> None:
-        self._jobs = jobs
-        self._models = models
-        self._checkpoints = checkpoints
-        self._metrics = metrics
-        self._unreleased: dict[str, JobInfo] = {}
-        """Jobs that ended while the disk failed: what they hold is still to be released."""
+    jobs: JobStore
+    metrics: Metrics
 
-    async def finish(
+    def finish(
         self, job: JobInfo, checkpoint: Checkpoint | None, result: Mapping[str, Any]
     ) -> None:
         """Mark a job as done; without a checkpoint if there was nothing to learn."""
+        step = None if checkpoint is None else checkpoint.step
         failpoint("job/before-done")
-        job = await asyncio.to_thread(
-            self._jobs.move,
-            job.id,
-            "done",
-            step=None if checkpoint is None else checkpoint.step,
-            metrics=result["metrics"],
-            reason=result["reason"] or None,
-        )
+        reason = result["reason"] or None
+        self._end(job, "done", step=step, metrics=result["metrics"], reason=reason)
         failpoint("job/after-done")
-        if checkpoint is not None:
-            self._metrics.step.labels(job.model).set(checkpoint.step)
-        self._count(job)
+        if step is not None:
+            self.metrics.step.labels(job.model).set(step)
 
-    async def fail_or_requeue(
+    def fail_or_requeue(
         self, part: Part, job: JobInfo | None, error: Exception, *, closing: bool
     ) -> float:
         """Fail a job or queue it again; returns how long to wait before the next attempt.
@@ -84,78 +66,47 @@ class Endings:
         try:
             if job is None:
                 return part.fail(error)
-            return await self._end_job(part, job, error, closing=closing)
+            return self._fail_or_requeue(part, self.jobs.get(job.id), error, closing=closing)
         except Exception as another:  # noqa: BLE001  the loop must go on; the job is retried
             return part.fail(another)
 
-    async def _end_job(self, part: Part, job: JobInfo, error: Exception, *, closing: bool) -> float:
-        job = await asyncio.to_thread(self._jobs.get, job.id)
+    def _fail_or_requeue(
+        self, part: Part, job: JobInfo, error: Exception, *, closing: bool
+    ) -> float:
         if job.state in FINAL:  # cancelled while it was being taken
             return 0.0
         uncounted = {"attempts": job.attempts - (job.state == "running")}
+        cancelled = isinstance(error, Cancelled) or job.cancel_requested
         if closing:  # its learner was closed; what it saved is used at the next start
-            if job.state == "running":
-                back = (self._jobs.move, job.id, "queued")
-                await asyncio.to_thread(*back, remember=True, **uncounted)
+            self.jobs.move(job.id, "queued", remember=True, **uncounted)
             return 0.0
-        if isinstance(error, Cancelled) or job.cancel_requested:
-            part.recover()
-            await self.release(job)
-            move = (self._jobs.move, job.id, "cancelled")
-            self._count(await asyncio.to_thread(*move, remember=True))
-            return 0.0
-        if isinstance(error, Unavailable) and not isinstance(error, Unreachable):
+        if isinstance(error, Unavailable) and not isinstance(error, Unreachable) and not cancelled:
             wait_s = part.fail(error)
-            await self._requeue(job, error, **uncounted)
+            self.jobs.move(job.id, "queued", remember=True, waiting_for=str(error), **uncounted)
             return wait_s
-        if isinstance(error, LearnerDied | EngineFailed) and job.retries + 1 < TRIES:
+        may_retry = job.retries + 1 < TRIES and not cancelled
+        if may_retry and isinstance(error, LearnerDied | EngineFailed):
             log.warning("a job is retried", exc_info=error, extra={"fields": {"job": job.id}})
-            await self._requeue(job, error, retries=job.retries + 1)
+            again = {"waiting_for": str(error), "retries": job.retries + 1}
+            self.jobs.move(job.id, "queued", remember=True, **again)
             return backoff_s(job.retries) if job.retries else 0.0
         part.recover()
+        if cancelled:
+            self._end(job, "cancelled", remember=True)
+            return 0.0
         # The trace goes to the log and not into the job, which any client may read.
         log.error("a job failed", exc_info=error, extra={"fields": {"job": job.id}})
         failure = Failure(type=type(error).__name__, message=str(error))
-        await self.release(job)
-        move = (self._jobs.move, job.id, "failed")
-        self._count(await asyncio.to_thread(*move, remember=True, failure=failure))
+        self._end(job, "failed", remember=True, failure=failure)
         return 0.0
 
-    async def _requeue(self, job: JobInfo, error: Exception, **fields: int) -> None:
-        move = (self._jobs.move, job.id, "queued")
-        await asyncio.to_thread(*move, remember=True, waiting_for=str(error), **fields)
-
-    def _count(self, job: JobInfo) -> None:
-        self._metrics.jobs.labels(job.state).inc()
-        self._metrics.queued.set(sum(self._jobs.waiting().values()))
+    def _end(self, job: JobInfo, state: JobState, **fields: Any) -> None:
+        job = self.jobs.move(job.id, state, **fields)
         took_s = (job.ended_at or 0.0) - (job.started_at or job.created_at)
-        self._metrics.job_s.observe(took_s)
-        say(f"job {job.state}", job=job.id, step=job.step, took_s=took_s)
-
-    def has_checkpoint(self, job: JobInfo) -> bool:
-        try:
-            return self._checkpoints.of_job(self._models.find(job.model).key, job.id) is not None
-        except StorageError:  # unknown just now: assume that there is one
-            return True
-
-    async def release(self, job: JobInfo) -> None:
-        """Release what a failed or cancelled job holds, now or when the disk works again."""
-        try:
-            await asyncio.to_thread(self._release, job)
-        except StorageError:
-            self._unreleased[job.id] = job
-
-    def release_pending(self) -> None:
-        """Release what could not be released before; StorageError if the disk still fails."""
-        for job in list(self._unreleased.values()):
-            self._release(job)
-            del self._unreleased[job.id]
-
-    def _release(self, job: JobInfo) -> None:
-        """Set aside what the job saved, so that it is never served."""
-        saved = self._checkpoints.of_job(self._models.find(job.model).key, job.id)
-        if saved is not None and not saved.proved:
-            self._checkpoints.reject(saved)
+        self.metrics.jobs.labels(state).inc()
+        self.metrics.queued.set(sum(self.jobs.waiting().values()))
+        self.metrics.job_s.observe(took_s)
+        say(f"job {state}", job=job.id, step=job.step, took_s=took_s)
 
 
 def check_disk_space(newest: Checkpoint) -> None:

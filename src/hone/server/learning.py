@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import hone
-from hone.errors import HoneError, LearnerDied, StateError
+from hone.errors import LearnerDied, StateError
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.logs import log, say
 from hone.server.settings import Settings
@@ -30,7 +30,7 @@ from hone.store.jobs import Pin
 from hone.types import JobInfo, ModelKey, ModelSpec
 
 PROGRESS_S = 0.1
-"""Shortest time between two progress events; the last of each phase is always sent."""
+"""Shortest time between two progress events of a phase."""
 PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 """Waiting threads of the learner must not spin: they would take the engine's cores."""
 AHEAD_SHARE = 8
@@ -53,8 +53,6 @@ class _Slot:
     """Held while it is checked whether there is a learner, and one is launched if not."""
     ahead: "asyncio.Task[None] | None" = None
     """Launches it before there is a job; once, whether or not it succeeds."""
-    gives_way: bool = False
-    """It was launched ahead of a job."""
     busy: bool = False
     """A job uses it."""
     used_at: float = field(default_factory=time.monotonic)
@@ -75,11 +73,10 @@ class Learners:
         self._closed = False
 
     def launch_ahead(self, tokenizer: BaseTokenizer) -> None:
-        """Begin to load it where memory allows; returns at once."""
+        """Begin to load it where memory allows, once; returns at once."""
         slot = self._slot(tokenizer)
         if slot.ahead is None and not self._closed:
-            slot.ahead = asyncio.create_task(self._launch_ahead(slot, tokenizer))
-            slot.ahead.add_done_callback(_log_if_failed)
+            self._start_ahead(slot, tokenizer)
 
     @asynccontextmanager
     async def borrow(self, tokenizer: BaseTokenizer) -> AsyncIterator[LearnerProcess]:
@@ -90,35 +87,16 @@ class Learners:
         slot = self._slot(tokenizer)
         slot.busy = True
         try:
-            yield await self._ready(slot, tokenizer)
+            learner = await self._launched(slot, tokenizer, gives_way=False)
+            await asyncio.to_thread(learner.ready)
+            slot.died, slot.deaths = None, 0
+            yield learner
         except LearnerDied as error:
             slot.died = str(error).partition("\n")[0]
             await self._drop(slot)
             raise
         finally:
             slot.busy, slot.used_at = False, time.monotonic()
-
-    async def _ready(self, slot: _Slot, tokenizer: BaseTokenizer) -> LearnerProcess:
-        if slot.learner is not None and not slot.learner.alive:
-            await self._drop(slot)
-        try:
-            learner = await self._loaded(slot, tokenizer)
-        except LearnerDied:
-            if not slot.gives_way:
-                raise
-            # One that was launched ahead, and died before this job had it.
-            learner = await self._loaded(slot, tokenizer)
-        slot.died, slot.deaths = None, 0
-        return learner
-
-    async def _loaded(self, slot: _Slot, tokenizer: BaseTokenizer) -> LearnerProcess:
-        learner = await self._launched(slot, tokenizer, gives_way=False)
-        try:
-            await asyncio.to_thread(learner.ready)
-        except HoneError:
-            slot.learner = None  # it closed itself
-            raise
-        return learner
 
     async def close_idle(self, idle_s: float) -> None:
         """Close learners that no job has used for so long; the next job launches another."""
@@ -151,20 +129,28 @@ class Learners:
     def _slot(self, tokenizer: BaseTokenizer) -> _Slot:
         return self._slots.setdefault(tokenizer.name, _Slot())
 
-    async def _launch_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
+    def _start_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
+        slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
+        slot.ahead.add_done_callback(_log_if_failed)
+
+    async def _load_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
         if await asyncio.to_thread(fits_beside_engine, tokenizer, self._settings):
-            await self._launched(slot, tokenizer, gives_way=True)
+            learner = await self._launched(slot, tokenizer, gives_way=True)
             say("its learner loads ahead of the first job", base_model=tokenizer.name)
+            await asyncio.to_thread(learner.ready)
+            slot.died = None
 
     async def _launched(
         self, slot: _Slot, tokenizer: BaseTokenizer, *, gives_way: bool
     ) -> LearnerProcess:
         """The learner, which may still be loading."""
         async with slot.launching:
+            if slot.learner is not None and not slot.learner.alive:
+                await self._drop(slot)
             if slot.learner is None:
                 start = (launch, self._start_learner, tokenizer, self._settings)
                 slot.learner = learner = await asyncio.to_thread(*start, gives_way=gives_way)
-                slot.used_at, slot.gives_way = time.monotonic(), gives_way
+                slot.used_at = time.monotonic()
                 self._watch(slot, learner, tokenizer)
                 if self._closed:  # which did not see it
                     await asyncio.to_thread(slot.learner.close)
@@ -190,15 +176,7 @@ class Learners:
         )
         slot.deaths += 1
         if slot.deaths <= REPLACED:
-            slot.ahead = asyncio.create_task(self._replace(slot, tokenizer))
-            slot.ahead.add_done_callback(_log_if_failed)
-
-    async def _replace(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
-        await self._drop(slot)
-        await self._launch_ahead(slot, tokenizer)
-        if slot.learner is not None:
-            await asyncio.to_thread(slot.learner.ready)
-            slot.died = None
+            self._start_ahead(slot, tokenizer)
 
     async def _drop(self, slot: _Slot, deadline_s: float = 0.0) -> None:
         learner, slot.learner = slot.learner, None
@@ -334,7 +312,6 @@ def learn(
         on_progress=on_progress,
         label_logprobs=job.plot_tensors,
     )
-    progress.close()
     check_cancelled()
     # Metrics go through JSON, which has no NaN; what is not a number is left out.
     metrics = {name: value for name, value in result["metrics"].items() if math.isfinite(value)}
@@ -381,23 +358,15 @@ def save(
 
 
 class Progress:
-    """Progress events of a job, at most one in PROGRESS_S."""
+    """Passes on the progress of a job: every new phase, and at most one in PROGRESS_S."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._held: dict[str, Any] | None = None
+        self._phase: str | None = None
         self._next = 0.0
 
     def tell(self, at: dict[str, Any]) -> None:
-        if self._held is not None and self._held["phase"] != at["phase"]:
-            self.close()
-        self._held = at
-        if time.monotonic() >= self._next:
-            self.close()
-            self._next = time.monotonic() + PROGRESS_S
-
-    def close(self) -> None:
-        """Send the event that was held back."""
-        if self._held is not None:
-            self._tell(self._held)
-            self._held = None
+        now = time.monotonic()
+        if at["phase"] != self._phase or now >= self._next:
+            self._phase, self._next = at["phase"], now + PROGRESS_S
+            self._tell(at)

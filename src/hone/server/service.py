@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hone.errors import Cancelled, NotProved
+from hone.errors import Cancelled, NotProved, StorageError
 from hone.inference.base import AdapterRef
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
@@ -87,9 +87,8 @@ class TrainingService:
         self._settings = settings
         self._metrics = metrics
         self._learners = Learners(settings, start_learner)
-        self._endings = Endings(jobs, models, checkpoints, metrics)
+        self._endings = Endings(jobs, metrics)
         self._loops: dict[str, _Loop] = {}
-        self._cancelled: set[str] = set()
         self._writing_first = threading.Lock()
         self._closing = False
 
@@ -97,9 +96,8 @@ class TrainingService:
 
     async def start(self) -> None:
         """Queue again what was running when the server went down, then start the loops."""
-        recovered = await asyncio.to_thread(self._jobs.recover, self._endings.has_checkpoint)
+        recovered = await asyncio.to_thread(self._jobs.recover, self._has_checkpoint)
         for job in recovered.failed:
-            await self._endings.release(job)
             say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
         for job in recovered.queued:
             say("job goes on", job=job.id, attempts=job.attempts)
@@ -127,12 +125,7 @@ class TrainingService:
 
     async def cancel(self, job_id: str) -> JobInfo:
         """A running job stops within one micro-batch; the step before it stays served."""
-        job = await asyncio.to_thread(self._jobs.request_cancel, job_id)
-        if job.state == "running":
-            self._cancelled.add(job_id)
-        elif job.state == "cancelled":
-            await self._endings.release(job)
-        return job
+        return await asyncio.to_thread(self._jobs.request_cancel, job_id)
 
     async def close(self) -> None:
         """Stop: a running job goes back to the queue, and the attempt is not counted."""
@@ -181,13 +174,9 @@ class TrainingService:
                         await self._train(job)
                 loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
-                wait_s = await self._endings.fail_or_requeue(
-                    loop.part, job, error, closing=self._closing
-                )
-            finally:
-                loop.job = None
-                if job is not None:
-                    self._cancelled.discard(job.id)
+                ended = (self._endings.fail_or_requeue, loop.part, job, error)
+                wait_s = await asyncio.to_thread(*ended, closing=self._closing)
+            loop.job = None
             if job is None or wait_s:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(loop.woken.wait(), wait_s or None)
@@ -213,7 +202,7 @@ class TrainingService:
             # Learn, and save.
             checkpoint, result = await self._learn_and_save(job, newest, base, record.key)
             if checkpoint is None:
-                await self._endings.finish(job, None, result)
+                await asyncio.to_thread(self._endings.finish, job, None, result)
                 return
 
         if not checkpoint.proved:
@@ -222,7 +211,10 @@ class TrainingService:
             failpoint("job/before-publish")
             after = await serving.publish(record, checkpoint)
             failpoint("job/after-publish")
-            await self._emit_published(job, base, checkpoint)
+            held_s = base.engine.stats().held_s
+            self._metrics.held_s.set(held_s)
+            published = {"step": checkpoint.step, "held_s": held_s}
+            await asyncio.to_thread(jobs.emit, job.id, "published", published)
 
             # Prove that the engine answers with what was learned.
             await self._prove(job, base, checkpoint, before, after)
@@ -234,15 +226,20 @@ class TrainingService:
             failpoint("job/after-promote")
 
         # Mark done.
-        await self._endings.finish(job, checkpoint, checkpoint.manifest)
+        await asyncio.to_thread(self._endings.finish, job, checkpoint, checkpoint.manifest)
 
     # ---- the stages of a job, in order ------------------------------------------------------
 
     def _next(self, base_model: str) -> JobInfo | None:
         """The next job of a base model, after the writes that failed on a full disk."""
         self._jobs.write_pending()
-        self._endings.release_pending()
         return self._jobs.oldest(base_model)
+
+    def _has_checkpoint(self, job: JobInfo) -> bool:
+        try:
+            return self._checkpoints.of_job(job.key, job.id) is not None
+        except StorageError:  # unknown just now: assume that there is one
+            return True
 
     async def _newest(self, record: ModelRecord) -> Checkpoint:
         """The newest step; step 0 is drawn from the model's seed where there is none."""
@@ -310,7 +307,7 @@ class TrainingService:
         return result
 
     def _check_cancelled(self, job: JobInfo) -> None:
-        if job.cancel_requested or job.id in self._cancelled or self._closing:
+        if self._closing or self._jobs.get(job.id).cancel_requested:
             raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
 
     def _save(
@@ -320,12 +317,6 @@ class TrainingService:
         saved = {"step": checkpoint.step, "sha256": checkpoint.sha256}
         self._jobs.emit(job.id, "saved", saved)
         return checkpoint
-
-    async def _emit_published(self, job: JobInfo, base: Base, checkpoint: Checkpoint) -> None:
-        held_s = base.engine.stats().held_s
-        self._metrics.held_s.set(held_s)
-        data = {"step": checkpoint.step, "held_s": held_s}
-        await asyncio.to_thread(self._jobs.emit, job.id, "published", data)
 
     async def _prove(
         self,

@@ -256,9 +256,8 @@ def _picture_dir(state: State, job: JobInfo) -> FilePath | None:
     """The checkpoint with the job's picture and logprobs, if it exists."""
     if not job.plot_tensors or job.step is None:
         return None
-    project, _, name = job.model.partition("/")
     try:
-        return state.checkpoints.get(ModelKey(project, name), job.step).path
+        return state.checkpoints.get(job.key, job.step).path
     except NotFound:  # deleted since
         return None
 

@@ -109,7 +109,7 @@ class Checkpoints:
         partial = target.with_name(f".{target.name}.partial")
         with storage(target):
             self._clear(target.parent)
-            if not proved and target.exists():  # left by a cancelled job
+            if not proved and target.exists():  # left by a job that failed or was cancelled
                 shutil.rmtree(target)
             partial.mkdir()
             failpoint("checkpoint/before-fill")
@@ -149,15 +149,6 @@ class Checkpoints:
             move(checkpoint.path, target)
         failpoint("checkpoint/after-promote")
         return replace(checkpoint, path=target)
-
-    def reject(self, checkpoint: Checkpoint) -> Path:
-        """Set aside a step that was not proved; only the last rejected one of each number stays."""
-        target = checkpoint.path.with_name(f"{checkpoint.step:04d}.rejected")
-        with storage(target):
-            if target.exists():
-                shutil.rmtree(target)
-            move(checkpoint.path, target)
-        return target
 
     def delete(self, key: ModelKey, steps: Iterable[int]) -> Steps:
         """Delete steps, but never the newest good one; returns the deleted ones."""
