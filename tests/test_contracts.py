@@ -32,7 +32,7 @@ BREACHES = {
     "engine and learner know no messages": {"learner/worker.py": "import hone.chat.messages"},
     "the dialects know neither side of the wire": {"wire/stream.py": "import hone.capture.base"},
     "a report reads the run directory and nothing else": {
-        "report/history.py": "import hone.finetune.values"
+        "report/history.py": "import hone.finetune.records"
     },
     "what is trained and how it is weighed are functions of their arguments": {
         "learner/loss.py": "import hone.inference.base"

@@ -150,11 +150,6 @@ async def test_initialize_hands_the_configuration_to_all_three():
     assert state["config"]["expansion_interval"] == 5
 
 
-def test_unknown_arguments_of_a_trainer_are_named():
-    with pytest.raises(ConfigError, match="Loop got unknown arguments: pace"):
-        Loop(TrainerConfig(), pace=1)
-
-
 def test_a_curriculum_is_not_in_every_trainer():
     nothing = TrajectoryCollection(trajectories=[], run_id="r")
     with pytest.raises(NotInThisVersion, match="Curriculum learning not implemented"):

@@ -89,7 +89,7 @@ async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
             assert (trained.metadata or {})["step"] == 1
             config = run.builder.document.finetuning
             state = RunState(config)
-            validator = Validator(run.evaluation, config, journal, events, state)
+            validator = Validator(run.evaluation, config, journal, events, state, run.adapter)
             outcome = await validator.validate(step, step, final=True)
             [record] = journal.finished("final", step).values()
         calls = await run.adapter.backend.calls(record.rollout)

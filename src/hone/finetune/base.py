@@ -1,6 +1,6 @@
 """TrajectoryBuilder, TrainerAdapter, Trainer: the three parts of the harness.
 
-In:   nothing; abstract classes, one protocol, and the values they pass on (values.py)
+In:   nothing; abstract classes, and the values they pass on (records.py)
 Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
 
 The names are those of NeMo Agent Toolkit's finetuning harness, so that what was written for it
@@ -24,7 +24,8 @@ from hone.config.base import (
 )
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from hone.errors import ConfigError, NotInThisVersion
-from hone.finetune.values import (
+from hone.finetune.calls import ModelServer, TrainedCalls
+from hone.finetune.records import (
     Comparison,
     DPOItem,
     EpisodeItem,
@@ -43,10 +44,8 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem, EvalOutputItem
     from hone.evaluation.run import Evaluation, EvaluationRunOutput, ItemResult
     from hone.event_log import EventLog
-    from hone.finetune.calls import TrainedCalls
     from hone.finetune.journal import Journal
     from hone.finetune.resume import RunState
-    from hone.types import ModelInfo, RecordedCall
 
 __all__ = [
     "Comparison",
@@ -74,42 +73,6 @@ __all__ = [
 ]
 
 
-class ModelServer(Protocol):
-    """A server that answers for the model in training and records its calls.
-
-    An adapter whose backend is one names it in `server`. Its runs then get every check of
-    preflight, and its rollouts are trained on the recorded tokens instead of on text.
-    """
-
-    @property
-    def base_url(self) -> str:
-        """Where it is reached, without /v1."""
-        ...
-
-    @property
-    def model_name(self) -> str:
-        """PROJECT/NAME of the model in training, as the server records its calls."""
-        ...
-
-    @property
-    def base_model(self) -> str:
-        """What the configuration says that the model is trained from."""
-        ...
-
-    @property
-    def info(self) -> "ModelInfo | None":
-        """The model as the server sees it; None before `initialize`."""
-        ...
-
-    async def recorded(self, rollout: str) -> "list[RecordedCall]":
-        """The calls that it recorded of a rollout."""
-        ...
-
-    async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
-        """Requests to the run's models that named no rollout so far, by model."""
-        ...
-
-
 class TrialRollouts(Protocol):
     """Runs single rollouts, so that preflight can see what they would give.
 
@@ -123,7 +86,7 @@ class TrialRollouts(Protocol):
         """One rollout under this id, scored by the evaluator `reward`."""
         ...
 
-    async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> "TrainedCalls":
+    async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
         """Which of its calls would be trained; `seen` are those that this process made."""
         ...
 
@@ -294,11 +257,7 @@ class Trainer(ABC):
     state: "RunState | None" = None
     """Where the run stands, from its events; None before `initialize`."""
 
-    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
-        if kwargs:
-            raise ConfigError(
-                f"{type(self).__name__} got unknown arguments: {', '.join(sorted(kwargs))}"
-            )
+    def __init__(self, trainer_config: TrainerConfig) -> None:
         self.trainer_config = trainer_config
         self.run_config: FinetuneConfig | None = None
         self.curriculum_config: CurriculumLearningConfig | None = None

@@ -33,7 +33,14 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.calls import EVALUATION, UNSEEN, Targets, TrainedCalls
+from hone.finetune.calls import (
+    EVALUATION,
+    Targets,
+    TrainedCalls,
+    count_unscoped,
+    unscoped_message,
+)
+from hone.finetune.curriculum import group_by_example
 from hone.finetune.journal import run_recorded
 from hone.finetune.records import (
     FailureRecord,
@@ -45,7 +52,6 @@ from hone.finetune.records import (
 )
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
-from hone.finetune.rounds import group_by_example
 from hone.tally import run_together
 from hone.trajectory import failure_of
 
@@ -95,31 +101,6 @@ class _Round:
     """Requests by model that had named no rollout when the round began."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls and rollouts that are not trained, by reason."""
-
-
-async def count_unscoped(server: ModelServer | None, run_id: str) -> Counter[str]:
-    """Requests that named no rollout so far, by model; none where no server can tell.
-
-    hone cannot see them: they are missing from the trajectory, and under the base model's name they
-    get the untrained model. Only the server knows of them.
-    """
-    try:
-        return Counter() if server is None else Counter(await server.unscoped_calls(run_id))
-    except HoneError as error:
-        logger.warning("Calls without a rollout were not counted: %s", error)
-        return Counter()
-
-
-def unscoped_message(server: ModelServer, counts: Counter[str]) -> str:
-    """What to tell the user about such requests."""
-    by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
-    base = [name for name in counts if name != server.model_name]
-    stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
-    return (
-        f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
-        f"trained.{stale} {UNSEEN.format(root=server.base_url)}. If somebody else used the server, "
-        "nothing is wrong."
-    )
 
 
 class ARTTrajectoryBuilder(TrajectoryBuilder):

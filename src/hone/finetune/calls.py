@@ -1,4 +1,4 @@
-"""Which calls of a rollout are trained.
+"""Which calls of a rollout are trained, and which calls named no rollout.
 
 In:   the calls a hone server recorded (or those the harness saw of another one), the targets
 Out:  the calls that are trained, with a value for each; the others, counted by reason
@@ -8,16 +8,20 @@ them may be a target. Evaluators may call the same server, so their calls say wh
 (`EVALUATION`).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hone.capture.openai import LEFT
-from hone.types import RecordedCall
+from hone.errors import HoneError
+from hone.types import ModelInfo, RecordedCall
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall, Step
+
+logger = logging.getLogger("hone")
 
 WORKFLOW = "<workflow>"
 """As a target: every call of a rollout, whatever function made it."""
@@ -31,6 +35,42 @@ UNSEEN = (
 )
 
 Message = dict[str, Any]
+
+
+class ModelServer(Protocol):
+    """A server that answers for the model in training and records its calls.
+
+    An adapter whose backend is one names it in `server`. Its runs then get every check of
+    preflight, and its rollouts are trained on the recorded tokens instead of on text.
+    """
+
+    @property
+    def base_url(self) -> str:
+        """Where it is reached, without /v1."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """PROJECT/NAME of the model in training, as the server records its calls."""
+        ...
+
+    @property
+    def base_model(self) -> str:
+        """What the configuration says that the model is trained from."""
+        ...
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The model as the server sees it; None before `initialize`."""
+        ...
+
+    async def recorded(self, rollout: str) -> list[RecordedCall]:
+        """The calls that it recorded of a rollout."""
+        ...
+
+    async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
+        """Requests to the run's models that named no rollout so far, by model."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +248,31 @@ def shaped_rewards(steps: "Sequence[Step]", sampled: Sequence[SampledCall]) -> l
         if call is not None:
             values[call] += value
     return values if valued else None
+
+
+# ---- calls that name no rollout -------------------------------------------------------------------
+
+
+async def count_unscoped(server: ModelServer | None, run_id: str) -> Counter[str]:
+    """Requests that named no rollout so far, by model; none where no server can tell.
+
+    hone cannot see them: they are missing from the trajectory, and under the base model's name they
+    get the untrained model. Only the server knows of them.
+    """
+    try:
+        return Counter() if server is None else Counter(await server.unscoped_calls(run_id))
+    except HoneError as error:
+        logger.warning("Calls without a rollout were not counted: %s", error)
+        return Counter()
+
+
+def unscoped_message(server: ModelServer, counts: Counter[str]) -> str:
+    """What to tell the user about such requests."""
+    by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
+    base = [name for name in counts if name != server.model_name]
+    stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
+    return (
+        f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
+        f"trained.{stale} {UNSEEN.format(root=server.base_url)}. If somebody else used the server, "
+        "nothing is wrong."
+    )

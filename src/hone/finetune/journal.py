@@ -26,8 +26,13 @@ from pydantic_core import from_json, to_json
 from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.finetune.fingerprint import differences
-from hone.finetune.records import RolloutRecord, Split, event_fields
-from hone.finetune.values import Trajectory, TrajectoryCollection
+from hone.finetune.records import (
+    RolloutRecord,
+    Split,
+    Trajectory,
+    TrajectoryCollection,
+    event_fields,
+)
 from hone.lock import LockFile, holder, in_use, lock_directory
 from hone.types import Strict
 

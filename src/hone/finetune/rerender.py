@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from hone.errors import NotInThisVersion
 from hone.finetune.calls import Message, SampledCall
-from hone.finetune.values import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from hone.finetune.records import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
 from hone.trajectory import History, TrajectoryGroup
 from hone.trajectory import Trajectory as SentTrajectory
 

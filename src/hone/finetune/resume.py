@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
+from hone.errors import RolloutError
 from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
-from hone.finetune.curriculum import Curriculum
-from hone.finetune.records import RolloutRecord
-from hone.finetune.values import TrainingStatusEnum
+from hone.finetune.curriculum import Curriculum, none_collected
+from hone.finetune.records import RolloutRecord, TrainingStatusEnum
 from hone.report.history import History
 from hone.report.text import counted
 from hone.report.validations import Validation
@@ -102,6 +102,15 @@ class RunState:
         if ended is None or ended.status != COMPLETED:
             return False
         return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
+
+    def last_job(self, epoch: int) -> JobDone | None:
+        """The epoch's newest job; raises RolloutError where it collected nothing at all."""
+        rounds = self.history.rounds_of(epoch)
+        if not any(r.metrics.get("num_trajectories") for r in rounds):
+            dropped = [Counter(r.collected.dropped) for r in rounds if r.collected]
+            why = sum(dropped, start=Counter[str]())
+            raise RolloutError(none_collected(epoch, why, self.config.target_functions))
+        return next((r.job for r in reversed(rounds) if isinstance(r.job, JobDone)), None)
 
     # ---- what comes next ------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ before it is sent, under a key by which the server recognizes it.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import cached_property
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.registry import TrainerConfig, register_trainer
-from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
+from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.event_log import FILE, EventLog
-from hone.events import JobDone
 from hone.finetune.base import (
     Trainer,
     TrainerAdapter,
@@ -37,13 +35,16 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.curriculum import num_flat
+from hone.finetune.curriculum import (
+    check_failures,
+    num_flat,
+    policy_warning,
+    round_metrics,
+)
 from hone.finetune.journal import Journal, RunFingerprint, Submission
 from hone.finetune.resume import RoundPlan, RunState
-from hone.finetune.rounds import check_failures, none_collected, policy_warning, round_metrics
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
-from hone.report.comparison import to_confirm
 from hone.report.writer import Files
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ class ARTTrainer(Trainer):
     _state: RunState
     _files: Files
 
-    def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
-        super().__init__(trainer_config, **kwargs)
+    def __init__(self, trainer_config: TrainerConfig) -> None:
+        super().__init__(trainer_config)
         self._run_id: str | None = None
         self._job_refs: list[TrainingJobRef] = []
         self._step: int | None = None
@@ -136,7 +137,8 @@ class ARTTrainer(Trainer):
             if statuses[-1].status is not COMPLETED:
                 return statuses
         await self._validate(len(statuses))
-        await self._confirm()
+        if self.validation is not None:
+            await self._validator.confirm()
         await self._adapter.close_run(self.journal.run_id)
         return statuses
 
@@ -169,16 +171,24 @@ class ARTTrainer(Trainer):
             if collection.trajectories:
                 self.journal.note_submission(epoch, round, submission)
         self.events.append("epoch_collected", **submission.collected)
-        self._report_dropped(epoch, submission)
+        collected, output_dir = submission.collected["metrics"], str(self._config.output_dir)
+        if dropped := submission.collected["dropped"]:
+            counts = ", ".join(f"{reason}: {n}" for reason, n in dropped.items())
+            log.info("Epoch %d left out: %s", epoch + 1, counts)
         if not submission.collection.trajectories:
+            if collected["num_trajectories"]:
+                self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
             return None
         job = await self._submit(submission, epoch, round)
-        collected, output_dir = submission.collected["metrics"], str(self._config.output_dir)
-        self._builder.log_progress(
-            run_id, {"epoch": epoch, "round": round, **collected}, output_dir
-        )
+        place = {"epoch": epoch, "round": round}
+        self._builder.log_progress(run_id, place | collected, output_dir)
         self.log_progress(epoch, collected, output_dir)
-        await self._log_to_backend(submission)
+        # While the job runs: what the policy earned, and room for the next checkpoint.
+        reward = {"reward": collected["avg_reward"], "trajectories": collected["num_trajectories"]}
+        step = submission.collected["step"]
+        await self._adapter.log_metrics(reward, split="train", step=step)
+        if self._config.keep_checkpoints is not None:
+            await self._adapter.prune(self._config.keep_checkpoints)
         return job
 
     # ---- its stages -----------------------------------------------------------------------
@@ -190,23 +200,9 @@ class ARTTrainer(Trainer):
         outcome = await self.run_validation_evaluation(epoch, self.journal.run_id)
         outcome.pop("dataset_type")
         # Before the event: by this the server knows which step is NAME@best.
-        await self._validator.log(outcome, self._adapter)
+        await self._validator.log(outcome)
         self.events.append("validation", **outcome)
         self._files.refresh()
-
-    async def _confirm(self) -> None:
-        """Let the first policy and the chosen one answer anew, where a step was chosen."""
-        greedy = self._config.validation.greedy  # which would give the same answers again
-        if self.validation is None or greedy or not self._adapter.serves_steps:
-            return
-        for earlier in to_confirm(self._state.history):
-            if earlier.step is None:
-                return
-            outcome = await self._validator.validate(earlier.epoch, earlier.step, final=True)
-            self._validator.report_final(outcome)
-            self.events.append("final_validation", **outcome)
-            if outcome["error"]:
-                return
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         if self.validation is None:
@@ -310,17 +306,6 @@ class ARTTrainer(Trainer):
         )
         return job
 
-    async def _log_to_backend(self, submission: Submission) -> None:
-        """While the job runs: what the policy earned, and room for the next checkpoint."""
-        collected = submission.collected["metrics"]
-        await self._adapter.log_metrics(
-            {"reward": collected["avg_reward"], "trajectories": collected["num_trajectories"]},
-            split="train",
-            step=submission.collected["step"],
-        )
-        if self._config.keep_checkpoints is not None:
-            await self._adapter.prune(self._config.keep_checkpoints)
-
     async def _wait(self, job: TrainingJobRef, epoch: int, round: int) -> None:
         """Until the job has ended and its step is served; raises if it did not end well."""
         started, limit_s = time.monotonic(), self._config.job_timeout_s + GRACE_S
@@ -347,18 +332,11 @@ class ARTTrainer(Trainer):
 
     def _outcome(self, epoch: int) -> TrainingJobStatus:
         """The status of an epoch whose rounds are over."""
-        rounds = self._state.history.rounds_of(epoch)
-        if not any(r.metrics.get("num_trajectories") for r in rounds):
-            dropped = [Counter(r.collected.dropped) for r in rounds if r.collected]
-            why = sum(dropped, start=Counter[str]())
-            raise RolloutError(none_collected(epoch, why, self._config.target_functions))
-        jobs = [r.job for r in rounds if isinstance(r.job, JobDone)]
-        if not jobs:
+        job = self._state.last_job(epoch)
+        if job is None:
             return self._status(epoch, COMPLETED, "No trajectories to train on")
-        keys = {"job", "step", "metrics", "reason"}
-        return self._status(
-            epoch, COMPLETED, None, **jobs[-1].model_dump(include=keys, exclude_unset=True)
-        )
+        shown = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
+        return self._status(epoch, COMPLETED, None, **shown)
 
     def _status(
         self, epoch: int, status: TrainingStatusEnum, message: str | None, **more: Any
@@ -377,7 +355,9 @@ class ARTTrainer(Trainer):
     @cached_property
     def _validator(self) -> Validator:
         assert self.validation is not None, "there are no held-out examples"
-        return Validator(self.validation, self._config, self.journal, self.events, self._state)
+        return Validator(
+            self.validation, self._config, self.journal, self.events, self._state, self._adapter
+        )
 
     @property
     def _validation_interval(self) -> int:
@@ -405,15 +385,6 @@ class ARTTrainer(Trainer):
         return self._planned[1]
 
     # ---- what it reports ------------------------------------------------------------------
-
-    def _report_dropped(self, epoch: int, submission: Submission) -> None:
-        dropped = submission.collected["dropped"]
-        if dropped:
-            counts = ", ".join(f"{reason}: {n}" for reason, n in dropped.items())
-            log.info("Epoch %d left out: %s", epoch + 1, counts)
-        collected = submission.collected["metrics"]["num_trajectories"]
-        if collected and not submission.collection.trajectories:
-            self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
 
     def _report_epoch(self, epoch: int, num_epochs: int, status: TrainingJobStatus) -> None:
         self._files.refresh()

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
 from hone.events import FinalValidationDone, ValidationDone
+from hone.finetune.curriculum import check_failures
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import RolloutRecord, record_of, reward_or_substitute
-from hone.finetune.rounds import check_failures
+from hone.report.comparison import to_confirm
 from hone.report.text import counted, failed
 from hone.report.validations import Validation
 from hone.tally import run_together
@@ -45,8 +46,9 @@ class Validator:
         journal: Journal,
         events: "EventLog",
         state: "RunState",
+        adapter: "TrainerAdapter",
     ) -> None:
-        self.evaluation, self.config = evaluation, config
+        self.evaluation, self.config, self.adapter = evaluation, config, adapter
         self.journal, self.events, self.state = journal, events, state
         self._logged: dict[int | None, dict[str, float]] = {}
         """What the backend was told of each validated step."""
@@ -83,6 +85,20 @@ class Validator:
             error = f"{where}: step {max(answered)} answered instead"
             outcome |= {"avg_reward": None, "error": error}
         return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
+
+    async def confirm(self) -> None:
+        """Let the first policy and the chosen one answer again, where a step was chosen."""
+        greedy = self.config.validation.greedy  # which would give the same answers again
+        for earlier in () if greedy else to_confirm(self.state.history):
+            if earlier.step is None or not self.adapter.serves_steps:
+                return
+            outcome = await self.validate(earlier.epoch, earlier.step, final=True)
+            event = FinalValidationDone(at=0.0, **outcome)
+            answered = Validation.of(event, self.state.history.failure_reward)
+            self._report(answered, f"Final validation of step {earlier.step}")
+            self.events.append("final_validation", **outcome)
+            if outcome["error"]:
+                return
 
     async def _run(
         self, item: "EvalInputItem", epoch: int, place: int, rep: int, step: int | None
@@ -154,7 +170,7 @@ class Validator:
 
     # ---- what it reports ---------------------------------------------------------------------
 
-    async def log(self, outcome: dict[str, Any], adapter: "TrainerAdapter") -> None:
+    async def log(self, outcome: dict[str, Any]) -> None:
         """Log it, and tell the backend; and what it changes about earlier ones.
 
         Under `drop` a failure of the model counts as the run's lowest reward. Where that fell,
@@ -171,13 +187,7 @@ class Validator:
             values = {"reward": one.mean, "failure_rate": one.failure_rate or 0.0}
             if self._logged.get(one.step) != values:
                 self._logged[one.step] = values
-                await adapter.log_metrics(values, split="val", step=one.step)
-
-    def report_final(self, outcome: dict[str, Any]) -> None:
-        """Log what a step answered anew at the end of the run."""
-        event = FinalValidationDone(at=0.0, **outcome)
-        new = Validation.of(event, self.state.history.failure_reward)
-        self._report(new, f"Final validation of step {new.step}")
+                await self.adapter.log_metrics(values, split="val", step=one.step)
 
     def _report(self, validation: Validation, what: str) -> None:
         if validation.mean is None:

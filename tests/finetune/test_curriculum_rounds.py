@@ -4,14 +4,14 @@ import pytest
 
 from hone.errors import RolloutError
 from hone.finetune.base import Comparison, Trajectory, TrajectoryCollection
-from hone.finetune.curriculum import num_flat
-from hone.finetune.records import FailureRecord, RolloutRecord
-from hone.finetune.rounds import (
+from hone.finetune.curriculum import (
     check_failures,
     none_collected,
+    num_flat,
     policy_warning,
     round_metrics,
 )
+from hone.finetune.records import FailureRecord, RolloutRecord
 
 
 def collection(*groups: list[float]) -> TrajectoryCollection:
