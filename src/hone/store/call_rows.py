@@ -12,7 +12,7 @@ import json
 import sqlite3
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hone.types import Call, RecordedCall
@@ -70,37 +70,33 @@ _CALL_FIELDS = {"exact", "forced", "temperature", "step", "function", "trained"}
 
 
 def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:
-    db.execute(f"INSERT INTO calls ({COLUMNS}) VALUES ({marks(values)})", values)
+    marks = ", ".join("?" * len(values))
+    db.execute(f"INSERT INTO calls ({COLUMNS}) VALUES ({marks})", values)
 
 
-def chain(query: Any, seqs: Sequence[int]) -> dict[int, sqlite3.Row]:
-    """These rows and all their ancestors."""
+def read_calls(query: Any, seqs: Sequence[int]) -> list[RecordedCall]:
+    """Whole calls by their place in the table, in this order. `query` runs SQL and gives rows.
+
+    A parent is always older than its child, so it is built first.
+    """
     rows = query(
         f"""
         WITH RECURSIVE chain (seq) AS (
-            SELECT seq FROM calls WHERE seq IN ({marks(seqs)})
+            SELECT value FROM json_each(?)
             UNION
             SELECT calls.parent FROM calls JOIN chain USING (seq) WHERE calls.parent IS NOT NULL
         )
-        SELECT seq, {COLUMNS} FROM calls WHERE seq IN (SELECT seq FROM chain)
+        SELECT seq, {COLUMNS} FROM calls WHERE seq IN (SELECT seq FROM chain) ORDER BY seq
         """,
-        tuple(seqs),
+        (json.dumps(seqs),),
     )
-    return {row[0]: row for row in rows}
-
-
-def assemble(rows: dict[int, sqlite3.Row], seqs: Sequence[int]) -> list[RecordedCall]:
-    """Whole calls from rows. A parent is always older than its child, so it is built first."""
     whole: dict[int, RecordedCall] = {}
-    for seq in sorted(rows):
-        _, *values = rows[seq]
-        row: dict[str, Any] = dict(zip(COLUMNS.split(", "), values, strict=True))
-        parent = None if row["parent"] is None else whole[row["parent"]]
-        whole[seq] = _call(row, parent)
+    for row in rows:
+        whole[row["seq"]] = _call(row, row["parent"] and whole[row["parent"]])
     return [whole[seq] for seq in seqs]
 
 
-def _call(row: dict[str, Any], parent: RecordedCall | None) -> RecordedCall:
+def _call(row: sqlite3.Row, parent: RecordedCall | None) -> RecordedCall:
     body = _unpack(row["body"])
     ids, turns, tools = _read_ints(row["ids"]), body.pop("turns"), body.pop("tools")
     if parent is not None:
@@ -164,12 +160,3 @@ def _pack(value: dict[str, Any]) -> bytes:
 
 def _unpack(blob: bytes) -> dict[str, Any]:
     return json.loads(zlib.decompress(blob[1:]) if blob[:1] == b"z" else blob[1:])
-
-
-def marks(values: Iterable[Any]) -> str:
-    return ", ".join("?" for _ in values)
-
-
-def parts(values: Sequence[Any], size: int = 500) -> list[Sequence[Any]]:
-    """Slices short enough for the parameters of one statement."""
-    return [values[i : i + size] for i in range(0, len(values), size)]

@@ -10,6 +10,7 @@ depends on one that is gone. Log-probabilities keep every bit: a client sends it
 and the two are compared.
 """
 
+import json
 import sqlite3
 import threading
 import time
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import Conflict, NotFound
-from hone.store.call_rows import Row, assemble, chain, digest, insert, ints, marks, parts
+from hone.store.call_rows import Row, digest, insert, ints, read_calls
 from hone.store.database import Store
-from hone.types import ModelKey, RecordedCall, RunSpec
+from hone.types import RecordedCall, RunSpec
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -70,7 +71,7 @@ _PRUNED_AT_ONCE = 200
 
 @lru_cache(maxsize=1)
 def _reading(path: Path) -> "CallStore":
-    return CallStore(Store.reading(path))
+    return CallStore(Store(path, None))
 
 
 class CallStore:
@@ -101,20 +102,6 @@ class CallStore:
                 row["id"]: (RunSpec.model_validate_json(row["spec"]), row["opened_at"])
                 for row in rows
             }
-
-    def rename(self, db: sqlite3.Connection, key: ModelKey, new: ModelKey, *, bare: bool) -> None:
-        """Rename the model of its runs, inside the caller's transaction.
-
-        `bare`: its name without a project means this model and no other.
-        """
-        names = {str(key)} | ({key.name} if bare else set())
-        for row in db.execute("SELECT id, spec FROM runs").fetchall():
-            spec = RunSpec.model_validate_json(row["spec"])
-            if spec.model in names:
-                spec = spec.model_copy(update={"model": str(new)})
-                db.execute(
-                    "UPDATE runs SET spec = ? WHERE id = ?", (spec.model_dump_json(), spec.id)
-                )
 
     def open_run(self, spec: RunSpec) -> None:
         """Keep this run's calls until it is closed. It may be opened again, but not with another spec."""
@@ -149,7 +136,14 @@ class CallStore:
 
     def close_idle_runs(self, idle_s: float) -> list[str]:
         """Close runs that were not opened and made no call for so long; returns their ids."""
-        idle = [run for run, touched_at in self._touched() if touched_at < time.time() - idle_s]
+        before = time.time() - idle_s
+        rows = self._store.query(
+            "SELECT id FROM runs WHERE closed_at IS NULL AND opened_at < ? AND NOT EXISTS "
+            "(SELECT 1 FROM calls WHERE calls.run = runs.id AND calls.created_at >= ?)",
+            (before, before),
+        )
+        # A run that was opened again since is younger than its row.
+        idle = [row["id"] for row in rows if self._opened.get(row["id"], 0.0) < before]
         for run in idle:
             self.close_run(run)
         return idle
@@ -162,17 +156,6 @@ class CallStore:
             (limit,),
         )
         return [row["id"] for row in rows]
-
-    def _touched(self) -> list[tuple[str, float]]:
-        """Every open run, and when it was last opened or made a call."""
-        rows = self._store.query(
-            "SELECT id, max(opened_at, coalesce((SELECT max(created_at) FROM calls "
-            "WHERE calls.run = runs.id), 0)) AS touched_at FROM runs WHERE closed_at IS NULL"
-        )
-        # A run that was opened again since is younger than its row.
-        return [
-            (row["id"], max(row["touched_at"], self._opened.get(row["id"], 0.0))) for row in rows
-        ]
 
     def run(self, run: str) -> tuple[RunSpec, bool, int]:
         """A run, whether it is open, and the number of its calls."""
@@ -236,7 +219,7 @@ class CallStore:
         seqs = self._store.query(
             "SELECT seq FROM calls WHERE rollout = ? ORDER BY place, choice, seq", (rollout,)
         )
-        return self._whole([row["seq"] for row in seqs])
+        return read_calls(self._store.query, [row["seq"] for row in seqs])
 
     def requests(self, rollout: str) -> int:
         """Number of recorded requests of a rollout: the index of its next one."""
@@ -248,16 +231,15 @@ class CallStore:
     def get(self, call_ids: Iterable[str]) -> list[RecordedCall]:
         """Calls by id, in this order. Raises NotFound."""
         ids = list(call_ids)
-        seqs: dict[str, int] = {}
-        for part in parts(ids):
-            rows = self._store.query(
-                f"SELECT id, seq FROM calls WHERE id IN ({marks(part)})", tuple(part)
-            )
-            seqs.update((row["id"], row["seq"]) for row in rows)
+        rows = self._store.query(
+            "SELECT id, seq FROM calls WHERE id IN (SELECT value FROM json_each(?))",
+            (json.dumps(ids),),
+        )
+        seqs = {row["id"]: row["seq"] for row in rows}
         missing = [call for call in ids if call not in seqs]
         if missing:
             raise NotFound(f"no call is recorded as {missing[0]!r} ({len(missing)} not found)")
-        return self._whole([seqs[call] for call in ids])
+        return read_calls(self._store.query, [seqs[call] for call in ids])
 
     def match(
         self, base_model: str, completion_ids: Sequence[int], *, limit: int = 200
@@ -268,7 +250,9 @@ class CallStore:
             "ORDER BY seq DESC LIMIT ?",
             (digest(packed := ints(completion_ids)), base_model, limit),
         )
-        return self._whole([row["seq"] for row in rows if row["completion"] == packed])
+        return read_calls(
+            self._store.query, [row["seq"] for row in rows if row["completion"] == packed]
+        )
 
     # ---- keeping and pruning ----------------------------------------------------------------
 
@@ -305,28 +289,22 @@ class CallStore:
                     break
                 doomed.append(seq)
                 freed += size
-            if doomed:
-                self._make_children_whole(db, doomed)
-                db.execute(f"DELETE FROM calls WHERE seq IN ({marks(doomed)})", doomed)
+            self._make_children_whole(db, doomed)
+            gone = (json.dumps(doomed),)
+            db.execute("DELETE FROM calls WHERE seq IN (SELECT value FROM json_each(?))", gone)
         return len(doomed), freed
 
     def _make_children_whole(self, db: sqlite3.Connection, doomed: list[int]) -> None:
-        within = marks(doomed)
         children = db.execute(
-            f"SELECT seq FROM calls WHERE parent IN ({within}) AND seq NOT IN ({within})",
-            (*doomed, *doomed),
+            "SELECT seq FROM calls WHERE parent IN (SELECT value FROM json_each(?1)) "
+            "AND seq NOT IN (SELECT value FROM json_each(?1))",
+            (json.dumps(doomed),),
         ).fetchall()
         for (seq,) in children:
-            (call,) = assemble(chain(db.execute, [seq]), [seq])
+            (call,) = read_calls(db.execute, [seq])
             row = Row(call, None)
             db.execute(
                 "UPDATE calls SET parent = NULL, ids_kept = 0, turns_kept = 0, ids = ?, body = ?, "
                 "size = ? WHERE seq = ?",
                 (row.ids, row.body, row.size, seq),
             )
-
-    def _whole(self, seqs: Sequence[int]) -> list[RecordedCall]:
-        rows: dict[int, sqlite3.Row] = {}
-        for part in parts(seqs):
-            rows |= chain(self._store.query, part)
-        return assemble(rows, seqs)

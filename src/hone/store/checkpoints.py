@@ -70,7 +70,6 @@ class Checkpoint:
 
 # Named here because `list` is a method below.
 Steps = list[int]
-Names = list[str]
 Listed = list[Checkpoint]
 Lines = list[dict[str, Any]]
 
@@ -186,19 +185,18 @@ class Checkpoints:
 
     def list(self, key: ModelKey) -> Listed:
         """All whole steps, ascending; their files are not read."""
-        read = (self._read(key, step, self._directory(key, step)) for step in self._steps(key))
+        read = (self._read(key, step) for step in self._steps(key))
         return [checkpoint for checkpoint in read if checkpoint is not None]
 
     def newest(self, key: ModelKey) -> Checkpoint | None:
         """The newest step whose files are intact; corrupted ones are set aside."""
         with self._moving:
             for step in reversed(self._steps(key)):
-                path = self._directory(key, step)
-                checkpoint = self._read(key, step, path)
-                wrong = "manifest.json cannot be read" if checkpoint is None else self._wrong(path)
+                checkpoint = self._read(key, step)
+                wrong = self._wrong(checkpoint)
                 if wrong is None:
                     return checkpoint
-                aside = self._set_aside(path)
+                aside = self._set_aside(self._directory(key, step))
                 say(
                     "a checkpoint is corrupted; the one before is used",
                     level=logging.WARNING,
@@ -211,26 +209,21 @@ class Checkpoints:
 
     def get(self, key: ModelKey, step: int) -> Checkpoint:
         """One step, its files verified."""
-        path = self._directory(key, step)
-        checkpoint = self._read(key, step, path)
-        if checkpoint is not None and self._wrong(path) is None:
+        checkpoint = self._read(key, step)
+        wrong = self._wrong(checkpoint)
+        if checkpoint is not None and wrong is None:
             return checkpoint
         steps = ", ".join(str(c.step) for c in self.list(key) if c.step != step) or "none"
-        what = f"is corrupted ({self._wrong(path)})" if checkpoint else "does not exist"
+        what = f"is corrupted ({wrong})" if checkpoint else "does not exist"
         raise NotFound(f"step {step} of model {str(key)!r} {what}. Steps: {steps}.")
 
     def of_job(self, key: ModelKey, job_id: str) -> Checkpoint | None:
         """The step that a job wrote, proved or not."""
-        for name in self._names(key):
-            if not _STEP.fullmatch(name.removesuffix(UNPROVED)) or not name.endswith(UNPROVED):
-                continue
-            step = int(name.removesuffix(UNPROVED))
-            path = self._directory(key, step, UNPROVED)
-            checkpoint = self._read(key, step, path)
-            if checkpoint and checkpoint.manifest.get("job") == job_id and not self._wrong(path):
-                return checkpoint
-        proved = (c for c in reversed(self.list(key)) if c.manifest.get("job") == job_id)
-        return next(proved, None)
+        unproved = [self._read(key, step, UNPROVED) for step in self._steps(key, UNPROVED)]
+        for checkpoint in (*unproved, *reversed(self.list(key))):
+            if checkpoint is not None and checkpoint.manifest.get("job") == job_id:
+                return None if self._wrong(checkpoint) else checkpoint
+        return None
 
     # ---- history ----------------------------------------------------------------------------
 
@@ -292,17 +285,16 @@ class Checkpoints:
     def _directory(self, key: ModelKey, step: int, suffix: str = "") -> Path:
         return self.model_dir(key) / "checkpoints" / f"{step:04d}{suffix}"
 
-    def _steps(self, key: ModelKey) -> Steps:
-        return sorted(int(name) for name in self._names(key) if _STEP.fullmatch(name))
-
-    def _names(self, key: ModelKey) -> Names:
-        """Names in the directory of a model's steps. Not by `glob`, which hides errors."""
+    def _steps(self, key: ModelKey, suffix: str = "") -> Steps:
+        """The steps that have a directory, ascending. Not by `glob`, which hides errors."""
         parent = self.model_dir(key) / "checkpoints"
         try:
             with storage(parent):
-                return os.listdir(parent)
+                names = os.listdir(parent)
         except FileNotFoundError:
             return []
+        stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
+        return sorted(int(stem) for stem in stems if _STEP.fullmatch(stem))
 
     def _clear(self, parent: Path) -> None:
         """Create the directory of a model's steps, or remove unfinished writes from it."""
@@ -313,26 +305,27 @@ class Checkpoints:
         for unfinished in parent.glob(".*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _read(self, key: ModelKey, step: int, path: Path) -> Checkpoint | None:
+    def _read(self, key: ModelKey, step: int, suffix: str = "") -> Checkpoint | None:
         """None if there is no manifest or it does not parse. Raises StorageError."""
+        path = self._directory(key, step, suffix)
         try:
             with storage(path):
-                text = (path / MANIFEST).read_text(encoding="utf-8")
-            manifest = json.loads(text)
+                manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             if manifest["step"] != step or any("/" in name for name in manifest["files"]):
                 return None
             return Checkpoint(key, step, path, manifest["sha256"], manifest)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def _wrong(self, path: Path) -> str | None:
+    def _wrong(self, checkpoint: Checkpoint | None) -> str | None:
         """Why the files are not those that were written; None if they are. Cached until touched."""
+        if checkpoint is None:
+            return "manifest.json cannot be read"
+        path, files = checkpoint.path, checkpoint.manifest["files"]
         try:
             with storage(path):
-                text = (path / MANIFEST).read_text(encoding="utf-8")
-                files: dict[str, str] = json.loads(text)["files"]
                 stats = [(path / name).stat() for name in files]
-                seen = (text, [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats])
+                seen = (files, [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats])
                 if self._verified.get(path) == seen:
                     return None
                 for name, sha256 in files.items():

@@ -66,12 +66,17 @@ def make_root(root: Path) -> None:
 class Store:
     """Thread-safe and blocking: call it from `asyncio.to_thread`."""
 
-    def __init__(self, path: Path, schemas: Sequence[str] = ()) -> None:
-        """Open or create the file, and migrate it to this version."""
+    def __init__(self, path: Path, schemas: Sequence[str] | None = ()) -> None:
+        """Open or create the file, and migrate it to this version.
+
+        `schemas` None: for queries only; another process writes the file.
+        """
         self.path = path
         self._writing = threading.RLock()  # one inside another is an error then, not a deadlock
         self._idle_readers: list[sqlite3.Connection] = []
         self._closed = False
+        if schemas is None:
+            return
         try:
             # Raises its own errors for a full or failing disk: the file may be intact.
             with storage(path):
@@ -82,16 +87,6 @@ class Store:
                 f"{path}: not a state file of hone ({error}). Restore it from a backup, or move it "
                 "away to start anew; checkpoints are kept beside it and are not touched."
             ) from error
-
-    @classmethod
-    def reading(cls, path: Path) -> "Store":
-        """For queries only; another process writes the file and has created the schema."""
-        store = cls.__new__(cls)
-        store.path = path
-        store._writing = threading.RLock()
-        store._idle_readers = []
-        store._closed = False
-        return store
 
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:

@@ -283,13 +283,6 @@ class JobStore:
         self._events.wake(job_id)
         return event
 
-    def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
-        """Rename the model of its jobs, inside the caller's transaction."""
-        db.execute(
-            "UPDATE jobs SET model = :new, info = json_set(info, '$.model', :new) WHERE model = :old",
-            {"old": str(key), "new": str(new)},
-        )
-
     def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> Recovered:
         """At start-up: queue running jobs again, or fail one that is the likely cause of the crash.
 

@@ -10,7 +10,6 @@ one canonical name, however a client writes it, so that it is loaded once. renam
 
 import time
 from dataclasses import dataclass
-from sqlite3 import Connection
 
 from hone.errors import Conflict, NotFound, did_you_mean
 from hone.models.find import canonical
@@ -65,7 +64,7 @@ class ModelStore:
             known = self.list()
             before = next((record for record in known if record.key == spec.key), None)
             if before is None:
-                _check_name(spec, known)
+                check_name(spec, known)
             else:
                 _check_same(before.spec, spec)
             created_at = time.time() if before is None else before.created_at
@@ -100,20 +99,6 @@ class ModelStore:
             for row in rows
         ]
 
-    def check_name(self, spec: ModelSpec) -> None:
-        """Raise Conflict if the name means something else already."""
-        _check_name(spec, self.list())
-
-    def rename(self, db: Connection, key: ModelKey, new: ModelKey) -> None:
-        """Inside the caller's transaction; without a record of the old name nothing changes."""
-        for record in self.list():
-            if record.key == key:
-                spec = record.spec.model_copy(update={"name": new.name})
-                db.execute(
-                    "UPDATE models SET name = ?, spec = ? WHERE project = ? AND name = ?",
-                    (new.name, spec.model_dump_json(), key.project, key.name),
-                )
-
     def on_base(self, base_model: str) -> Records:
         return [record for record in self.list() if record.spec.base_model == base_model]
 
@@ -128,7 +113,7 @@ def _check_same(before: ModelSpec, now: ModelSpec) -> None:
             )
 
 
-def _check_name(spec: ModelSpec, known: Records) -> None:
+def check_name(spec: ModelSpec, known: Records) -> None:
     """A name means one thing: a registered model or a base model, never both."""
     bases = {spec.base_model, *(record.spec.base_model for record in known)}
     for name in (spec.name, str(spec.key)):

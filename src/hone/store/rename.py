@@ -20,10 +20,21 @@ from hone.store.checkpoints import Checkpoints
 from hone.store.database import Store
 from hone.store.failpoints import failpoint
 from hone.store.jobs import JobStore
-from hone.store.models import ModelRecord, ModelStore
+from hone.store.models import ModelRecord, ModelStore, check_name
 from hone.types import ModelKey
 
 FAILPOINTS = ("rename/after-intent", "rename/after-move", "rename/after-commit")
+
+
+UPDATES = (
+    "UPDATE models SET name = :new_name, spec = json_set(spec, '$.name', :new_name) "
+    "WHERE project = :project AND name = :name",
+    "UPDATE jobs SET model = :new, info = json_set(info, '$.model', :new) WHERE model = :old",
+    "UPDATE runs SET spec = json_set(spec, '$.model', :new) "
+    "WHERE json_extract(spec, '$.model') IN (:old, :bare)",
+    "UPDATE renames SET done = 1 "
+    "WHERE project = :project AND name = :name AND new_name = :new_name",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +86,13 @@ class Renames:
         return True
 
     def _check_free(self, record: ModelRecord, new: ModelKey) -> None:
-        directory = self.checkpoints.model_dir(new)
-        if any(known.key == new for known in self.models.list()) or directory.exists():
+        directory, known = self.checkpoints.model_dir(new), self.models.list()
+        if any(other.key == new for other in known) or directory.exists():
             raise Conflict(
                 f"model {str(record.key)!r}: {str(new)!r} exists already, or its directory "
                 f"{directory} does. Choose another name."
             )
-        self.models.check_name(record.spec.model_copy(update={"name": new.name}))
+        check_name(record.spec.model_copy(update={"name": new.name}), known)
 
     def _check_idle(self, key: ModelKey) -> None:
         for job_state in ("queued", "running"):
@@ -97,13 +108,12 @@ class Renames:
         if old_dir.exists() and not new_dir.exists():
             move(old_dir, new_dir)
         failpoint("rename/after-move")
+        same_name = [known for known in self.models.list() if known.key.name == key.name]
+        names = {"old": str(key), "new": str(new), "project": key.project}
+        names |= {"name": key.name, "new_name": new.name}
+        # Runs may call a model by its name alone, if that means no other.
+        names["bare"] = key.name if len(same_name) == 1 else str(key)
         with self.store.transaction(durable=True) as db:
-            bare = sum(known.key.name == key.name for known in self.models.list()) == 1
-            self.models.rename(db, key, new)
-            self.jobs.rename(db, key, new)
-            self.calls.rename(db, key, new, bare=bare)
-            db.execute(
-                "UPDATE renames SET done = 1 WHERE project = ? AND name = ? AND new_name = ?",
-                (key.project, key.name, new.name),
-            )
+            for statement in UPDATES:
+                db.execute(statement, names)
         say("model renamed", model=str(key), to=str(new))
