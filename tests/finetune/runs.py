@@ -374,7 +374,7 @@ def _record(event: Line) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from hone.report import metrics, plots, report
+    from hone.report import metrics, report
     from hone.report.history import History
 
     for name in sys.argv[2:] or STORIES:
@@ -384,5 +384,4 @@ if __name__ == "__main__":
             old.unlink()
         history = History.of(map(parse, tell(STORIES[name], place)))
         metrics.write(place, history)
-        plots.reward_plot(history, place / "reward_plot.png")
         report.write(place)

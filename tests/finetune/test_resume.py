@@ -222,7 +222,6 @@ def measured(*means: float | None) -> list[Validation]:
             rewards={"a": [] if mean is None else [mean]},
             policy_failures=0,
             failure_reward=None,
-            dropped=True,
             error="failed" if mean is None else None,
         )
         for epoch, mean in enumerate(means)

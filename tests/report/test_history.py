@@ -6,7 +6,6 @@ from tests.report.test_metrics import history_of, started
 from tests.report.test_plots import validation
 from tests.report.test_report import log
 
-from hone.report.curves import curves
 from hone.report.outcome import measure
 
 
@@ -27,16 +26,14 @@ def test_the_best_is_the_first_of_the_highest():
     assert history_of([started(), *validations(None)]).best is None
 
 
-def test_of_equal_validations_report_and_plot_name_the_same_step_as_the_run(tmp_path: Path):
+def test_of_equal_validations_the_report_names_the_same_step_as_the_run(tmp_path: Path):
     lines = [started(), *validations(0.1, 0.4, 0.2, 0.4)]
     outcome = measure(log(tmp_path, *lines))
     assert outcome.best is not None and (outcome.best.step, outcome.best.epoch) == (1, 1)
     assert outcome.best_step == 1
-    assert curves(history_of(lines)).best == (1.0, 1)
 
 
 def test_where_nothing_beat_the_untrained_model_that_is_the_best(tmp_path: Path):
     lines = [started(), *validations(0.4, 0.4)]
     outcome = measure(log(tmp_path, *lines))
     assert outcome.best is not None and outcome.best.step == outcome.best_step == 0
-    assert curves(history_of(lines)).best == (0.0, 0)

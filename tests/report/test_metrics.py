@@ -121,7 +121,9 @@ def test_phases_add_up_to_the_time_since_the_command():
         started(10.0, began=2.0),
         {"at": 13.0, "type": "preflight", "checks": []},
         started_epoch(14.0),
-        done | {"phases": {"rollout_s": 40.0, "learn_s": 20.0, "validate_s": 0.0, "other_s": 6.0}},
+        collected(0, 0.5, at=54.0),
+        job(0) | {"at": 74.0},
+        done | {"phases": {}},
         {"at": 80.0, "type": "validation_started", "epoch": 1, "rollouts": 1},
         validation | {"rewards": {"a": [0.5]}, "failures": 0, "seconds": 5.0},
         {"at": 90.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
@@ -156,16 +158,16 @@ def test_an_epoch_that_never_ended_took_its_time_too():
         },
         {"at": 43.0, "type": "run_interrupted"},
     ]
-    # 2 s of start, rollouts from 2 to 32, the job from 33 to 43; one second belongs to nobody.
+    # 2 s of start, rollouts from 2 to 32, the job from 32 to 43.
     expected = {
         "start_s": 2.0,
         "rollout_s": 30.0,
-        "learn_s": 10.0,
+        "learn_s": 11.0,
         "validate_s": 0.0,
-        "other_s": 1.0,
+        "other_s": 0.0,
     }
     assert history_of(log).phases == expected
-    # Started again at 103 by a command of 100, it finds its job and ends it: what was measured adds up.
+    # Started again at 103 by a command of 100, it finds its job and ends it.
     done = {"at": 110.0, "type": "epoch_done", "epoch": 0, "status": "completed"}
     log += [
         started(103.0, began=100.0, session=2),
@@ -180,16 +182,16 @@ def test_an_epoch_that_never_ended_took_its_time_too():
             "groups": 2,
         },
         job(0) | {"at": 109.0},
-        done | {"phases": {"rollout_s": 0.0, "learn_s": 4.5, "validate_s": 0.0, "other_s": 0.5}},
+        done | {"phases": {}},
     ]
     history = history_of(log)
-    # 43 s and 10 s. Start 2 + 4, learning 10 + 4.5, other 53 - 6 - 30 - 14.5 = 2.5.
+    # 43 s and 10 s. Start 2 + 4, learning 11 + 5, and one second after the job.
     expected = {
         "start_s": 6.0,
         "rollout_s": 30.0,
-        "learn_s": 14.5,
+        "learn_s": 16.0,
         "validate_s": 0.0,
-        "other_s": 2.5,
+        "other_s": 1.0,
     }
     assert history.seconds == 53.0 and history.phases == expected
 

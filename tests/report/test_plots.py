@@ -1,4 +1,4 @@
-"""report/curves.py and plots.py: what is drawn, worked out by hand; every story can be drawn."""
+"""report/plots.py: what is drawn, worked out by hand; every story can be drawn."""
 
 import math
 import struct
@@ -10,9 +10,10 @@ from tests.finetune.runs import STORIES, Story, events
 from tests.report.test_metrics import collected, history_of, rollout, started
 
 from hone.report import plots
-from hone.report.curves import curves, smoothed
 from hone.report.estimate import Estimate
 from hone.report.history import History
+from hone.report.outcome import Outcome
+from hone.report.plots import held_out_rewards, smoothed, training_rewards
 from hone.report.text import duration, interval, number
 
 
@@ -29,6 +30,17 @@ def validation(epoch: int, rewards: dict[str, list[float]], mean: float | None) 
     return event | {"failures": 0, "seconds": 1.0}
 
 
+def labels(lines: list[dict] | History) -> list[list[str]]:
+    """What the legend of each axis names."""
+    history = lines if isinstance(lines, History) else history_of(lines)
+    legends = [axis.get_legend() for axis in plots.reward_figure(history).axes]
+    return [[text.get_text() for text in legend.get_texts()] for legend in legends if legend]
+
+
+def title(lines: list[dict]) -> tuple[str, str]:
+    return plots.title(Outcome.of(history_of(lines)))
+
+
 def test_the_lines_are_the_numbers():
     lines = [
         started(),
@@ -43,38 +55,52 @@ def test_the_lines_are_the_numbers():
         collected(2, 0.7, share=0.3),
         collected(3, 0.7, share=0.5),
     ]
-    drawn = curves(history_of(lines))
-    # Both examples of epoch 0 have the mean 0.5: no width. Epoch 1 gave nothing: no value.
-    assert drawn.training[0].value == Estimate(0.5, 0.5, 0.5, 2)
-    assert [p.x for p in drawn.training] == [0.0, 1.0, 2.0, 3.0]
-    assert drawn.training[1].value is None
-    # No rollouts are known of epoch 2, so it has a mean without an interval.
-    assert drawn.training[2].value == Estimate(0.7, None, None, 0)
-    # [0, 1] is resampled to 0, 0.5 or 1 at 1/4, 1/2, 1/4.
-    assert [p.value for p in drawn.held_out] == [
-        Estimate(0.5, 0.0, 1.0, 2),
-        None,
-        Estimate(1.0, 1.0, 1.0, 2),
+    # Both examples of epoch 0 have the mean 0.5: no width. Epoch 1 gave nothing: no value. No
+    # rollouts are known of epochs 2 and 3, so they have a mean without an interval.
+    assert training_rewards(history_of(lines)) == [
+        (0.0, Estimate(0.5, 0.5, 0.5, 2)),
+        (1.0, None),
+        (2.0, Estimate(0.7, 0.7, 0.7, 0)),
+        (3.0, Estimate(0.7, 0.7, 0.7, 0)),
     ]
-    assert drawn.percentile == [(0.0, 1.0), (1.0, 1.0), (2.0, 0.3), (3.0, 0.5)]
-    assert drawn.expansions == [(3.0, 0.5)]
-    assert drawn.filtered == []  # nothing was filtered out
-    assert drawn.bounds == (0.0, 1.0)
-    assert drawn.best is None  # the newest is the best
+    # The t interval of [0, 1] is cut to the range of the rewards.
+    assert held_out_rewards(history_of(lines)) == [
+        (0.0, Estimate(0.5, 0.0, 1.0, 2)),
+        (1.0, None),
+        (2.0, Estimate(1.0, 1.0, 1.0, 2)),
+    ]
+    # A gap is a cross. Nothing was filtered out, and the newest step is the best.
+    assert labels(lines) == [["training", "nothing collected", "held out", "validation failed"]]
+    rewards, strip = plots.reward_figure(history_of(lines)).axes
+    assert rewards.get_ylim() == (-0.04, 1.04)
+    assert [text.get_text() for text in strip.texts] == ["100%", "30%", "50%"]
 
 
 def test_the_best_step_is_marked_where_it_is_not_the_newest():
     lines = [started(), validation(0, {"a": [0.1]}, 0.1), validation(4, {"a": [0.9]}, 0.9)]
+    assert labels(lines) == [["held out"]]
     lines.append(validation(6, {"a": [0.5]}, 0.5))
-    assert curves(history_of(lines)).best == (4.0, 4)
+    assert labels(lines) == [["held out", "best, step 4"]]
+    # Of equal ones the first; the untrained model, where nothing beat it.
+    lines = [started(), validation(0, {"a": [0.4]}, 0.4), validation(1, {"a": [0.4]}, 0.4)]
+    assert labels(lines) == [["held out", "best, step 0"]]
 
 
 def test_rounds_stand_between_the_epochs_and_restarts_where_they_happened():
-    drawn = curves(History.of(events(Story(epochs=2, rounds=4, interval=1, examples=4))))
-    assert [p.x for p in drawn.training] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
-    drawn = curves(History.of(events(STORIES["resumed"])))
-    assert drawn.resumed == [4.0, 9.0]
-    assert curves(History.of(events(STORIES["failed"]))).job_failures == [6.0]
+    history = History.of(events(Story(epochs=2, rounds=4, interval=1, examples=4)))
+    xs = [x for x, _ in training_rewards(history)]
+    assert xs == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
+    history = History.of(events(STORIES["resumed"]))
+    assert history.resumed_at == [4.0, 9.0]
+    assert labels(history) == [["training", "held out", "best, step 10", "resumed"]]
+    assert labels(History.of(events(STORIES["failed"])))[0][-1] == "job failed"
+
+
+def test_what_was_learned_from_is_a_line_where_that_is_not_everything():
+    lines = [started(), collected(0, 0.5), collected(1, 0.5)]
+    assert labels(lines) == [["training"]]
+    lines[1]["metrics"]["filtered_avg_reward"] = 0.75
+    assert labels(lines) == [["training", "learned from"]]
 
 
 def test_a_gap_stays_a_gap_when_smoothed():
@@ -94,92 +120,64 @@ def test_every_story_can_be_drawn(name: str, tmp_path: Path):
 
 
 def test_what_two_evaluators_measured_shares_no_axis():
-    history = History.of(events(STORIES["apart"]))
-    whole = curves(history)
-    held_out, training = whole.by_evaluator()
-    assert held_out.labels[1] == "held out, by reward (exact_match)"
-    assert training.labels[0] == "training, by reward (agent.py:shaped)"
-    assert (held_out.training, held_out.filtered, training.held_out) == ([], [], [])
-    assert (held_out.held_out, training.training) == (whole.held_out, whole.training)
+    figure = plots.reward_figure(History.of(events(STORIES["apart"])))
+    assert labels(History.of(events(STORIES["apart"]))) == [
+        ["held out, by reward (exact_match)", "validation failed"],
+        ["training, by reward (agent.py:shaped)", "learned from"],
+    ]
     # Right or wrong on one axis, the shaped reward from -2 to 3 on the other.
-    assert (held_out.bounds, training.bounds) == ((0.0, 1.0), (-2.0, 3.0))
-    assert whole.bounds == (-2.0, 3.0)
+    held_out, training, _ = (axis.get_ylim() for axis in figure.axes)
+    assert held_out == (-0.04, 1.04) and training[0] < 0 and training[1] > 2
 
 
 def test_one_evaluator_has_one_axis_and_temperature_0_is_named():
     lines = [started(evaluator="match"), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
-    drawn = curves(history_of(lines))
-    assert drawn.by_evaluator() == [drawn]
-    assert drawn.labels == ("training", "held out")
+    assert labels(lines) == [["training", "held out"]]
     lines[0]["validation_greedy"] = True
-    assert curves(history_of(lines)).labels == ("training", "held out at temperature 0")
+    assert labels(lines) == [["training", "held out at temperature 0"]]
     # Runs of before this was recorded.
-    assert not curves(history_of([started(), *lines[1:]])).two_evaluators
+    assert labels([started(), *lines[1:]]) == [["training", "held out"]]
 
 
 def test_a_name_is_no_formula(tmp_path: Path):
     named: dict[str, Any] = {"evaluator": "cost in $ and $x^{", "validation_evaluator": "$"}
     lines = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
-    assert size(plots.rewards(history_of(lines), plots.WIDE)) == (1500, 1014)
+    plots.reward_plot(history_of(lines), tmp_path / "plot.png")
+    assert size((tmp_path / "plot.png").read_bytes()) == (1500, 1014)
 
 
-def test_there_is_a_picture_for_a_phone():
-    history = History.of(events(STORIES["curriculum"]))
-    assert size(plots.rewards(history, plots.NARROW)) == (920, 880)
-
-
-def test_a_run_that_has_not_begun_can_be_drawn():
-    history = history_of([started()])
-    assert size(plots.rewards(history, plots.WIDE)) == (1500, 780)
-    assert plots.headline(history) == ("No reward yet", "")
+def test_a_run_that_has_not_begun_can_be_drawn(tmp_path: Path):
+    for lines in ([started()], [started(), collected(0, None, low=None, high=None)]):
+        plots.reward_plot(history_of(lines), tmp_path / "plot.png")
+        assert size((tmp_path / "plot.png").read_bytes()) == (1500, 780)
+    assert title([started()]) == ("No reward yet", "")
     ended = {"at": 9.0, "type": "run_finished", "status": "failed", "message": "", "step": 0}
     ended["seconds"] = 9.0
-    assert plots.headline(history_of([started(), ended])) == ("No reward", "")
-    assert plots.learning(history, plots.WIDE) is None
-    history = history_of([started(), collected(0, None, low=None, high=None)])
-    assert size(plots.rewards(history, plots.WIDE)) == (1500, 780)
+    assert title([started(), ended]) == ("No reward", "")
+    assert plots.learning(history_of([started()])) is None
 
 
 @pytest.mark.parametrize("deltas", [[0.0], [1.0, -1.0], [0.0] * 300, [i / 99 for i in range(99)]])
 def test_changes_of_any_shape_can_be_drawn(deltas: list[float]):
-    assert size(plots.example_changes(deltas, plots.WIDE))[0] == 1500
+    assert size(plots.example_changes(deltas))[0] == 1500
 
 
-def test_the_headline_says_the_finding():
+def test_the_title_says_the_finding():
     lines = [started(), validation(0, {str(i): [0.0] for i in range(8)}, 0.0)]
     lines.append(validation(1, {str(i): [1.0] for i in range(8)}, 1.0))
-    title, note = plots.headline(history_of(lines))
-    assert title == "Held-out reward 0.00 \u2192 1.00"
-    assert note == "+1.00 (95% interval +1.00 to +1.00), 8 examples, p = 0.008"
-
-
-def test_the_headline_of_gaps_and_of_one_epoch():
-    lines = [started(), validation(0, {}, None)]
-    assert plots.headline(history_of([*lines, collected(0, 0.5)])) == (
-        *("Training reward 0.50", "of one epoch"),
+    assert title(lines) == (
+        "Held-out reward 0.00 \u2192 1.00",
+        "+1.00 (95% interval +1.00 to +1.00), 8 examples, p = 0.008",
     )
-    lines += [
-        validation(2, {"a": [0.0], "b": [0.0]}, 0.0),
-        validation(4, {"a": [1.0], "b": [1.0]}, 1.0),
-    ]
-    title, note = plots.headline(history_of(lines))
-    assert title == "Held-out reward 0.00 \u2192 1.00"
-    assert note.endswith("2 examples, p = 0.50, baseline after 2 epochs")
-    # Rounds count by what they weigh: (0.2 * 10 + 0.8 * 30) / 40 = 0.65.
-    lines = [started(), collected(0, 0.2, n=10), collected(0, 0.8, n=30, round=1)]
-    assert plots.headline(history_of(lines))[0] == "Training reward 0.65"
 
 
-def test_the_headline_of_one_validation():
+def test_the_title_of_a_run_with_nothing_to_compare():
     lines = [started(), validation(0, {"a": [0.25]}, 0.25)]
-    assert plots.headline(history_of(lines)) == (
-        *("Held-out reward 0.25 before training", "of one validation"),
+    assert title(lines) == ("Held-out reward 0.25", "")
+    assert title([*lines, collected(0, 0.5)]) == ("Training reward 0.50", "")
+    assert title([started(), validation(0, {}, None), collected(0, 0.5)])[0] == (
+        "Training reward 0.50"
     )
-    assert plots.headline(history_of([*lines, collected(0, 0.5)])) == (
-        *("Training reward 0.50", "of one epoch; held out 0.25 before training"),
-    )
-    lines = [started(), validation(0, {}, None), validation(2, {"a": [0.5]}, 0.5)]
-    assert plots.headline(history_of(lines))[0] == "Held-out reward 0.50 after 2 epochs"
 
 
 def test_numbers_in_words():
@@ -190,5 +188,5 @@ def test_numbers_in_words():
         interval(Estimate(-0.2, -0.4, 0.01, 9)) == "\u22120.20 (95% interval \u22120.40 to +0.01)"
     )
     assert [duration(s) for s in (0.04, 9.96, 59.4, 60, 95, 3600, 3725, 90000, 200000)] == [
-        *("0.0 s", "10 s", "59 s", "1 min", "1 min 35 s", "1 h", "1 h 2 min", "25 h", "2 d 7 h")
+        *("0.0 s", "10 s", "59 s", "1 min", "1 min 35 s", "1 h", "1 h 2 min", "1 d 1 h", "2 d 7 h")
     ]

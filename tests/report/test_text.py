@@ -1,4 +1,4 @@
-"""words.py: numbers as people read them."""
+"""report/text.py: numbers as people read them."""
 
 from hone.report.estimate import Estimate
 from hone.report.text import counted, duration, interval, number, signed

@@ -17,9 +17,8 @@ from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
 from hone.finetune.curriculum import Curriculum, none_collected
 from hone.finetune.records import RolloutRecord, TrainingStatusEnum
-from hone.report.history import History
+from hone.report.history import History, Validation
 from hone.report.text import counted
-from hone.report.validations import Validation
 
 if TYPE_CHECKING:
     from hone.config.schema import EarlyStoppingConfig, FinetuneConfig

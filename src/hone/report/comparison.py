@@ -13,8 +13,7 @@ is better than the first, nothing was chosen. docs/design/0002-verdicts.md has t
 
 from dataclasses import dataclass
 
-from hone.report.history import History
-from hone.report.validations import Validation
+from hone.report.history import History, Validation
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ be read is skipped: examples illustrate, and the numbers do not come from here.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-IMPROVED, WORSE, FAILING, SAME = "improved", "got worse", "still failing", "unchanged"
-UNSCORED = "could not be scored"
-MOST = {IMPROVED: 3, WORSE: 2, FAILING: 1, UNSCORED: 1}
+MOST = {"improved": 3, "got worse": 2, "still failing": 1, "could not be scored": 1}
+"""Examples that are shown of each kind."""
 LONGEST = 700
 """Characters of a text that are shown."""
 
@@ -45,10 +45,8 @@ def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> l
     """
     first, last = _records(before), _records(after)
     both = [_example(first[id], last[id], failure_reward) for id in first if id in last]
-    chosen: list[Example] = []
-    for kind, most in MOST.items():
-        of_kind = [example for example in both if example.kind == kind]
-        chosen += sorted(of_kind, key=_change, reverse=True)[:most]
+    both.sort(key=lambda e: abs((e.after.reward or 0) - (e.before.reward or 0)), reverse=True)
+    chosen = [e for kind, n in MOST.items() for e in [e for e in both if e.kind == kind][:n]]
     return chosen or both[:1]
 
 
@@ -65,38 +63,22 @@ def _records(path: Path) -> dict[str, dict[str, Any]]:
     """The first generation of each example, in the order of the file; a later line counts."""
     records: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
+        with suppress(ValueError, AttributeError, KeyError):
             record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("generation") == 0 and "example" in record:
-            records[record["example"]] = record
+            if record.get("generation") == 0:
+                records[record["example"]] = record
     return records
 
 
 def _example(first: dict[str, Any], last: dict[str, Any], failure_reward: float | None) -> Example:
     before, after = _answer(first, failure_reward), _answer(last, failure_reward)
-    return Example(
-        id=str(first["example"]),
-        kind=_kind(before.reward, after.reward),
-        input=shown(first.get("input")),
-        before=before,
-        after=after,
-    )
-
-
-def _kind(before: float | None, after: float | None) -> str:
-    if before is None or after is None:
-        return UNSCORED
-    if after != before:
-        return IMPROVED if after > before else WORSE
-    # Whether an unchanged reward is a bad one is known only for the usual scale.
-    return FAILING if after <= 0 else SAME
-
-
-def _change(example: Example) -> float:
-    before, after = example.before.reward, example.after.reward
-    return 0.0 if before is None or after is None else abs(after - before)
+    if before.reward is None or after.reward is None:
+        kind = "could not be scored"
+    elif before.reward != after.reward:
+        kind = "improved" if after.reward > before.reward else "got worse"
+    else:  # whether an unchanged reward is a bad one is known only for the usual scale
+        kind = "still failing" if after.reward <= 0 else "unchanged"
+    return Example(str(first["example"]), kind, shown(first.get("input")), before, after)
 
 
 def _answer(record: dict[str, Any], failure_reward: float | None) -> Answer:
@@ -106,14 +88,10 @@ def _answer(record: dict[str, Any], failure_reward: float | None) -> Answer:
             reward = failure_reward
         why = ": ".join(str(failure[k]) for k in ("kind", "reason", "message") if failure.get(k))
         return Answer(f"failed ({why})", reward)
-    return Answer(shown(_last_reply(record) if output in (None, "") else output), reward)
-
-
-def _last_reply(record: dict[str, Any]) -> Any:
-    """The model's last message, for a workflow that returns nothing."""
-    messages = record.get("messages") or []
-    last = next((m for m in reversed(messages) if m.get("role") == "assistant"), {})
-    return last.get("content") or last.get("tool_calls")
+    if output in (None, ""):  # a workflow that returns nothing: the model's last message
+        replies = [m for m in record.get("messages") or [] if m.get("role") == "assistant"]
+        output = (replies[-1].get("content") or replies[-1].get("tool_calls")) if replies else None
+    return Answer(shown(output), reward)
 
 
 def shown(value: Any) -> str:

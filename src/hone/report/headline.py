@@ -4,76 +4,70 @@ In:   an Outcome
 Out:  a headline, a few sentences, and a tone
 
 A run that failed, was interrupted or learned nothing says that before anything else. The sentences
-name whatever makes two numbers less comparable than they look: validations that failed, examples
+name whatever makes two numbers less comparable than they look: the steps that are compared, examples
 that only one of them scored, rewards of training examples.
 """
 
-from hone.report.blocks import Tone
 from hone.report.estimate import MIN_PAIRS, Estimate
-from hone.report.metrics import reward_history
 from hone.report.outcome import Outcome
-from hone.report.text import counted, interval, number, p_value, when
-from hone.report.validations import Validation
-
-NAME_EXAMPLES = "Name held-out examples with --validation_dataset."
+from hone.report.text import counted, interval, number, p_value
 
 
-def answer(outcome: Outcome) -> tuple[str, str, Tone]:
-    """Headline, what it rests on, tone."""
+def headline(outcome: Outcome) -> tuple[str, str, str]:
+    """Headline, what it rests on, and a tone: good, bad or unsure."""
     history, planned = outcome.history, outcome.history.run.epochs
     change, basis, tone = _change(outcome)
-    done = f"{len(history.done)} of {counted(planned, 'epoch')}"
-    message = _sentence((history.finished and history.finished.message) or "")
-    so_far = f"{change[:1].lower()}{change[1:]}. {basis}".strip()
+    message = _sentence(history.finished.message if history.finished else None)
     if history.status == "completed":
-        early = f" {message}" if len(history.done) < planned and message else ""
-        return change, basis + early, tone
+        stopped_early = len(history.done) < planned
+        return change, f"{basis} {message}".strip() if stopped_early else basis, tone
+    done = f"after {len(history.done)} of {counted(planned, 'epoch')}"
+    so_far = f"So far: {change[:1].lower()}{change[1:]}. {basis}"
     if history.status == "unfinished":
         resume = "It is not finished; the command below resumes it."
-        return f"The run was interrupted after {done}", f"{resume} So far: {so_far}", "unsure"
-    failed = history.status == "failed"
-    head = "The run failed" if failed else f"The run ended with the status {history.status}"
-    return f"{head} after {done}", f"{message} Before that: {so_far}", "bad" if failed else "unsure"
+        return f"The run was interrupted {done}", f"{resume} {so_far}", "unsure"
+    ended = "failed" if history.status == "failed" else f"ended with the status {history.status}"
+    return f"The run {ended} {done}", f"{message} {so_far}", "bad"
 
 
-def _change(outcome: Outcome) -> tuple[str, str, Tone]:
+def _change(outcome: Outcome) -> tuple[str, str, str]:
     first, last, gain = outcome.baseline, outcome.tuned, outcome.gain
-    idle = [f"No job changed the model: {_sentence(outcome.idle)}"] if outcome.idle else []
+    if outcome.idle:
+        reason = f"No job changed the model: {_sentence(outcome.idle)}"
+        return "Nothing was learned", reason, "unsure"
+    if outcome.history.run.validation_examples or outcome.history.validations:
+        missing, hint = "Fewer than two validations have a reward", []
+    else:
+        missing = "There are no held-out examples"
+        hint = ["Name held-out examples with --validation_dataset."]
     if first is None or last is None or gain is None:
-        head = "Nothing was learned" if idle else "There is nothing to compare"
-        return head, " ".join([*idle, *_why_nothing(outcome)]), "unsure"
+        reason = f"{missing}, and fewer than two epochs have training rewards."
+        return "There is nothing to compare", " ".join([reason, *hint]), "unsure"
     what = "held-out reward" if outcome.held_out else "training reward"
-    moved = f"from {number(first.value.mean)} to {number(last.value.mean)}"
-    if idle:
-        chance = f"The {what} still went {moved}, which is chance: the model did not change."
-        return "Nothing was learned", f"{idle[0]} {chance}", "unsure"
-    head, tone = _verdict(outcome, what, moved)
+    moved = f"from {number(first.mean)} to {number(last.mean)}"
+    head, tone = {
+        "better": (f"{what.capitalize()} rose {moved}", "good" if outcome.held_out else "unsure"),
+        "worse": (f"{what.capitalize()} fell {moved}", "bad"),
+    }.get(outcome.verdict, (f"No significant change: {what} went {moved}", "unsure"))
+    steps = f" from step {first.step} to step {last.step}" if last.step is not None else ""
     p = f", {p_value(gain)}" if gain.p is not None else ""
-    change = f"The change is {interval(gain)}{_paired(outcome, gain)}{p}."
-    basis = [change, _certainty(outcome, gain)]
+    change = f"The change{steps} is {interval(gain)}{_paired(outcome, gain)}{p}."
+    basis = [change, _certainty(outcome, gain), *_choice(outcome), *_failures(outcome)]
     if not outcome.held_out:
-        return (
-            head,
-            " ".join([_why_training(outcome), *basis]),
-            "unsure" if tone == "good" else tone,
+        epochs = f"epoch {first.epoch + 1} and epoch {last.epoch + 1}"
+        training = (
+            f"{missing}, so these are the rewards of {epochs} on the training examples, which "
         )
-    basis += [*_choice(outcome), *_failures(outcome), *_gaps(outcome)]
+        basis = [f"{training}a model can memorize.", *hint, *basis]
     return head, " ".join(basis), tone
 
 
-def _verdict(outcome: Outcome, what: str, moved: str) -> tuple[str, Tone]:
-    if outcome.verdict == "better":
-        return f"{what.capitalize()} rose {moved}", "good"
-    if outcome.verdict == "worse":
-        return f"{what.capitalize()} fell {moved}", "bad"
-    return f"No significant change: {what} went {moved}", "unsure"
-
-
 def _paired(outcome: Outcome, gain: Estimate) -> str:
+    """The examples that are compared; some may have a reward under one of the policies only."""
     if not outcome.deltas:
         return " between different examples"
     assert outcome.baseline is not None and outcome.tuned is not None
-    most = max(outcome.baseline.value.n, outcome.tuned.value.n)
+    most = max(outcome.baseline.n, outcome.tuned.n)
     if outcome.compared is not None:
         most = max(most, outcome.compared.before.num_examples, outcome.compared.after.num_examples)
     if gain.n < most:  # its mean is then not the difference of the two means
@@ -83,8 +77,6 @@ def _paired(outcome: Outcome, gain: Estimate) -> str:
 
 def _certainty(outcome: Outcome, gain: Estimate) -> str:
     """What the p value says. It decides; if the interval seems to disagree, the reason."""
-    if gain.p is None:
-        return "One example says nothing about others."
     if gain.n < MIN_PAIRS:
         return f"Fewer than {MIN_PAIRS} examples cannot show a significant change."
     if not gain.certain and gain.leaves_out_0:
@@ -107,88 +99,25 @@ def _choice(outcome: Outcome) -> list[str]:
     compared = outcome.compared
     if compared is None or compared.chosen_of < 2:
         return []
-    after = compared.after
-    name = f"Step {after.step}" if after.step is not None else f"The policy {when(after.epoch)}"
-    chosen = f"{name} was chosen as the best of {compared.chosen_of} validated steps"
+    chosen = f"The step was chosen as the best of {compared.chosen_of} validated steps"
     if compared.fresh:
         return [f"{chosen}; it and the first step then answered every example again."]
-    basis = [f"{chosen} by these same answers."]
-    basis.append("The p value allows for that choice; the interval does not.")
-    if outcome.history.run.validation_greedy:
-        basis.append("At temperature 0, answering again would repeat the answers.")
-    elif outcome.history.status != "completed":
-        basis.append("At the end of a run both steps answer again.")
-    return basis
+    same = "by these same answers. The p value allows for that choice; the interval does not."
+    return [f"{chosen} {same}"]
 
 
 def _failures(outcome: Outcome) -> list[str]:
     """How many rollouts failed because of the model, and what reward they count as."""
-    compared = outcome.compared
-    if compared is None or not (compared.before.policy_failures or compared.after.policy_failures):
+    if outcome.compared is None:
         return []
-    before, after = compared.before, compared.after
-    worth = before.failure_reward if after.failure_reward is None else after.failure_reward
+    before, after = outcome.compared.before, outcome.compared.after
+    if not before.policy_failures and not after.policy_failures:
+        return []
+    reward = before.failure_reward if after.failure_reward is None else after.failure_reward
     return [
-        f"{_rate(before)} of the rollouts failed because of the model before and {_rate(after)} "
-        f"after; each counts as {number(worth)} on both sides."
+        f"{before.failure_rate or 0.0:.0%} of the rollouts failed because of the model before and "
+        f"{after.failure_rate or 0.0:.0%} after; each counts as {number(reward)} on both sides."
     ]
-
-
-def _rate(validation: Validation) -> str:
-    return f"{validation.failure_rate or 0.0:.0%}"
-
-
-def _gaps(outcome: Outcome) -> list[str]:
-    """What is compared instead, if the first or the last validation has no reward."""
-    assert outcome.baseline is not None and outcome.tuned is not None
-    first, last, gaps = outcome.baseline.epoch, outcome.tuned.epoch, []
-    if first:
-        gaps.append(f"No validation before training has a reward, so 'before' is {when(first)}.")
-    newest = outcome.history.validations[-1]
-    if newest.mean is None and newest.epoch > last:
-        gaps.append(f"The validation {when(newest.epoch)} failed, so 'after' is {when(last)}.")
-    return gaps
-
-
-def _why_training(outcome: Outcome) -> str:
-    """Why training rewards are compared."""
-    first, last = outcome.baseline, outcome.tuned
-    assert first is not None and last is not None
-    so = f"so these are the rewards of epoch {first.epoch + 1} and epoch {last.epoch + 1} on the "
-    so += "training examples, which a model can memorize."
-    if not outcome.history.run.validation_examples:
-        return f"There are no held-out examples, {so} {NAME_EXAMPLES}"
-    return f"{_validations(outcome)}, {so}"
-
-
-def _validations(outcome: Outcome) -> str:
-    """How many validations there were, and their rewards; no full stop."""
-    history, scored = outcome.history, outcome.history.scored
-    if not history.validations:
-        return "No validation was run yet"
-    if not scored:
-        return "No validation has a reward"
-    failed = len(history.validations) - len(scored)
-    one = f"Only one validation has a reward, {number(scored[0].mean)} {when(scored[0].epoch)}"
-    return f"{one} ({failed} failed)" if failed else one
-
-
-def _why_nothing(outcome: Outcome) -> list[str]:
-    history = outcome.history
-    held_out = bool(history.run.validation_examples or history.validations)
-    reasons = [f"{_validations(outcome)}."] if held_out else []
-    epochs = [e for e in reward_history(history) if e["avg_reward"] is not None]
-    if not epochs:
-        reasons.append("No training rollout has a reward.")
-    elif len(epochs) == 1:
-        number_, mean = epochs[0]["epoch"] + 1, number(epochs[0]["avg_reward"])
-        reasons.append(
-            f"Only epoch {number_} has training rewards (mean {mean}), earned before the model was "
-            "trained on them."
-        )
-    if not held_out and history.status == "completed":
-        reasons.append(NAME_EXAMPLES)
-    return reasons
 
 
 def _sentence(text: str | None) -> str:

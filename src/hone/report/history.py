@@ -10,6 +10,7 @@ was trained. Times are the exception: all of them were spent.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Self
 
 from hone.events import (
@@ -24,12 +25,9 @@ from hone.events import (
     RoundEvent,
     RunFinished,
     RunStarted,
-    ValidationDone,
     ValidationResult,
-    ValidationStarted,
     WarningLogged,
 )
-from hone.report.validations import Validation
 
 
 @dataclass(slots=True)
@@ -75,51 +73,84 @@ class Round:
         return groups
 
 
-PHASES = ("start_s", "rollout_s", "learn_s", "validate_s")
-"""Start is the time from the command to the first rollout: server, model, checks."""
-_PHASE_AFTER = {
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """One pass over the held-out examples.
+
+    A rollout that failed because of the model counts: with the reward that the configuration gives
+    it, or under `drop` with the run's `failure_reward`. A rollout that failed because of its
+    environment does not count.
+    """
+
+    epoch: int
+    """Epochs that the policy was trained for."""
+    step: int | None
+    at: float
+    mean: float | None
+    """None if the validation failed."""
+    min: float | None
+    max: float | None
+    num_examples: int
+    failures: int
+    """Rollouts without a reward of their own."""
+    policy_failures: int
+    """Rollouts that failed because of the model."""
+    failure_reward: float | None
+    """Reward of each of those; None if there are none."""
+    rewards: dict[str, list[float]]
+    """Rewards that count, by example."""
+    error: str | None
+
+    @classmethod
+    def of(cls, result: ValidationResult, failure_reward: float) -> Self:
+        """`failure_reward`: reward of a policy failure under `drop`."""
+        failed, dropped = result.policy_failures or {}, result.on_policy_failure == "drop"
+        reward = failure_reward if dropped else float(result.on_policy_failure)
+        rewards = {e: [r for r in all_ if r is not None] for e, all_ in result.rewards.items()}
+        if dropped:
+            for example, n in failed.items():
+                rewards.setdefault(example, []).extend([reward] * n)
+        counted = [r for all_ in rewards.values() for r in all_]
+        mean, low, high = result.avg_reward, result.min_reward, result.max_reward
+        if failed and counted and not result.error:
+            mean, low, high = fmean(counted), min(counted), max(counted)
+        examples = result.num_examples
+        return cls(
+            epoch=result.epoch,
+            step=result.step,
+            at=result.at,
+            mean=mean,
+            min=low,
+            max=high,
+            num_examples=len(rewards) if examples is None else examples,
+            failures=result.failures,
+            policy_failures=sum(failed.values()),
+            failure_reward=reward if failed else None,
+            rewards={example: values for example, values in rewards.items() if values},
+            error=result.error,
+        )
+
+    @property
+    def unscored(self) -> int:
+        """Examples without any reward: all of their rollouts failed because of the environment."""
+        return max(self.num_examples - len(self.rewards), 0)
+
+    @property
+    def failure_rate(self) -> float | None:
+        """Share of policy failures among the rollouts that count; None without any."""
+        counted = sum(map(len, self.rewards.values()))
+        return self.policy_failures / counted if counted else None
+
+
+PHASE_AFTER = {
+    "run_started": "start_s",
     "epoch_started": "rollout_s",
+    "epoch_collected": "learn_s",
     "validation_started": "validate_s",
-    "job_submitted": "learn_s",
-    "epoch_collected": None,
-    "job_done": None,
-    "job_failed": None,
-    "validation": None,
-    "final_validation": None,
-    "epoch_done": None,
+    **dict.fromkeys(("job_done", "job_failed", "epoch_done"), "other_s"),
+    **dict.fromkeys(("validation", "final_validation"), "other_s"),
 }
-"""Phase that begins with an event; None if one ends."""
-
-
-class _Clock:
-    """Seconds by phase, as epochs measured them; from the times of events where none did."""
-
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self._estimated: dict[str, float] = {}
-        """Part of `spent` that a measured value will replace."""
-        self._phase: str | None = None
-        self._last = 0.0
-
-    def add(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._estimated, self._phase, self._last = {}, "start_s", event.command_at
-        if self._phase is not None:
-            self.spent[self._phase] += event.at - self._last
-            estimated = self._estimated.get(self._phase, 0.0)
-            self._estimated[self._phase] = estimated + event.at - self._last
-        self._last = event.at
-        if isinstance(event, ValidationResult):
-            self._replace("validate_s", event.seconds)
-        elif isinstance(event, EpochDone):
-            for name in ("rollout_s", "learn_s"):
-                self._replace(name, event.phases.get(name))
-        self._phase = _PHASE_AFTER.get(event.type, self._phase)
-
-    def _replace(self, name: str, measured: float | None) -> None:
-        estimated = self._estimated.pop(name, 0.0)
-        if measured is not None:
-            self.spent[name] += measured - estimated
+"""Phase that begins with an event. Start is from the command to the first rollout."""
 
 
 class History:
@@ -134,10 +165,11 @@ class History:
         """How the newest session ended."""
         self.warnings: list[str] = []
         self.resumed_at: list[float] = []
-        """Epochs that were done when a session after the first began to work."""
+        """Epochs that were done when each session after the first began."""
         self.done: dict[int, EpochDone] = {}
         self.calls = self.tokens = self.rollouts = 0
         """Totals, those of interrupted rounds included."""
+        self._phases = dict.fromkeys(PHASE_AFTER.values(), 0.0)
         self.failure_reward = 0.0
         """Reward of a policy failure in validations under `drop`.
 
@@ -145,12 +177,10 @@ class History:
         validations are then counted again, so that they can be compared.
         """
         self._rounds: dict[int, dict[int, Round]] = {}
-        self._validations: dict[tuple[int, int | None], ValidationDone] = {}
-        self._counted: dict[tuple[int, int | None], Validation] = {}
-        self._finals: dict[tuple[int, int | None], FinalValidationDone] = {}
-        self._spans: list[list[float]] = []
-        self._clock = _Clock()
-        self._awaiting_work = False
+        self._results: dict[tuple[bool, int, int | None], ValidationResult] = {}
+        self._validations: dict[tuple[bool, int, int | None], Validation] = {}
+        """By whether it is final, epoch and step."""
+        self._phase, self._last_at = "other_s", 0.0
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
@@ -161,32 +191,35 @@ class History:
 
     def add(self, event: Event) -> None:
         """Apply one event; a type it does not know changes only the time."""
-        if self._spans and not isinstance(event, RunStarted):
-            self._spans[-1][1] = event.at
-        self._clock.add(event)
         match event:
             case RunStarted():
-                self._start(event)
+                if self.sessions:
+                    self.resumed_at.append(float(len(self.done)))
+                self.run, self.finished = event, None
+                self.sessions += 1
+                self._last_at, self._phase = event.command_at, "start_s"
             case EpochStarted():
-                round = self._round(event)
-                round.of = event.rounds
-                self._resume_at(round.trained)
+                self._round(event).of = event.rounds
             case RolloutDone():
                 self._add_rollout(event)
             case EpochCollected():
                 self._round(event).collected = event
             case JobDone() | JobFailed():
                 self._round(event).job = event
-            case ValidationStarted():
-                self._resume_at(float(len(self.done) if event.final else event.epoch))
             case ValidationResult():
-                self._add_validation(event)
+                key = isinstance(event, FinalValidationDone), event.epoch, event.step
+                self._results[key] = event
+                self._lower_failure_reward(r for all_ in event.rewards.values() for r in all_)
+                self._validations[key] = Validation.of(event, self.failure_reward)
             case EpochDone():
                 self.done[event.epoch] = event
             case WarningLogged():
                 self.warnings.append(event.message)
             case RunFinished():
                 self.finished = event
+        self._phases[self._phase] += event.at - self._last_at
+        self._last_at = event.at
+        self._phase = PHASE_AFTER.get(event.type, self._phase)
 
     # ---- rounds ---------------------------------------------------------------------------
 
@@ -235,10 +268,10 @@ class History:
 
     @property
     def validations(self) -> list[Validation]:
-        for key, event in tuple(self._validations.items()):  # the display reads in its own thread
-            if key not in self._counted:
-                self._counted[key] = Validation.of(event, self.failure_reward)
-        return sorted(self._counted.values(), key=lambda v: (v.epoch, v.step or 0))
+        """In the order of the policies; without the comparison at the end."""
+        known = tuple(self._validations.items())  # a copy: the display reads in its own thread
+        during_the_run = (v for (final, *_), v in known if not final)
+        return sorted(during_the_run, key=lambda v: (v.epoch, v.step or 0))
 
     @property
     def scored(self) -> list[Validation]:
@@ -252,8 +285,7 @@ class History:
 
     def final(self, of: Validation) -> Validation | None:
         """What the same policy answered at the end of the run; None if it did not."""
-        event = self._finals.get((of.epoch, of.step))
-        return None if event is None else Validation.of(event, self.failure_reward)
+        return self._validations.get((True, of.epoch, of.step))
 
     # ---- the run --------------------------------------------------------------------------
 
@@ -263,29 +295,16 @@ class History:
         return "unfinished" if self.finished is None else self.finished.status
 
     @property
-    def seconds(self) -> float:
-        """Duration of all sessions, each from its command; the time between them does not count."""
-        return sum(end - start for start, end in self._spans)
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, over all sessions; the time between sessions does not count."""
+        return dict(self._phases)
 
     @property
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase; they add up to `seconds`."""
-        spent = dict(self._clock.spent)
-        spent["other_s"] = max(0.0, self.seconds - sum(spent.values()))
-        return spent
+    def seconds(self) -> float:
+        """Duration of all sessions, each from its command."""
+        return sum(self._phases.values())
 
     # ---- applying events ------------------------------------------------------------------
-
-    def _start(self, event: RunStarted) -> None:
-        self._awaiting_work = self.sessions > 0
-        self.run, self.finished = event, None
-        self.sessions += 1
-        self._spans.append([event.command_at, event.at])
-
-    def _resume_at(self, trained: float) -> None:
-        if self._awaiting_work:
-            self.resumed_at.append(trained)
-        self._awaiting_work = False
 
     def _add_rollout(self, event: RolloutDone) -> None:
         self.rollouts += 1
@@ -293,7 +312,7 @@ class History:
         self.tokens += event.tokens or 0
         training, held_out = self.run.evaluators
         if event.split != "train" or training == held_out:
-            self._lower_failure_reward(event.reward)
+            self._lower_failure_reward([event.reward])
         if event.split != "train":
             return
         r, key = self._round(event), (event.example, event.generation)
@@ -304,22 +323,13 @@ class History:
         if event.failure_kind:
             r.failures[key] = f"{event.failure_kind}: {event.failure_reason or 'unknown'}"
 
-    def _add_validation(self, event: ValidationResult) -> None:
-        for rewards in event.rewards.values():
-            for reward in rewards:
-                self._lower_failure_reward(reward)
-        key = event.epoch, event.step
-        if isinstance(event, FinalValidationDone):
-            self._finals[key] = event
-        elif isinstance(event, ValidationDone):
-            self._validations[key] = event
-            self._counted.pop(key, None)
-
-    def _lower_failure_reward(self, reward: float | None) -> None:
-        """`reward` is from the evaluator of the validations."""
-        if reward is not None and reward < self.failure_reward:
-            self.failure_reward = reward
-            self._counted.clear()
+    def _lower_failure_reward(self, rewards: Iterable[float | None]) -> None:
+        """`rewards` are from the evaluator of the validations."""
+        lowest = min((r for r in rewards if r is not None), default=0.0)
+        if lowest < self.failure_reward:
+            self.failure_reward = lowest
+            for key, result in self._results.items():
+                self._validations[key] = Validation.of(result, lowest)
 
     def _round(self, event: RoundEvent) -> Round:
         rounds = self._rounds.setdefault(event.epoch, {})

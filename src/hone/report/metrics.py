@@ -9,37 +9,29 @@ all epochs, so the bytes written per round grow with the run; nothing is read fo
 """
 
 import json
-import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hone.disk import write_atomic
 from hone.report.history import History, Round
-
-TRAINING, REWARDS = "training_metrics.jsonl", "reward_history.json"
-VALIDATIONS, CURRICULUM = "validation_history.json", "curriculum_state.json"
 
 
 def write(output_dir: Path, history: History) -> None:
     """Write the files; those about validations and the curriculum only if there are any."""
     rounds, run_id = history.rounds, history.run.run_id or None
     lines = [json.dumps(_line(r, run_id)) + "\n" for r in rounds]
-    replace(output_dir / TRAINING, "".join(lines))
-    replace(output_dir / REWARDS, _indented(reward_history(history)))
-    if history.validations:
-        replace(output_dir / VALIDATIONS, _indented(validation_history(history)))
+    write_atomic(output_dir / "training_metrics.jsonl", "".join(lines))
     states = [r.collected.curriculum_state for r in rounds if r.collected]
-    if known := [state for state in states if state]:
-        replace(output_dir / CURRICULUM, _indented(known[-1]))
-
-
-def replace(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: somebody may be reading it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    beside.write_bytes(content.encode() if isinstance(content, str) else content)
-    beside.replace(path)
+    curriculum = [state for state in states if state]
+    for name, value in {
+        "reward_history": reward_history(history),
+        "validation_history": validation_history(history) or None,
+        "curriculum_state": curriculum[-1] if curriculum else None,
+    }.items():
+        if value is not None:
+            write_atomic(output_dir / f"{name}.json", json.dumps(value, indent=2) + "\n")
 
 
 def reward_history(history: History) -> list[dict[str, Any]]:
@@ -53,9 +45,9 @@ def _entry(epoch: int, rounds: Sequence[Round]) -> dict[str, Any]:
         "epoch": epoch,
         "timestamp": last.collected and _timestamp(last.collected.at),
         "avg_reward": _average(rounds, "avg_reward", "num_trajectories"),
-        "min_reward": _extreme(min, rounds, "min_reward"),
-        "max_reward": _extreme(max, rounds, "max_reward"),
-        "num_trajectories": sum(r.metrics.get("num_trajectories") or 0 for r in rounds),
+        "min_reward": min(_known(rounds, "min_reward"), default=None),
+        "max_reward": max(_known(rounds, "max_reward"), default=None),
+        "num_trajectories": sum(_known(rounds, "num_trajectories")),
         "filtered_avg_reward": _average(rounds, "filtered_avg_reward", "filtered_trajectories"),
         "curriculum_percentile": last.metrics.get("curriculum_percentile", 1.0),
     }
@@ -92,26 +84,21 @@ def _line(r: Round, run_id: str | None) -> dict[str, Any]:
         line["round"] = r.index
     line["zero_variance_groups"] = collected.zero_variance_groups
     line["dropped"] = collected.dropped
-    for key in ("job", "step", "reason", "message", "seconds"):
-        if (value := getattr(r.job, key, None)) is not None:
-            line[key] = value
-    return line | r.learned
+    job = {
+        key: getattr(r.job, key, None) for key in ("job", "step", "reason", "message", "seconds")
+    }
+    return line | {key: value for key, value in job.items() if value is not None} | r.learned
 
 
 def _timestamp(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat()
 
 
-def _indented(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"
+def _known(rounds: Sequence[Round], key: str) -> list[Any]:
+    return [r.metrics[key] for r in rounds if r.metrics.get(key) is not None]
 
 
 def _average(rounds: Sequence[Round], key: str, count: str) -> float | None:
-    known = [r.metrics for r in rounds if r.metrics.get(key) is not None]
-    total = sum(m.get(count) or 0 for m in known)
-    return sum(m[key] * (m.get(count) or 0) for m in known) / total if total else None
-
-
-def _extreme(pick: Callable[..., Any], rounds: Iterable[Round], key: str) -> float | None:
-    values = (r.metrics.get(key) for r in rounds)
-    return pick((value for value in values if value is not None), default=None)
+    weighed = [r for r in rounds if r.metrics.get(key) is not None and r.metrics.get(count)]
+    total = sum(_known(weighed, count))
+    return sum(r.metrics[key] * r.metrics[count] for r in weighed) / total if total else None

@@ -1,7 +1,7 @@
 """The outcome of a run: reward before and after, the gain, and whether it is significant.
 
-In:   a run's output_dir: events.jsonl, and trajectories/*.jsonl for examples
-Out:  an Outcome, which is report.json
+In:   the History of a run
+Out:  an Outcome, whose numbers are report.json
 
 Before is the first validation with a reward, after is the best step, or the last step where none was
 chosen (comparison.py). The gain is paired by example and significant when its p value is at most
@@ -12,7 +12,7 @@ examples.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hone.errors import ConfigError
 from hone.event_log import FILE, read
@@ -27,18 +27,15 @@ from hone.report.estimate import (
     gain,
     unpaired_gain,
 )
-from hone.report.examples import Example, pick, request
-from hone.report.history import History
-from hone.report.validations import Validation
+from hone.report.history import History, Validation
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyReward:
+class PolicyReward(Estimate):
     """Mean reward of one policy."""
 
-    value: Estimate
     epoch: int
     """Epochs that the policy was trained for."""
     step: int | None = None
@@ -46,35 +43,49 @@ class PolicyReward:
     """Share of held-out rollouts that failed because of the model."""
 
     @classmethod
-    def of(cls, rewards: Rewards, **policy: Any) -> "PolicyReward":
+    def of(cls, rewards: Rewards, **policy: Any) -> Self:
         value = estimate(list(by_example(rewards).values()))
         assert value is not None, policy
-        return cls(value=value, **policy)
+        return cls(**asdict(value), **policy)
 
     @classmethod
-    def validated(cls, v: Validation) -> "PolicyReward":
+    def validated(cls, v: Validation) -> Self:
         return cls.of(v.rewards, epoch=v.epoch, step=v.step, failure_rate=v.failure_rate)
 
-    def as_dict(self) -> dict[str, Any]:
-        policy = {"epoch": self.epoch, "step": self.step, "failure_rate": self.failure_rate}
-        return asdict(self.value) | policy
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """The numbers of a report; `gain` is None if there is nothing to compare."""
+    """The numbers of a report; `baseline`, `tuned` and `gain` are None without two policies."""
 
     history: History
-    compared: Comparison | None
+    compared: Comparison | None = None
     """None for training rewards."""
-    baseline: PolicyReward | None
-    tuned: PolicyReward | None
-    gain: Estimate | None
-    deltas: dict[str, float]
+    baseline: PolicyReward | None = None
+    tuned: PolicyReward | None = None
+    gain: Estimate | None = None
+    deltas: tuple[float, ...] = ()
     """Change of each example."""
-    examples: list[Example]
-    request: dict[str, Any] | None
-    """What the agent sends to the model, without the model's name."""
+
+    @classmethod
+    def of(cls, history: History) -> Self:
+        compared = comparison(history)
+        if compared is not None:
+            before, after = compared.before, compared.after
+            policies = PolicyReward.validated(before), PolicyReward.validated(after)
+            rewards: tuple[Rewards, Rewards] = before.rewards, after.rewards
+            change = gain(*rewards, tried=[v.rewards for v in compared.tried])
+        else:
+            epochs = [epoch for epoch in history.epochs if history.rewards(epoch)]
+            if len(epochs) < 2:
+                return cls(history)
+            first, last = epochs[0], epochs[-1]
+            rewards = history.rewards(first), history.rewards(last)
+            policies = (
+                PolicyReward.of(rewards[0], epoch=first),
+                PolicyReward.of(rewards[1], epoch=last),
+            )
+            change = gain(*rewards) or unpaired_gain(*rewards)
+        return cls(history, compared, *policies, change, tuple(changes(*rewards).values()))
 
     @property
     def held_out(self) -> bool:
@@ -145,28 +156,25 @@ class Outcome:
     @property
     def counts(self) -> dict[str, int]:
         """Number of examples by what became of them."""
-        deltas = self.deltas.values()
         return {
-            "better": sum(d > 0 for d in deltas),
-            "worse": sum(d < 0 for d in deltas),
-            "unchanged": sum(d == 0 for d in deltas),
+            "better": sum(d > 0 for d in self.deltas),
+            "worse": sum(d < 0 for d in self.deltas),
+            "unchanged": sum(d == 0 for d in self.deltas),
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """report.json."""
+        """report.json, without its examples."""
         history, run, gain, compared = self.history, self.history.run, self.gain, self.compared
-        worth = [v.failure_reward for v in history.validations if v.failure_reward is not None]
+        policies = {name: getattr(self, name) for name in ("baseline", "tuned", "best", "newest")}
+        failure_rewards = [v.failure_reward for v in history.validations if v.policy_failures]
         return {
-            "baseline": self.baseline and self.baseline.as_dict(),
-            "tuned": self.tuned and self.tuned.as_dict(),
+            **{name: policy and asdict(policy) for name, policy in policies.items()},
             "gain": gain and {**asdict(gain), "certain": gain.certain, **self.counts},
             "verdict": self.verdict,
             "measured_on": "validation" if self.held_out else "training",
-            "best": self.best and self.best.as_dict(),
-            "newest": self.newest and self.newest.as_dict(),
             "selection": compared
             and {"chosen_of": compared.chosen_of, "fresh_answers": compared.fresh},
-            "failure_reward": worth[-1] if worth else None,
+            "failure_reward": failure_rewards[-1] if failure_rewards else None,
             "evaluator": run.evaluators[0],
             "validation_evaluator": run.evaluators[1],
             "status": history.status,
@@ -194,52 +202,16 @@ class Outcome:
             "dropped": dict(history.dropped),
             "rewards": metrics.reward_history(history),
             "validations": metrics.validation_history(history),
-            "examples": [asdict(example) for example in self.examples],
             "warnings": history.warnings,
         }
 
 
 def measure(output_dir: Path) -> Outcome:
-    """Compute the outcome from the files of a run."""
+    """The outcome of the run in this directory."""
     history = History.of(read(output_dir / FILE))
     if not history.sessions:
         raise ConfigError(
             f"{output_dir}: no run to report on ({FILE} is missing or empty). Name the "
             "finetuning.output_dir of a run that was started."
         )
-    compared, first, last, change = comparison(history), None, None, None
-    rewards: tuple[Rewards, Rewards] = {}, {}
-    epochs = [epoch for epoch in history.epochs if history.rewards(epoch)]
-    if compared is not None:
-        first, last = map(PolicyReward.validated, (compared.before, compared.after))
-        rewards = compared.before.rewards, compared.after.rewards
-        change = gain(*rewards, tried=[v.rewards for v in compared.tried])
-    elif len(epochs) > 1:
-        rewards = history.rewards(epochs[0]), history.rewards(epochs[-1])
-        first = PolicyReward.of(rewards[0], epoch=epochs[0])
-        last = PolicyReward.of(rewards[1], epoch=epochs[-1])
-        change = gain(*rewards) or unpaired_gain(*rewards)
-    return Outcome(
-        history=history,
-        compared=compared,
-        baseline=first,
-        tuned=last,
-        gain=change,
-        deltas=changes(*rewards),
-        examples=_examples(output_dir, history, compared, first, last),
-        request=request(output_dir / "trajectories"),
-    )
-
-
-def _examples(
-    output_dir: Path,
-    history: History,
-    compared: Comparison | None,
-    first: PolicyReward | None,
-    last: PolicyReward | None,
-) -> list[Example]:
-    if first is None or last is None:
-        return []
-    split = "epoch" if compared is None else "final" if compared.fresh else "validation"
-    files = (output_dir / "trajectories" / f"{split}_{p.epoch:03d}.jsonl" for p in (first, last))
-    return pick(*files, failure_reward=None if compared is None else history.failure_reward)
+    return Outcome.of(history)

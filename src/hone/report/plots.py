@@ -1,289 +1,154 @@
 """Plots of a run: rewards, change of every example, metrics of the learner.
 
 In:   the History of a run
-Out:  reward_plot.png; the same and two more as PNG bytes for the report
+Out:  reward_plot.png; two more as PNG bytes for the report
 
 What failed is a gap and a cross, never a point at 0. Bands and bars are 95% intervals over examples.
 Colours differ in lightness too, and every line has its own marker, so that nobody has to tell colours
-apart.
+apart. The x value of a reward is the number of epochs that its policy was trained for, so training
+and validation rewards at the same place belong to the same policy.
 """
 
+import io
 import math
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.report import canvas, metrics
-from hone.report.canvas import FAINT, INK, NARROW, NARROW_BELOW, SOFT, WIDE
-from hone.report.comparison import comparison
-from hone.report.curves import Curves, Point, curves, smoothed
-from hone.report.estimate import Rewards, gain
+from hone.disk import write_atomic
+from hone.events import JobFailed
+from hone.report.estimate import Estimate, Rewards, by_example, estimate
 from hone.report.history import History, Round
-from hone.report.text import counted, interval, number, p_value, when
-from hone.report.validations import Validation
+from hone.report.outcome import Outcome
+from hone.report.text import counted, interval, number, p_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["NARROW", "WIDE", "example_changes", "headline", "learning", "reward_plot", "rewards"]
-
+INK, SOFT, FAINT = "#22303c", "#66727c", "#d5dce1"
 COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4262c"
 """Colours: training, held-out, what was trained on, held-out numbers, failures."""
+WIDTH = 10.0
+"""In inches."""
 MANY = 60
 """With more points a line is smoothed, and the points are drawn faintly."""
-LONGEST = 24
-"""Characters of an evaluator's name that fit beside an axis."""
+
+Point = tuple[float, Estimate | None]
+"""Epochs that a policy was trained for, and its reward; None if that failed."""
 
 
-# ---- figures --------------------------------------------------------------------------------------
+# ---- numbers --------------------------------------------------------------------------------------
+
+
+def training_rewards(history: History) -> list[Point]:
+    return [(r.trained, _reward(r.by_example, r.metrics.get("avg_reward"))) for r in history.rounds]
+
+
+def held_out_rewards(history: History) -> list[Point]:
+    return [(float(v.epoch), _reward(v.rewards, v.mean)) for v in history.validations]
+
+
+def _reward(rewards: Rewards, mean: float | None) -> Estimate | None:
+    """The logged mean, with the interval of its examples."""
+    if mean is None:
+        return None
+    value = estimate(list(by_example(rewards).values()))
+    if value is None or value.low is None or value.high is None:
+        return Estimate(mean, mean, mean, len(rewards))
+    return replace(value, mean=mean, low=min(value.low, mean), high=max(value.high, mean))
+
+
+def title(outcome: Outcome) -> tuple[str, str]:
+    """The result in a few words, and how certain it is."""
+    history = outcome.history
+    first, last, gain, compared = outcome.baseline, outcome.tuned, outcome.gain, outcome.compared
+    if first and last and gain:
+        what = "Held-out" if outcome.held_out else "Training"
+        again = f"step {last.step} answered again" if compared and compared.fresh else ""
+        notes = interval(gain), counted(gain.n, "example"), p_value(gain), again
+        text = f"{what} reward {number(first.mean)} \u2192 {number(last.mean)}"
+        return text, ", ".join(filter(None, notes))
+    for what, points in (
+        ("Training", training_rewards(history)),
+        ("Held-out", held_out_rewards(history)),
+    ):
+        if known := [value.mean for _, value in points if value]:
+            return f"{what} reward {number(known[-1])}", ""
+    return "No reward" if history.finished else "No reward yet", ""
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Moving average of the known values; a gap stays a gap."""
+    import numpy as np
+
+    known, kernel = ~np.isnan(values), np.ones(window)
+    total = np.convolve(np.where(known, values, 0.0), kernel, "same")
+    count = np.convolve(known, kernel, "same")
+    return list(np.where(known, total / np.maximum(count, 1), np.nan))
+
+
+# ---- the reward plot ------------------------------------------------------------------------------
 
 
 def reward_plot(history: History, path: Path) -> None:
-    """Training, held-out and filtered reward, and the curriculum's share, as one PNG."""
-    metrics.replace(path, rewards(history, WIDE))
+    write_atomic(path, _png(reward_figure(history)))
 
 
-def shows_all(picture: bytes, history: History) -> bool:
-    """Whether the picture is the reward plot that would be drawn now."""
-    return mark(history).encode() in picture
-
-
-def mark(history: History) -> str:
-    """Comment in the file of a reward plot: a hash of everything that is drawn."""
-    return _mark(curves(history), headline(history))
-
-
-def _mark(drawn: Curves, titles: tuple[str, str]) -> str:
-    return f"[rewards {sha256(repr((drawn, titles)).encode()).hexdigest()[:16]}]"
-
-
-def rewards(history: History, size: tuple[float, float]) -> bytes:
-    """The reward plot as PNG bytes."""
-    drawn = curves(history)
+def reward_figure(history: History) -> "Figure":
+    """Training, held-out and filtered reward, and the curriculum's share."""
+    training, held_out = training_rewards(history), held_out_rewards(history)
+    evaluator, other = history.run.evaluators
     # Rewards of different evaluators have different scales, so they have different axes.
-    parts = drawn.by_evaluator()
-    heights = [5.0 / len(parts)] * len(parts) + ([1.0] if drawn.percentile else [])
-    figure = canvas.figure((size[0], size[1] * (1.0 if len(parts) == 1 else 1.3)))
+    two = bool(training and held_out and evaluator and evaluator != other)
+    shares = [(r.trained, r.metrics.get("curriculum_percentile") or 1.0) for r in history.rounds]
+    strip = any(share < 1 for _, share in shares)
+    figure = _figure(5.2 * (1.3 if two else 1.0))
+    heights = ([2.5, 2.5] if two else [5.0]) + ([1.0] if strip else [])
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    title, note = headline(history)
-    for axis, part in zip(axes, parts, strict=False):
-        canvas.style(axis)
-        _frame(axis, part, last=drawn.last)
-        rows = canvas.legend(axis, _lines(axis, part) + _marks(axis, part))
-        name = drawn.names[0] if len(parts) == 1 else None  # otherwise the legends name them
-        label = f"reward: {name}" if name and len(name) <= LONGEST else "reward"
-        axis.set_ylabel(canvas.plain(label), color=SOFT, fontsize=10)
-        if axis is axes[0]:
-            canvas.title(axis, title, note, legend_rows=rows)
-    if drawn.percentile:
-        _share(axes[-1], drawn, narrow=size[0] < NARROW_BELOW)
-    axes[-1].set_xlabel("epochs trained", color=SOFT, fontsize=10)
-    return canvas.png(figure, comment=_mark(drawn, (title, note)))
-
-
-def headline(history: History) -> tuple[str, str]:
-    """The result in a few words, and how certain it is."""
-    scored, compared = history.scored, comparison(history)
-    if compared is not None:
-        first, last = compared.before, compared.after
-        title = f"Held-out reward {number(first.mean)} \u2192 {number(last.mean)}"
-        late = f", baseline {when(first.epoch)}" if first.epoch else ""
-        late += f", step {last.step} answered again" if compared.fresh else ""
-        tried = [v.rewards for v in compared.tried]
-        return title, _certainty(first.rewards, last.rewards, tried) + late + _failing(first, last)
-    epochs = [(e["epoch"], e["avg_reward"]) for e in metrics.reward_history(history)]
-    known = [(epoch, mean) for epoch, mean in epochs if mean is not None]
-    once = f"{number(scored[0].mean)} {when(scored[0].epoch)}" if scored else ""
-    if not known and once:
-        return f"Held-out reward {once}", "of one validation"
-    if not known:
-        return "No reward" if history.finished else "No reward yet", ""
-    if len(known) == 1:
-        note = f"of one epoch; held out {once}" if once else "of one epoch"
-        return f"Training reward {number(known[0][1])}", note
-    (first, before), (last, after) = known[0], known[-1]
-    title = f"Training reward {number(before)} \u2192 {number(after)}"
-    return title, _certainty(history.rewards(first), history.rewards(last))
-
-
-def _failing(before: Validation, after: Validation) -> str:
-    """Rates of policy failures; empty without any."""
-    if not before.policy_failures and not after.policy_failures:
-        return ""
-    rates = (f"{v.failure_rate or 0.0:.0%}" for v in (before, after))
-    return ", failures " + " \u2192 ".join(rates)
-
-
-def _certainty(before: Rewards, after: Rewards, tried: Sequence[Rewards] = ()) -> str:
-    change = gain(before, after, tried=tried)
-    if change is None or change.low is None:
-        return ""
-    p = f", {p_value(change)}" if change.p is not None else ""
-    return f"{interval(change)}, {counted(change.n, 'example')}{p}"
-
-
-def example_changes(deltas: Sequence[float], size: tuple[float, float]) -> bytes:
-    """Change of each held-out example, the largest first."""
-    figure = canvas.figure((size[0], size[1] * 0.8))
-    axis = figure.add_subplot()
-    canvas.style(axis)
-    ordered = sorted(deltas, reverse=True)
-    better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
-    colours = [COOL if d > 0 else WARM for d in ordered]
-    axis.bar(range(1, len(ordered) + 1), ordered, width=0.86, color=colours, linewidth=0, zorder=3)
-    level = [i + 1 for i, d in enumerate(ordered) if d == 0]
-    axis.scatter(level, [0.0] * len(level), s=9, color=SOFT, linewidths=0, zorder=4)
-    axis.axhline(0, color=INK, linewidth=0.8, zorder=4)
-    largest = max((abs(d) for d in ordered), default=1.0) or 1.0
-    axis.set_ylim(min(*ordered, 0.0) - 0.08 * largest, max(*ordered, 0.0) + 0.08 * largest)
-    axis.set_xlim(0.2, max(len(ordered), 16) + 0.8)
-    every = max(1, math.ceil(len(ordered) / 8))
-    axis.set_xticks(range(every, len(ordered) + 1, every))
-    same = len(ordered) - better - worse
-    canvas.title(
-        axis,
-        f"{better} better, {worse} worse, {same} unchanged",
-        f"change of the reward of each of {len(ordered)} examples",
-    )
-    axis.set_xlabel("example", color=SOFT, fontsize=10)
-    axis.set_ylabel("change", color=SOFT, fontsize=10)
-    return canvas.png(figure)
-
-
-PANELS: tuple[tuple[str, Callable[[Round], float | None]], ...] = (
-    ("groups with equal rewards", lambda r: _flat_share(r)),
-    ("entropy", lambda r: r.learned.get("learn/entropy")),
-    ("clipped tokens", lambda r: r.learned.get("learn/clip_frac")),
-    ("gradient norm", lambda r: r.learned.get("learn/grad_norm")),
-    ("sampler mismatch (KL)", lambda r: r.learned.get("learn/mismatch_kl")),
-    ("learner, tokens per second", lambda r: r.learned.get("learn/tokens_per_s")),
-)
-"""Metrics of the jobs; only those that were measured are drawn."""
-
-
-def measured(history: History) -> dict[str, list[tuple[float, float | None]]]:
-    """Epochs trained and value, by panel, without panels that have no values."""
-    series = {name: [(r.trained, value(r)) for r in history.rounds] for name, value in PANELS}
-    return {
-        name: points for name, points in series.items() if any(y is not None for _, y in points)
-    }
-
-
-def learning(history: History, size: tuple[float, float]) -> bytes | None:
-    """One small plot per metric of the jobs; None without any."""
-    series = measured(history)
-    if not series:
-        return None
-    columns = 2 if size[0] < NARROW_BELOW else 3
-    lines = math.ceil(len(series) / columns)
-    figure = canvas.figure((size[0], 0.35 + 1.75 * lines))
-    for i, (name, points) in enumerate(series.items()):
-        axis = figure.add_subplot(lines, columns, i + 1)
-        canvas.style(axis)
-        xs, ys = [x for x, _ in points], [math.nan if y is None else y for _, y in points]
-        many = len(xs) > MANY
-        marker = {} if many else {"marker": "o", "markersize": 3.5}
-        axis.plot(xs, ys, color=COOL, linewidth=0.9 if many else 1.6, clip_on=False, **marker)
-        known = [y for y in ys if not math.isnan(y)]
-        low, top = min(known), max(known)
-        top = max(top, 1e-6) if "mismatch" in name else top or 1.0  # rounding errors are none
-        axis.set_ylim(min(0.0, low * 1.1), 1.05 if "groups" in name else top * 1.15)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_title(name, loc="left", fontsize=9.5, color=INK, pad=6)
-        axis.tick_params(labelsize=8)
-        axis.locator_params(axis="y", nbins=4)
-        canvas.whole_numbers(axis, 5)
-        if i >= len(series) - columns:
-            axis.set_xlabel("epochs trained", color=SOFT, fontsize=8.5)
-    return canvas.png(figure)
-
-
-def _flat_share(r: Round) -> float | None:
-    groups = r.metrics.get("num_groups")
-    return r.num_flat / groups if groups else None
-
-
-# ---- the reward plot, part by part ----------------------------------------------------------------
-
-
-def _frame(axis: "Axes", drawn: Curves, *, last: float) -> None:
-    """Axes from 0 to 1 for rewards in that range, else from the lowest to the highest."""
+    above, below = axes[0], axes[1 if two else 0]
+    last = max((x for x, _ in (*training, *held_out)), default=0.0)
     pad = max(0.25, 0.02 * last)
-    axis.set_xlim(-pad, max(last, 1.0) + pad * 2.2)
-    canvas.whole_numbers(axis, 12)
-    low, high = drawn.bounds or (0.0, 1.0)
-    if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    margin = 0.04 * ((high - low) or 1.0)
-    axis.set_ylim(low - margin, high + margin)
-
-
-def _share(axis: "Axes", drawn: Curves, *, narrow: bool) -> None:
-    """The curriculum's share in its own strip below the rewards."""
-    canvas.style(axis)
-    xs, shares = (list(column) for column in zip(*drawn.percentile, strict=True))
-    right = axis.get_xlim()[1]
-    heights = [100 * share for share in (*shares, shares[-1])]
-    axis.fill_between([*xs, right], heights, step="post", color=FAINT, alpha=0.8, linewidth=0)
-    axis.step([*xs, right], heights, where="post", color=SOFT, linewidth=1.2)
-    axis.set_ylim(0, 112)
-    axis.set_yticks([0, 50, 100], ["0", "50%", "100%"])
-    axis.set_ylabel("admitted", color=SOFT, fontsize=9)
-    span = right - axis.get_xlim()[0]
-    levels = [(xs[0], shares[0]), *drawn.expansions]
-    apart = span * (0.11 if narrow else 0.05)
-    if any(b[0] - a[0] < apart for a, b in pairwise(levels)):  # too close to be read
-        levels = [levels[-1]]
-    for x, share in levels:
-        at: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
-        axis.annotate(f"{share:.0%}", (x, 100 * share), **at, fontsize=8.5, color=INK)
-
-
-def _lines(axis: "Axes", drawn: Curves) -> list[Any]:
-    name, other = drawn.labels
-    training = _line(axis, drawn.training, COOL, "o", "-", name)
-    held_out = _line(axis, drawn.held_out, WARM, "D", (0, (5, 2)), other)
-    _label_last(axis, drawn)
-    handles = [line for line in (training, held_out) if line is not None]
-    if any(y is not None for _, y in drawn.filtered):
-        xs, ys = [x for x, _ in drawn.filtered], [_nan(y) for _, y in drawn.filtered]
-        ys = smoothed(ys, _window(len(ys)))
-        style: dict[str, Any] = {"linestyle": (0, (1, 1.6)), "linewidth": 1.4, "zorder": 4}
-        handles += axis.plot(xs, ys, color=DEEP, label="learned from", **style)
-    return handles
-
-
-def _label_last(axis: "Axes", drawn: Curves) -> None:
-    """The last reward, beside its point."""
-    points, colour = (drawn.held_out, RUST) if drawn.held_out else (drawn.training, DEEP)
-    known = [(p.x, p.value.mean) for p in points if p.value]
-    if len(known) > 1:
-        at: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-        axis.annotate(
-            number(known[-1][1]), known[-1], **at, fontsize=10, fontweight="bold", color=colour
-        )
+    above.set_xlim(-pad, max(last, 1.0) + 2.2 * pad)
+    name = f"training, by {evaluator}" if two else "training"
+    _line(below, training, name, "nothing collected", COOL, "o", "-")
+    name = "held out at temperature 0" if history.run.validation_greedy else "held out"
+    name += f", by {other}" if two else ""
+    _line(above, held_out, name, "validation failed", WARM, "D", (0, (5, 2)))
+    _learned_from(below, history.rounds)
+    _events(above, history)
+    ends = {below: (training, DEEP)} | ({above: (held_out, RUST)} if held_out else {})
+    for axis, (points, colour) in ends.items():
+        _label_last(axis, points, colour)
+        _frame(axis, "reward" if two or not evaluator else f"reward: {evaluator[:24]}")
+    _title(above, *title(Outcome.of(history)), above=12 + 17 * _legend(above))
+    if two:
+        _legend(below)
+    if strip:
+        _strip(axes[-1], shares)
+    axes[-1].set_xlabel("epochs trained", color=SOFT, fontsize=10)
+    return figure
 
 
 def _line(
-    axis: "Axes", points: list[Point], colour: str, marker: str, style: Any, name: str
-) -> Any:
-    """One line with its intervals as a band, or as a bar at every point."""
-    if not any(p.value for p in points):
-        return None
-    dots = marker == "o"
-    many = len(points) > MANY
+    axis: "Axes",
+    points: list[Point],
+    name: str,
+    gap: str,
+    colour: str,
+    marker: str,
+    dashes: Any,
+) -> None:
+    """One line with its intervals as a band, or as a bar at every point, and crosses for gaps."""
+    many, dots = len(points) > MANY, marker == "o"
     # A lone training point beside a held-out one: its bar must not hide behind the other's.
     aside = -0.012 * (axis.get_xlim()[1] - axis.get_xlim()[0]) if dots and len(points) < 3 else 0.0
-    xs = [p.x + aside for p in points]
-    ys = [_nan(p.value and p.value.mean) for p in points]
-    lows = [
-        _nan(p.value and (p.value.mean if p.value.low is None else p.value.low)) for p in points
-    ]
-    highs = [
-        _nan(p.value and (p.value.mean if p.value.high is None else p.value.high)) for p in points
-    ]
+    xs = [x + aside for x, _ in points]
+    ys, lows, highs = (
+        [getattr(value, end, math.nan) for _, value in points] for end in ("mean", "low", "high")
+    )
     if dots and len(points) > 2:
         axis.fill_between(xs, lows, highs, color=colour, alpha=0.14, linewidth=0, zorder=2)
     else:
@@ -292,75 +157,229 @@ def _line(
         axis.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.4, zorder=4)
         window = _window(len(points))
         ys, name = smoothed(ys, window), f"{name}, mean of {window}"
-    (line,) = axis.plot(
+    gaps = [x for x, value in points if value is None]
+    axis.plot(
         xs,
         ys,
         color=colour,
         linewidth=2.0,
-        linestyle=style,
+        linestyle=dashes,
         marker="" if many else marker,
         markersize=6.0 if dots else 6.6,
         markeredgecolor="white",
         markeredgewidth=0.8,
-        label=canvas.plain(name),
+        label=_plain(name) if len(gaps) < len(points) else None,
         zorder=5 if dots else 6,
     )
-    return line
+    if gaps:
+        cross: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 2, "zorder": 7}
+        cross |= {"linestyle": "none", "clip_on": False, "color": colour, "label": gap}
+        axis.plot(gaps, [0.025] * len(gaps), transform=axis.get_xaxis_transform(), **cross)
 
 
-def _marks(axis: "Axes", drawn: Curves) -> list[Any]:
-    """A ring for the best step, crosses for what failed, vertical lines for what happened."""
-    handles = []
-    floor = axis.get_xaxis_transform()
-    for points, colour, name in (
-        (drawn.held_out, WARM, "validation failed"),
-        (drawn.training, COOL, "nothing collected"),
-    ):
-        xs = [p.x for p in points if p.value is None]
-        if xs:
-            handles += axis.plot(
-                *(xs, [0.025] * len(xs)),
-                transform=floor,
-                clip_on=False,
-                linestyle="none",
-                marker="x",
-                markersize=7,
-                markeredgewidth=2,
-                color=colour,
-                label=name,
-                zorder=7,
-            )
-    if drawn.best:
-        x, step = drawn.best
-        y = next(p.value.mean for p in drawn.held_out if p.x == x and p.value)
+def _learned_from(axis: "Axes", rounds: list[Round]) -> None:
+    """The mean reward of what was trained on, if that is not everything."""
+    means = [r.metrics.get("filtered_avg_reward") for r in rounds]
+    if any(mean != r.metrics.get("avg_reward") for r, mean in zip(rounds, means, strict=True)):
+        ys = smoothed([math.nan if m is None else m for m in means], _window(len(means)))
+        style: dict[str, Any] = {"linestyle": (0, (1, 1.6)), "linewidth": 1.4, "zorder": 4}
+        axis.plot([r.trained for r in rounds], ys, color=DEEP, label="learned from", **style)
+
+
+def _events(axis: "Axes", history: History) -> None:
+    """A ring for the best step, vertical lines for what happened to the run."""
+    best = history.best
+    if best is not None and best is not history.scored[-1] and best.step is not None:
         ring: dict[str, Any] = {"linestyle": "none", "marker": "o", "fillstyle": "none"}
-        label = f"best, step {step}"
-        handles += axis.plot(
-            *([x], [y]),
-            color=INK,
-            markersize=13,
-            markeredgewidth=1.3,
-            label=label,
-            zorder=7,
-            **ring,
+        ring |= {"markersize": 13, "markeredgewidth": 1.3, "zorder": 7}
+        axis.plot(
+            [best.epoch], [best.mean or 0.0], color=INK, label=f"best, step {best.step}", **ring
         )
-    for xs, colour, style, name in (
-        ([x for x, _ in drawn.expansions], SOFT, (0, (1, 4)), "curriculum grows"),
-        (drawn.resumed, SOFT, (0, (4, 3)), "resumed"),
-        (drawn.job_failures, WRONG, "-", "job failed"),
+    failed = [r.trained for r in history.rounds if isinstance(r.job, JobFailed)]
+    for xs, colour, dashes, name in (
+        (history.resumed_at, SOFT, (0, (4, 3)), "resumed"),
+        (failed, WRONG, "-", "job failed"),
     ):
-        lines = [
-            axis.axvline(x, color=colour, linewidth=1.2, linestyle=style, zorder=1) for x in xs
-        ]
-        if lines:
-            lines[0].set_label(name)
-            handles.append(lines[0])
-    return handles
+        for i, x in enumerate(xs):
+            label = None if i else name
+            axis.axvline(x, color=colour, linewidth=1.2, linestyle=dashes, label=label, zorder=1)
+
+
+def _label_last(axis: "Axes", points: list[Point], colour: str) -> None:
+    """The last reward, beside its point."""
+    known = [(x, value.mean) for x, value in points if value]
+    if len(known) > 1:
+        at: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate(
+            number(known[-1][1]), known[-1], **at, fontsize=10, fontweight="bold", color=colour
+        )
+
+
+def _frame(axis: "Axes", label: str) -> None:
+    """The axis goes from 0 to 1 for rewards in that range."""
+    _style(axis)
+    _whole_numbers(axis, 12)
+    axis.set_ylabel(_plain(label), color=SOFT, fontsize=10)
+    low, high = axis.dataLim.intervaly
+    if not (low < 0 or high > 1):
+        axis.set_ylim(-0.04, 1.04)
+
+
+def _strip(axis: "Axes", shares: list[tuple[float, float]]) -> None:
+    """The share of the groups that the curriculum admits, in its own strip below the rewards."""
+    _style(axis)
+    xs = [*(x for x, _ in shares), axis.get_xlim()[1]]
+    heights = [100 * share for _, share in (*shares, shares[-1])]
+    axis.fill_between(xs, heights, step="post", color=FAINT, alpha=0.8, linewidth=0)
+    axis.step(xs, heights, where="post", color=SOFT, linewidth=1.2)
+    axis.set_ylim(0, 112)
+    axis.set_yticks([0, 50, 100], ["0", "50%", "100%"])
+    axis.set_ylabel("admitted", color=SOFT, fontsize=9)
+    levels = [here for i, here in enumerate(shares) if not i or here[1] != shares[i - 1][1]]
+    span = axis.get_xlim()[1] - axis.get_xlim()[0]
+    if any(b[0] - a[0] < 0.05 * span for a, b in pairwise(levels)):  # too close to be read
+        levels = levels[-1:]
+    at: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
+    for x, share in levels:
+        axis.annotate(f"{share:.0%}", (x, 100 * share), **at, fontsize=8.5, color=INK)
+
+
+# ---- the other plots ------------------------------------------------------------------------------
+
+
+def example_changes(deltas: Sequence[float]) -> bytes:
+    """Change of each held-out example, the largest first."""
+    figure = _figure(4.2)
+    axis = figure.add_subplot()
+    _style(axis)
+    ordered = sorted(deltas, reverse=True)
+    places, colours = range(1, len(ordered) + 1), [COOL if d > 0 else WARM for d in ordered]
+    axis.bar(places, ordered, width=0.86, color=colours, linewidth=0, zorder=3)
+    unchanged = [place for place, d in zip(places, ordered, strict=True) if d == 0]
+    axis.scatter(unchanged, [0.0] * len(unchanged), s=9, color=SOFT, linewidths=0, zorder=4)
+    axis.axhline(0, color=INK, linewidth=0.8, zorder=4)
+    axis.set_xlim(0.2, max(len(ordered), 16) + 0.8)
+    _whole_numbers(axis, 8)
+    better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
+    note = f"change of the reward of each of {len(ordered)} examples"
+    _title(axis, f"{better} better, {worse} worse, {len(unchanged)} unchanged", note, above=12)
+    axis.set_xlabel("example", color=SOFT, fontsize=10)
+    axis.set_ylabel("change", color=SOFT, fontsize=10)
+    return _png(figure)
+
+
+PANELS = {
+    "groups with equal rewards": "flat",
+    "entropy": "learn/entropy",
+    "clipped tokens": "learn/clip_frac",
+    "gradient norm": "learn/grad_norm",
+    "sampler mismatch (KL)": "learn/mismatch_kl",
+    "learner, tokens per second": "learn/tokens_per_s",
+}
+"""Metrics of the jobs; only those that were measured are drawn."""
+
+
+def learning(history: History) -> bytes | None:
+    """One small plot per metric of the jobs; None without any."""
+    measured = [r.learned | _flat_share(r) for r in history.rounds]
+    shown = {name: key for name, key in PANELS.items() if any(key in m for m in measured)}
+    if not shown:
+        return None
+    lines = math.ceil(len(shown) / 3)
+    figure = _figure(0.35 + 1.75 * lines)
+    for i, (name, key) in enumerate(shown.items()):
+        axis = figure.add_subplot(lines, 3, i + 1)
+        _style(axis)
+        points = [(r.trained, m.get(key)) for r, m in zip(history.rounds, measured, strict=True)]
+        ys = [math.nan if y is None else y for _, y in points]
+        style: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3.5}
+        if len(ys) > MANY:
+            style = {"linewidth": 0.9}
+        axis.plot([x for x, _ in points], ys, color=COOL, clip_on=False, **style)
+        # Mismatches below 1e-6 are rounding errors.
+        top = max([1e-6, *(y for y in ys if not math.isnan(y))])
+        axis.set_ylim(min([0.0, *ys]), 1.05 if key == "flat" else 1.15 * top)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_title(name, loc="left", fontsize=9.5, color=INK, pad=6)
+        axis.tick_params(labelsize=8)
+        axis.locator_params(axis="y", nbins=4)
+        _whole_numbers(axis, 5)
+        if i >= len(shown) - 3:
+            axis.set_xlabel("epochs trained", color=SOFT, fontsize=8.5)
+    return _png(figure)
+
+
+def _flat_share(r: Round) -> dict[str, float]:
+    groups = r.metrics.get("num_groups")
+    return {"flat": r.num_flat / groups} if groups else {}
+
+
+# ---- the common style -----------------------------------------------------------------------------
+
+
+def _figure(height: float) -> "Figure":
+    # Matplotlib takes a second to load. Its own Figure, and not pyplot: this may run in a thread.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH, height), dpi=150, facecolor="white", layout="tight")
+
+
+def _png(figure: "Figure") -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, metadata={"Software": None})
+    return picture.getvalue()
+
+
+def _style(axis: "Axes") -> None:
+    axis.grid(axis="y", color=FAINT, linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0, labelcolor=INK, labelsize=9)
+    axis.spines[:].set_visible(False)
+    axis.spines["bottom"].set_visible(True)
+    axis.spines["bottom"].set_color(FAINT)
+
+
+def _title(axis: "Axes", text: str, note: str, *, above: float) -> None:
+    """Two lines, `above` the axis by so many points."""
+    place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    place |= {"xy": (0.0, 1.0), "va": "bottom", "annotation_clip": False}
+    axis.annotate(note, xytext=(0.0, above), fontsize=10, color=SOFT, **place)
+    bold: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": INK}
+    axis.annotate(text, xytext=(0.0, above + 18), **bold, **place)
+
+
+def _legend(axis: "Axes") -> int:
+    """Put the legend above the plot, where no line crosses it; return its number of rows."""
+    _, labels = axis.get_legend_handles_labels()
+    if not labels:
+        return 0
+    rows = math.ceil(sum(len(label) + 8 for label in labels) / 120)  # about as many fit beside it
+    axis.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.4,
+        borderpad=0.0,
+        ncols=math.ceil(len(labels) / rows),
+        frameon=False,
+        fontsize=9.5,
+        labelcolor=INK,
+        handlelength=2.2,
+        columnspacing=1.6,
+        labelspacing=0.35,
+    )
+    return rows
+
+
+def _whole_numbers(axis: "Axes", most: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(most, integer=True))
+
+
+def _plain(text: str) -> str:
+    """Escape dollar signs: matplotlib reads text between two of them as a formula."""
+    return text.replace("$", r"\$")
 
 
 def _window(points: int) -> int:
     return 2 * (points // 40) + 1 if points > MANY else 1
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value

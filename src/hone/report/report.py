@@ -1,34 +1,220 @@
 """The report of a run: report.json, report.md, report.html and reward_plot.png.
 
-In:   a run's output_dir
-Out:  the four files; sections.py says what is in them
+In:   a run's output_dir: events.jsonl, trajectories/*.jsonl
+Out:  the four files; the HTML embeds its pictures and loads nothing from the network
+
+report.j2 has the content. It leads with the answer, and a run that failed or did not improve says
+that before anything else. html.j2 and markdown.j2 have the two output formats.
 """
 
 import json
+import re
+import shlex
+from base64 import b64encode
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from hone.report import page, plots
-from hone.report.metrics import replace
-from hone.report.outcome import Outcome, measure
-from hone.report.sections import sections
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hone.disk import write_atomic
+from hone.report import plots
+from hone.report.diagnosis import FLAT, diagnosis
+from hone.report.examples import Example, pick, request
+from hone.report.headline import headline
+from hone.report.history import History
+from hone.report.outcome import Outcome, PolicyReward, measure
+from hone.report.text import counted, duration, interval, number, signed
+
+SHORTEST_S = 0.05
+"""A phase that would be shown as 0.0 s is not shown."""
+PHASE_NAMES = {
+    "start_s": "start",
+    "rollout_s": "rollouts",
+    "learn_s": "learning",
+    "validate_s": "validation",
+    "other_s": "everything else",
+}
 
 
-def write(output_dir: Path, *, brief: bool = False) -> Outcome:
-    """Write the files from what is known now.
+def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
+    """Write the files from what is known now; returns the numbers in report.json.
 
     `brief` draws nothing, because somebody waits for the command to end: the report shows the reward
     plot if it is up to date, and leaves out the other pictures.
     """
-    output_dir = Path(output_dir)
-    outcome, file = measure(output_dir), output_dir / "reward_plot.png"
-    picture = file.read_bytes() if file.exists() else None
-    if picture is not None and not plots.shows_all(picture, outcome.history):
-        picture = None
-    if picture is None and not brief:
-        picture = plots.rewards(outcome.history, plots.WIDE)
-        replace(file, picture)
-    document = sections(outcome, picture, brief=brief)
-    replace(output_dir / "report.json", json.dumps(outcome.as_dict(), indent=2) + "\n")
-    replace(output_dir / "report.md", page.markdown(document))
-    replace(output_dir / "report.html", page.html(document))
-    return outcome
+    outcome, plot = measure(output_dir), output_dir / "reward_plot.png"
+    examples = _examples(output_dir, outcome)
+    pictures = {} if brief else _draw(outcome, plot)
+    if plot.exists() and (pictures or plot.stat().st_mtime >= _newest_reward_at(outcome.history)):
+        pictures["rewards"] = plot.read_bytes()
+    embedded = {k: f"data:image/png;base64,{b64encode(v).decode()}" for k, v in pictures.items()}
+    values = content(outcome) | {
+        "examples": examples,
+        "commands": _commands(outcome, request(output_dir / "trajectories")),
+        "pictures": embedded,
+    }
+    numbers = outcome.as_dict() | {"examples": [asdict(example) for example in examples]}
+    write_atomic(output_dir / "report.json", json.dumps(numbers, indent=2) + "\n")
+    write_atomic(output_dir / "report.md", render("markdown.j2", values))
+    write_atomic(output_dir / "report.html", render("html.j2", values))
+    return numbers
+
+
+def render(output_format: str, values: dict[str, Any]) -> str:
+    """Text from a model or a dataset is escaped in the HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=output_format == "html.j2",
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = counted, duration, fence, number
+    environment.filters |= {function.__name__: function for function in functions}
+    text = environment.get_template("report.j2").render(values, format=output_format)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def fence(text: str) -> str:
+    """A Markdown code fence longer than any in the text."""
+    return "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", text))])
+
+
+# ---- what the template shows ----------------------------------------------------------------------
+
+
+def content(outcome: Outcome) -> dict[str, Any]:
+    """The values of the template that come from the events."""
+    history, run = outcome.history, outcome.history.run
+    head, basis, tone = headline(outcome)
+    groups = sum(r.metrics.get("num_groups") or 0 for r in history.rounds)
+    attempts = sum(len(r.rewards.keys() | r.failures.keys()) for r in history.rounds)
+    phases = [(PHASE_NAMES[k], s) for k, s in history.phases.items() if s >= SHORTEST_S]
+    warnings = (w for w in history.warnings if not w.startswith(FLAT))  # which has its own section
+    return {
+        "outcome": outcome,
+        "history": history,
+        "run": run,
+        "headline": head,
+        "basis": basis,
+        "tone": tone,
+        "plot_title": plots.title(outcome)[0],
+        "tiles": _tiles(outcome),
+        "diagnosis": None if outcome.verdict == "better" else diagnosis(history),
+        "groups": groups,
+        "submitted": sum(r.metrics.get("filtered_trajectories") or 0 for r in history.rounds),
+        "attempts": attempts,
+        "left_out": _left_out(history, attempts, groups),
+        "phases": [(name, s / history.seconds, duration(s)) for name, s in phases],
+        "sampling_s": history.phases["rollout_s"] + history.phases["validate_s"],
+        "warnings": Counter(re.sub(r"^epoch \d+: ", "", warning) for warning in warnings),
+        "details": _details(outcome),
+    }
+
+
+def _tiles(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """The most important numbers: label, value, note."""
+    first, last, gain = outcome.baseline, outcome.tuned, outcome.gain
+    if first is None or last is None or gain is None:
+        return []
+    ends = interval(gain).partition("95% interval ")[2].rstrip(")")
+    tiles = [_tile("before", first), _tile("after", last), ("change", signed(gain.mean), ends)]
+    return [*tiles, _tile("newest", outcome.newest)] if outcome.newest else tiles
+
+
+def _tile(label: str, policy: PolicyReward) -> tuple[str, str, str]:
+    ends = "" if policy.low is None else f"{number(policy.low)} to {number(policy.high)}; "
+    place = f"epoch {policy.epoch + 1}" if policy.step is None else f"step {policy.step}"
+    failed = f"; {policy.failure_rate:.0%} failed" if policy.failure_rate else ""
+    return label, number(policy.mean), f"{ends}{place}{failed}"
+
+
+def _commands(outcome: Outcome, body: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """How to use the model: what each command does, and the command."""
+    run, model = outcome.history.run, outcome.model
+    if model is None or not outcome.step:
+        return []
+    root = f" --root {shlex.quote(run.root)}" if run.root else ""
+    asks = "send what the agent sends" if body else "send a request"
+    body = body or {"messages": [{"role": "user", "content": "Hello"}]}
+    # A terminal shows a whole answer better than a stream of events.
+    body = {"model": model, **{k: v for k, v in body.items() if not k.startswith("stream")}}
+    url = shlex.quote(f"{run.base_url or 'http://127.0.0.1:8000/v1'}/chat/completions")
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    folder = shlex.quote(f"./{run.name}-adapter")
+    where = "on the server's machine, " if run.base_url else ""
+    return [
+        *([] if run.base_url else [("serve the model", f"hone serve{root}")]),
+        (asks, f"curl {url} -H 'Content-Type: application/json' \\\n  -d {data}"),
+        (
+            f"{where}export a PEFT adapter, or with --merge a whole model",
+            f"hone export {shlex.quote(model)} {folder}{root}",
+        ),
+    ]
+
+
+def _left_out(history: History, attempts: int, groups: int) -> list[tuple[str, str, str]]:
+    """Reason, number and share of what was not trained on."""
+    flat = sum(r.num_flat for r in history.rounds)
+    rows = [
+        *((f"rollout failed, {why}", n, attempts) for why, n in history.failures.most_common()),
+        *((why, n, 0) for why, n in history.dropped.most_common()),
+        ("group with equal rewards: nothing to learn from", flat, groups),
+        ("validation rollout failed", sum(v.failures for v in history.validations), 0),
+    ]
+    return [(why, f"{n:,}", f"{n / of:.1%}" if of else "") for why, n, of in rows if n]
+
+
+def _details(outcome: Outcome) -> dict[str, str]:
+    history, run = outcome.history, outcome.history.run
+    settings = next((job.config for job in reversed(history.jobs) if job.config), {})
+    training, held_out = run.evaluators
+    two = training != held_out and run.validation_examples
+    details = {
+        "model": f"{run.project}/{run.name}" if run.name else None,
+        "base model": run.base_model,
+        "run": run.run_id,
+        "configuration": run.config_file,
+        "command": run.command,
+        "seed": run.seed,
+        "epochs": f"{len(history.done)} of {run.epochs}",
+        "training examples": run.examples,
+        "generations per example": run.generations,
+        "held-out examples": run.validation_examples,
+        "evaluator": f"{training}; held out {held_out}" if two else training,
+        "learning rate": settings.get("learning_rate") or run.learning_rate,
+        "loss": settings.get("loss"),
+        "beta": settings.get("beta"),
+        "row_tokens": settings.get("row_tokens"),
+    }
+    known = ((k, v) for k, v in details.items() if v is not None)
+    return {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in known}
+
+
+# ---- from files -----------------------------------------------------------------------------------
+
+
+def _draw(outcome: Outcome, plot: Path) -> dict[str, bytes]:
+    plots.reward_plot(outcome.history, plot)
+    pictures = {"rewards": plot.read_bytes(), "learning": plots.learning(outcome.history)}
+    if len(outcome.deltas) > 1 and outcome.held_out:
+        pictures["changes"] = plots.example_changes(outcome.deltas)
+    return {name: picture for name, picture in pictures.items() if picture}
+
+
+def _newest_reward_at(history: History) -> float:
+    collected = [r.collected.at for r in history.rounds if r.collected]
+    return max([*collected, *(v.at for v in history.validations)], default=0.0)
+
+
+def _examples(output_dir: Path, outcome: Outcome) -> list[Example]:
+    compared, folder = outcome.compared, output_dir / "trajectories"
+    if outcome.baseline is None or outcome.tuned is None:
+        return []
+    split = "epoch" if compared is None else "final" if compared.fresh else "validation"
+    epochs = outcome.baseline.epoch, outcome.tuned.epoch
+    before, after = (folder / f"{split}_{epoch:03d}.jsonl" for epoch in epochs)
+    reward = None if compared is None else outcome.history.failure_reward
+    return pick(before, after, failure_reward=reward)

@@ -5,7 +5,7 @@ Out:  text
 """
 
 from hone.report.estimate import Estimate
-from hone.report.validations import Validation
+from hone.report.history import Validation
 
 MINUS = "\u2212"
 
@@ -16,6 +16,10 @@ def number(value: float | None) -> str:
         return "none"
     text = f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
     return "0.00" if text == "-0.00" else text.replace("-", MINUS)
+
+
+def signed(value: float) -> str:
+    return f"{'' if value < 0 else '+'}{number(value)}"
 
 
 def interval(change: Estimate) -> str:
@@ -30,45 +34,30 @@ def p_value(change: Estimate) -> str:
     """Empty if the p value is not known."""
     if change.p is None:
         return ""
-    if change.p < 0.001:
-        return "p < 0.001"
-    return f"p = {change.p:.{3 if change.p < 0.1 else 2}f}"
+    return "p < 0.001" if change.p < 0.001 else f"p = {change.p:.{3 if change.p < 0.1 else 2}f}"
 
 
 def failed(validation: Validation) -> str:
     """Policy failures and examples without a reward; empty for none."""
-    unscored = ""
+    text, n = "", validation.policy_failures
+    if n and validation.failure_rate is not None:
+        reward = number(validation.failure_reward)
+        share = f"{validation.failure_rate:.0%}"
+        text = f", {counted(n, 'policy failure')} ({share}), each counted as {reward}"
     if validation.unscored:
-        unscored = f", {validation.unscored} of {validation.num_examples} examples not scored"
-    if not validation.policy_failures or validation.failure_rate is None:
-        return unscored
-    n, rate = validation.policy_failures, validation.failure_rate
-    worth = number(validation.failure_reward)
-    return f", {counted(n, 'policy failure')} ({rate:.0%}), each counted as {worth}{unscored}"
-
-
-def signed(value: float) -> str:
-    return f"{'' if value < 0 else '+'}{number(value)}"
+        text += f", {validation.unscored} of {validation.num_examples} examples not scored"
+    return text
 
 
 def duration(seconds: float) -> str:
     """The two largest units."""
     whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s" if whole >= 10 or seconds == whole else f"{max(seconds, 0):.1f} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h"
-
-
-def when(epochs: int) -> str:
-    """When a policy was measured that was trained for so many epochs."""
-    return f"after {counted(epochs, 'epoch')}" if epochs else "before training"
+    if whole < 10 and seconds != whole:
+        return f"{max(seconds, 0):.1f} s"
+    units = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min")]
+    units.append((whole % 60, "s"))
+    largest = next((i for i, (n, _) in enumerate(units) if n), -1)
+    return " ".join(f"{n} {unit}" for n, unit in units[largest:][:2] if n) or "0 s"
 
 
 def counted(number: int, noun: str) -> str:
