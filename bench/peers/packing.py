@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from hone.learner.body import DecoderBody
 from hone.learner.learner import Learner
 from hone.learner.logprobs import Queries, label_logprobs
 from hone.learner.trie import ROW
@@ -67,7 +68,9 @@ def _loss(
         sampler += call.logprobs or []
         bounds.append((start, start + size))
     token_ids = torch.tensor(ids)
-    hidden = learner.decoder.hidden_for_training(
+    body = learner.body
+    assert isinstance(body, DecoderBody), "plain packing is written for hone's own decoder"
+    hidden = body.decoder.hidden_for_training(
         token_ids, torch.tensor(positions), _causal(bounds), learner.lora
     )
     queries = Queries(
@@ -76,7 +79,7 @@ def _loss(
         label_query=torch.arange(len(node)),
         target=token_ids[torch.tensor(node) + 1],
     )
-    new = label_logprobs(hidden, learner.decoder.head, queries)[0].double()
+    new = label_logprobs(hidden, body.head, queries)[0].double()
     old, gain = new.detach(), torch.tensor(advantage, dtype=torch.float64)
     ratio = torch.exp(new - old)
     low, high = 1 - config.epsilon, 1 + config.clip_high

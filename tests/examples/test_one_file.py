@@ -354,8 +354,7 @@ def _gradients(lora: Lora) -> dict[str, Tensor]:
     """Under PEFT's names: the leaves are wider than the tensors they hold."""
     shadow = {
         key: (a.grad, tuple(part.grad for part in b))
-        for layer in range(lora.config.layers)
-        for key in (f"{layer}.{projection}" for projection in lora.config.projections)
+        for key in lora.config.adapted
         for a, b in [lora.factors(key)]
     }
     return dict(Lora(lora.config, shadow, rank=lora.rank, alpha=lora.alpha).named())  # pyright: ignore[reportArgumentType]

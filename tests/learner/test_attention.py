@@ -60,7 +60,12 @@ def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
 def test_equals_a_dense_mask(name: str, window: int | None, anywhere: bool, monkeypatch):
     row = ROWS[name]
     if anywhere:  # the path of devices without the CPU's kernel, run here on the CPU
-        monkeypatch.setattr(attention, "_OnCpu", SimpleNamespace(apply=attention._anywhere))
+        scores = attention._Scores(None, None, None)
+        monkeypatch.setattr(
+            attention._OnCpu,
+            "apply",
+            lambda q, k, v, plan, _: attention._anywhere(q, k, v, plan, scores),
+        )
     config: Any = SimpleNamespace(windows=(None, window))
     attend = ancestors_attention(row, config, dtype=torch.float64)
     ours, theirs = inputs(len(row), torch.float64), inputs(len(row), torch.float64)

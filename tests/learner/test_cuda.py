@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.learner.families import FAMILIES
+from tests.learner.test_families import gradients, random_lora, samples
 
+from hone.learner.forward import row_logprobs
 from hone.learner.learner import Learner
+from hone.learner.transformers_body import TransformersBody
+from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import Trajectory, TrajectoryGroup
@@ -53,3 +58,44 @@ def test_a_step_on_cuda_equals_one_on_the_cpu(tiny_llama_dir: Path):
     for a, b in zip(ours, theirs, strict=True):
         # Adam's first step is lr x sign: only where a gradient is rounding may the sign differ.
         assert ((a - b).abs() > 1e-5).float().mean() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen2.5", "Gemma 3", "Mistral", "Granite", "Phi-4", "gpt-oss"])
+def test_flex_attention_equals_the_segments_of_the_cpu(name: str):
+    """Gradients of a compiled body on CUDA, in float32, against the one on the CPU."""
+    torch._dynamo.reset()
+    family = next(family for family in FAMILIES if family.name == name)
+    batch = pack(samples(3), row_tokens=200, fill=True)
+    weight = torch.randn(len(batch.labels), generator=torch.Generator().manual_seed(5))
+    results = {}
+    for device in ("cpu", "cuda"):
+        model = family.model().to(device)
+        body = TransformersBody(model, raw=model.config.to_dict())
+        lora = random_lora(body, torch.float32)
+        values = torch.empty(len(batch.labels))
+        for row in batch.rows:
+            logprobs, _ = row_logprobs(body, row, batch.labels, lora)
+            (logprobs * weight[row.label].to(device)).sum().backward()
+            values[row.label] = logprobs.detach().cpu()
+        results[device] = values, gradients(lora).cpu()
+    (ours, expected), (theirs, actual) = results["cpu"], results["cuda"]
+    assert (ours - theirs).abs().max() < 1e-3
+    assert (actual - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.mark.gpu
+def test_recomputed_layers_change_nothing():
+    torch._dynamo.reset()
+    batch = pack(samples(3), row_tokens=200, fill=True)
+    results = []
+    for recomputed in (0, 1, 2):
+        model = FAMILIES[1].model(torch.bfloat16).to("cuda")
+        body = TransformersBody(model, raw=model.config.to_dict())
+        body._recomputed_layers = lambda row, lora, n=recomputed: n
+        lora = random_lora(body, torch.float32)
+        for row in batch.rows:
+            logprobs, _ = row_logprobs(body, row, batch.labels, lora)
+            logprobs.sum().backward()
+        results.append(gradients(lora))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -59,7 +59,7 @@ def gradient(learner: Learner) -> Tensor:
 def logprobs(learner: Learner, groups: list[TrajectoryGroup], config: TrainConfig) -> Tensor:
     made = make_samples(groups, config, vocab=512, max_positions=512)
     (row,) = (batch := pack(made.samples, row_tokens=10**6)).rows
-    values, _ = row_logprobs(learner.decoder, row, batch.labels, learner.lora)
+    values, _ = row_logprobs(learner.body, row, batch.labels, learner.lora)
     ordered = torch.empty_like(values)
     ordered[row.label] = values
     return ordered.double()
@@ -334,10 +334,9 @@ def test_movement_tells_the_new_adapter_from_the_old(learner: Learner, groups):
     frozen = Lora(
         start.config,
         {
-            f"{i}.{k}": (a.detach().clone(), tuple(p.detach().clone() for p in b))
-            for i in range(start.config.layers)
-            for k in start.config.projections
-            for a, b in [start.factors(f"{i}.{k}")]
+            key: (a.detach().clone(), tuple(p.detach().clone() for p in b))
+            for key in start.config.adapted
+            for a, b in [start.factors(key)]
         },
         rank=start.rank,
         alpha=start.alpha,
@@ -358,7 +357,7 @@ def test_movement_tells_the_new_adapter_from_the_old(learner: Learner, groups):
         group = TrajectoryGroup(
             trajectories=[Trajectory(calls=[call], reward=1), Trajectory(calls=[other], reward=0)]
         )
-        old = Learner(learner.decoder, frozen, base_model="tiny")
+        old = Learner(learner.body, frozen, base_model="tiny")
         assert logprobs(old, [group], config)[0].item() == pytest.approx(token.before, abs=1e-4)
         assert logprobs(learner, [group], config)[0].item() == pytest.approx(token.after, abs=1e-4)
     assert learner.train(groups, config, probe_tokens=0).movement.tokens == ()

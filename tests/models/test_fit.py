@@ -9,16 +9,19 @@ from hone.errors import ModelTooLarge
 from hone.models.files import ModelFiles
 from hone.models.find import find
 from hone.models.fit import (
+    CUDA_LOGITS,
     available_memory,
     cgroup_available,
     cgroup_limit,
     estimate,
-    parameters,
+    padded_length,
+    recomputed_layers,
     require_fit,
     row_tokens,
     total_memory,
 )
 from hone.models.known import KNOWN
+from hone.models.shape import shape_of
 
 CONFIG = {
     "model_type": "llama",
@@ -69,7 +72,7 @@ def test_serving_keeps_no_activations_and_no_optimizer():
     ],
 )
 def test_the_table_has_the_published_number_of_parameters(name, published):
-    assert parameters(KNOWN[name].decoder) == published
+    assert shape_of(KNOWN[name].config).parameters == published
 
 
 def test_activations_are_near_what_was_measured():
@@ -158,7 +161,6 @@ def test_rows_are_sized_from_the_total_memory_by_hand():
     for tokens in (1024, 1025, 5000):
         share = fixed + each * tokens
         assert row_tokens(CONFIG, **wanted, device="cpu", total=3 * share) == tokens
-        assert row_tokens(CONFIG, **wanted, device="cuda:1", total=2 * share) == tokens
         assert row_tokens(CONFIG, **wanted, device="cpu", total=3 * share - 3) == max(
             1024, tokens - 1
         )
@@ -172,3 +174,25 @@ def test_the_total_is_that_of_the_tightest_control_group(tmp_path):
     assert cgroup_limit(tmp_path, tmp_path / "membership") == 1000
     assert cgroup_limit(tmp_path, tmp_path / "absent") is None
     assert total_memory() >= available_memory() > 0
+
+
+def test_rows_on_cuda_have_few_lengths_and_recompute_what_does_not_fit():
+    # Kept per token and layer: 0.8 x 144 = 115 numbers; of a recomputed layer its input of 8.
+    fixed, kept, passed = 4 * 1992 + 16 * 768 + CUDA_LOGITS, 4 * 115, 4 * 8
+    wanted = {"dtype_bytes": 4, "rank": 3, "device": "cuda:1"}
+    roomy = fixed + 2 * kept * 20_000
+    assert row_tokens(CONFIG, **wanted, total=2 * roomy) == 16_384
+    assert recomputed_layers(CONFIG, **wanted, tokens=16_384, learner=roomy) == 0
+    # 6,000 tokens fit with all kept. With both layers recomputed: 5,520,000 / (2 x 32 + 460) = 10,534.
+    tight = fixed + 2 * kept * 6_000
+    assert 2 * passed + kept == 524
+    assert row_tokens(CONFIG, **wanted, learner=tight) == 8192
+    assert recomputed_layers(CONFIG, **wanted, tokens=6000, learner=tight) == 0
+    # With one: 5,520,000 / (460 + 32 + 460) = 5,798, less than with none, for it exists twice.
+    assert recomputed_layers(CONFIG, **wanted, tokens=8192, learner=tight) == 2
+
+
+def test_lengths_of_rows():
+    assert [padded_length(n) for n in (1, 512, 513, 768, 769, 1024, 1025, 1537)] == [
+        512, 512, 768, 768, 1024, 1024, 1536, 2048,
+    ]  # fmt: skip

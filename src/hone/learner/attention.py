@@ -1,11 +1,10 @@
 """Trie attention: a token sees its ancestors and itself.
 
-In:   a PackedRow and the decoder's per-layer windows
-Out:  an Attend for Decoder.hidden_for_training, for every layer of that row
+In:   a PackedRow; queries, keys and values of a layer, with its window, scale, sinks and soft cap
+Out:  the layer's attention: an Attend for Decoder.hidden_for_training, or SegmentAttention
 
 Attention runs segment by segment over the keys of the path above. A dense mask over a row would
-compute every pair of unrelated branches and discard it. (A GPU kernel with block masks can use
-(k <= q) and (q < leave[k]), from PackedRow.leave.)
+compute every pair of unrelated branches and discard it. learner/flex.py does the same on CUDA.
 
 Position is depth, so one buffer indexed by depth holds the keys of the path to a segment: in
 depth-first order each segment overwrites the part of its earlier sibling. Every key is copied once, and
@@ -72,14 +71,40 @@ def ancestors_attention(
     dtype: torch.dtype = torch.float32,
 ) -> Attend:
     """Attention over the ancestors, for every layer of the decoder."""
-    device = device or torch.device("cpu")
-    plans = {w: _plan(row, w, device, dtype) for w in dict.fromkeys(config.windows)}
-    attention = _OnCpu.apply if device.type == "cpu" else _anywhere
+    attention = SegmentAttention(row, device or torch.device("cpu"), dtype)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, plans[config.windows[layer]])
+        return attention(q, k, v, window=config.windows[layer])
 
     return attend
+
+
+class SegmentAttention:
+    """Attention over the ancestors, for every layer of one row."""
+
+    def __init__(self, row: PackedRow, device: torch.device, dtype: torch.dtype) -> None:
+        self._row, self._device, self._dtype = row, device, dtype
+        self._plans: dict[int | None, _Plan] = {}
+
+    def __call__(
+        self,
+        q: Tensor,  # [N, heads, dim]
+        k: Tensor,  # [N, kv_heads, dim]
+        v: Tensor,  # [N, kv_heads, value_dim]
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [heads]
+    ) -> Tensor:
+        """The values that every token sees, weighted, [N, heads * value_dim]."""
+        if window not in self._plans:
+            self._plans[window] = _plan(self._row, window, self._device, self._dtype)
+        plan = self._plans[window]
+        plain = softcap is None and sinks is None and q.shape[-1] == v.shape[-1]
+        if plain and self._device.type == "cpu":
+            return _OnCpu.apply(q, k, v, plan, scale)
+        return _anywhere(q, k, v, plan, _Scores(scale, softcap, sinks))
 
 
 def _plan(row: PackedRow, window: int | None, device: torch.device, dtype: torch.dtype) -> _Plan:
@@ -110,7 +135,9 @@ class _OnCpu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float | None
+    ) -> Tensor:
         out = q.new_empty(q.shape)
         path = _PathBuffer(k, v, plan.longest)
         sums = []
@@ -120,19 +147,19 @@ class _OnCpu(torch.autograd.Function):
                 keys, values = path.slices(*plan.keys(block))
                 here = slice(block.start, block.stop)
                 part, lse = _forward(
-                    _heads_first(q[here]), keys, values, attn_mask=plan.masked(block)
+                    _heads_first(q[here]), keys, values, attn_mask=plan.masked(block), scale=scale
                 )
                 out[here] = part[0].transpose(0, 1)
                 sums.append(lse)
         ctx.save_for_backward(q, k, v, out, *sums)
-        ctx.plan = plan
+        ctx.plan, ctx.scale = plan, scale
         return out.view(len(q), -1)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, *sums = ctx.saved_tensors
         plan: _Plan = ctx.plan
         grad = grad.view(q.shape)
@@ -154,11 +181,12 @@ class _OnCpu(torch.autograd.Function):
                     0.0,
                     False,
                     attn_mask=plan.masked(block),
+                    scale=ctx.scale,
                 )
                 grad_q[here] = dq[0].transpose(0, 1)
                 _add_along_path(grad_k, dk[0].transpose(0, 1), segment, low, high)
                 _add_along_path(grad_v, dv[0].transpose(0, 1), segment, low, high)
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 class _PathBuffer:
@@ -194,8 +222,36 @@ def _add_along_path(total: Tensor, part: Tensor, segment: Segment, low: int, hig
         depth += stop - start
 
 
-def _anywhere(q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
-    """Attention for devices without the CPU's kernel, by autograd's own graph."""
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How a layer turns products of queries and keys into weights."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attention of [1, heads, queries, dim] over [1, kv_heads, keys, dim]."""
+        grouped = q.shape[1] != k.shape[1]
+        if self.softcap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped
+            )
+        if grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)) * (self.scale or q.shape[-1] ** -0.5)
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        scores = scores + mask
+        if self.sinks is not None:
+            # A sink takes part in the sum of every query and has no value.
+            sinks = self.sinks.to(scores)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sinks), -1)
+        return scores.softmax(-1)[..., : k.shape[2]] @ v
+
+
+def _anywhere(q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scores: _Scores) -> Tensor:
+    """Attention that the CPU's kernel does not have, by autograd's own graph."""
     parts = []
     for segment, blocks in plan.parts:
         ranges = (*segment.ancestors, (segment.start, segment.stop))
@@ -203,12 +259,11 @@ def _anywhere(q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
         values = torch.cat([v[a:b] for a, b in ranges])
         for block in blocks:
             low, high = plan.keys(block)
-            part = F.scaled_dot_product_attention(
+            part = scores.attend(
                 _heads_first(q[block.start : block.stop]),
                 _heads_first(keys[low:high]),
                 _heads_first(values[low:high]),
-                attn_mask=plan.masked(block),
-                enable_gqa=q.shape[1] != k.shape[1],
+                plan.masked(block),
             )
             parts.append(part[0].transpose(0, 1))
     return torch.cat(parts).reshape(len(q), -1)

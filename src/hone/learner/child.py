@@ -130,8 +130,8 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
         give_way(NICENESS)
     import torch  # after stdout is safe, and no earlier than the niceness: it takes seconds
 
+    from hone.learner.body import load_body
     from hone.learner.learner import Learner
-    from hone.models.decoder import Decoder
     from hone.models.lora import Lora
 
     torch.set_num_threads(spec.threads)
@@ -141,11 +141,11 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
     # Otherwise every new tensor is filled with NaN, to make reads of unset memory repeatable; hone
     # has no such reads, and it costs a tenth of the step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    decoder = Decoder.load(spec.model_dir, device=spec.device, dtype=getattr(torch, spec.dtype))
+    body = load_body(spec.model_dir, device=spec.device, dtype=getattr(torch, spec.dtype))
     lora = Lora.init(
-        decoder.config, rank=spec.rank, alpha=spec.alpha, seed=spec.seed, device=spec.device
+        body.layout, rank=spec.rank, alpha=spec.alpha, seed=spec.seed, device=spec.device
     )
-    learner = Learner(decoder, lora, base_model=spec.base_model)
+    learner = Learner(body, lora, base_model=spec.base_model)
     if spec.adapter_dir is not None:
         learner.load(spec.adapter_dir)
     return learner, WorkerInfo(
@@ -156,6 +156,7 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
         dtype=spec.dtype,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         sha256=learner.lora.sha256,
+        notes=body.notes,
     )
 
 

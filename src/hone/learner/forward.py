@@ -1,4 +1,4 @@
-"""Run one packed row through the decoder: log-probabilities of its labels.
+"""Run one packed row through the model: log-probabilities of its labels.
 
 In:   a PackedRow, the step's Labels, an adapter or none
 Out:  one log-probability per label of the row, one entropy per label
@@ -9,7 +9,7 @@ gradients. Their differences are differences of weights and not of summation ord
 
 from torch import Tensor
 
-from hone.learner.attention import ancestors_attention
+from hone.learner.body import Body, as_body
 from hone.learner.logprobs import Queries, label_logprobs
 from hone.learner.trie import Labels, PackedRow
 from hone.models.decoder import Decoder
@@ -17,21 +17,20 @@ from hone.models.lora import Lora
 
 
 def row_logprobs(
-    decoder: Decoder, row: PackedRow, labels: Labels, lora: Lora | None
+    model: Decoder | Body, row: PackedRow, labels: Labels, lora: Lora | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [m] and entropies [m] in the order of row.label; no adapter: the base model.
 
     The log-probabilities have gradients, unless the caller runs this under `torch.no_grad`.
     """
-    device = decoder.device
-    attend = ancestors_attention(row, decoder.config, device=device, dtype=decoder.dtype)
-    token_ids, positions = row.token_ids.to(device), row.positions.to(device)
-    hidden = decoder.hidden_for_training(token_ids, positions, attend, lora)
+    body = as_body(model)
+    device = body.device
+    hidden = body.hidden(row, lora)
     queries = Queries(
         node=row.query_node.to(device),
         temperature=row.query_temperature.to(device),
         label_query=row.label_query.to(device),
         target=labels.target[row.label].to(device),
     )
-    logprobs, entropy = label_logprobs(hidden, decoder.head, queries)
+    logprobs, entropy = label_logprobs(hidden, body.head, queries)
     return logprobs, entropy[queries.label_query]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hone.errors import Cancelled, NonFinite
+from hone.learner.body import Body, as_body
 from hone.learner.forward import row_logprobs
 from hone.learner.loss import RowLabels, penalised, row_loss, weights
 from hone.learner.metrics import Clock, Totals
@@ -25,7 +26,6 @@ from hone.learner.optim import AdamW
 from hone.learner.probe import Movement, ProbeCalls
 from hone.learner.samples import Samples, by_optimizer_step, make_samples
 from hone.learner.trie import Batch, pack
-from hone.models import fit
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
@@ -67,10 +67,10 @@ ShouldStop = Callable[[], bool]
 
 
 class Learner:
-    """One rank: a frozen decoder, an adapter, its optimizer."""
+    """One rank: a frozen model, an adapter, its optimizer."""
 
-    def __init__(self, decoder: Decoder, lora: Lora, *, base_model: str) -> None:
-        self.decoder = decoder
+    def __init__(self, model: Decoder | Body, lora: Lora, *, base_model: str) -> None:
+        self.body = as_body(model)
         self.base_model = base_model
         self.lora = lora.trainable_()
         self.optimizer = AdamW(self.lora.parameters())
@@ -87,22 +87,26 @@ class Learner:
         label_logprobs: bool = False,
     ) -> StepResult:
         """Train on the groups; calls `should_stop` before every row."""
-        shape = self.decoder.config
+        body = self.body
         row_tokens = config.row_tokens or self.most_row_tokens()
         clock = Clock()
         with clock.phase("pack"):
             samples = make_samples(
-                groups, config, vocab=shape.vocab, max_positions=shape.max_positions
+                groups, config, vocab=body.vocab, max_positions=body.max_positions
             )
-            batches = [pack(s, row_tokens=row_tokens) for s in by_optimizer_step(samples, config)]
+            layout = {"shared": not body.unshared, "fill": body.fills_rows}
+            batches = [
+                pack(step, row_tokens=row_tokens, **layout)
+                for step in by_optimizer_step(samples, config)
+            ]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
-        probe = ProbeCalls.choose(samples.samples if probe_tokens else (), self.decoder.dtype)
+        probe = ProbeCalls.choose(samples.samples if probe_tokens else (), body.dtype)
         with self._atomic():
             with clock.phase("probe"):
-                before = probe.logprobs(self.decoder, self.lora)
+                before = probe.logprobs(body, self.lora)
             job.run()
             with clock.phase("probe"):
-                after = probe.logprobs(self.decoder, self.lora)
+                after = probe.logprobs(body, self.lora)
         metrics = job.totals.metrics(config) | _counts(samples, batches) | clock.metrics()
         metrics["learn/row_tokens"] = float(row_tokens)
         busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)
@@ -123,13 +127,7 @@ class Learner:
 
     def most_row_tokens(self) -> int:
         """The value that `row_tokens: null` stands for."""
-        decoder = self.decoder
-        return fit.row_tokens(
-            decoder.config.raw,
-            dtype_bytes=decoder.dtype.itemsize,
-            rank=self.lora.rank,
-            device=str(decoder.device),
-        )
+        return self.body.row_tokens(self.lora.rank)
 
     def save(self, directory: Path, *, picture: bool = False) -> None:
         """Write the adapter in PEFT's format and the optimizer state; equal learners write equal bytes.
@@ -148,7 +146,7 @@ class Learner:
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint."""
-        lora = Lora.load(directory, self.decoder.config, device=self.decoder.device).trainable_()
+        lora = Lora.load(directory, self.body.layout, device=self.body.device).trainable_()
         state = AdamW(lora.parameters())
         if optimizer:
             state.load(directory)
@@ -208,11 +206,7 @@ class _Job:
 
     def _step(self, index: int, old: Tensor | None, reference: Tensor | None) -> None:
         batch, config = self.batches[index], self.config
-        decoder, lora, optimizer = (
-            self.learner.decoder,
-            self.learner.lora,
-            self.learner.optimizer,
-        )
+        body, lora, optimizer = self.learner.body, self.learner.lora, self.learner.optimizer
         weight, advantage = weights(batch.labels, config), batch.labels.advantage
         if config.kl_penalty_coef > 0:
             assert old is not None and reference is not None, "run() prices both for the penalty"
@@ -226,7 +220,7 @@ class _Job:
             self._report("train", index, r)
             where = f"optimizer step {index}, micro-batch {r}"
             with self.clock.phase("forward"):
-                new, entropy = row_logprobs(decoder, row, batch.labels, lora)
+                new, entropy = row_logprobs(body, row, batch.labels, lora)
                 cpu = new.cpu()
                 picked = RowLabels(
                     old=cpu.detach().double() if old is None else old[row.label],
@@ -260,7 +254,7 @@ class _Job:
         for r, row in enumerate(batch.rows):
             self._report(phase, index, r)
             with self.clock.phase(phase):
-                scored, _ = row_logprobs(self.learner.decoder, row, batch.labels, lora)
+                scored, _ = row_logprobs(self.learner.body, row, batch.labels, lora)
                 values[row.label] = scored.double().cpu()
         return values
 

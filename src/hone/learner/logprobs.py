@@ -10,7 +10,8 @@ would take more memory than the rest of the model.
 As p(target) approaches 1 the two terms become equal and their difference is rounding error. So the
 row is the gradient of the most likely token f, in which nothing cancels:
 pull = (1 - p(f)) head[f] - (sum of p(j) head[j] over the others). The gradient of any other token is
-head[target] - head[f] + pull. All of it is float32 or wider until the last sum.
+head[target] - head[f] + pull. All of it is float32 or wider until the last sum. Where the model caps
+its logits, every row of the head is multiplied by the cap's slope at its logit.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,29 @@ from hone.models.layers import wide_combination, wide_product
 
 CHUNK_BYTES = 48 << 20
 """Logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the matmul."""
+CUDA_CHUNK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A language-model head: logits = cap(scale * (hidden @ weight.T + bias))."""
+
+    weight: Tensor  # [vocab, hidden]
+    bias: Tensor | None = None  # [vocab]
+    scale: float = 1.0
+    softcap: float | None = None
+    """Logits are softcap * tanh(logits / softcap)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, vocab], float32 or wider, and not yet divided by a temperature."""
+        logits = wide_product(hidden, self.weight.t())
+        if self.bias is not None:
+            logits += self.bias
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh_() * self.softcap
+        return logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +60,11 @@ class Queries:
     target: Tensor  # [m] int64
 
 
-def label_logprobs(hidden: Tensor, head: Tensor, queries: Queries) -> tuple[Tensor, Tensor]:
+def label_logprobs(hidden: Tensor, head: Tensor | Head, queries: Queries) -> tuple[Tensor, Tensor]:
     """Log-probabilities [m] (differentiable by `hidden`) and entropies [Q] (not), float32 or 64."""
-    return _LabelLogprobs.apply(hidden, head, queries)
+    if isinstance(head, Tensor):
+        head = Head(head)
+    return _LabelLogprobs.apply(hidden, head.weight, head, queries)
 
 
 class _LabelLogprobs(torch.autograd.Function):
@@ -46,7 +72,8 @@ class _LabelLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,  # [N, hidden]
-        head: Tensor,  # [vocab, hidden]
+        weight: Tensor,  # [vocab, hidden]
+        head: Head,
         queries: Queries,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -56,12 +83,20 @@ class _LabelLogprobs(torch.autograd.Function):
         entropy = torch.empty(len(rows), dtype=wide, device=hidden.device)
         top = torch.empty(len(rows), dtype=torch.int64, device=hidden.device)
         pull = torch.empty_like(rows, dtype=wide) if hidden.requires_grad else None
-        size = max(1, CHUNK_BYTES // (len(head) * wide.itemsize))
+        slopes = None
+        if head.softcap is not None and pull is not None:
+            slopes = torch.empty_like(logprobs), torch.empty_like(entropy)  # of target and of top
+        most_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
+        size = max(1, most_bytes // (len(weight) * wide.itemsize))
         edges = torch.arange(0, len(rows) + size, size, device=hidden.device)
         ends = torch.searchsorted(queries.label_query, edges).tolist()
         for i, start in enumerate(range(0, len(rows), size)):
             here, labels = slice(start, start + size), slice(ends[i], ends[i + 1])
-            logits = wide_product(rows[here], head.t())
+            query, target = queries.label_query[labels] - start, queries.target[labels]
+            logits = head.logits(rows[here])
+            slope = None
+            if slopes is not None and head.softcap is not None:
+                slope = 1 - (logits / head.softcap).square_()
             logits /= temperature[here, None]
             most, best = logits.max(-1, keepdim=True)
             logits -= most
@@ -70,28 +105,44 @@ class _LabelLogprobs(torch.autograd.Function):
             odds = logits.exp().scatter_(-1, best, 0.0)
             rest = odds.sum(-1, keepdim=True)
             lse = rest.log1p()
-            query = queries.label_query[labels] - start
-            logprobs[labels] = logits[query, queries.target[labels]] - lse[query, 0]
+            logprobs[labels] = logits[query, target] - lse[query, 0]
             entropy[here] = lse[:, 0] - logits.mul_(odds).sum(-1) / (1 + rest[:, 0])
             top[here] = best[:, 0]
             if pull is not None:
                 odds /= -(1 + rest)
-                pull[here] = wide_combination(odds.scatter_(-1, best, rest / (1 + rest)), head)
+                odds.scatter_(-1, best, rest / (1 + rest))
+                if slope is not None and slopes is not None:
+                    odds *= slope
+                    slopes[0][labels] = slope[query, target]
+                    slopes[1][here] = slope.gather(-1, best)[:, 0]
+                pull[here] = wide_combination(odds, weight)
         ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(head, top, pull)
-        ctx.queries, ctx.shape, ctx.dtype = queries, hidden.shape, hidden.dtype
+        ctx.save_for_backward(weight, top, pull, *(slopes or ()))
+        ctx.queries, ctx.shape, ctx.dtype, ctx.scale = (
+            queries,
+            hidden.shape,
+            hidden.dtype,
+            head.scale,
+        )
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor, _: Tensor
-    ) -> tuple[Tensor, None, None]:
-        head, top, pull = ctx.saved_tensors
+    ) -> tuple[Tensor, None, None, None]:
+        weight, top, pull, *slopes = ctx.saved_tensors
         q: Queries = ctx.queries
         scaled = (grad / q.temperature.to(grad.dtype)[q.label_query])[:, None]
-        rows = head[q.target].to(pull.dtype).sub_(head[top[q.label_query]])
+        if ctx.scale != 1.0:
+            scaled = scaled * ctx.scale
+        rows, best = weight[q.target].to(pull.dtype), weight[top[q.label_query]]
+        if slopes:
+            of_target, of_top = slopes
+            rows *= of_target[:, None]
+            best = best * of_top[q.label_query, None]
+        rows.sub_(best)
         rows.add_(pull[q.label_query]).mul_(scaled)
         out = rows.new_zeros(ctx.shape)
         out.index_add_(0, q.node[q.label_query], rows)
-        return out.to(ctx.dtype), None, None
+        return out.to(ctx.dtype), None, None, None

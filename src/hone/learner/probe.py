@@ -1,6 +1,6 @@
 """The learner's probe: the tokens whose log-probabilities a job changed most.
 
-In:   the job's samples, the decoder, the adapter before and after
+In:   the job's samples, the model, the adapter before and after
 Out:  Movement: a few sequences, up to 32 of their tokens with both log-probabilities, and some
       others that show the noise
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.learner.body import Body, as_body
 from hone.learner.forward import row_logprobs
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
@@ -101,14 +102,15 @@ class ProbeCalls:
         )
 
     @torch.no_grad()
-    def logprobs(self, decoder: Decoder, lora: Lora) -> Tensor:
+    def logprobs(self, model: Decoder | Body, lora: Lora) -> Tensor:
         """Log-probabilities of all labels of the calls, in order, under this adapter."""
         if not self.calls:
             return torch.empty(0, dtype=torch.float64)
-        batch = pack([Sample(0, 0, self.calls)], row_tokens=WHOLE.tokens)
+        body = as_body(model)
+        batch = pack([Sample(0, 0, self.calls)], row_tokens=WHOLE.tokens, shared=not body.unshared)
         values = torch.empty(len(batch.labels), dtype=torch.float64)
         for row in batch.rows:
-            scored, _ = row_logprobs(decoder, row, batch.labels, lora)
+            scored, _ = row_logprobs(body, row, batch.labels, lora)
             values[row.label] = scored.double().cpu()
         return values
 

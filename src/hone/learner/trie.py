@@ -98,20 +98,45 @@ class _Trie:
     parents: Ints  # [S], index of the segment above; -1 at a root
 
 
-def pack(samples: Sequence[Sample], *, row_tokens: int) -> Batch:
-    """All calls of the samples as rows of at most `row_tokens`, or the longest path if longer."""
+def pack(
+    samples: Sequence[Sample], *, row_tokens: int, shared: bool = True, fill: bool = False
+) -> Batch:
+    """All calls of the samples as rows of at most `row_tokens`, or the longest path if longer.
+
+    `fill` puts unrelated subtrees into one row up to that length. Without `shared` every call is a row
+    of its own, for models in which a token's state depends on more than its ancestors.
+    """
     calls = [call for sample in samples for call in sample.calls]
     # A path ends at the last label's parent; nothing below it is needed.
     paths = [call.ids[: call.prompt + call.places[-1]] for call in calls]
+    labels = _labels(samples)
+    if not shared:
+        rows = _path_rows(calls, paths, labels.temperature.numpy())
+        logical = sum(len(call.ids) for call in calls)
+        return Batch(rows=rows, labels=labels, logical_tokens=logical)
     trie, nodes = _build(paths)
     parent = np.concatenate([n[c.prompt + c.places - 1] for n, c in zip(nodes, calls, strict=True)])
     budget = max(row_tokens, int(trie.depth.max()) + 1)
-    labels = _labels(samples)
+    bins = _bins(trie, budget, least=budget if fill else ROW)
     return Batch(
-        rows=_rows(trie, _bins(trie, budget), parent, labels.temperature.numpy()),
+        rows=_rows(trie, bins, parent, labels.temperature.numpy()),
         labels=labels,
         logical_tokens=sum(len(call.ids) for call in calls),
     )
+
+
+def _path_rows(
+    calls: Sequence[LabelledCall], paths: Sequence[Ints], temperature: NDArray[np.float64]
+) -> tuple[PackedRow, ...]:
+    """One row per call, with the call's labels."""
+    rows, first = [], 0
+    for call, path in zip(calls, paths, strict=True):
+        trie, _ = _build([path])
+        label = np.arange(first, first + len(call.places))
+        parent = call.prompt + call.places - 1
+        rows.append(_row(trie, np.arange(1), label, parent, temperature[label]))
+        first += len(label)
+    return tuple(rows)
 
 
 def _labels(samples: Sequence[Sample]) -> Labels:
@@ -192,7 +217,7 @@ class _Bin:
     subtrees: list[int]
 
 
-def _bins(trie: _Trie, budget: int) -> list[Ints]:
+def _bins(trie: _Trie, budget: int, least: int) -> list[Ints]:
     """Segments of each row, ascending, ancestors included.
 
     A subtree that fits stays whole. One that does not is cut below its first segment: children that
@@ -209,7 +234,7 @@ def _bins(trie: _Trie, budget: int) -> list[Ints]:
 
     def fitting(prefix: int) -> int:
         """Limit of a row that shares a prefix of this length with the next one."""
-        return min(budget, max(ROW, KEEP_WHOLE * prefix))
+        return min(budget, max(least, KEEP_WHOLE * prefix))
 
     def fill(tip: int, used: int, below: list[int]) -> list[_Bin]:
         whole = [s for s in below if s not in cut]

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from hone import errors
 from hone.errors import LearnerDied, TrainingError
+from hone.models.cache import cache_home
 from hone.types import Strict, TrainConfig
 
 STDERR_LINES = 40
@@ -61,6 +62,18 @@ class WorkerInfo(Strict):
     dtype: str
     deterministic: bool
     sha256: str
+    notes: tuple[str, ...] = ()
+    """What is unusual about training this model, for the log."""
+
+
+def _environment() -> dict[str, str]:
+    """Settings that libraries read when they are first used."""
+    return {
+        # Without it cuBLAS refuses deterministic algorithms.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # Compiled layers outlive the process: the first job of the next one does not wait for them.
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_home() / "inductor"),
+    }
 
 
 class LearnerProcess:
@@ -96,8 +109,7 @@ class LearnerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Read by cuBLAS when it first runs; without it deterministic algorithms are refused.
-            env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(env or {})},
+            env={**_environment(), **os.environ, **(env or {})},
         )
         worker = cls(process)
         body = {"spec": spec.model_dump(mode="json"), "gives_way": gives_way}

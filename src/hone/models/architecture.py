@@ -135,6 +135,17 @@ class DecoderConfig:
             "down": (("mlp.down_proj", hidden, inner),),
         }
 
+    @property
+    def adapted(self) -> dict[str, tuple[tuple[str, int, int], ...]]:
+        """Linear layers of the whole model, as lora.Layout describes them."""
+        return {
+            f"{layer}.{key}": tuple(
+                (f"model.layers.{layer}.{path}", outputs, inputs) for path, outputs, inputs in parts
+            )
+            for layer in range(self.layers)
+            for key, parts in self.projections.items()
+        }
+
     @classmethod
     def read(cls, directory: Path) -> "DecoderConfig":
         """From an HF directory."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from hone.errors import ModelNotFound
 from hone.models import cache, wheels
-from hone.models.architecture import DecoderConfig
 from hone.models.files import ModelFiles, missing_file
 from hone.models.find import find
-from hone.models.fit import available_memory, estimate, gib, parameters
+from hone.models.fit import available_memory, estimate, gib
 from hone.models.gguf import Progress
 from hone.models.known import KNOWN, Known
+from hone.models.shape import shape_of
 
 SERVING = {"dtype_bytes": 4, "kv_tokens": 8192}
 TRAINING = {"dtype_bytes": 4, "kv_tokens": 8192, "train_row_tokens": 1024, "rank": 8}
@@ -46,7 +46,7 @@ def entries() -> list[Entry]:
     known = [
         Entry(
             name=known.name,
-            parameters=parameters(known.decoder),
+            parameters=shape_of(known.config).parameters,
             license=known.license,
             here=here.pop(known.name, None),
         )
@@ -81,20 +81,20 @@ def describe(name: str, *, progress: Progress | None = None) -> list[tuple[str, 
         config, where = known.config, f"not here; run `hone models pull {name}`"
     else:
         config, where = files.config, f"{files.path} ({files.source})"
-    decoder = DecoderConfig.parse(config, where=where)
+    shape = shape_of(config, where=where)
     rows = [
         ("name", name),
         ("where", where),
         ("weights", "safetensors" if files is None else _weights(files)),
         ("licence", _license(files, known)),
-        ("family", decoder.family),
-        ("parameters", f"{parameters(decoder):,}"),
+        ("family", shape.family),
+        ("parameters", f"{shape.parameters:,}"),
         (
             "layers",
-            f"{decoder.layers} x {decoder.hidden}, {decoder.heads} heads, {decoder.kv_heads} kv",
+            f"{shape.layers} x {shape.hidden}, {shape.heads} heads, {shape.kv_heads} kv",
         ),
-        ("context", f"{decoder.max_positions:,} tokens"),
-        ("vocabulary", f"{decoder.vocab:,} tokens"),
+        ("context", f"{shape.max_positions:,} tokens"),
+        ("vocabulary", f"{shape.vocab:,} tokens"),
     ]
     if files is not None:
         rows.append(("template", _template(files)))

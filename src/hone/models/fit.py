@@ -3,9 +3,8 @@
 In:   a config.json and the use of the model
 Out:  Estimate in bytes; ModelTooLarge with needed and available, what to lower, what would fit
 
-Without the refusal the kernel kills the process half an hour later, without a message. Estimates are
-for this project's decoder and a little high; `activations` agrees with a measured run (see ELEMENTS
-below).
+Without the refusal the kernel kills the process half an hour later, without a message. Estimates are a
+little high; `activations` agrees with a measured run (see models/shape.py).
 """
 
 from collections.abc import Mapping
@@ -14,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hone.errors import ModelTooLarge
-from hone.models.architecture import DecoderConfig
 from hone.models.files import ModelFiles
 from hone.models.known import KNOWN
+from hone.models.shape import shape_of
 
 HEAD_ROWS = 1024
 """Positions whose logits exist at once; the learner's chunks are never larger."""
@@ -31,6 +30,18 @@ engine, and on a CPU also for the agent, its tools and the page cache."""
 
 MIN_ROW_TOKENS = 1024
 """Shortest default of `row_tokens`, on any machine."""
+
+FULL_SPEED = 8192
+"""Tokens of a row from which on a GPU gains little by longer rows."""
+
+SHORTEST_ROW = 512
+
+COMPILED_SHARE = 0.8
+"""Activations of compiled layers, of those that shape.activations counts. Qwen2.5-3B, bf16, one row of
+8,192: 34.8 GB in all (one H200)."""
+
+CUDA_LOGITS = 2 << 30
+"""Logits of a chunk, their exponentials, and what cuBLAS and the allocator hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +58,6 @@ class Estimate:
         return self.weights + self.kv + self.activations + self.adapter
 
 
-def parameters(config: DecoderConfig) -> int:
-    """Number of weights; a tied embedding counts once."""
-    linear = sum(out * inp for group in config.projections.values() for _, out, inp in group)
-    per_layer = linear + 2 * config.hidden
-    if config.family == "qwen2":  # the only family run here whose q, k and v have biases
-        per_layer += (config.heads + 2 * config.kv_heads) * config.head_dim
-    if config.qk_norm:
-        per_layer += 2 * config.head_dim
-    embeddings = config.vocab * config.hidden * (1 if config.tied else 2)
-    return config.layers * per_layer + embeddings + config.hidden
-
-
 def estimate(
     config_json: Mapping[str, Any],
     *,
@@ -71,23 +70,14 @@ def estimate(
 
     Zero rows and rank 0 estimate serving alone.
     """
-    config = DecoderConfig.parse(dict(config_json), where="config.json")
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    # ELEMENTS kept for the backward pass, per token and layer: two residuals, two normalised
-    # inputs and their statistics (6 hidden), q, k and v before and after rotation, gate, up, their
-    # activation and product. Qwen2.5-3B, bf16, one row of 8,192: 36 GB by this count; 36 GB
-    # measured beyond the weights (own LoRA linear, eager, one H200).
-    elements = 6 * config.hidden + 2 * (q + 2 * kv) + 4 * config.intermediate
-    activations = train_row_tokens * config.layers * elements * dtype_bytes
-    logits = 2 * 4 * config.vocab * (min(train_row_tokens, HEAD_ROWS) or 64)
-    lora = config.layers * sum(
-        rank * (out + inp) for group in config.projections.values() for _, out, inp in group
-    )
+    shape = shape_of(config_json)
+    activations = train_row_tokens * shape.layers * shape.activations * dtype_bytes
+    logits = 2 * 4 * shape.vocab * (min(train_row_tokens, HEAD_ROWS) or 64)
     return Estimate(
-        weights=parameters(config) * dtype_bytes,
-        kv=2 * config.layers * kv * kv_tokens * dtype_bytes,
+        weights=shape.parameters * dtype_bytes,
+        kv=2 * shape.layers * shape.kv_heads * shape.head_dim * kv_tokens * dtype_bytes,
         activations=activations + logits,
-        adapter=lora * (ADAPTER_BYTES if train_row_tokens else 4),
+        adapter=rank * shape.adapter_width * (ADAPTER_BYTES if train_row_tokens else 4),
     )
 
 
@@ -98,12 +88,23 @@ def row_tokens(
     rank: int,
     device: str,
     total: int | None = None,
+    learner: int | None = None,
 ) -> int:
     """Tokens of the longest training row that fits into the learner's share of `device`.
 
     From the total memory, never from the free memory: the same job must give the same bits.
+    `learner` replaces that share, in bytes. On CUDA layers are recomputed where a row of FULL_SPEED
+    tokens would not fit otherwise.
     """
-    there = total_memory(device) if total is None else total
+    kind = device.partition(":")[0]
+    if learner is None:
+        there = total_memory(device) if total is None else total
+        learner = int(there * LEARNER_SHARE[kind])
+    if kind == "cuda":
+        plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
+        plain = plan.most_tokens(learner, recomputed=0)
+        recomputed = min(FULL_SPEED, plan.most_tokens(learner, recomputed=plan.layers))
+        return _shorter_length(max(plain, recomputed, MIN_ROW_TOKENS))
 
     def needed(tokens: int) -> int:
         return estimate(
@@ -113,8 +114,74 @@ def row_tokens(
     least = needed(MIN_ROW_TOKENS)
     # From here on a row of twice as many tokens needs more activations and nothing else.
     each = (needed(2 * MIN_ROW_TOKENS) - least) // MIN_ROW_TOKENS
-    spare = int(there * LEARNER_SHARE[device.partition(":")[0]]) - least
+    spare = learner - least
     return MIN_ROW_TOKENS + max(0, spare // each)
+
+
+def recomputed_layers(
+    config_json: Mapping[str, Any],
+    *,
+    tokens: int,
+    dtype_bytes: int,
+    rank: int,
+    device: str,
+    learner: int | None = None,
+) -> int:
+    """Layers of a CUDA row whose activations are computed a second time, because they do not fit."""
+    if learner is None:
+        learner = int(total_memory(device) * LEARNER_SHARE["cuda"])
+    plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
+    return next(
+        (n for n in range(plan.layers) if plan.most_tokens(learner, recomputed=n) >= tokens),
+        plan.layers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaPlan:
+    """Bytes of a row on CUDA, with some of the layers recomputed."""
+
+    layers: int
+    fixed: int
+    """Weights, adapter with its optimizer, logits."""
+    kept: int
+    """Per token and layer, for the backward pass."""
+    passed: int
+    """Per token and layer, if the layer is recomputed: its input."""
+
+    @classmethod
+    def of(cls, config_json: Mapping[str, Any], *, dtype_bytes: int, rank: int) -> "_CudaPlan":
+        shape = shape_of(config_json)
+        return cls(
+            layers=shape.layers,
+            fixed=shape.parameters * dtype_bytes
+            + rank * shape.adapter_width * ADAPTER_BYTES
+            + CUDA_LOGITS,
+            kept=int(shape.activations * COMPILED_SHARE) * dtype_bytes,
+            passed=shape.hidden * dtype_bytes,
+        )
+
+    def most_tokens(self, memory: int, *, recomputed: int) -> int:
+        each = (self.layers - recomputed) * self.kept + recomputed * self.passed
+        # One layer's activations exist while it is computed again.
+        return max(0, memory - self.fixed) // (each + (self.kept if recomputed else 0))
+
+
+def padded_length(tokens: int) -> int:
+    """The length that a row of so many tokens is padded to on CUDA: 512, 768, 1024, 1536, 2048, ...
+
+    Compiled layers are compiled for a length, so lengths must be few.
+    """
+    length = SHORTEST_ROW
+    while length < tokens:
+        length *= 2
+    shorter = length * 3 // 4
+    return shorter if tokens <= shorter and length > SHORTEST_ROW else length
+
+
+def _shorter_length(tokens: int) -> int:
+    """The longest of these lengths that is no longer than this."""
+    return next(n for n in range(tokens, 0, -1) if n == SHORTEST_ROW or padded_length(n) == n)
 
 
 def total_memory(device: str = "cpu") -> int:
@@ -245,7 +312,7 @@ def _lower(needed: Estimate, there: int, dtype_bytes: int) -> str:
 def _alternative(name: str, there: int, wanted: dict[str, int]) -> str:
     """The largest known model that fits."""
     fitting = [
-        (parameters(known.decoder), known.name)
+        (shape_of(known.config).parameters, known.name)
         for known in KNOWN.values()
         if known.name != name and estimate(known.config, **wanted).total <= there
     ]

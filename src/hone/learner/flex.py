@@ -1,0 +1,159 @@
+"""Trie attention on CUDA: FlexAttention with block masks made from a row's subtrees.
+
+In:   a PackedRow, padded to one of a few lengths
+Out:  one BlockMask per sliding window; `attention`, the function that transformers calls
+
+A query q sees a key k if k <= q < leave[k]: the row is in depth-first order and leave[k] ends the
+subtree of k. Masks of one kind share their code, and lengths come from a short list, so that a compiled
+layer is reused for every later row. FlexAttention without a compiler would hold every pair of a row in
+memory, so past the limit of recompilations torch must raise instead of falling back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BLOCK = 128
+"""Tokens of a block of the mask, in both directions: the kernel's own granularity."""
+RECOMPILES = 64
+"""Versions of a layer: kinds of layers x lengths x with and without adapter."""
+
+KERNEL_OPTIONS: dict[str, Any] = {}
+"""Options of the FlexAttention kernels."""
+
+BlockMasks = dict[int, Any]
+"""Window -> BlockMask; FULL: no window. A plain dictionary, because compiled code looks into it."""
+FULL = 0
+
+
+def allow_recompiles() -> None:
+    """Raise torch's limit of recompilations, and make reaching it an error."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILES)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * RECOMPILES)
+    dynamo.fail_on_recompile_limit_hit = True
+
+
+def trie_mask(leave: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, by their places in the row."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < leave[k])
+
+    return visible
+
+
+def windowed_trie_mask(
+    leave: Tensor, depth: Tensor, window: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """As trie_mask, for keys less than `window` levels above the query."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < leave[k]) & (depth[q] - depth[k] < window)
+
+    return visible
+
+
+def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Gemma 2's bound on the products of queries and keys."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+def block_mask(leave: Tensor, depth: Tensor, window: int | None) -> Any:
+    """The BlockMask of a row whose length is a multiple of BLOCK.
+
+    Made from each block's extremes: whether any pair is visible (or, with a window, may be) and whether
+    all are. `create_block_mask` would compute every pair.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length = len(leave)
+    assert length % BLOCK == 0, f"{length} tokens are not a multiple of {BLOCK}"
+    blocks = leave.view(-1, BLOCK)
+    low, high = blocks.amin(1), blocks.amax(1)
+    start = torch.arange(0, length, BLOCK, device=leave.device)
+    query, key = start[:, None], start[None, :]
+    below = key < query
+    some = (below & (high[None, :] > query)) | (key == query)
+    whole = below & (low[None, :] >= query + BLOCK)
+    if window is not None:
+        depths = depth.view(-1, BLOCK)
+        shallow, deep = depths.amin(1), depths.amax(1)
+        some &= (shallow[:, None] - deep[None, :] < window) | (key == query)
+        whole &= deep[:, None] - shallow[None, :] < window
+    partial_count, partial_blocks = _ordered(some & ~whole)
+    whole_count, whole_blocks = _ordered(whole)
+    visible = (
+        trie_mask(leave)
+        if window is None
+        else windowed_trie_mask(leave, depth, torch.tensor(window, device=leave.device))
+    )
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_blocks,
+        whole_count,
+        whole_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Per block of queries, the number of its blocks of keys and their indices, first ones first."""
+    count = dense.sum(-1, dtype=torch.int32)
+    order = dense.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], order[None, None].contiguous()
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, L, dim]
+    key: Tensor,  # [1, kv_heads, L, dim]
+    value: Tensor,  # [1, kv_heads, L, value_dim]
+    attention_mask: Any,
+    *,
+    block_masks: BlockMasks,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every attention layer."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    call = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    options: dict[str, Any] = {
+        "score_mod": None if softcap is None else soft_cap(softcap),
+        "block_mask": block_masks[getattr(module, "trie_window", FULL)],
+        "scale": scaling,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "kernel_options": KERNEL_OPTIONS or None,
+    }
+    if s_aux is None:
+        out = call(query, key, value, **options)
+    else:
+        out, aux = call(query, key, value, return_aux=AuxRequest(lse=True), **options)
+        # A sink takes part in the sum of every query and has no value.
+        assert aux.lse is not None
+        out = out * torch.sigmoid(aux.lse - s_aux.float()[None, :, None])[..., None].to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+_compiled: list[Any] = []
+
+
+def _compiled_flex_attention() -> Any:
+    """Compiled once; for layers that are not compiled themselves."""
+    if not _compiled:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        _compiled.append(torch.compile(flex_attention, dynamic=False))
+    return _compiled[0]

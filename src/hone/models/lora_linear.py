@@ -1,0 +1,92 @@
+"""A frozen linear layer of a transformers model, with its part of a LoRA adapter beside it.
+
+In:   the linear layers of a model, by path
+Out:  LoraLinear modules in their place; `attach` gives them an adapter's tensors
+
+The factors stay float32 and are cast in the forward pass: a step of 1e-6 would vanish in bfloat16.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hone.models.lora import Layout, Lora
+
+
+class LoraLinear(nn.Module):
+    """x W' + bias, plus scale (x A') B' while an adapter is attached."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.a: Tensor | None = None  # [parts * rank, inputs], shared by layers of one input
+        self.b: Tensor | None = None  # [outputs, rank]
+        self.first = 0
+        """The row of `a` where this layer's factor begins."""
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if self.a is None or self.b is None:
+            return y
+        rows = self.a[self.first : self.first + self.b.shape[1]]
+        z = F.linear(x, rows.to(x.dtype))
+        return y + F.linear(z, self.b.to(x.dtype)) * self.scale
+
+
+class LoraModules:
+    """The LoraLinear modules of one model."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._parts: list[tuple[str, int, LoraLinear]] = []
+        self._attached: Lora | None = None
+        for key, parts in layout.adapted.items():
+            for i, (path, _, _) in enumerate(parts):
+                parent, _, name = path.rpartition(".")
+                base = model.get_submodule(path)
+                assert isinstance(base, nn.Linear), f"{path} is a {type(base).__name__}"
+                adapted = LoraLinear(base)
+                setattr(model.get_submodule(parent), name, adapted)
+                self._parts.append((key, i, adapted))
+
+    def attach(self, lora: Lora | None) -> None:
+        """Use this adapter from now on; None: the base model."""
+        if lora is self._attached:
+            return
+        for key, i, module in self._parts:
+            if lora is None:
+                module.a = module.b = None
+                continue
+            a, b = lora.factors(key)
+            module.a, module.b = a, b[i]
+            module.first, module.scale = i * lora.rank, lora.scale
+        self._attached = lora
+
+
+def linear_layers(model: nn.Module, head: nn.Module | None) -> Mapping[str, tuple[int, int]]:
+    """Outputs and inputs of every linear layer that an adapter covers by default, by path.
+
+    All but the language-model head and the routers of experts. Experts are no linear layers in
+    transformers (one three-dimensional parameter holds them all), so they stay frozen.
+    """
+    return {
+        path: (module.out_features, module.in_features)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not _routes(path)
+    }
+
+
+def _routes(path: str) -> bool:
+    return path.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold the experts of a layer in one parameter; no adapter covers them."""
+    return [
+        module
+        for path, module in model.named_modules()
+        if "experts" in path and any(p.ndim == 3 for p in module.parameters(recurse=False))
+    ]

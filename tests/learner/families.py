@@ -1,0 +1,213 @@
+"""Tiny random models of every family, with sizes at which its peculiarities change the result."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+VOCAB = 128
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FULL_THEN_SLIDING = ["full_attention", "sliding_attention"]
+SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family."""
+
+    name: str
+    config: Callable[[], Any]
+    peculiar: str
+    """What about it could go wrong."""
+    shared: bool = True
+    """Whether paths share their prefixes."""
+    experts: bool = False
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        """The model, in which every parameter is random: norms, sinks and biases too."""
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            self.config(), attn_implementation="eager", experts_implementation="eager"
+        )
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                if parameter.ndim == 1 and "norm" in name:
+                    parameter.add_(noise * 0.2)
+                else:
+                    parameter.copy_(noise * 0.2)
+        return model.to(dtype).eval()
+
+
+def _config(name: str, **more: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**(SIZES | more))
+
+    return make
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 16,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+FAMILIES = (
+    Family("Llama 3", _config("LlamaConfig", rope_parameters=LLAMA3_ROPE), "llama3 rope"),
+    Family("Qwen2.5", _config("Qwen2Config"), "biases of q, k and v"),
+    Family(
+        "Qwen3", _config("Qwen3Config", head_dim=16), "norms of q and k; heads wider than hidden"
+    ),
+    Family(
+        "Gemma 3",
+        _config(
+            "Gemma3TextConfig",
+            head_dim=16,
+            sliding_window=7,
+            layer_types=SLIDING_THEN_FULL,
+            query_pre_attn_scalar=20,
+            final_logit_softcapping=3.0,
+        ),
+        "window 7 on every other layer, two ropes, four norms, scaled embedding, capped logits",
+    ),
+    Family(
+        "Gemma 2",
+        _config(
+            "Gemma2Config",
+            head_dim=16,
+            sliding_window=5,
+            layer_types=SLIDING_THEN_FULL,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+        "window 5 on every other layer, capped scores, capped logits",
+    ),
+    Family("Mistral", _config("MistralConfig", sliding_window=6), "window 6 on every layer"),
+    Family(
+        "Phi-4",
+        _config("Phi3Config", sliding_window=9, partial_rotary_factor=0.5),
+        "one matrix for q, k and v, one for gate and up; half of each head rotated; window 9",
+    ),
+    Family(
+        "SmolLM3",
+        _config("SmolLM3Config", no_rope_layers=[1, 0]),
+        "a layer without positions",
+    ),
+    Family(
+        "Granite",
+        _config(
+            "GraniteConfig",
+            embedding_multiplier=3.0,
+            attention_multiplier=0.4,
+            residual_multiplier=0.6,
+            logits_scaling=1.7,
+        ),
+        "four multipliers",
+    ),
+    Family("OLMo 2", _config("Olmo2Config"), "norms after the layers and over whole q and k"),
+    Family("Cohere", _config("CohereConfig", logit_scale=0.3), "scaled logits, parallel layers"),
+    Family(
+        "Qwen3-MoE",
+        _config("Qwen3MoeConfig", head_dim=16, decoder_sparse_step=1, mlp_only_layers=[0], **MOE),
+        "experts on one of two layers",
+        experts=True,
+    ),
+    Family(
+        "gpt-oss",
+        _config(
+            "GptOssConfig",
+            head_dim=16,
+            sliding_window=6,
+            layer_types=SLIDING_THEN_FULL,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        "random sinks, window 6 on every other layer, experts",
+        experts=True,
+    ),
+    Family(
+        "DeepSeek-V2",
+        _config(
+            "DeepseekV2Config",
+            num_key_value_heads=4,
+            q_lora_rank=None,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=12,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+            head_dim=4,
+        ),
+        "latent attention with values of another width, shared experts",
+        experts=True,
+    ),
+    Family(
+        "Phi-4 with longrope",
+        _config("Phi3Config", rope_parameters=LONGROPE, original_max_position_embeddings=16),
+        "rotary angles change with the length",
+        shared=False,
+    ),
+    Family(
+        "LFM2",
+        _config(
+            "Lfm2Config", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+        ),
+        "a convolution along the row",
+        shared=False,
+    ),
+    Family(
+        "Qwen3-Next",
+        _config(
+            "Qwen3NextConfig",
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            shared_expert_intermediate_size=24,
+            **MOE,
+        ),
+        "linear attention, shared and routed experts",
+        shared=False,
+        experts=True,
+    ),
+)

@@ -1,0 +1,142 @@
+"""The transformers body of every family: the trie against unshared passes through transformers itself.
+
+The oracle is the model as transformers computes it (eager attention, its own masks, its own head), one
+call at a time, with PEFT's formula for the adapter added by hooks.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.learner.families import FAMILIES, VOCAB, Family
+from torch import Tensor
+
+from hone.learner.forward import row_logprobs
+from hone.learner.samples import LabelledCall, Sample
+from hone.learner.transformers_body import TransformersBody
+from hone.learner.trie import pack
+from hone.models.lora import Lora
+
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def samples(seed: int) -> list[Sample]:
+    """Two prompts that share a beginning, three completions each, and a second turn; up to 34 tokens."""
+    rng = np.random.default_rng(seed)
+
+    def ids(count: int) -> list[int]:
+        return rng.integers(3, VOCAB, count).tolist()
+
+    def call(prompt: list[int], completion: list[int]) -> LabelledCall:
+        return LabelledCall(
+            ids=np.array(prompt + completion),
+            prompt=len(prompt),
+            places=np.arange(len(completion)),
+            logprobs=None,
+            exact=True,
+            temperature=float(rng.choice([1.0, 0.7])),
+            advantage=float(rng.normal()),
+        )
+
+    system = ids(6)
+    made: list[Sample] = []
+    for _ in range(2):
+        prompt = system + ids(8)
+        for _ in range(3):
+            first = ids(int(rng.integers(3, 8)))
+            calls = [call(prompt, first), call(prompt + first + ids(4), ids(6))]
+            made.append(Sample(0, len(made), tuple(calls)))
+    return made
+
+
+def unshared(model: Any, lora: Lora, calls: list[LabelledCall]) -> Tensor:
+    """Log-probabilities of all labels, by whole forward passes of the plain model."""
+    factors = dict(lora.named())
+    handles = []
+    for name, module in model.named_modules():
+        stem = f"base_model.model.{name}"
+        if f"{stem}.lora_A.weight" not in factors:
+            continue
+        a, b = factors[f"{stem}.lora_A.weight"], factors[f"{stem}.lora_B.weight"]
+
+        def adapted(_: Any, args: Any, out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
+            return out + (args[0] @ a.t()) @ b.t() * lora.scale
+
+        handles.append(module.register_forward_hook(adapted))
+    assert 2 * len(handles) == len(factors)
+    values = []
+    for call in calls:
+        ids = torch.from_numpy(call.ids)
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        at = call.prompt + torch.from_numpy(call.places)
+        logprobs = (logits / call.temperature).log_softmax(-1)
+        values.append(logprobs[at - 1, ids[at]])
+    for handle in handles:
+        handle.remove()
+    return torch.cat(values)
+
+
+def random_lora(body: TransformersBody, dtype: torch.dtype) -> Lora:
+    lora = Lora.init(body.layout, rank=3, alpha=6.0, seed=1)
+    kind = {"dtype": dtype, "device": body.device}
+    generator = torch.Generator().manual_seed(2)
+    factors = {}
+    for key in lora.config.adapted:
+        a, b = lora.factors(key)
+        b = tuple(torch.randn(part.shape, generator=generator).to(**kind) * 0.1 for part in b)
+        factors[key] = (a.to(**kind), b)
+    return Lora(lora.config, factors, rank=3, alpha=6.0).trainable_()
+
+
+def gradients(lora: Lora) -> Tensor:
+    grads = []
+    for name, leaf in lora.parameters():
+        assert leaf.grad is not None, name
+        grads.append(leaf.grad.flatten())
+        leaf.grad = None
+    return torch.cat(grads)
+
+
+def compared(family: Family, dtype: torch.dtype) -> tuple[float, float]:
+    """Largest error of a log-probability; error of the gradient relative to its norm."""
+    model, plain = family.model(dtype), family.model(dtype)
+    body = TransformersBody(model, raw=model.config.to_dict())
+    lora = random_lora(body, dtype)
+    made = samples(3)
+    calls = [call for sample in made for call in sample.calls]
+    batch = pack(made, row_tokens=60, shared=not body.unshared)
+    weight = torch.randn(len(batch.labels), generator=torch.Generator().manual_seed(5)).to(dtype)
+    expected = unshared(plain, lora, calls)
+    (expected * weight).sum().backward()
+    wanted = gradients(lora)
+    actual = torch.empty_like(expected)
+    for row in batch.rows:
+        logprobs, _ = row_logprobs(body, row, batch.labels, lora)
+        (logprobs * weight[row.label]).sum().backward()
+        actual[row.label] = logprobs.detach()
+    error = (actual - expected.detach()).abs().max()
+    return error.item(), ((gradients(lora) - wanted).norm() / wanted.norm()).item()
+
+
+@families
+def test_the_trie_equals_unshared_passes_in_float64(family: Family):
+    # transformers computes norms and softmax in float32 whatever the model's type.
+    error, gradient = compared(family, torch.float64)
+    assert error < 1e-5 and gradient < 1e-6, (error, gradient)
+
+
+@families
+def test_the_trie_equals_unshared_passes_in_float32(family: Family):
+    error, gradient = compared(family, torch.float32)
+    assert error < 1e-4 and gradient < 1e-5, (error, gradient)
+
+
+@families
+def test_what_the_body_says(family: Family):
+    model = family.model()
+    body = TransformersBody(model, raw=model.config.to_dict())
+    assert bool(body.unshared) is not family.shared, body.unshared
+    assert any("experts" in note for note in body.notes) is family.experts
+    paths = [path for parts in body.layout.adapted.values() for path, _, _ in parts]
+    assert paths and not any("experts." in path and "shared" not in path for path in paths)

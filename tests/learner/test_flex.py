@@ -1,0 +1,87 @@
+"""Block masks of a row against the dense mask; one compiled layer for ragged rows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.learner.test_families import samples
+from tests.learner.test_forward import random_samples
+from torch import Tensor
+
+from hone.learner import flex
+from hone.learner.trie import pack
+
+
+def padded(seed: int, length: int) -> tuple[Tensor, Tensor]:
+    """`leave` and depth of a random row, padded."""
+    (row,) = pack(random_samples(seed), row_tokens=10**6, fill=True).rows
+    padding = length - len(row)
+    assert padding >= 0, len(row)
+    ends = torch.arange(len(row) + 1, length + 1)
+    return torch.cat((row.leave, ends)), torch.nn.functional.pad(row.positions, (0, padding))
+
+
+def dense(leave: Tensor, depth: Tensor, window: int | None) -> Tensor:
+    index = torch.arange(len(leave))
+    seen = (index[None, :] <= index[:, None]) & (index[:, None] < leave[None, :])
+    if window is not None:
+        seen &= depth[:, None] - depth[None, :] < window
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20, 1000])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_visible_pair_lies_outside_the_blocks(seed, window, monkeypatch):
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    leave, depth = padded(seed, 1024)
+    expected = dense(leave, depth, window)
+    mask = flex.block_mask(leave, depth, window)
+    blocks = expected.view(64, 16, 64, 16).transpose(1, 2)
+    some, whole = blocks.any(-1).any(-1), blocks.all(-1).all(-1)
+    partial, full = torch.zeros(64, 64).bool(), torch.zeros(64, 64).bool()
+    for query in range(64):
+        partial[query, mask.kv_indices[0, 0, query, : mask.kv_num_blocks[0, 0, query]].long()] = 1
+        count = mask.full_kv_num_blocks[0, 0, query]
+        full[query, mask.full_kv_indices[0, 0, query, :count].long()] = 1
+    assert not (partial & full).any()
+    assert (whole | ~full).all(), "a block that is not checked pair by pair has a hidden pair"
+    assert (partial | full | ~some).all(), "a visible pair is skipped"
+    if window is None:  # with a window, blocks are chosen by bounds that may be loose
+        assert torch.equal(partial | full, some) and torch.equal(full, whole)
+    query, key = torch.meshgrid(torch.arange(1024), torch.arange(1024), indexing="ij")
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(mask.mask_mod(zero, zero, query, key), expected)
+
+
+def test_ragged_rows_compile_once():
+    """FlexAttention of fifty rows of one padded length is one graph, with and without a window."""
+    from torch._dynamo.testing import CompileCounter
+
+    flex.allow_recompiles()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    module = torch.nn.Module()
+
+    def layer(q: Tensor, masks: Any) -> Tensor:
+        return flex.attention(module, q, q, q, None, block_masks=masks, scaling=0.5)[0]
+
+    compiled = torch.compile(layer, backend=counter, dynamic=False)
+    rng = np.random.default_rng(0)
+    for window in (flex.FULL, 5):
+        module.trie_window = window  # pyright: ignore[reportArgumentType]
+        for seed in range(25):
+            (row,) = pack(samples(seed), row_tokens=10**6, fill=True).rows
+            ends = torch.arange(len(row) + 1, 257)
+            leave = torch.cat((row.leave, ends))
+            depth = torch.nn.functional.pad(row.positions, (0, 256 - len(row)))
+            q = torch.from_numpy(rng.normal(size=(1, 2, 256, 8)))
+            masks = {window: flex.block_mask(leave, depth, window or None)}
+            with torch.no_grad():
+                actual = compiled(q, masks)[0].transpose(0, 1)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                q, q, q, attn_mask=dense(leave, depth, window or None), scale=0.5
+            )[0]
+            torch.testing.assert_close(actual, expected)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()

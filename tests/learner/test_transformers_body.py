@@ -1,0 +1,114 @@
+"""The transformers body in a learner: the decoder's results, files and hashes; what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.learner.families import FAMILIES
+
+from hone.errors import ConfigError, ModelUnsupported
+from hone.learner.body import BODY, DecoderBody, load_body
+from hone.learner.learner import Learner
+from hone.learner.transformers_body import TransformersBody
+from hone.models.decoder import Decoder
+from hone.models.lora import Lora
+from hone.trajectory import TrajectoryGroup
+from hone.types import TrainConfig
+
+CONFIG = TrainConfig(learning_rate=1e-3, beta=0.1, groups_per_optimizer_step=1)
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def groups(make_group: Callable[..., TrajectoryGroup]) -> list[TrajectoryGroup]:
+    return [
+        make_group(
+            [1, 5, 9, 30 + i, 4], [[7, 8, 9, 2], [7, 8, 10, 11, 2], [20, 2]], [1.0, 0.0, 0.5]
+        )
+        for i in range(3)
+    ]
+
+
+def learner_of(body: Any) -> Learner:
+    lora = Lora.init(body.layout, rank=4, seed=3)
+    return Learner(body, lora, base_model="tiny")
+
+
+def test_a_job_gives_what_the_decoder_gives(
+    tiny_llama_dir: Path, groups: list[TrajectoryGroup], tmp_path: Path
+):
+    own = learner_of(DecoderBody(Decoder.load(tiny_llama_dir, dtype=torch.float64)))
+    theirs = learner_of(TransformersBody.load(tiny_llama_dir, dtype=torch.float64))
+    assert own.lora.sha256 == theirs.lora.sha256
+    a, b = own.train(groups, CONFIG).metrics, theirs.train(groups, CONFIG).metrics
+    for name in ("learn/loss", "learn/grad_norm", "learn/entropy", "learn/kl"):
+        assert b[name] == pytest.approx(a[name], rel=1e-4), name
+    moved = [
+        (x - y).abs().max()
+        for (_, x), (_, y) in zip(own.lora.named(), theirs.lora.named(), strict=True)
+    ]
+    assert max(moved) < 1e-5
+    # A checkpoint of one is continued by the other, optimizer included.
+    for name, learner in (("own", own), ("theirs", theirs)):
+        learner.save(tmp_path / name)
+    config = [
+        json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("own", "theirs")
+    ]
+    assert config[0] == config[1]
+    own.load(tmp_path / "theirs")
+    theirs.load(tmp_path / "theirs")
+    a, b = own.train(groups, CONFIG).metrics, theirs.train(groups, CONFIG).metrics
+    assert b["learn/loss"] == pytest.approx(a["learn/loss"], rel=1e-4)
+
+
+def test_a_pass_without_gradients_gives_the_bits_of_one_with_them(
+    tiny_llama_dir: Path, groups: list[TrajectoryGroup]
+):
+    # Of the second step the old policy is scored in a pass of its own; nothing moves in between.
+    learner = learner_of(TransformersBody.load(tiny_llama_dir))
+    config = TrainConfig(learning_rate=0, groups_per_optimizer_step=1)
+    assert learner.train(groups, config).metrics["learn/ratio"] == 1.0
+
+
+def test_which_body_is_loaded(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    assert isinstance(load_body(tiny_llama_dir, device="cpu", dtype=torch.float32), DecoderBody)
+    monkeypatch.setenv(BODY, "transformers")
+    assert isinstance(
+        load_body(tiny_llama_dir, device="cpu", dtype=torch.float32), TransformersBody
+    )
+    monkeypatch.delenv(BODY)
+    BY_NAME["Granite"].model().save_pretrained(tmp_path)
+    body = load_body(tmp_path, device="cpu", dtype=torch.float32)
+    assert isinstance(body, TransformersBody) and not body.unshared
+    assert body.head.scale == pytest.approx(1 / 1.7)
+
+
+def test_some_linear_layers_only(groups: list[TrajectoryGroup], tmp_path: Path):
+    model = BY_NAME["Granite"].model()
+    raw = model.config.to_dict()
+    body = TransformersBody(model, raw=raw, target_modules=["q_proj", "down_proj"])
+    learner = learner_of(body)
+    result = learner.train(groups, CONFIG)
+    assert result.steps == 3 and result.sha256 == learner.lora.sha256
+    learner.save(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["down_proj", "q_proj"]
+    with pytest.raises(
+        ConfigError, match=r"no linear layer called 'w1'. It has: down_proj, gate_proj"
+    ):
+        TransformersBody(BY_NAME["Granite"].model(), raw=raw, target_modules=["w1"])
+
+
+def test_a_head_that_is_not_understood_is_refused(monkeypatch: pytest.MonkeyPatch):
+    model = BY_NAME["Granite"].model()
+    raw = model.config.to_dict()
+    monkeypatch.setattr(
+        model.lm_head, "forward", lambda hidden: hidden @ model.lm_head.weight.t() + 3
+    )
+    with pytest.raises(ModelUnsupported, match="its logits are not those of its head"):
+        TransformersBody(model, raw=raw)
