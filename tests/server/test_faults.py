@@ -84,7 +84,7 @@ async def test_on_a_full_disk_a_job_waits_says_why_and_goes_on(
         said = await health(server)
         assert said["status"] == "degraded"
         assert "DiskFull" in said["parts"]["training"]["reason"]
-        assert (await server.service.cancel(second.id)).state == "cancelled"
+        assert server.jobs.request_cancel(second.id).state == "cancelled"
         monkeypatch.setattr(Full, "full", False)  # there is room
         ended = await server.ended(job.id)
         assert (ended.state, ended.attempts, ended.step) == ("done", 1, 1), ended
@@ -123,7 +123,7 @@ async def test_a_job_under_which_the_state_file_takes_nothing_is_not_left_runnin
         (row,) = server.store.query("SELECT state FROM jobs")
         assert row["state"] == "running"  # which is all the disk knows
         if cancelled:
-            assert (await server.service.cancel(job.id)).state == "cancelled"
+            assert server.jobs.request_cancel(job.id).state == "cancelled"
         server.store._writer.execute("PRAGMA query_only = OFF")
         ended = await server.ended(job.id)
         wanted = ("cancelled", 0, None) if cancelled else ("done", 1, 1)

@@ -216,7 +216,7 @@ async def test_cancelling_a_running_job_leaves_the_step_before(open_server: Open
     server.service.wake()
     await server.reached(job.id, "progress")
     assert server.service.status() == {"state": "training", "jobs": [job.id], "queued": 0}
-    asked = await server.service.cancel(job.id)
+    asked = server.jobs.request_cancel(job.id)
     assert asked.state == "running" and asked.cancel_requested
     ended = await server.ended(job.id, deadline_s=5)
     assert ended.state == "cancelled" and ended.step is None
@@ -236,10 +236,10 @@ async def test_cancelling_what_waits_or_has_ended(open_server: Open, tiny_model:
     waiting = server.submit(record, token_groups())
     server.service.wake()
     await server.reached(running.id, "progress")
-    assert (await server.service.cancel(waiting.id)).state == "cancelled"
-    await server.service.cancel(running.id)
+    assert server.jobs.request_cancel(waiting.id).state == "cancelled"
+    server.jobs.request_cancel(running.id)
     ended = await server.ended(running.id)
-    assert await server.service.cancel(running.id) == ended
+    assert server.jobs.request_cancel(running.id) == ended
     assert server.told(waiting.id) == ["queued", "cancelled"]
 
 
@@ -315,7 +315,7 @@ async def test_serving_goes_on_while_a_job_runs_unless_it_is_to_pause(
     policy = await going_on.serving.resolve("agent")
     (answer,) = await complete(policy.base.engine, [1, 2, 3], Sampling(max_tokens=4, seed=0))
     assert len(answer.ids) == 4 and going_on.jobs.get(job.id).state == "running"
-    await going_on.service.cancel(job.id)
+    going_on.jobs.request_cancel(job.id)
     await going_on.ended(job.id)
     assert moments == []
 
@@ -355,7 +355,7 @@ async def test_jobs_of_two_base_models_do_not_wait_for_each_other(
     short = server.submit(server.models.register(spec(second, "other")), token_groups())
     assert (await server.ended(short.id)).state == "done"
     assert server.jobs.get(long.id).state == "running"
-    await server.service.cancel(long.id)
+    server.jobs.request_cancel(long.id)
     await server.ended(long.id)
 
 

@@ -53,18 +53,18 @@ def routes(state: State) -> APIRouter:
     router = APIRouter(tags=["ART"])
 
     @router.post("/register")
-    async def register(model: ArtModel) -> None:
+    def register(model: ArtModel) -> None:
         """Remember a model; nothing is loaded."""
         if model.base_model is not None:
-            record = await _record(state, model)
+            record = _record(state, model)
             ignored = record.spec.not_applicable
             say("ART: model registered", model=str(record.key), not_applicable=ignored)
-        await asyncio.to_thread(_write_model, state, model)
+        _write_model(state, model)
 
     @router.post("/_get_step")
-    async def get_step(model: ArtModel) -> int:
+    def get_step(model: ArtModel) -> int:
         """The newest step of a model."""
-        return await asyncio.to_thread(_step, state, model.key)
+        return _step(state, model.key)
 
     @router.post("/_prepare_backend_for_training")
     async def prepare(body: PrepareRequest, request: Request) -> tuple[str, str]:
@@ -72,7 +72,7 @@ def routes(state: State) -> APIRouter:
         server_args = (body.config or {}).get("server_args") or {}
         if ignored := server_keys(body.config):
             say("ART: keys that mean nothing here", model=str(body.model.key), keys=ignored)
-        record = await _record(state, body.model)
+        record = await asyncio.to_thread(_record, state, body.model)
         await state.service.prepare(record)
         key = inference_key(state.settings) or server_args.get("api_key") or "default"
         host, scheme = request.headers.get("host", ""), request.url.scheme
@@ -81,26 +81,20 @@ def routes(state: State) -> APIRouter:
     _group_routes(state, router)
 
     @router.post("/_delete_checkpoints")
-    async def delete_checkpoints(
+    def delete_checkpoints(
         model: ArtModel,
         benchmark: Annotated[str, Query(max_length=500)] = "val/reward",
         benchmark_smoothing: Annotated[float, Query(gt=0, le=1)] = 1.0,
     ) -> None:
         """Delete all but the newest checkpoint and the best by a metric."""
-        record = await asyncio.to_thread(state.models.get, model.key)
-        await asyncio.to_thread(
-            state.checkpoints.keep,
-            record.key,
-            last=1,
-            best=benchmark,
-            smoothing=benchmark_smoothing,
-        )
+        key = state.models.get(model.key).key
+        state.checkpoints.keep(key, last=1, best=benchmark, smoothing=benchmark_smoothing)
 
     @router.post("/_delete_checkpoint_files")
-    async def delete_checkpoint_files(body: KeepRequest) -> None:
+    def delete_checkpoint_files(body: KeepRequest) -> None:
         """Delete all checkpoints but these and the newest."""
-        record = await asyncio.to_thread(state.models.get, body.model.key)
-        await asyncio.to_thread(state.checkpoints.keep, record.key, steps=body.steps_to_keep)
+        key = state.models.get(body.model.key).key
+        state.checkpoints.keep(key, steps=body.steps_to_keep)
 
     @router.post("/close")
     async def close() -> None:
@@ -147,26 +141,21 @@ def _group_routes(state: State, router: APIRouter) -> None:
 # ---- models -----------------------------------------------------------------------------------
 
 
-async def _record(state: State, model: ArtModel) -> ModelRecord:
-    """The model, registered as this request describes it."""
+def _record(state: State, model: ArtModel) -> ModelRecord:
+    """The model, registered as this request describes it. Blocking."""
     if model.base_model is None:
         raise Unprocessable(
             [FieldError(("model", "base_model"), "a model without one cannot be trained; name one")]
         )
-    await asyncio.to_thread(_check_name, state, model.key)
-    record, _ = await registered(state, model_spec(model))
-    return record
-
-
-def _check_name(state: State, key: ModelKey) -> None:
-    """Refuse a name used in two projects: ART's clients request the name without the project."""
     known = [record.key for record in state.models.list()]
-    same = [str(other) for other in known if other.name == key.name]
-    if same and key not in known:
+    same = [str(other) for other in known if other.name == model.name]
+    if same and model.key not in known:
         raise Conflict(
-            f"model {str(key)!r}: {same[0]!r} has the same name, and ART's clients ask for a model "
-            "by its name without the project. Choose another name."
+            f"model {str(model.key)!r}: {same[0]!r} has the same name, and ART's clients ask for a "
+            "model by its name without the project. Choose another name."
         )
+    record, _ = registered(state, model_spec(model))
+    return record
 
 
 def _step(state: State, key: ModelKey) -> int:
@@ -195,7 +184,7 @@ def _write_model(state: State, model: ArtModel) -> None:
 
 async def _submit(state: State, run: Run, head: Head) -> JobInfo:
     """An accepted job; its trajectories are logged as ART's server does."""
-    record = await _record(state, head.request.model)
+    record = await asyncio.to_thread(_record, state, head.request.model)
     sent = job_config(head.request.config, head.request.dev_config, record.spec)
     if sent.not_applicable:
         say("ART: keys that mean nothing here", model=str(record.key), keys=sent.not_applicable)

@@ -123,10 +123,6 @@ class TrainingService:
         await self._serving.resolve(str(record.key))
         return newest
 
-    async def cancel(self, job_id: str) -> JobInfo:
-        """A running job stops within one micro-batch; the step before it stays served."""
-        return await asyncio.to_thread(self._jobs.request_cancel, job_id)
-
     async def close(self) -> None:
         """Stop: a running job goes back to the queue, and the attempt is not counted."""
         self._closing = True

@@ -10,6 +10,7 @@ accepted job survives a crash of the server.
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path as FilePath
 from typing import Annotated
 
@@ -82,99 +83,84 @@ def routes(state: State) -> APIRouter:
 # ---- models -----------------------------------------------------------------------------------
 
 
+# Routes that are no coroutines run in a thread: they read the database and the disk.
+
+
 def _model_routes(state: State, router: APIRouter) -> None:
     @router.post("/models", status_code=201, responses={200: {"model": ModelInfo}})
-    async def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
+    def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
         """Register a model over a base model that can be found; 200 if it is known. Loads nothing."""
-        record, is_new = await registered(state, spec)
+        record, is_new = registered(state, spec)
         if is_new:
             say("model registered", model=str(record.key), base_model=spec.base_model)
         else:
             response.status_code = 200
-        return await _info(state, record, request)
+        return _info(state, record, request)
 
     @router.get("/models")
-    async def models(request: Request) -> list[ModelInfo]:
+    def models(request: Request) -> list[ModelInfo]:
         """Every registered model."""
-        records = await asyncio.to_thread(state.models.list)
-        return [await _info(state, record, request) for record in records]
+        return [_info(state, record, request) for record in state.models.list()]
 
     @router.get("/models/{project}/{name}")
-    async def model(project: Name, name: Name, request: Request) -> ModelInfo:
+    def model(project: Name, name: Name, request: Request) -> ModelInfo:
         """One model, and its newest and best step."""
-        return await _info(state, await _record(state, project, name), request)
+        return _info(state, state.models.get(ModelKey(project, name)), request)
 
     @router.post("/models/{project}/{name}/prepare")
     async def prepare(project: Name, name: Name, request: Request) -> ModelInfo:
         """Load its engine, write step 0 if there is none, serve the newest, start its learner."""
-        record = await _record(state, project, name)
+        record = await asyncio.to_thread(state.models.get, ModelKey(project, name))
         await state.service.prepare(record)
-        return await _info(state, record, request)
+        return await asyncio.to_thread(_info, state, record, request)
 
     @router.post("/models/{project}/{name}/rename")
-    async def rename_model(
-        project: Name, name: Name, body: RenameRequest, request: Request
-    ) -> ModelInfo:
+    def rename_model(project: Name, name: Name, body: RenameRequest, request: Request) -> ModelInfo:
         """Give it another name, with its steps, history, jobs and runs; the old one is free then."""
         key, new = ModelKey(project, name), ModelKey(project, body.to)
         renames = Renames(state.store, state.models, state.jobs, state.calls, state.checkpoints)
-        if await asyncio.to_thread(renames.rename, key, new):
+        if renames.rename(key, new):
             state.serving.rename(key, new)
-        return await _info(state, await _record(state, project, body.to), request)
+        return _info(state, state.models.get(new), request)
 
     @router.post("/models/{project}/{name}/metrics")
-    async def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:
+    def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:
         """Log what a client measured of a step; `val/reward` decides which one is the best."""
-        record = await _record(state, project, name)
-        step = body.step
-        if step is None:
-            step, _ = await asyncio.to_thread(state.serving.newest, record)
-        await asyncio.to_thread(
-            state.checkpoints.log, record.key, step, body.metrics, body.split, replace=body.replace
-        )
+        record = state.models.get(ModelKey(project, name))
+        step = state.serving.newest(record)[0] if body.step is None else body.step
+        state.checkpoints.log(record.key, step, body.metrics, body.split, replace=body.replace)
         return {"step": step}
 
 
-async def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
-    """Check and register a model; returns it, and whether it is new."""
+def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
+    """Check and register a model; returns it, and whether it is new. Blocking."""
     spec = checked_spec(spec)
-
-    def register() -> tuple[ModelRecord, bool]:
-        is_new = spec.key not in [known.key for known in state.models.list()]
-        if is_new:
-            check_path(spec)
-            check_base_model(spec)
-        return state.models.register(spec), is_new
-
-    return await asyncio.to_thread(register)
+    is_new = spec.key not in [known.key for known in state.models.list()]
+    if is_new:
+        check_path(spec)
+        check_base_model(spec)
+    return state.models.register(spec), is_new
 
 
-async def _record(state: State, project: str, name: str) -> ModelRecord:
-    return await asyncio.to_thread(state.models.get, ModelKey(project, name))
-
-
-async def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
-    url = inference_url(state.settings, request.headers.get("host", ""), request.url.scheme)
-
-    def read() -> ModelInfo:
-        same_name = [r for r in state.models.list() if r.key.name == record.key.name]
-        spec = record.spec
-        return ModelInfo(
-            project=spec.project,
-            name=spec.name,
-            base_model=spec.base_model,
-            step=state.serving.newest(record)[0],
-            best_step=state.checkpoints.best(record.key),
-            rank=spec.rank,
-            alpha=spec.alpha,
-            seed=spec.seed,
-            inference_base_url=url,
-            inference_name=spec.name if len(same_name) == 1 else str(record.key),
-            not_applicable=spec.not_applicable,
-            created_at=record.created_at,
-        )
-
-    return await asyncio.to_thread(read)
+def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
+    same_name = [r for r in state.models.list() if r.key.name == record.key.name]
+    spec = record.spec
+    return ModelInfo(
+        project=spec.project,
+        name=spec.name,
+        base_model=spec.base_model,
+        step=state.serving.newest(record)[0],
+        best_step=state.checkpoints.best(record.key),
+        rank=spec.rank,
+        alpha=spec.alpha,
+        seed=spec.seed,
+        inference_base_url=inference_url(
+            state.settings, request.headers.get("host", ""), request.url.scheme
+        ),
+        inference_name=spec.name if len(same_name) == 1 else str(record.key),
+        not_applicable=spec.not_applicable,
+        created_at=record.created_at,
+    )
 
 
 def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
@@ -205,29 +191,29 @@ def _job_routes(state: State, router: APIRouter) -> None:
     )
 
     @router.get("/jobs")
-    async def jobs(
+    def jobs(
         model: Annotated[str | None, Query(max_length=300)] = None,
         job_state: Annotated[JobState | None, Query(alias="state")] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> list[JobInfo]:
         """Jobs, the newest first; of one model (NAME or PROJECT/NAME), in one state."""
-        key = None if model is None else (await asyncio.to_thread(state.models.find, model)).key
-        return await asyncio.to_thread(state.jobs.list, model=key, state=job_state, limit=limit)
+        key = None if model is None else state.models.find(model).key
+        return state.jobs.list(model=key, state=job_state, limit=limit)
 
     @router.get("/jobs/{job_id}")
-    async def job(job_id: str) -> JobInfo:
+    def job(job_id: str) -> JobInfo:
         """The state of a job, and its result."""
-        return await asyncio.to_thread(state.jobs.get, job_id)
+        return state.jobs.get(job_id)
 
     @router.get("/jobs/{job_id}/events", response_class=StreamingResponse)
-    async def job_events(
+    def job_events(
         job_id: str,
         after: Annotated[int | None, Query(ge=0)] = None,
         last_event_id: Annotated[str | None, Header()] = None,
     ) -> StreamingResponse:
         """The events of a job, as server-sent events until it ends; resumes after an event id."""
         start = events.start_after(last_event_id, after)
-        await asyncio.to_thread(state.jobs.get, job_id)  # a 404 must come before the stream opens
+        state.jobs.get(job_id)  # a 404 must come before the stream opens
         stream = events.stream(state.jobs, job_id, start)
         return StreamingResponse(stream, media_type="text/event-stream", headers=events.HEADERS)
 
@@ -238,28 +224,25 @@ def _job_routes(state: State, router: APIRouter) -> None:
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
     ) -> Response:
         """What a job is trained on, token by token."""
-        job = await asyncio.to_thread(state.jobs.get, job_id)
-        packed = await asyncio.to_thread(state.jobs.packed_groups, job_id)
+        job, packed, picture_dir = await asyncio.to_thread(_trained_on, state, job_id)
         tokenizer = await state.serving.template(job.base_model)
-        picture_dir = await asyncio.to_thread(_picture_dir, state, job)
         task = job_tasks.token_page
         text = await state.workers.run(task, tokenizer, job, packed, picture_dir, offset, limit)
         return Response(text, media_type="application/json")
 
     @router.post("/jobs/{job_id}/cancel")
-    async def cancel(job_id: str) -> JobInfo:
+    def cancel(job_id: str) -> JobInfo:
         """Cancel a queued job, or stop a running one within a micro-batch."""
-        return await state.service.cancel(job_id)
+        return state.jobs.request_cancel(job_id)
 
 
-def _picture_dir(state: State, job: JobInfo) -> FilePath | None:
-    """The checkpoint with the job's picture and logprobs, if it exists."""
-    if not job.plot_tensors or job.step is None:
-        return None
-    try:
-        return state.checkpoints.get(job.key, job.step).path
-    except NotFound:  # deleted since
-        return None
+def _trained_on(state: State, job_id: str) -> tuple[JobInfo, bytes, FilePath | None]:
+    """A job, its groups, and the checkpoint with its picture and logprobs, if there is one."""
+    job, packed, picture_dir = state.jobs.get(job_id), state.jobs.packed_groups(job_id), None
+    if job.plot_tensors and job.step is not None:
+        with suppress(NotFound):  # deleted since
+            picture_dir = state.checkpoints.get(job.key, job.step).path
+    return job, packed, picture_dir
 
 
 # ---- checkpoints ------------------------------------------------------------------------------
@@ -269,14 +252,13 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
     at = "/models/{project}/{name}/checkpoints"
 
     @router.get(at)
-    async def checkpoints(project: Name, name: Name) -> list[CheckpointInfo]:
+    def checkpoints(project: Name, name: Name) -> list[CheckpointInfo]:
         """The retained steps of a model, ascending."""
-        record = await _record(state, project, name)
-        listed = await asyncio.to_thread(state.checkpoints.list, record.key)
-        return [_checkpoint(checkpoint) for checkpoint in listed]
+        record = state.models.get(ModelKey(project, name))
+        return [_checkpoint(checkpoint) for checkpoint in state.checkpoints.list(record.key)]
 
     @router.delete(at)
-    async def keep(
+    def keep(
         project: Name,
         name: Name,
         keep_last: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
@@ -284,25 +266,21 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
         keep: Annotated[list[Step] | None, Query(max_length=1000)] = None,
     ) -> list[int]:
         """Delete all steps but those named and the newest; returns the deleted ones."""
-        record = await _record(state, project, name)
+        record = state.models.get(ModelKey(project, name))
         if keep_last is None and keep_best is None and keep is None:
             message = (
                 "say which steps to keep: keep_last=N, keep_best=val/reward or keep=STEP (several)"
             )
             raise Unprocessable([FieldError(("keep_last",), message)])
-        return await asyncio.to_thread(
-            state.checkpoints.keep, record.key, last=keep_last, best=keep_best, steps=keep or ()
-        )
+        return state.checkpoints.keep(record.key, last=keep_last, best=keep_best, steps=keep or ())
 
     @router.delete(at + "/{step}")
-    async def delete(
-        project: Name, name: Name, step: Annotated[int, Path(ge=0, lt=2**31)]
-    ) -> list[int]:
+    def delete(project: Name, name: Name, step: Annotated[int, Path(ge=0, lt=2**31)]) -> list[int]:
         """Delete one step; never the newest."""
-        record = await _record(state, project, name)
-        gone = await asyncio.to_thread(state.checkpoints.delete, record.key, [step])
+        record = state.models.get(ModelKey(project, name))
+        gone = state.checkpoints.delete(record.key, [step])
         if not gone:
-            await asyncio.to_thread(state.checkpoints.get, record.key, step)
+            state.checkpoints.get(record.key, step)
             raise Conflict(
                 f"step {step} of {str(record.key)!r} is the newest and is kept: it is what is "
                 "served, and what the next job goes on from"
