@@ -19,7 +19,7 @@ from rich.console import Console
 from bench import cache, harness, loop, memory, publish, rollout, serve, train
 from bench.process import ROOT, ContenderFailed
 from bench.report import RESULTS, Result, markdown_table, read, record, terminal_table
-from bench.setting import Setting, prepared
+from bench.setting import MODEL, Setting, prepared
 
 BENCHMARKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "rollout": rollout.run,
@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     failed: list[str] = []
     repeats = options.repeats or (1 if options.quick else 5)
     without = frozenset(options.without)
-    with prepared(repeats=repeats, quick=options.quick, without=without) as setting:
+    sizes = {"repeats": repeats, "quick": options.quick, "model": options.model}
+    with prepared(without=without, **sizes) as setting:
         for name in options.names or BENCHMARKS:
             setting.say(f"{name}: begins")
             try:
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes and one round, to see that all of it runs"
     )
+    parser.add_argument("--model", default=MODEL, help=f"name or directory (default {MODEL})")
     parser.add_argument("--out", type=Path, help="default bench/results.json")
     parser.add_argument(
         "--without",

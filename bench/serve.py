@@ -3,18 +3,24 @@
 In:   Setting
 Out:  Results in milliseconds, tokens/s and seconds
 
-Four measurements, over real HTTP on loopback, client and server in one process. Overhead: the
-time of a chat call of 16 tokens whose engine answers at once, one at a time and 16 at a time.
-Large bodies: the slowest
-/health beside an 8 MB prompt, 64 MiB of ids and 30 chats. Serving: tokens/s of 8 conversations while nothing else runs, and while a job trains. Training:
+Four measurements, over real HTTP on loopback. Overhead: the time of a chat call of 16 tokens whose
+engine answers at once, one at a time and 16 at a time. Large bodies: the slowest /health of a
+`hone serve` process beside an 8 MB prompt, 64 MiB of ids and 30 chats, sent by another process.
+Serving: tokens/s of 8 conversations while nothing else runs, and while a job trains. Training:
 seconds of that job alone, and beside those conversations.
 """
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -25,6 +31,7 @@ from bench.setting import Setting
 from bench.workloads import TrainShape, groups
 
 DEADLINE_S = 900.0
+CHATS = "/v1/chat/completions"
 CALLS = 200
 TALKS = 8
 """Conversations at once while the job trains."""
@@ -88,12 +95,13 @@ def run(setting: Setting) -> Iterator[Result]:
 
 def start(settings: dict[str, Any]) -> Any:
     server = _Server(Path(settings["scratch"]), settings["model"])
+    process = _ServerProcess(Path(settings["scratch"]) / "process", settings["model"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "overhead":
             return server.ask(server.overhead(request["calls"]))
         if request["do"] == "large":
-            return server.large(request["megabytes"])
+            return process.large(request["megabytes"])
         return server.ask(server.together(request["groups"], request["jobs"]))
 
     return answer
@@ -136,46 +144,6 @@ class _Server:
         # Until the process ends.
         await self._running.enter_async_context(state.running())
         return state, await self._running.enter_async_context(serving(create_apps(state)[0]))
-
-    def large(self, megabytes: int) -> dict[str, float]:
-        """The slowest /health while a long prompt, 30 chats and a body of ids come; and when idle."""
-        import json
-        from concurrent.futures import ThreadPoolExecutor
-        from http.client import HTTPConnection
-        from urllib.parse import urlsplit
-
-        host = urlsplit(self._instant[1]).netloc
-
-        def body(**fields: Any) -> bytes:
-            return json.dumps({"model": self._model, **fields}).encode()
-
-        def chat(text: str) -> bytes:
-            return body(messages=[{"role": "user", "content": text}])
-
-        def post(path: str, content: bytes) -> int:
-            connection = HTTPConnection(host, timeout=DEADLINE_S)
-            connection.request("POST", path, content, {"Content-Type": "application/json"})
-            return connection.getresponse().status
-
-        def health() -> float:
-            connection, began = HTTPConnection(host, timeout=DEADLINE_S), time.perf_counter()
-            connection.request("GET", "/health")
-            assert connection.getresponse().status == 200
-            return (time.perf_counter() - began) * 1e3
-
-        idle = [health() for _ in range(20)]
-        beside: list[float] = []
-        chats = "/v1/chat/completions"
-        # Written beforehand: the clients share this process. An id takes 4 bytes.
-        bodies = [(chats, chat("the weather " * (megabytes * 2**20 // 12)))]
-        bodies += [("/v1/completions", body(prompt=[17] * (megabytes * 2**21 - 2**10)))]
-        bodies += [(chats, chat("hi"))] * 30
-        with ThreadPoolExecutor(33) as clients:
-            sent = [clients.submit(post, path, content) for path, content in bodies]
-            while not all(one.done() for one in sent):
-                beside.append(health())
-        assert [one.result() for one in sent] == [400, 400, *[200] * 30]
-        return {"health_idle_ms": max(idle), "health_beside_ms": max(beside)}
 
     async def overhead(self, calls: int) -> dict[str, float]:
         import httpx2
@@ -269,6 +237,58 @@ class _Server:
                 talk.cancel()
             await asyncio.gather(*talks, return_exceptions=True)
         return tokens / (time.perf_counter() - began)
+
+
+class _ServerProcess:
+    """`hone serve` in a process of its own, which ends with this one."""
+
+    def __init__(self, root: Path, model: str) -> None:
+        self._model = model
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(root)]
+        self._process = subprocess.Popen(
+            [*command, "--port", "0", "--inference-port", "-1"],
+            stdin=subprocess.PIPE,  # its end ends the server
+            stdout=subprocess.DEVNULL,
+            pass_fds=[writing],
+            env=os.environ | {"HONE_OWNED": "1", "HONE_READY_FD": str(writing)},
+        )
+        os.close(writing)
+        with os.fdopen(reading) as ready:
+            self._address = f"127.0.0.1:{json.loads(ready.readline())['port']}"
+        assert self._post(CHATS, self._chat("hi")) == 200  # loads the model
+
+    def _body(self, **fields: Any) -> bytes:
+        return json.dumps({"model": self._model, **fields}).encode()
+
+    def _chat(self, text: str) -> bytes:
+        return self._body(messages=[{"role": "user", "content": text}], max_tokens=1)
+
+    def _post(self, path: str, content: bytes) -> int:
+        connection = HTTPConnection(self._address, timeout=DEADLINE_S)
+        connection.request("POST", path, content, {"Content-Type": "application/json"})
+        return connection.getresponse().status
+
+    def _health(self) -> float:
+        connection, began = HTTPConnection(self._address, timeout=DEADLINE_S), time.perf_counter()
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        return (time.perf_counter() - began) * 1e3
+
+    def large(self, megabytes: int) -> dict[str, float]:
+        """The slowest /health while a long prompt, 30 chats and a body of ids come; and when idle."""
+        idle = [self._health() for _ in range(20)]
+        beside: list[float] = []
+        # Written beforehand, so that this process only sends. An id takes 4 bytes.
+        bodies = [(CHATS, self._chat("the weather " * (megabytes * 2**20 // 12)))]
+        bodies += [("/v1/completions", self._body(prompt=[17] * (megabytes * 2**21 - 2**10)))]
+        bodies += [(CHATS, self._chat("hi"))] * 30
+        with ThreadPoolExecutor(33) as clients:
+            sent = [clients.submit(self._post, path, content) for path, content in bodies]
+            while not all(one.done() for one in sent):
+                beside.append(self._health())
+        assert [one.result() for one in sent] == [400, 400, *[200] * 30]
+        return {"health_idle_ms": max(idle), "health_beside_ms": max(beside)}
 
 
 if __name__ == "__main__":

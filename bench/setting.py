@@ -40,12 +40,14 @@ class Setting:
 
 
 @contextmanager
-def prepared(*, repeats: int, quick: bool, without: frozenset[str]) -> Iterator[Setting]:
+def prepared(
+    *, repeats: int, quick: bool, without: frozenset[str], model: str = MODEL
+) -> Iterator[Setting]:
     """Find the model, make an adapter for it."""
     from hone.models.files import load_tokenizer
     from hone.models.find import find
 
-    files = find(MODEL)
+    files = find(model)
     tokenizer = load_tokenizer(files)
 
     def encode(text: str) -> list[int]:

@@ -1,6 +1,9 @@
 """The benchmarks' own arithmetic and workloads, on numbers made by hand; nothing is timed here."""
 
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,3 +168,16 @@ def test_plain_packing_computes_the_same_gradient(tiny_llama_dir: Path):
     assert len(gradients[0]) == len(gradients[1]) > 0
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_publish_runs_with_a_tiny_model(tiny_model: Path, tmp_path: Path):
+    """Its numbers mean nothing; what it calls in engine and learner has to exist."""
+    model, out = tmp_path / "model", tmp_path / "results.json"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 8192  # a tiny model would reach 512 before it is measured
+    (model / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "bench", "publish", "--quick"]
+    subprocess.run([*command, "--model", str(model), "--out", str(out)], check=True, timeout=300)
+    measured = {r.name for r in read(out)}
+    assert measured >= {"publish/held", "publish/locked", "publish/together", "publish/wall"}
