@@ -73,7 +73,7 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
         assert answer.status_code == 202
         with httpx.stream("GET", f"{control}/jobs/{answer.json()['id']}/events") as events:
             lines = events.iter_lines()
-            assert next(lines) == "id: 1"  # its learner takes seconds to start
+            assert next(lines).startswith("id: ")  # its learner takes seconds to start
             process.send_signal(signal.SIGTERM)
             told = [line for line in lines if line.startswith("event: ")]
         _, err = process.communicate(timeout=60)

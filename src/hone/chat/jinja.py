@@ -149,7 +149,8 @@ class Jinja:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+    # Not verbose: it would warn of prompts that are too long, which are refused anyway.
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 def token_id(tokenizer: Any, token: str) -> int | None:

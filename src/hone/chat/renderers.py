@@ -18,7 +18,7 @@ from typing import Any
 
 from hone.chat.jinja import Jinja
 from hone.chat.messages import Message, ToolCall
-from hone.chat.reply import CallDelta, ContentDelta, Event, ReasoningDelta, Reply, call_id
+from hone.chat.reply import Delta, Reply, call_id
 from hone.errors import TemplateError
 from hone.inference.base import FinishReason
 from hone.wire.json import load_object
@@ -178,11 +178,11 @@ class WholeParser:
         self._ids: list[int] = []
         self._reply = Reply(content="")
 
-    def feed(self, ids: Sequence[int]) -> list[Event]:
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
         self._ids.extend(ids)
         return []
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[Delta]:
         renderer = self._library.renderer
         if self._ids and self._ids[-1] in self._unread:
             self._ids.pop()
@@ -193,7 +193,7 @@ class WholeParser:
         except RecursionError:  # JSON nested without end, which the library does not guard against
             text = self._library.own.tokenizer.decode(self._ids, skip_special_tokens=True)
             self._reply = Reply(content=text, malformed=("JSON nested too deeply",))
-            return [ContentDelta(text)]
+            return self._reply.deltas(Reply(content=""))
         content, malformed = parsed.content, []
         calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
@@ -210,9 +210,7 @@ class WholeParser:
             tool_calls=tuple(calls),
             malformed=tuple(malformed),
         )
-        reasoning = [ReasoningDelta(self._reply.reasoning)] if self._reply.reasoning else []
-        text = [ContentDelta(self._reply.content)] if self._reply.content else []
-        return [*reasoning, *text, *(CallDelta(i, call) for i, call in enumerate(calls))]
+        return self._reply.deltas(Reply(content=""))
 
     def _tool_call(self, attempt: Any, index: int) -> ToolCall:
         if attempt.status != "ok" or not self._tools or not attempt.name:

@@ -1,10 +1,10 @@
 """Parse sampled token ids into a message: text, reasoning and Hermes tool calls.
 
 In:   ids as the engine samples them, in pieces of any size
-Out:  events as soon as they are certain, and one Reply at the end
+Out:  deltas as soon as they are certain, and one Reply at the end
 
-Whatever the pieces, the events add up to the same Reply: a whole answer is parsed by feeding it
-once. No event carries half a character, a part of a tag or a part of a stop string. A tool call that
+Whatever the pieces, the deltas add up to the same Reply: a whole answer is parsed by feeding it
+once. No delta carries half a character, a part of a tag or a part of a stop string. A tool call that
 does not parse stays in the text and is named in `malformed`; nothing here raises over what a model
 wrote, because a bad answer is data.
 """
@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from hone.chat.messages import ToolCall
@@ -24,29 +25,8 @@ OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
-    """More of the answer's text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """More of the reasoning before the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A whole tool call, the `index`-th of the answer."""
-
-    index: int
-    call: ToolCall
-
-
-Event = ContentDelta | ReasoningDelta | CallDelta
+Delta = dict[str, Any]
+"""More of a message, as a chunk of the API has it: content, reasoning_content or whole tool_calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +44,18 @@ class Reply:
         """With the finish reason of the API, where a stop after tool calls has its own."""
         called = finish == "stop" and bool(self.tool_calls)
         return replace(self, finish="tool_calls" if called else finish)
+
+    def deltas(self, before: "Reply") -> list[Delta]:
+        """What this reply has more than the one before."""
+        reasoning = (self.reasoning or "")[len(before.reasoning or "") :]
+        content = self.content[len(before.content) :]
+        deltas = [{"reasoning_content": reasoning}] if reasoning else []
+        deltas += [{"content": content}] if content else []
+        return deltas + [
+            {"tool_calls": [{"index": i, **call.plain(call.arguments)}]}
+            for i, call in enumerate(self.tool_calls)
+            if i >= len(before.tool_calls)
+        ]
 
     @property
     def message(self) -> dict[str, Any]:
@@ -148,8 +140,8 @@ class StreamParser:
         """Every `<tool_call>` that was closed: the call, or why it is none."""
         self._reply = Reply(content="")
 
-    def feed(self, ids: Sequence[int]) -> list[Event]:
-        """The events that the new ids complete."""
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """The deltas that the new ids complete."""
         if self._ended:
             return []
         stops = [i for i, token in enumerate(ids) if token in self._stop_ids]
@@ -159,8 +151,8 @@ class StreamParser:
         self._text += self._decoder.decode(ids)
         return self._update(final=False)
 
-    def close(self) -> list[Event]:
-        """The events held back; the completion is over."""
+    def close(self) -> list[Delta]:
+        """The deltas held back; the completion is over."""
         self._ended = True
         self._text += self._decoder.decode((), final=True)
         return self._update(final=True)
@@ -168,7 +160,7 @@ class StreamParser:
     def reply(self, finish: FinishReason = "stop") -> Reply:
         return self._reply.ended(finish)
 
-    def _update(self, *, final: bool) -> list[Event]:
+    def _update(self, *, final: bool) -> list[Delta]:
         text = self._text
         cut = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
         if cut >= 0:
@@ -178,14 +170,7 @@ class StreamParser:
             self._read(text if final else _certain(text, self._stop), final=final),
         )
         self._reply = reply
-        events: list[Event] = []
-        if reasoning := (reply.reasoning or "")[len(before.reasoning or "") :]:
-            events.append(ReasoningDelta(reasoning))
-        if content := reply.content[len(before.content) :]:
-            events.append(ContentDelta(content))
-        known = len(before.tool_calls)
-        events += [CallDelta(known + i, c) for i, c in enumerate(reply.tool_calls[known:])]
-        return events
+        return reply.deltas(before)
 
     def _read(self, text: str, *, final: bool) -> Reply:
         """What the text says. Unless it is final, nothing in it that more text could change."""
@@ -297,6 +282,7 @@ def _certain(text: str, tags: Sequence[str]) -> str:
     return text[: len(text) - max(sizes, default=0)]
 
 
+@lru_cache(maxsize=4)
 def byte_pieces(tokenizer: Any) -> list[bytes] | None:
     """The bytes of every token of a byte-level vocabulary; None for any other kind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from typing import Any
 
@@ -75,7 +75,6 @@ class ChatTemplate:
         self._own = own
         self.today = today
         self._end_ids = tuple(end_ids)
-        self._vocabulary = _Vocabulary(own.tokenizer)
         self._variants: dict[str, ChatTemplate] = {}
 
     @classmethod
@@ -124,15 +123,13 @@ class ChatTemplate:
         if key not in self._variants:
             if len(self._variants) >= 64:  # arguments come from clients; do not keep them all
                 self._variants.clear()
-            variant = ChatTemplate.load(
+            self._variants[key] = ChatTemplate.load(
                 self.tokenizer,
                 self.name,
                 chat_template_kwargs={**self.kwargs, **(kwargs or {})},
                 today=today,
                 end_ids=self._end_ids,
             )
-            variant._vocabulary = self._vocabulary
-            self._variants[key] = variant
         return self._variants[key]
 
     @property
@@ -168,7 +165,7 @@ class ChatTemplate:
             "version": version("renderers") if foreign else chatml.VERSION,
         }
         date = self.today.isoformat() if self.renderer.prints_date else None
-        parts = (self._vocabulary.digest, self._own.source, arguments, date)
+        parts = (_vocabulary_digest(self.tokenizer), self._own.source, arguments, date)
         texts = (json.dumps(part, sort_keys=True, default=repr) for part in parts)
         return "-".join(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
 
@@ -247,7 +244,7 @@ class ChatTemplate:
     @property
     def pieces(self) -> list[bytes] | None:
         """The bytes of every token of a byte-level vocabulary; None for any other kind."""
-        return self._vocabulary.pieces
+        return byte_pieces(self.tokenizer)
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token."""
@@ -285,23 +282,13 @@ def _agreeing(
     return renderer
 
 
-class _Vocabulary:
-    """Derived from the tokenizer alone, once for a template and all its variants."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    @cached_property
-    def pieces(self) -> list[bytes] | None:
-        return byte_pieces(self.tokenizer)
-
-    @cached_property
-    def digest(self) -> str:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            identity: Any = sorted(self.tokenizer.get_vocab().items())
-        else:
-            # Truncation and padding are settings of the last call, not of the vocabulary.
-            identity = json.loads(backend.to_str())
-            identity.update(truncation=None, padding=None)
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+@lru_cache(maxsize=4)
+def _vocabulary_digest(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        identity: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        # Truncation and padding are settings of the last call, not of the vocabulary.
+        identity = json.loads(backend.to_str())
+        identity.update(truncation=None, padding=None)
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -57,7 +57,7 @@ def read_request(
 def render(tokenizer: BaseTokenizer, prompt: UnrenderedPrompt | str, limit: int) -> NextPrompt:
     """The ids of a prompt; BadRequest where they are more than `limit`. Blocking."""
     if isinstance(prompt, str):
-        ids = tokenizer.template.tokenizer.encode(prompt)
+        ids = tokenizer.template.tokenizer.encode(prompt, verbose=False)
         rendered = NextPrompt(ids=ids, outcome="first", reasons=())
     else:
         rendered = prompt.render(tokenizer.template)

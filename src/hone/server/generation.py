@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.chat.bridge import NextPrompt
-from hone.chat.reply import Event, Reply
+from hone.chat.reply import Delta, Reply
 from hone.chat.template import Parser
 from hone.inference.base import FinishReason, SampledToken, Sampling
 from hone.logs import say
@@ -53,11 +53,11 @@ class RequestContext:
 
 @dataclass(frozen=True)
 class Piece:
-    """More of one choice: new tokens, and the events they complete."""
+    """More of one choice: new tokens, and what they add to its message."""
 
     choice: "Choice"
     tokens: Sequence[SampledToken]
-    events: list[Event]
+    deltas: list[Delta]
 
 
 class Choice:
@@ -74,11 +74,11 @@ class Choice:
 
     def add(self, tokens: Sequence[SampledToken], finish: FinishReason | None = None) -> Piece:
         self.tokens += tokens
-        events = self._parser.feed([token.id for token in tokens])
+        deltas = self._parser.feed([token.id for token in tokens])
         if finish is not None:
             self._finish, self._ended = finish, True
-            events = [*events, *self._parser.close()]
-        return Piece(self, tokens, events)
+            deltas = [*deltas, *self._parser.close()]
+        return Piece(self, tokens, deltas)
 
     @property
     def ids(self) -> list[int]:

@@ -19,7 +19,6 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hone.chat.reply import CallDelta, ContentDelta, Event
 from hone.errors import HoneError
 from hone.inference.base import SampledToken
 from hone.server.generation import Choice, Generation, Piece
@@ -215,7 +214,7 @@ class ChatResponse(CompletionResponse):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         index = piece.choice.index
-        deltas = [_delta(event) for event in piece.events]
+        deltas = list(piece.deltas)
         if index not in self._streamed:
             self._streamed[index] = 0
             deltas.insert(0, {"role": "assistant", "content": ""})
@@ -249,7 +248,7 @@ class TextResponse(CompletionResponse):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         index = piece.choice.index
-        text = "".join(event.text for event in piece.events if isinstance(event, ContentDelta))
+        text = "".join(delta.get("content", "") for delta in piece.deltas)
         if not text and self._logprobs is None:
             return []
         offset = self._streamed.get(index, 0)
@@ -273,11 +272,3 @@ def _malformed(choice: Choice) -> dict[str, Any]:
     """Tool calls that do not parse; their text is in the content."""
     malformed = choice.reply().malformed
     return {"malformed": list(malformed)} if malformed else {}
-
-
-def _delta(event: Event) -> dict[str, Any]:
-    if isinstance(event, ContentDelta):
-        return {"content": event.text}
-    if not isinstance(event, CallDelta):
-        return {"reasoning_content": event.text}
-    return {"tool_calls": [{"index": event.index, **event.call.plain(event.call.arguments)}]}

@@ -146,8 +146,7 @@ async def _serve(
             await server.ready.wait()
         for line in banner(state, fresh_key):
             echo(line)
-        _write_address(settings)
-        _tell_owner(settings)
+        _announce(settings)
         await asyncio.gather(*tasks)
         say("server stopping")
 
@@ -209,26 +208,22 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
     ]
 
 
-def _write_address(settings: Settings) -> None:
-    """Write where this server listens, for commands that find the root in use."""
-    address = {"host": settings.host, "port": settings.port, "pid": os.getpid()}
-    write_atomic(settings.root / SERVER_ADDRESS, json.dumps(address))
+def _announce(settings: Settings) -> None:
+    """Write where this server listens, for commands that find the root in use.
 
-
-def _tell_owner(settings: Settings) -> None:
-    """Write one JSON line to the process that started this server, so that it need not poll."""
-    descriptor = os.environ.get("HONE_READY_FD")
-    if descriptor is None:
-        return
-    line = {
+    The process that started it gets the same as a line of JSON, so that it need not poll.
+    """
+    address = {
         "host": settings.host,
         "port": settings.port,
         "inference_port": settings.inference_port,
         "pid": os.getpid(),
         "log": str(settings.log_file),
     }
-    with os.fdopen(int(descriptor), "w") as out:
-        out.write(json.dumps(line) + "\n")
+    write_atomic(settings.root / SERVER_ADDRESS, json.dumps(address))
+    if descriptor := os.environ.get("HONE_READY_FD"):
+        with os.fdopen(int(descriptor), "w") as out:
+            out.write(json.dumps(address) + "\n")
 
 
 def _watch_owner(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
