@@ -31,8 +31,8 @@ def test_the_state_by_hand():
     state.add(parse(rollout(0, "a", 0, 1.0, at=101.0, tokens=30)))
     state.add(parse(rollout(0, "a", 1, 0.0, at=102.0, tokens=10)))
     state.add(parse(rollout(0, "b", 0, None, at=104.0, tokens=0, failure_kind="policy")))
-    assert (state.finished, state.total, state.failed, state.mean) == (3, 10, 1, 0.5)
-    assert state.tokens_per_s(104.0) == 10.0  # 40 tokens in 4 s
+    # 40 tokens in 4 s.
+    assert state.progress(104.0) == "3 of 10, reward so far 0.50, 1 failed, 10 tokens/s"
     assert state.left_s(104.0) is None  # no epoch is over yet
     state.add(parse(collected(0, 0.5, at=105.0)))
     state.add(parse(done(110.0, 0)))
@@ -53,7 +53,7 @@ def test_a_job_is_rows_of_steps():
     progress = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 2, "steps": 3}
     state.add(parse(progress | {"row": 4, "rows": 10}))
     # One whole step of 10 rows, and 4 of the second, of 30 in all.
-    assert (state.stage, state.finished, state.total) == ("learning", 14, 30)
+    assert (state.stage, state.progress(2.0)) == ("learning", "14 of 30 rows")
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -75,25 +75,20 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
-def test_a_held_out_reward_is_told_once_and_a_failed_epoch_is_not_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    held_out = {"type": "validation", "step": 0, "rewards": {}, "failures": 0}
+def test_a_failed_epoch_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with EventLog(tmp_path / "events.jsonl") as log, Display(log) as shown:
         for event in (
             started(3.0, epochs=9, began=0.0),
-            held_out | {"at": 4.0, "epoch": 0, "avg_reward": 0.25},
             *(stage(4.0, 0), collected(0, 0.5, at=5.0), done(6.0, 0)),
             *(stage(6.0, 1), collected(1, 0.6, at=7.0), done(8.0, 1)),
-            held_out | {"at": 8.0, "epoch": 2, "avg_reward": None},
             *(stage(8.0, 2), done(10.0, 2) | {"status": "failed"}),
         ):
             shown.add(parse(event))
     # Since the command was given at 0; epochs of 2 s each, of which 8 and 7 are left.
     assert capsys.readouterr().err.splitlines() == [
-        "epoch 1 of 9 done: reward 0.50, held out 0.25 before it, 6 s, about 16 s left",
+        "epoch 1 of 9 done: reward 0.50, 6 s, about 16 s left",
         "epoch 2 of 9 done: reward 0.60, 8 s, about 14 s left",
-        "epoch 3 of 9 failed: no held-out reward, 10 s",
+        "epoch 3 of 9 failed: 10 s",
     ]
 
 
@@ -103,9 +98,9 @@ def test_a_run_that_goes_on_shows_its_whole_curve(tmp_path: Path):
         log.append("epoch_collected", **fields)
         with Display(log) as shown:
             log.append("epoch_collected", **fields | {"epoch": 1})
-            assert shown.state.training == {(0, 0): 0.25, (1, 0): 0.25}
+            assert [r.epoch for r in shown.state.history.rounds] == [0, 1]
         log.append("epoch_collected", **fields | {"epoch": 2})
-        assert len(shown.state.training) == 2  # it no longer listens
+        assert len(shown.state.history.rounds) == 2  # it no longer listens
 
 
 @pytest.mark.parametrize("name", ["good", "gaps", "resumed", "failed", "rounds", "no_validation"])
@@ -158,7 +153,7 @@ def test_a_run_that_goes_on_is_starting_until_it_works_again(ended: str, tmp_pat
         if ended == "run_interrupted":
             log.append("run_interrupted")
         with Display(log, clock=lambda: 5000.0) as shown:
-            assert (shown.state.stage, shown.state.status) == ("starting", None)
+            assert shown.state.stage == "starting"
             assert (shown.state.finished, shown.state.total) == (0, 0)
             assert shown.state.started_at == 5000.0
             shown.state.add(parse(started(5001.0)))

@@ -218,7 +218,7 @@ def _label_last(axis: "Axes", points: list[Point], colour: str) -> None:
 def _frame(axis: "Axes", label: str) -> None:
     """The axis goes from 0 to 1 for rewards in that range."""
     _style(axis)
-    _whole_numbers(axis, 12)
+    axis.locator_params(axis="x", nbins=12, integer=True)
     axis.set_ylabel(_plain(label), color=SOFT, fontsize=10)
     low, high = axis.dataLim.intervaly
     if not (low < 0 or high > 1):
@@ -259,7 +259,7 @@ def example_changes(deltas: Sequence[float]) -> bytes:
     axis.scatter(unchanged, [0.0] * len(unchanged), s=9, color=SOFT, linewidths=0, zorder=4)
     axis.axhline(0, color=INK, linewidth=0.8, zorder=4)
     axis.set_xlim(0.2, max(len(ordered), 16) + 0.8)
-    _whole_numbers(axis, 8)
+    axis.locator_params(axis="x", nbins=8, integer=True)
     better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
     note = f"change of the reward of each of {len(ordered)} examples"
     _title(axis, f"{better} better, {worse} worse, {len(unchanged)} unchanged", note, above=12)
@@ -281,7 +281,11 @@ PANELS = {
 
 def learning(history: History) -> bytes | None:
     """One small plot per metric of the jobs; None without any."""
-    measured = [r.learned | _flat_share(r) for r in history.rounds]
+    measured = [
+        r.learned
+        | ({"flat": r.num_flat / groups} if (groups := r.metrics.get("num_groups")) else {})
+        for r in history.rounds
+    ]
     shown = {name: key for name, key in PANELS.items() if any(key in m for m in measured)}
     if not shown:
         return None
@@ -303,15 +307,10 @@ def learning(history: History) -> bytes | None:
         axis.set_title(name, loc="left", fontsize=9.5, color=INK, pad=6)
         axis.tick_params(labelsize=8)
         axis.locator_params(axis="y", nbins=4)
-        _whole_numbers(axis, 5)
+        axis.locator_params(axis="x", nbins=5, integer=True)
         if i >= len(shown) - 3:
             axis.set_xlabel("epochs trained", color=SOFT, fontsize=8.5)
     return _png(figure)
-
-
-def _flat_share(r: Round) -> dict[str, float]:
-    groups = r.metrics.get("num_groups")
-    return {"flat": r.num_flat / groups} if groups else {}
 
 
 # ---- the common style -----------------------------------------------------------------------------
@@ -368,12 +367,6 @@ def _legend(axis: "Axes") -> int:
         labelspacing=0.35,
     )
     return rows
-
-
-def _whole_numbers(axis: "Axes", most: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.xaxis.set_major_locator(MaxNLocator(most, integer=True))
 
 
 def _plain(text: str) -> str:
