@@ -163,20 +163,20 @@ def test_fresh_keeps_the_old_directory_under_its_run(tmp_path: Path):
     out = tmp_path / "out"
     with Journal.open(out, FACTS, fresh=True) as journal:
         old = journal.run_id
-        assert journal.anew and journal.run.replaces is None
+        assert journal.run.anew and journal.run.replaces is None
         journal.begun_anew()
         journal.add(record("a", 0))
     other = RunFingerprint(1, {"other": True})
     with Journal.open(out, other, fresh=True) as journal:
         assert journal.run_id != old and journal.session == 1
-        assert journal.anew and journal.run.replaces == old
+        assert journal.run.anew and journal.run.replaces == old
         assert journal.finished("train", 0) == {}
     assert (tmp_path / f"out.{old}" / "trajectories" / "epoch_000.jsonl").exists()
     with Journal.open(out, other) as journal:
-        assert journal.anew, "killed before the backend was told: it is told at the next start"
+        assert journal.run.anew, "killed before the backend was told: it is told at the next start"
         journal.begun_anew()
     with Journal.open(out, other) as journal:
-        assert not journal.anew
+        assert not journal.run.anew
 
 
 def test_a_name_that_is_taken_stops_fresh(tmp_path: Path):

@@ -19,7 +19,6 @@ import threading
 import time
 from typing import Any, NoReturn, Self
 
-from hone import progress
 from hone.workflow.loop import to_debug
 
 INTERRUPTED = 130
@@ -27,7 +26,7 @@ INTERRUPTED = 130
 SAME_S = 0.5
 """Signals so near each other are one Ctrl-C: a terminal sends it to all its processes, and one that
 started this one (`uv run`, `make`) may pass it on."""
-MESSAGE = "Ending what runs; Ctrl-C again leaves at once"
+MESSAGE = b"\nEnding what runs; Ctrl-C again leaves at once\n"
 
 
 class Interrupts:
@@ -38,7 +37,6 @@ class Interrupts:
         self._received_at = 0.0
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._installed = False
-        self._printing = threading.Thread(target=progress.write, args=(MESSAGE,), daemon=True)
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
@@ -51,8 +49,6 @@ class Interrupts:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
-        if self._printing.ident is not None:
-            self._printing.join()
 
     def end_this(self) -> None:
         """From now on the first Ctrl-C cancels the task that calls this."""
@@ -69,8 +65,7 @@ class Interrupts:
         self.received, self._received_at = True, now
         if self._running is None:
             raise KeyboardInterrupt
-        # In a thread: this may have come in the middle of a line of the console's.
-        self._printing.start()
+        os.write(2, MESSAGE)  # past the console, whose lock this thread may hold
         loop, task = self._running
         loop.set_exception_handler(to_debug)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over

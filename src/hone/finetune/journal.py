@@ -139,11 +139,6 @@ class Journal:
         """How often the run was started; part of rollout ids, so that none is used twice."""
         return self.run.session
 
-    @property
-    def anew(self) -> bool:
-        """`--fresh` was asked for, and the backend does not know yet."""
-        return self.run.anew
-
     def begun_anew(self) -> None:
         """The backend begins at step 0 now."""
         self.run = self.run.model_copy(update={"anew": False})

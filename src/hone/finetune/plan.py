@@ -44,20 +44,13 @@ class Plan:
     optimizer_steps: int
     learning_rate: float | None
     """None for an adapter that is not hone's."""
-    falling: bool = False
-    """The learning rate falls to 0 over the run."""
-
-    @property
-    def moved(self) -> float | None:
-        """How far each weight moves at most, about; None where the learning rate is not known."""
-        if self.learning_rate is None:
-            return None
-        return self.learning_rate * self.optimizer_steps * (0.5 if self.falling else 1.0)
+    moved: float = 0.0
+    """How far each weight moves at most, about."""
 
     @property
     def is_too_small(self) -> bool:
         """So many steps at this learning rate can hardly be seen in what the model says."""
-        return self.moved is not None and 0 < self.moved < HARDLY
+        return 0 < self.moved < HARDLY
 
     def __str__(self) -> str:
         work = (
@@ -65,7 +58,7 @@ class Plan:
             f"{counted(self.rollouts, 'rollout')}, {counted(self.jobs, 'job')}, "
             f"{counted(self.optimizer_steps, 'optimizer step')}"
         )
-        if self.moved is None:
+        if self.learning_rate is None:
             return f"{work}, if every group can be trained"
         rate = self.learning_rate
         text = (
@@ -90,6 +83,8 @@ def plan(document: Document, examples: int) -> Plan:
     at_once = adapter.training.groups_per_optimizer_step if adapter else of_epoch or 1
     last = of_epoch - of_round * (rounds - 1)
     steps = sum(math.ceil(n / at_once) for n in [of_round] * (rounds - 1) + [last] if n > 0)
+    rate = adapter.training.learning_rate if adapter else None
+    falls = adapter is not None and adapter.training.schedule == "linear"
     return Plan(
         examples=of_epoch,
         generations=generations,
@@ -98,8 +93,8 @@ def plan(document: Document, examples: int) -> Plan:
         rollouts=of_epoch * generations * config.num_epochs,
         jobs=rounds * config.num_epochs,
         optimizer_steps=steps * config.num_epochs,
-        learning_rate=adapter.training.learning_rate if adapter else None,
-        falling=adapter is not None and adapter.training.schedule == "linear",
+        learning_rate=rate,
+        moved=(rate or 0.0) * steps * config.num_epochs * (0.5 if falls else 1.0),
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from hone.credit import Baseline, Credit
+from hone.disk import append_lines
 from hone.errors import ConfigError
 from hone.types import Strict
 from hone.workflow.jsonable import dumps
@@ -358,8 +359,7 @@ def append_line(directory: str | Path, name: str, **fields: Any) -> None:
     """One more line of JSON in a file of a component's own, with the time."""
     line = {"timestamp": datetime.now(UTC).isoformat(), **plain(fields)}
     Path(directory).mkdir(parents=True, exist_ok=True)
-    with (Path(directory) / name).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_lines(Path(directory) / name, json.dumps(line).encode() + b"\n")
 
 
 def plain(value: Any) -> Any:

@@ -28,13 +28,13 @@ from hone.disk import write_atomic
 from hone.errors import ConfigError, HoneError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.event_log import FILE, EventLog
-from hone.finetune.base import Trainer, TrainingJobStatus, TrainingStatusEnum
+from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import read_documents
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal, RunFingerprint
 from hone.finetune.plan import dry_run
-from hone.finetune.preflight import failures, preflight
+from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
 from hone.report.display import Display
 from hone.report.text import counted
@@ -104,6 +104,8 @@ class Run:
     """When the command was typed."""
 
     def __post_init__(self) -> None:
+        assert self.config.reward_function is not None, "no run is read without one"
+        self.reward = self.config.reward_function.name
         self.state = RunState.follow(self.config, self.events)
 
     async def go(self) -> int:
@@ -136,45 +138,49 @@ class Run:
 
     async def _train(self, stack: AsyncExitStack) -> list[TrainingJobStatus]:
         """Build the parts, see that they fit, run the loop."""
-        builder = await stack.enter_async_context(build(self.document))
-        trainer = await self._trainer(builder)
+        config, builder = self.config, await stack.enter_async_context(build(self.document))
+        adapter = await builder.get_trainer_adapter(str(config.trainer_adapter))
+        trajectories = await builder.get_trajectory_builder(str(config.trajectory_builder))
+        trainer = await builder.get_trainer(
+            str(config.trainer), trajectory_builder=trajectories, trainer_adapter=adapter
+        )
+        trainer.bind_run(self.journal, self.events, self.state)
         stack.push_async_callback(trainer.cleanup)
-        await trainer.initialize(self.config)
-        assert trainer.trainer_adapter is not None, "_trainer has bound it"
-        builder.served = trainer.trainer_adapter.served
+        await trainer.initialize(config)
+        builder.served = adapter.served
         builder.choose_policy()
         training = await self._evaluation(stack, builder, self.options.dataset)
-        trainer.bind_evaluations(training, await self._validation(stack, builder))
-        await self._announce(trainer, training)
+        held_out = await self._validation(stack, builder)
+        trainer.bind_evaluations(training, held_out)
+        await self._announce(
+            adapter,
+            examples=len(training.items),
+            generations=trajectories.num_generations,
+            validation_examples=len(held_out.items) if held_out else 0,
+        )
         if builder.served is not None and builder.served.trained is not None:
             log.info("%s", describe(self.document, builder.served.trained, builder.policy))
         if not self.state.history.rounds:
-            await self._preflight(builder, trainer, training)
-        return await trainer.run(self.config.num_epochs)
-
-    async def _trainer(self, builder: Builder) -> Trainer:
-        """The three parts, bound to each other and to this run."""
-        names = self.config.trainer, self.config.trajectory_builder, self.config.trainer_adapter
-        trainer_name, builder_name, adapter_name = names
-        assert trainer_name and builder_name and adapter_name, "schema.py lets no run without them"
-        adapter = await builder.get_trainer_adapter(adapter_name)
-        trajectories = await builder.get_trajectory_builder(builder_name)
-        trainer = await builder.get_trainer(
-            trainer_name, trajectory_builder=trajectories, trainer_adapter=adapter
-        )
-        trainer.bind_run(self.journal, self.events, self.state)
-        return trainer
+            checks = await preflight(
+                document=self.document,
+                builder=builder,
+                trajectory_builder=trajectories,
+                trainer_adapter=adapter,
+                evaluation=training,
+                run_id=self.journal.run_id,
+            )
+            self._refuse_failed(checks)
+        return await trainer.run(config.num_epochs)
 
     async def _evaluation(
         self, stack: AsyncExitStack, builder: Builder, dataset: Path | None
     ) -> Evaluation:
-        assert self.config.reward_function is not None
         return await stack.enter_async_context(
             evaluation(
                 builder,
                 dataset=dataset,
                 result_json_path=self.options.result_json_path,
-                evaluators=[self.config.reward_function.name],
+                evaluators=[self.reward],
                 timeout_s=self.config.rollout_timeout_s,
             )
         )
@@ -191,10 +197,7 @@ class Run:
             return None
         return await self._evaluation(stack, builder, dataset)
 
-    async def _announce(self, trainer: Trainer, training: Evaluation) -> None:
-        adapter, validation = trainer.trainer_adapter, trainer.validation
-        assert adapter is not None and trainer.trajectory_builder is not None
-        assert self.config.reward_function is not None
+    async def _announce(self, adapter: TrainerAdapter, **sizes: int | None) -> None:
         resumed, step = self.journal.session > 1, await adapter.policy_step()
         arguments = self._secrets.hide_arguments(sys.argv[1:])
         self.events.append(
@@ -209,12 +212,10 @@ class Run:
             step=step,
             epochs=self.config.num_epochs,
             seed=self.config.seed,
-            examples=len(training.items),
-            generations=trainer.trajectory_builder.num_generations,
-            validation_examples=len(validation.items) if validation else 0,
+            **sizes,
             validation_interval=self.options.validation_interval,
             validation_greedy=self.config.validation.greedy,
-            **evaluators_of(self.config.reward_function.name, self.document, self.validation),
+            **evaluators_of(self.reward, self.document, self.validation),
             **asdict(adapter.comparison),
             output_dir=str(self.config.output_dir),
             resumed=resumed,
@@ -228,25 +229,14 @@ class Run:
                 step,
             )
 
-    async def _preflight(self, builder: Builder, trainer: Trainer, training: Evaluation) -> None:
-        """Refuse to start what would fail, or learn nothing."""
-        adapter, trajectories = trainer.trainer_adapter, trainer.trajectory_builder
-        assert adapter is not None and trajectories is not None
-        checks = await preflight(
-            document=self.document,
-            builder=builder,
-            trajectory_builder=trajectories,
-            trainer_adapter=adapter,
-            evaluation=training,
-            run_id=self.journal.run_id,
-        )
+    def _refuse_failed(self, checks: list[Check]) -> None:
+        """Do not start what would fail, or learn nothing."""
         self.events.append("preflight", checks=[asdict(check) for check in checks])
         for check in (one for one in checks if one.ok):  # the others are raised below
             quiet = log.info if check.name in LOGGED_CHECKS else log.debug
             write = log.warning if check.warning else quiet
             write("Preflight: %s: %s", check.name, check.message)
-        wrong = failures(checks)
-        if wrong:
+        if wrong := failures(checks):
             messages = "\n".join(f"{check.name}: {check.message}" for check in wrong)
             failed = counted(len(wrong), "check")
             raise ConfigError(f"the run was not started; {failed} failed:\n{messages}")
@@ -261,10 +251,9 @@ class Run:
             return bad[0].status, f"epoch {epoch + 1} of run {run_id}: {bad[0].message}"
         if not statuses:
             return TrainingStatusEnum.FAILED, f"run {run_id}: the trainer trained no epoch"
-        stopped = self.state.reason_to_stop()
+        epochs, stopped = counted(len(statuses), "epoch"), self.state.reason_to_stop()
         if stopped and len(statuses) < self.config.num_epochs:
-            return COMPLETED, f"Stopped early after {counted(len(statuses), 'epoch')}: {stopped}"
-        epochs = counted(len(statuses), "epoch")
+            return COMPLETED, f"Stopped early after {epochs}: {stopped}"
         return COMPLETED, f"Finetuning completed successfully: {epochs}, run {run_id}"
 
     def interrupted(self) -> int:
@@ -279,8 +268,7 @@ class Run:
             log.warning("The report could not be written: %s: %s", type(error).__name__, error)
         anew = self.options.fresh or self.config.resume == "never"
         more = " Leave out --fresh and finetuning.resume: never." if anew else ""
-        run_id = self.journal.run_id
-        log.error("Interrupted. The same command goes on with run %s.%s", run_id, more)
+        log.error("Interrupted. The same command goes on with run %s.%s", self.journal.run_id, more)
         return INTERRUPTED
 
     @property

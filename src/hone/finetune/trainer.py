@@ -88,7 +88,7 @@ class ARTTrainer(Trainer):
             journal = self._opened.enter_context(Journal.open(directory, fingerprint))
             self.bind_run(journal, self._opened.enter_context(EventLog(directory / FILE)))
         self._run_id = self.journal.run_id
-        if self.journal.anew and self.trainer_adapter is not None:
+        if self.journal.run.anew and self.trainer_adapter is not None:
             await self.trainer_adapter.start_anew(self.journal.run.replaces)
             self.journal.begun_anew()
         await super().initialize(run_config)
