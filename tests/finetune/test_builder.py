@@ -99,7 +99,7 @@ async def test_unknown_runs_and_missing_parts(server: LocalBackend, tiny_model: 
     assert builder.num_generations == 2
     with pytest.raises(ValueError, match="No evaluation runs found for run_id: nobody"):
         await builder.finalize("nobody")
-    with pytest.raises(ConfigError, match="has no evaluation yet"):
+    with pytest.raises(ConfigError, match="no evaluation is bound yet"):
         await builder.start_run("r")
     async with world(server, tiny_model) as w:
         w.bind(w.say, ["one"])

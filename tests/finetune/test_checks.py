@@ -220,17 +220,15 @@ def test_a_run_without_workflow_reward_and_dataset(tmp_path: Path, monkeypatch: 
     read(file)  # it is a valid document, and no run
     workflow, dataset, reward = lines_of(file)
     assert workflow.startswith(
-        "a.yml:1: workflow: is missing, and finetuning.enabled is true: there is nothing to train. "
-        "Add `workflow:`"
+        "a.yml:1: workflow: is missing, so there is nothing to run. Add `workflow:`"
     )
     assert reward == (
         "a.yml:4: finetuning.reward_function: is missing; name one of eval.evaluators (there is "
         "none yet), as reward_function: {name: ...}"
     )
     assert dataset == (
-        "a.yml:1: eval.general.dataset: is missing, and finetuning.enabled is true: there is "
-        "nothing to run on. Add `dataset: {_type: json, file_path: FILE}`, or start the run with "
-        "--dataset FILE"
+        "a.yml:1: eval.general.dataset: is missing, so there is nothing to run on. Add "
+        "`dataset: {_type: json, file_path: FILE}`, or name the examples with --dataset FILE"
     )
     assert len(lines_of(file, dataset=Path("rows.json"))) == 2
 
@@ -267,8 +265,8 @@ def test_what_only_the_whole_document_tells(refused: Refused):
         ["29", " finetuning.target_functions.0"],
     ]
     assert lines[0].endswith(
-        "is missing, and a dataset of type 'jsonl' is read from a file; name it, or start the run "
-        "with --dataset FILE"
+        "is missing, and a dataset of type 'jsonl' is read from a file; name it, or name the "
+        "examples with --dataset FILE"
     )
     assert "training.baseline: batch in trainer_adapters.a" in lines[1]
     assert "eval.evaluators has no 'rewrd'. Did you mean 'reward'? It has: reward." in lines[2]

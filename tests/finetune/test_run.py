@@ -181,7 +181,7 @@ def test_everything_a_run_lacks_is_said_at_once(command: Command):
 def test_a_dataset_of_the_command_is_one(command: Command):
     document = {**DOCUMENT, "eval": {"evaluators": DOCUMENT["eval"]["evaluators"]}}
     command.file.write_text(yaml.safe_dump(document))
-    with pytest.raises(ConfigProblems, match=r"eval\.general\.dataset: is missing, and finetuning"):
+    with pytest.raises(ConfigProblems, match=r"eval\.general\.dataset: is missing, so there"):
         command()
     assert command(dataset=Path("train.json")) == 0
 

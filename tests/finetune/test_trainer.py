@@ -289,5 +289,5 @@ async def test_without_examples_to_run_it_says_what_to_bind(bench: Bench):
     trainer = await bench.start()
     bench.builder.evaluation = None
     (status,) = await trainer.run(1)
-    assert "call bind_evaluations(training, validation) first" in (status.message or "")
+    assert "no evaluation is bound yet; call bind_evaluation(...) first" in (status.message or "")
     await trainer.cleanup()

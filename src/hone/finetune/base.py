@@ -116,14 +116,19 @@ class TrajectoryBuilder(ABC):
         """What `run_eval` runs; built once for the whole run."""
         self.evaluation = evaluation
 
-    async def run_eval(self) -> "EvaluationRunOutput":
-        """Every example once."""
+    @property
+    def bound_evaluation(self) -> "Evaluation":
+        """The training set; raises ConfigError where none is bound."""
         if self.evaluation is None:
             raise ConfigError(
-                f"{type(self).__name__}.run_eval: no evaluation is bound yet; call "
-                "bind_evaluation(...) first, as hone.finetune.run does"
+                f"{type(self).__name__}: no evaluation is bound yet; call bind_evaluation(...) "
+                "first, as hone.finetune.run does"
             )
-        return await self.evaluation.run()
+        return self.evaluation
+
+    async def run_eval(self) -> "EvaluationRunOutput":
+        """Every example once."""
+        return await self.bound_evaluation.run()
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:

@@ -25,7 +25,6 @@ from hone.capture.scope import outside_rollouts
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import EvalOutputItem
-from hone.finetune import calls as call_selection
 from hone.finetune.base import (
     Comparison,
     ModelServer,
@@ -38,7 +37,11 @@ from hone.finetune.calls import (
     Targets,
     TrainedCalls,
     count_unscoped,
+    from_recorded,
+    from_seen,
+    shaped_rewards,
     unscoped_message,
+    with_ids,
 )
 from hone.finetune.curriculum import group_by_example
 from hone.finetune.journal import run_recorded
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
     from hone.config.build import Builder
     from hone.config.schema import Document, FinetuneConfig
     from hone.evaluation.base import EvalInputItem
-    from hone.evaluation.run import Evaluation, ItemResult
+    from hone.evaluation.run import ItemResult
     from hone.event_log import EventLog
     from hone.finetune.journal import Journal
 
@@ -135,13 +138,11 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         trained = None if self.server is None else self.server.model_name
         return Targets(frozenset(self._config.target_functions), models, trained)
 
-    # ---- the two ends of a round --------------------------------------------------------------
-
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Begin `num_generations` evaluation runs; rollouts that the journal has are not run."""
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
-        meta, everything = meta or {}, self._evaluation.items
+        meta, everything = meta or {}, self.bound_evaluation.items
         generations, config = range(self.trajectory_builder_config.num_generations), self._config
         at = self._rounds[run_id] = _Round(
             run_id=run_id,
@@ -224,7 +225,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             if self.server is not None and "episode" not in vars(trajectory):
                 metadata = trajectory.metadata or {}
                 recorded = await self.server.recorded(metadata["rollout"])
-                calls = call_selection.with_ids(recorded, metadata["calls"])
+                calls = with_ids(recorded, metadata["calls"])
                 trajectory.episode = episode(calls)
 
     def log_progress(
@@ -286,20 +287,20 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         self, item: "EvalInputItem", rollout: str, reward: str | None
     ) -> "ItemResult":
         """One rollout, scored; its evaluators' calls to the server are not the agent's."""
-        host = self._evaluation.host
+        host = self.bound_evaluation.host
         with nullcontext() if host is None else outside_rollouts(EVALUATION, host=host):
-            return await self._evaluation.run_item(
+            return await self.bound_evaluation.run_item(
                 item, rollout=rollout, evaluators=None if reward is None else [reward]
             )
 
     async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
         """What of a rollout is trained: of what the server recorded, or of what was seen."""
         if self.server is None:
-            return call_selection.from_seen(seen, self.targets)
+            return from_seen(seen, self.targets)
         calls = await self.server.recorded(rollout)
         if not calls and self._config.allow_foreign_endpoint:
-            return call_selection.from_seen(seen, self.targets)
-        return call_selection.from_recorded(calls, seen, self.targets)
+            return from_seen(seen, self.targets)
+        return from_recorded(calls, seen, self.targets)
 
     async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
         """The record with the reward of `compute_reward`, which others may override."""
@@ -331,22 +332,18 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         update: dict[str, Any] = {"reward": reward}
         if trained.sampled:
             at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
-            update["shaped_rewards"] = call_selection.shaped_rewards(
+            update["shaped_rewards"] = shaped_rewards(
                 () if ran is None else ran.steps, trained.sampled
             )
         else:
             at.dropped[trained.reason or "no_calls"] += 1
         if trained.sampled and trained.foreign:
             update["episode"] = episode(trained.sampled)
-            update["metadata"] = {
-                **record.metadata,
-                "tools": plain(seen[0].tools if seen else None),
-            }
+            tools = plain(seen[0].tools if seen else None)
+            update["metadata"] = {**record.metadata, "tools": tools}
         elif trained.sampled:
             update["trained_calls"] = [one.id for one in trained.sampled]
         return record.model_copy(update=update)
-
-    # ---- its configuration ----------------------------------------------------------------------
 
     @property
     def _config(self) -> "FinetuneConfig":
@@ -355,14 +352,6 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 "ARTTrajectoryBuilder was not initialized; await initialize(run_config) first"
             )
         return self.run_config
-
-    @property
-    def _evaluation(self) -> "Evaluation":
-        if self.evaluation is None:
-            raise ConfigError(
-                "ARTTrajectoryBuilder has no evaluation yet; call bind_evaluation(...) first"
-            )
-        return self.evaluation
 
     @property
     def _smallest(self) -> int:

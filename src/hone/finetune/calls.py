@@ -112,7 +112,7 @@ class SampledCall:
 class TrainedCalls:
     """What of a rollout is trained."""
 
-    sampled: list[SampledCall]
+    sampled: list[SampledCall] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls that are not trained, by reason."""
     foreign: bool = False
@@ -130,21 +130,19 @@ def from_recorded(
     recorded: Sequence[RecordedCall], seen: "Sequence[SeenCall]", targets: Targets
 ) -> TrainedCalls:
     """What a hone server recorded; `seen` tells by which name each call asked for its model."""
-    requested, places = _requests(seen)
-    sampled: list[SampledCall] = []
-    dropped = Counter[str]()
+    requests = {choice["call_id"]: c for c in seen for choice in c.choices if "call_id" in choice}
+    trained = TrainedCalls()
     for one in sorted(recorded, key=lambda c: (c.index, c.choice)):
-        why = _not_trained(one, requested, targets)
-        if why is not None:
-            dropped[why] += 1
-            continue
-        sampled.append(_sampled(one, places.get(one.id, one.index)))
-    if not recorded:
-        # A server records what its client left when it has noticed that, which may be later.
-        dropped["abandoned"] += sum(call.error == LEFT for call in seen)
-    ids = {one.id for one in recorded}
-    dropped["unrecorded"] += sum(id not in ids for id in requested)
-    return TrainedCalls(sampled, +dropped)
+        request = requests.pop(one.id, None)
+        why = _not_trained(one, request and request.model, targets)
+        if why is None:
+            trained.sampled.append(_sampled(one, one.index if request is None else request.index))
+        else:
+            trained.dropped[why] += 1
+    # A server records what its client left when it has noticed that, which may be later.
+    left = 0 if recorded else sum(call.error == LEFT for call in seen)
+    trained.dropped.update(+Counter(abandoned=left, unrecorded=len(requests)))
+    return trained
 
 
 def with_ids(recorded: Sequence[RecordedCall], ids: Sequence[str]) -> list[SampledCall]:
@@ -168,8 +166,8 @@ def _sampled(one: RecordedCall, place: int) -> SampledCall:
 
 def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
     """What the harness saw of a foreign server: only answers with log-probabilities count."""
-    sampled: list[SampledCall] = []
-    dropped = Counter[str]()
+    trained = TrainedCalls(foreign=True)
+    dropped = trained.dropped
     for call in seen:
         for place, choice in enumerate(call.choices):
             logprobs = choice.get("logprobs") or {}
@@ -184,7 +182,7 @@ def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
             elif call.temperature == 0:
                 dropped["greedy"] += 1
             else:
-                sampled.append(
+                trained.sampled.append(
                     SampledCall(
                         f"{call.id or call.index}.{place}",
                         call.index,
@@ -197,20 +195,10 @@ def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
                         sum(entry.get("logprob") or 0.0 for entry in logprobs["content"]),
                     )
                 )
-    return TrainedCalls(sampled, dropped, foreign=True)
+    return trained
 
 
-def _requests(seen: "Sequence[SeenCall]") -> tuple[dict[str, str], dict[str, int]]:
-    """By id of the recorded call: the model it asked for, and its place among all calls."""
-    requested, places = {}, {}
-    for call in seen:
-        for choice in call.choices:
-            if id := choice.get("call_id"):
-                requested[id], places[id] = call.model, call.index
-    return requested, places
-
-
-def _not_trained(one: RecordedCall, requested: Mapping[str, str], targets: Targets) -> str | None:
+def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> str | None:
     """Why a recorded call is not trained."""
     if one.abandoned:
         return "abandoned"
@@ -220,7 +208,7 @@ def _not_trained(one: RecordedCall, requested: Mapping[str, str], targets: Targe
         return "frozen"
     if targets.models is not None:
         # A server that did not record what was asked for leaves what this process saw, if it did.
-        name = one.asked or requested.get(one.id)
+        name = one.asked or requested
         names = {name} if name else {one.model, one.base_model}
         if not names & targets.models:
             return "not_target_model"

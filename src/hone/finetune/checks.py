@@ -36,7 +36,7 @@ from hone.finetune.fingerprint import targets_of
 from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
-    from hone.config.base import DatasetBaseConfig
+    from hone.config.base import DatasetBaseConfig, LLMBaseConfig
 
 FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
 DATASET = ("eval", "general", "dataset")
@@ -141,7 +141,14 @@ def _reward_of(document: Document | None) -> str | None:
 def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool = True) -> Mistakes:
     """Mistakes of the run's file; `validates`: the command names held-out examples."""
     if is_run(document.loaded):
-        yield from _missing(document, dataset)
+        scores = ", ".join(document.eval.evaluators) or "there is none yet"
+        yield from _missing(document, dataset, "--dataset")
+        if document.finetuning.reward_function is None:
+            yield (
+                ("finetuning", "reward_function"),
+                f"is missing; name one of eval.evaluators ({scores}), as reward_function: "
+                "{name: ...}",
+            )
         yield from _target_mistakes(document)
         yield from _group_size(document)
     elif not document.loaded.data:
@@ -161,11 +168,7 @@ def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool =
 def _validation_mistakes(document: Document, dataset: Path | None, reward: str | None) -> Mistakes:
     """Mistakes of the validation's file; `reward` is the evaluator that the run trains by."""
     scores = document.eval.evaluators
-    if document.workflow is None:
-        yield (
-            ("workflow",),
-            "is missing, so there is nothing to validate; add the workflow of the run's file",
-        )
+    yield from _missing(document, dataset, "--validation_dataset")
     if reward is not None and reward not in scores:
         yield (
             ("eval", "evaluators"),
@@ -174,39 +177,29 @@ def _validation_mistakes(document: Document, dataset: Path | None, reward: str |
         )
     yield from _function_mistakes(document)
     if dataset is None:
-        if document.eval.general.dataset is None:
-            yield DATASET, "is missing; add it, or name the examples with --validation_dataset FILE"
         yield from _dataset_mistakes(document, reward)
 
 
-def _missing(document: Document, dataset: Path | None) -> Mistakes:
-    """What a run needs and the file lacks."""
-    config, scores = document.eval.general.dataset, document.eval.evaluators
+def _missing(document: Document, dataset: Path | None, option: str) -> Mistakes:
+    """A workflow and examples, which every run needs; `option` names a file instead."""
+    config = document.eval.general.dataset
     if document.workflow is None:
         yield (
             ("workflow",),
-            "is missing, and finetuning.enabled is true: there is nothing to train. Add "
-            "`workflow:` with a `_type`; `hone info components -t function` lists them",
+            "is missing, so there is nothing to run. Add `workflow:` with a `_type`; `hone info "
+            "components -t function` lists them",
         )
-    if document.finetuning.reward_function is None:
-        yield (
-            ("finetuning", "reward_function"),
-            f"is missing; name one of eval.evaluators ({', '.join(scores) or 'there is none yet'}), "
-            "as reward_function: {name: ...}",
-        )
-    if dataset is not None:
-        return
-    if config is None:
+    if config is None and dataset is None:
         yield (
             DATASET,
-            "is missing, and finetuning.enabled is true: there is nothing to run on. Add "
-            "`dataset: {_type: json, file_path: FILE}`, or start the run with --dataset FILE",
+            "is missing, so there is nothing to run on. Add `dataset: {_type: json, file_path: "
+            f"FILE}}`, or name the examples with {option} FILE",
         )
-    if isinstance(config, FILES) and config.file_path is None:
+    if isinstance(config, FILES) and config.file_path is None and dataset is None:
         yield (
             (*DATASET, "file_path"),
             f"is missing, and a dataset of type {config.type_name!r} is read from a file; name it, "
-            "or start the run with --dataset FILE",
+            f"or name the examples with {option} FILE",
         )
 
 
@@ -238,17 +231,16 @@ def _target_mistakes(document: Document) -> Mistakes:
         try:
             choose_policy(document, adapter.backend.trained())
         except ConfigError as error:
-            if len(_addresses(document)) <= 1:  # else the training server says which one is its own
+            named = [e for e in document.llms.values() if not _is_unplaced(e)]
+            if (
+                len({address_of(openai_url(entry)) for entry in named}) <= 1
+            ):  # else the server says which one it is
                 yield path, str(error)
 
 
-def _addresses(document: Document) -> set[tuple[str, int | None]]:
-    """Of the servers that `llms` names."""
-    return {
-        address_of(openai_url(llm))
-        for llm in document.llms.values()
-        if llm.type_name != TRAINABLE or getattr(llm, "base_url", None) is not None
-    }
+def _is_unplaced(entry: "LLMBaseConfig") -> bool:
+    """Whether it is served wherever the training server is."""
+    return entry.type_name == TRAINABLE and getattr(entry, "base_url", None) is None
 
 
 def _group_size(document: Document) -> Mistakes:

@@ -3,10 +3,9 @@
 In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
 Out:  a RolloutRecord, as the journal stores it, its event and its trajectory
 
-Fields and words of trajectories and jobs are those of NeMo Agent Toolkit. Everything survives a
-round trip through JSON, because a submission is on disk before it is sent. A rollout that failed,
-or that its evaluator failed to score, has no reward: it has a failure, of one of two kinds. A
-failure of the evaluator is never counted against the model.
+Trajectories and jobs have the fields of NeMo Agent Toolkit. Everything survives a round trip
+through JSON. A rollout that failed, or that its evaluator failed to score, has no reward: it has a
+failure, of one of two kinds. A failure of the evaluator is never counted against the model.
 """
 
 import json
@@ -156,9 +155,6 @@ class TrajectoryCollection(_Value):
     def count(self) -> int:
         """Trajectories in all groups."""
         return sum(map(len, self.trajectories))
-
-
-# ---- rollouts ------------------------------------------------------------------------------------
 
 
 class FailureRecord(Strict):

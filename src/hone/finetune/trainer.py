@@ -79,8 +79,6 @@ class ARTTrainer(Trainer):
         """The rounds of the epoch that was asked for last."""
         self._opened = ExitStack()
 
-    # ---- start and end --------------------------------------------------------------------
-
     async def initialize(self, run_config: "FinetuneConfig") -> None:
         """Reach the backend, and take up the run where its events end."""
         if not hasattr(self, "journal"):  # for those who use a trainer without `hone finetune`
@@ -112,11 +110,8 @@ class ARTTrainer(Trainer):
         self._opened.close()
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """The jobs of this process."""
         jobs = [{"job_ref": r, "status": await self._adapter.status(r)} for r in self._job_refs]
         return {"run_id": run_id, "total_epochs": len(jobs), "jobs": jobs}
-
-    # ---- the loop -------------------------------------------------------------------------
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Every epoch that is not done yet; stops at one that failed."""
@@ -125,11 +120,13 @@ class ARTTrainer(Trainer):
                 f"{type(self).__name__} was not initialized; await initialize(run_config) first"
             )
         statuses: list[TrainingJobStatus] = []
+        options = self.run_config.run_configuration
+        interval = 5 if options is None else options.validation_interval
         for epoch in range(num_epochs):
             if self._state.is_done(epoch):
                 statuses.append(self._outcome(epoch))
                 continue
-            if epoch % self._validation_interval == 0:
+            if epoch % interval == 0:
                 await self._validate(epoch)
             if self._state.reason_to_stop():
                 break
@@ -191,8 +188,6 @@ class ARTTrainer(Trainer):
             await self._adapter.prune(self._config.keep_checkpoints)
         return job
 
-    # ---- its stages -----------------------------------------------------------------------
-
     async def _validate(self, epoch: int) -> None:
         """The reward on held-out examples after so many epochs, unless it is known."""
         if self.validation is None or self._state.is_validated(epoch):
@@ -213,10 +208,9 @@ class ARTTrainer(Trainer):
     async def _collect(self, epoch: int, round: int) -> TrajectoryCollection:
         """Run the round's examples; refused where too many rollouts failed."""
         run_id, rounds = self.journal.run_id, self._rounds(epoch)
-        items = rounds[round].items
+        place, items = {"epoch": epoch, "round": round}, rounds[round].items
         meta = {
-            "epoch": epoch,
-            "round": round,
+            **place,
             "run_id": run_id,
             "items": items,
             "journal": self.journal,
@@ -227,8 +221,7 @@ class ARTTrainer(Trainer):
         }
         self.events.append(
             "epoch_started",
-            epoch=epoch,
-            round=round,
+            **place,
             rounds=len(rounds),
             step=self._step,
             rollouts=len(items) * (self._builder.num_generations or 1),
@@ -276,13 +269,9 @@ class ARTTrainer(Trainer):
         `metadata` of the collection has the `round` and the ids of its `examples` before the
         curriculum skipped any; without them the collection is taken for the whole epoch.
         """
-        place = trajectory_collection.metadata or {}
+        place, comparison = trajectory_collection.metadata or {}, self._adapter.comparison
         return self._curriculum.select(
-            trajectory_collection,
-            epoch,
-            place.get("round", 0),
-            place.get("examples"),
-            self._adapter.comparison,
+            trajectory_collection, epoch, place.get("round", 0), place.get("examples"), comparison
         )
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
@@ -350,19 +339,12 @@ class ARTTrainer(Trainer):
             metadata={"epoch": epoch, **more},
         )
 
-    # ---- what it knows --------------------------------------------------------------------
-
     @cached_property
     def _validator(self) -> Validator:
         assert self.validation is not None, "there are no held-out examples"
         return Validator(
             self.validation, self._config, self.journal, self.events, self._state, self._adapter
         )
-
-    @property
-    def _validation_interval(self) -> int:
-        options = self._config.run_configuration
-        return 5 if options is None else options.validation_interval
 
     @property
     def _reward_history(self) -> list[dict[str, Any]]:
@@ -375,16 +357,8 @@ class ARTTrainer(Trainer):
     def _rounds(self, epoch: int) -> list[RoundPlan]:
         """The epoch's examples, round by round."""
         if self._planned is None or self._planned[0] != epoch:
-            evaluation = self._builder.evaluation
-            if evaluation is None:
-                raise ConfigError(
-                    f"{type(self).__name__} has nothing to run; call bind_evaluations(training, "
-                    "validation) first"
-                )
-            self._planned = epoch, self._state.rounds(evaluation.items, epoch)
+            self._planned = epoch, self._state.rounds(self._builder.bound_evaluation.items, epoch)
         return self._planned[1]
-
-    # ---- what it reports ------------------------------------------------------------------
 
     def _report_epoch(self, epoch: int, num_epochs: int, status: TrainingJobStatus) -> None:
         self._files.refresh()
