@@ -15,7 +15,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -67,7 +67,7 @@ class Trajectory(History):
     additional_histories: list[History] = []
     """Further conversations of the same rollout, with the same reward."""
     reward: float = Field(default=0.0, allow_inf_nan=False)
-    shaped_rewards: list[float] | None = None
+    shaped_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
     """One value per trained call, for `credit: per_call` or `return_to_go`."""
     metrics: dict[str, float | int | bool] = {}
     metadata: dict[str, float | int | str | bool | None] = {}

@@ -44,6 +44,9 @@ SERVER_ADDRESS = "server.json"
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class Strict(BaseModel):
     """A frozen value that refuses unknown keys."""
 
@@ -53,9 +56,9 @@ class Strict(BaseModel):
 class Call(Strict):
     """One request to a model and its answer, as tokens."""
 
-    prompt_ids: list[int] = Field(min_length=1)
+    prompt_ids: list[TokenId] = Field(min_length=1)
     """The prompt's token ids."""
-    completion_ids: list[int]
+    completion_ids: list[TokenId]
     """The sampled token ids, including the end token."""
     logprobs: list[float] | None = None
     """Temperature-scaled, unmasked log-probability of each completion token; None if unknown."""
@@ -63,9 +66,9 @@ class Call(Strict):
     """False if only the log-probability after top-p, top-k, min-p or a grammar is known."""
     forced: list[int] = []
     """Positions in the completion that were not sampled but inserted; they get no label."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Sampling temperature; a greedy call (0) is context and never labelled."""
-    step: int = Field(default=0, ge=0)
+    step: int = Field(default=0, ge=0, lt=2**31)
     """The policy version that answered; 0 is the base model."""
     function: str = ""
     """Path of the function that made the call."""

@@ -115,10 +115,10 @@ def test_non_finite_logprobs_are_refused(bad: float):
         samples(group(one(1.0), one(0.0)), group(one(1.0), one(0.0, call, call.model_copy())))
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [([1, 100], [2]), ([1], [2, -1])])
+@pytest.mark.parametrize(("prompt", "completion"), [([1, 100], [2]), ([1], [2, 100])])
 def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], completion: list[int]):
     call = Call(prompt_ids=prompt, completion_ids=completion)
-    with pytest.raises(SampleRefused, match=r"group 0, trajectory 1, call 0: token id (100|-1) "):
+    with pytest.raises(SampleRefused, match=r"group 0, trajectory 1, call 0: token id 100 "):
         samples(group(one(1.0), one(0.0, call)))
 
 

@@ -202,7 +202,7 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
         await api.refused(groups=outside["groups"]),
         await api.refused(404, model="nobody"),
     ]
-    for name in ("json", "pack_job"):
+    for name in ("json", "resolve_groups"):
         monkeypatch.delattr(job_tasks, name)  # not needed in this process
     repeated, other = await large(idempotency_key="k"), await large(idempotency_key="l")
     assert (repeated.status_code, other.status_code) == (202, 202), other.text

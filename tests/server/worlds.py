@@ -15,7 +15,8 @@ import pytest
 
 from hone.chat.template import ChatTemplate
 from hone.errors import Unprocessable
-from hone.server.resolved_job import ResolvedGroups, Start, resolve_groups
+from hone.server.choice_calls import Start
+from hone.server.resolved_job import ResolvedGroups, resolve_groups
 from hone.server.state import State
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.models import ModelRecord
@@ -135,7 +136,8 @@ class World:
         # Its calls are of many steps; test_staleness.py says which of them may be trained.
         settings = TrainConfig(**{"max_staleness": None, **config})
         step, adapter = self.state.serving.newest(self.record)
-        start = Start(self.record, settings, step, None if adapter is None else adapter.sha256)
+        sha256 = None if adapter is None else adapter.sha256
+        start = Start(self.record, settings, step, sha256, advance_when_flat=True)
         return resolve_groups(groups, self.language, self.state.calls, start)
 
     async def call(self, *items: Any, tools: Any = None) -> Call:

@@ -1,7 +1,7 @@
 """Turn OpenAI messages and choices with log-probabilities, as ART's clients send them, into Calls.
 
 In:   a History; the calls this server recorded; the model's chat template
-Out:  one ChoiceCall per choice whose log-probabilities are known, in their order
+Out:  one Call per choice whose log-probabilities are known, in their order
 
 A choice that this server sampled is matched with its recorded call by the call's id, if the client
 sent it (then it needs no log-probabilities of its own), or by its token ids; prompt, temperature and
@@ -11,18 +11,22 @@ where the numbers of ids and of log-probabilities do.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any
 
 from hone.chat.bridge import Conversation, RenderedCall
 from hone.chat.choice_tokens import FieldPath, InvalidField, SampledTokens, TokenReader
 from hone.chat.messages import check_messages
-from hone.chat.template import ChatTemplate
 from hone.errors import NotFound, TemplateError
-from hone.server.tokenizer import FIXED, differing
+from hone.learner.staleness import too_stale
+from hone.server.tokenizer import FIXED, BaseTokenizer, differing
+from hone.store.calls import CallStore
+from hone.store.models import ModelRecord
 from hone.trajectory import History
-from hone.types import Call, RecordedCall
+from hone.types import Call, RecordedCall, TrainConfig
 from hone.wire.errors import brief
 
 _SAME = 1e-4
@@ -32,25 +36,21 @@ _CERTAIN = 1e-3
 _CALL = re.compile(r"call-[0-9a-f]{20}")
 
 
-class Recorded(Protocol):
-    """The part of CallStore that is used here."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a job starts from: the model, its newest step, and how it is to be trained."""
 
-    def match(self, base_model: str, completion_ids: Sequence[int]) -> list[RecordedCall]: ...
-    def get(self, call_ids: Iterable[str]) -> list[RecordedCall]: ...
+    record: ModelRecord
+    config: TrainConfig
+    step: int
+    adapter_sha256: str | None
+    advance_when_flat: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceCall:
-    """The call of a choice, and where it came from."""
-
-    call: Call
-    source: Literal["matched", "rerendered"]
-    recorded: str | None
-    """Id of the recorded call."""
-    where: FieldPath
-    """The choice in the request."""
-    other_args: bool = False
-    """Its chat template had other arguments, or printed another date, than the model's own."""
+def check_fresh(step: int, start: Start, path: FieldPath, what: str = "it ") -> None:
+    """Refuse a call that is too old for the job, or too new."""
+    if why := too_stale(step, start.step, start.config):
+        raise InvalidField(path, what + why)
 
 
 class ChoiceReader:
@@ -58,42 +58,39 @@ class ChoiceReader:
 
     def __init__(
         self,
-        template: ChatTemplate,
-        recorded: Recorded,
-        *,
-        model: str,
-        base_model: str,
-        fingerprint: str,
+        tokenizer: BaseTokenizer,
+        recorded: CallStore,
+        start: Start,
         vocab: int,
-        step: int,
+        counts: Counter[str],
     ) -> None:
-        """`step`: the newest, assumed for choices that were not recorded here."""
-        self._template = template
+        """`counts`: where calls are counted by where they came from."""
+        self._template, self._fingerprint = tokenizer.template, tokenizer.fingerprint
         self._store = recorded
-        self._model = model
-        self._base_model = base_model
-        self._fingerprint = fingerprint
-        self._step = step
-        self._tokens = TokenReader(template, base_model=base_model, vocab=vocab)
-        self._by_ids: dict[tuple[int, ...], list[RecordedCall]] = {}
-        self.without_logprobs = 0
-        """Choices that can only be context."""
+        self._start = start
+        self._base_model = start.record.spec.base_model
+        self._tokens = TokenReader(self._template, base_model=self._base_model, vocab=vocab)
+        self._counts = counts
+        self._recorded = cache(self._read_recorded)
+        self.used: list[str] = []
+        """Ids of the recorded calls."""
 
-    def read(self, history: History, path: FieldPath) -> list[ChoiceCall]:
+    def read(self, history: History, path: FieldPath) -> list[Call]:
         """The trained choices of a conversation. Raises InvalidField."""
         transcript = _Transcript(history, Conversation(self._template))
-        calls: list[ChoiceCall] = []
+        calls: list[Call] = []
         for i, item in enumerate(history.messages_and_choices):
             where = (*path, "messages_and_choices", i)
             message, choice = _split(item, where)
             if choice is not None:
                 sampled = self._tokens.read(choice, where) or self._recorded_sample(choice, message)
                 if sampled is None:
-                    self.without_logprobs += 1
+                    self._counts["dropped/no_logprobs"] += 1
                 else:
                     call = self._call(choice, message, sampled, transcript, where)
+                    check_fresh(call.step, self._start, where)
                     calls.append(call)
-                    transcript.answer(call.call, message)
+                    transcript.answer(call, message)
             transcript.messages.append(message)
         return calls
 
@@ -104,16 +101,14 @@ class ChoiceReader:
         sampled: SampledTokens,
         transcript: "_Transcript",
         where: FieldPath,
-    ) -> ChoiceCall:
+    ) -> Call:
         recorded = self._named(choice, sampled) or self._match(sampled, transcript.messages)
         if recorded is not None:
-            return ChoiceCall(
-                call=recorded.call.model_copy(update={"trained": True}),
-                source="matched",
-                recorded=recorded.id,
-                where=where,
-                other_args=bool(differing(recorded.fingerprint, self._fingerprint)),
-            )
+            self._counts["matched"] += 1
+            other = bool(differing(recorded.fingerprint, self._fingerprint))
+            self._counts["other_template_args"] += other
+            self.used.append(recorded.id)
+            return recorded.call.model_copy(update={"trained": True})
         try:
             prompt = transcript.prompt()
             self._check_text(choice, message, sampled.ids, prompt, transcript.history, where)
@@ -121,13 +116,13 @@ class ChoiceReader:
             raise InvalidField(
                 where, f"no call of this server is like it, and it cannot be rendered: {error}"
             ) from None
-        call = Call(
+        self._counts["rerendered"] += 1
+        return Call(
             prompt_ids=prompt,
             completion_ids=sampled.ids,
             logprobs=sampled.logprobs,
-            step=self._step,
+            step=self._start.step,
         )
-        return ChoiceCall(call=call, source="rerendered", recorded=None, where=where)
 
     # ---- the recorded call ---------------------------------------------------------------------
 
@@ -165,8 +160,9 @@ class ChoiceReader:
 
     def _match(self, sampled: SampledTokens, messages: list[dict[str, Any]]) -> RecordedCall | None:
         """The recorded call with these ids and log-probabilities, if it is unambiguous."""
-        calls = [call for call in self._recorded(sampled.ids) if _same(call.call, sampled)]
-        calls = [call for call in calls if call.model == self._model] or calls
+        calls = [call for call in self._recorded(tuple(sampled.ids)) if _same(call.call, sampled)]
+        model = str(self._start.record.key)
+        calls = [call for call in calls if call.model == model] or calls
         surprising = -sum(sampled.logprobs) > _CERTAIN
         if not (surprising and _equivalent(calls)):
             meanings = _meanings(messages)
@@ -179,13 +175,8 @@ class ChoiceReader:
             ]
         return calls[0] if calls and _equivalent(calls) else None
 
-    def _recorded(self, ids: list[int]) -> list[RecordedCall]:
-        key = tuple(ids)
-        if key not in self._by_ids:
-            self._by_ids[key] = [
-                call for call in self._store.match(self._base_model, ids) if self._usable(call)
-            ]
-        return self._by_ids[key]
+    def _read_recorded(self, ids: tuple[int, ...]) -> list[RecordedCall]:
+        return [call for call in self._store.match(self._base_model, ids) if self._usable(call)]
 
     def _usable(self, call: RecordedCall) -> bool:
         # Template arguments and date may differ: the ids mean the same.

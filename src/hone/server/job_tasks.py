@@ -18,11 +18,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from hone.errors import BadRequest
-from hone.learner.packed import unpack_groups
+from hone.learner.packed import pack_groups, unpack_groups
 from hone.server.art_requests import LogRequest, TrainRequest
 from hone.server.chat_tasks import Invalid
+from hone.server.choice_calls import Start
 from hone.server.model_args import json_text
-from hone.server.resolved_job import PackedJob, Start, pack_job
+from hone.server.resolved_job import resolve_groups
 from hone.server.tokenizer import BaseTokenizer
 from hone.server.tokens import page, read_logprobs
 from hone.store.calls import CallStore
@@ -48,6 +49,16 @@ class Head:
     trajectories: int
     sha256: str
     """Of the whole request, without its idempotency key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedJob:
+    """A resolved job as the queue stores it."""
+
+    packed: bytes
+    groups: int
+    counts: dict[str, int]
+    calls: list[str]
 
 
 _in_worker = Parsed()
@@ -96,7 +107,9 @@ def pack(parsed: Parsed, tokenizer: BaseTokenizer, calls: CallStore, start: Star
     """The parsed groups as the queue stores them. Raises Unprocessable."""
     request = parsed.request
     groups = [g if isinstance(g, TrajectoryGroup) else g.to_hone() for g in request.groups]
-    return pack_job(groups, tokenizer, calls, start, _groups_field(request))
+    resolved = resolve_groups(groups, tokenizer, calls, start, _groups_field(request))
+    packed = pack_groups(resolved.groups)
+    return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
 
 
 def log(parsed: Parsed, model_dir: Path, split: str, step: int) -> dict[str, float]:

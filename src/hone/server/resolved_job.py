@@ -24,21 +24,17 @@ from typing import Any
 
 from hone.chat.choice_tokens import FieldPath, InvalidField, first_outside, wrong_logprob
 from hone.errors import Unprocessable
-from hone.learner.packed import pack_groups
-from hone.learner.staleness import too_stale
 from hone.models.architecture import DecoderConfig
-from hone.server.choice_calls import ChoiceReader
+from hone.server.choice_calls import ChoiceReader, Start, check_fresh
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
-from hone.store.models import ModelRecord
-from hone.trajectory import History, Trajectory, TrajectoryGroup
-from hone.types import Call, FieldError, RecordedCall, TrainConfig
+from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.types import Call, FieldError, RecordedCall
 from hone.wire.errors import brief
 from hone.wire.rollout import ROLLOUT_ID
 
 MAX_ERRORS = 50
 """Wrong fields named in one answer."""
-MAX_STEP = MAX_ID = 2**31
 
 FORMS = ("calls", "rollout", "messages_and_choices", "additional_histories")
 
@@ -54,43 +50,14 @@ class ResolvedGroups:
     """Ids of the recorded calls among them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a job starts from: the model, its newest step, and how it is to be trained."""
-
-    record: ModelRecord
-    config: TrainConfig
-    step: int
-    adapter_sha256: str | None
-    advance_when_flat: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PackedJob:
-    """A resolved job as the queue stores it."""
-
-    packed: bytes
-    groups: int
-    counts: dict[str, int]
-    calls: list[str]
-
-
-def pack_job(
+def resolve_groups(
     groups: Sequence[TrajectoryGroup],
     tokenizer: BaseTokenizer,
     calls: CallStore,
     start: Start,
     field: str = "groups",
-) -> PackedJob:
-    """Check, resolve and pack a job. Raises Unprocessable with every wrong field. Blocking."""
-    _check_groups(groups, start, field)
-    resolved = resolve_groups(groups, tokenizer, calls, start, field)
-    packed = pack_groups(resolved.groups)
-    return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
-
-
-def _check_groups(groups: Sequence[TrajectoryGroup], start: Start, field: str) -> None:
-    """Refuse a job in which no two trajectories can be compared."""
+) -> ResolvedGroups:
+    """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
     alone = all(len(group) + len(group.exceptions) <= 1 for group in groups)
     # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
     if alone and groups and start.config.baseline == "group" and not start.advance_when_flat:
@@ -100,16 +67,6 @@ def _check_groups(groups: Sequence[TrajectoryGroup], start: Start, field: str) -
             "`baseline: batch`, which compares with the mean of the job."
         )
         raise Unprocessable([FieldError((field,), message)])
-
-
-def resolve_groups(
-    groups: Sequence[TrajectoryGroup],
-    tokenizer: BaseTokenizer,
-    calls: CallStore,
-    start: Start,
-    field: str = "groups",
-) -> ResolvedGroups:
-    """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
     return _Resolver(tokenizer, calls, start).run(groups, field)
 
 
@@ -126,16 +83,8 @@ class _Resolver:
         self._fingerprint = tokenizer.fingerprint
         self._vocab = shape.vocab
         self._limit = min(config.max_seq_length, shape.max_positions)
-        self._choices = ChoiceReader(
-            tokenizer.template,
-            calls,
-            model=str(record.key),
-            base_model=record.spec.base_model,
-            fingerprint=self._fingerprint,
-            vocab=shape.vocab,
-            step=start.step,
-        )
         self._counts: Counter[str] = Counter()
+        self._choices = ChoiceReader(tokenizer, calls, start, shape.vocab, self._counts)
         self._errors: list[FieldError] = []
         self._used: list[str] = []
         self._rollouts: dict[str, FieldPath] = {}
@@ -144,13 +93,12 @@ class _Resolver:
         resolved = [self._group(group, (field, g)) for g, group in enumerate(groups)]
         trained = [group for group in resolved if group.trajectories]
         self._counts["dropped/empty_group"] = len(resolved) - len(trained)
-        self._counts["dropped/no_logprobs"] = self._choices.without_logprobs
         counts = dict(sorted((+self._counts).items()))
         if not self._errors and not trained:
             self._errors.append(FieldError((field,), self._nothing_to_train(counts)))
         if self._errors:
             raise Unprocessable(self._errors[:MAX_ERRORS])
-        return ResolvedGroups(trained, counts, self._used)
+        return ResolvedGroups(trained, counts, [*self._used, *self._choices.used])
 
     def _group(self, group: TrajectoryGroup, path: FieldPath) -> TrajectoryGroup:
         self._counts["exceptions"] += len(group.exceptions)
@@ -277,7 +225,7 @@ class _Resolver:
                 "again, or put the old files back.",
             )
         self._counts["other_template_args"] += bool(different)
-        self._check_fresh(one.call.step, path, f"call {one.id!r} ")
+        check_fresh(one.call.step, self._start, path, f"call {one.id!r} ")
         same = one.adapter_sha256 == self._start.adapter_sha256 or one.call.step != self._start.step
         if not same and self._config.max_staleness is not None:
             raise InvalidField(
@@ -288,72 +236,45 @@ class _Resolver:
             )
         return one.call
 
-    def _check_fresh(self, step: int, path: FieldPath, what: str = "it ") -> None:
-        if why := too_stale(step, self._start.step, self._config):
-            raise InvalidField(path, what + why)
-
     def _by_messages(self, trajectory: Trajectory, path: FieldPath) -> list[Call]:
-        histories: list[tuple[History, FieldPath]] = [(trajectory, path)]
-        histories += [
-            (history, (*path, "additional_histories", h))
-            for h, history in enumerate(trajectory.additional_histories)
-        ]
-        calls = [
-            call for history, where in histories for call in self._choices.read(history, where)
-        ]
-        self._counts.update(call.source for call in calls)
-        self._counts["other_template_args"] += sum(call.other_args for call in calls)
-        for call in calls:
-            self._check_fresh(call.call.step, call.where)
-        self._used += [call.recorded for call in calls if call.recorded is not None]
-        return [call.call for call in calls]
+        calls = self._choices.read(trajectory, path)
+        for h, history in enumerate(trajectory.additional_histories):
+            calls += self._choices.read(history, (*path, "additional_histories", h))
+        return calls
 
     # ---- what would be wrong to train on ---------------------------------------------------------
 
     def _check_call(self, call: Call, path: FieldPath) -> None:
-        if not isfinite(call.temperature):
-            raise InvalidField((*path, "temperature"), "expected a finite number")
-        if call.step > MAX_STEP:
-            raise InvalidField((*path, "step"), f"expected a step, got {call.step}")
-        # Calls that are context keep their own vocabulary: they are never computed.
-        vocab = self._vocab if call.trained else MAX_ID
+        if not call.trained:  # context keeps its own vocabulary: it is never computed
+            return
         for field in ("prompt_ids", "completion_ids"):
-            ids = getattr(call, field)
-            if wrong := first_outside(ids, vocab):
+            if wrong := first_outside(getattr(call, field), self._vocab):
                 place, token = wrong
                 raise InvalidField(
                     (*path, field, place),
-                    f"token id {token} is outside the vocabulary of {vocab} of "
-                    f"{self._record.spec.base_model!r}; train the model that answered the call"
-                    if call.trained
-                    else f"expected a token id, got {token}",
+                    f"token id {token} is outside the vocabulary of {self._vocab} of "
+                    f"{self._record.spec.base_model!r}; train the model that answered the call",
                 )
-        if not call.trained:
-            return
-        self._check_fresh(call.step, (*path, "step"))
+        check_fresh(call.step, self._start, (*path, "step"))
         for place, value in enumerate(call.logprobs or ()):
             if why := wrong_logprob(value):
                 raise InvalidField((*path, "logprobs", place), why)
 
     def _check_shaped(self, trajectory: Trajectory, trained: int, path: FieldPath) -> None:
-        shaped, path = trajectory.shaped_rewards, (*path, "shaped_rewards")
-        if shaped is None:
-            if self._config.credit != "outcome":
-                raise InvalidField(
-                    path,
-                    f"credit is {self._config.credit!r}, which needs one value for each of the "
-                    f"{trained} trained calls; send them, or set credit: outcome",
-                )
-            return
-        bad = next((i for i, value in enumerate(shaped) if not isfinite(value)), None)
-        if bad is not None:
-            raise InvalidField((*path, bad), f"expected a finite number, got {shaped[bad]!r}")
-        if len(shaped) != trained:
-            raise InvalidField(
-                path,
-                f"{len(shaped)} values for {trained} trained calls; send one for each, in the "
-                "order of the calls",
+        shaped, credit = trajectory.shaped_rewards, self._config.credit
+        message = None
+        if shaped is None and credit != "outcome":
+            message = (
+                f"credit is {credit!r}, which needs one value for each of the {trained} trained "
+                "calls; send them, or set credit: outcome"
             )
+        elif shaped is not None and len(shaped) != trained:
+            message = (
+                f"{len(shaped)} values for {trained} trained calls; send one for each, in the "
+                "order of the calls"
+            )
+        if message:
+            raise InvalidField((*path, "shaped_rewards"), message)
 
     def _nothing_to_train(self, counts: Mapping[str, int]) -> str:
         counted = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "there are no groups"

@@ -14,9 +14,9 @@ from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.bodies import checked
-from hone.server.job_tasks import Head, Parsed
+from hone.server.choice_calls import Start
+from hone.server.job_tasks import Head, PackedJob, Parsed
 from hone.server.model_args import train_config
-from hone.server.resolved_job import PackedJob, Start
 from hone.server.state import State
 from hone.trajectory import JobRequest
 from hone.types import JobInfo
