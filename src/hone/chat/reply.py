@@ -178,7 +178,7 @@ class StreamParser:
         if self._thinks:
             start = text if self._reasoning_open else text.lstrip()
             if self._reasoning_open or start.startswith(OPEN_THINK):
-                thought, tag, text = start.removeprefix(OPEN_THINK).partition(CLOSE_THINK)
+                thought, tag, text = _partition(start.removeprefix(OPEN_THINK), CLOSE_THINK)
                 reasoning = (thought if tag or final else _certain(thought, (CLOSE_THINK,))).strip(
                     "\n"
                 )
@@ -192,7 +192,7 @@ class StreamParser:
         content = _Content(trimmed=reasoning is not None)
         calls: list[ToolCall] = []
         malformed: list[str] = []
-        before, tag, rest = text.partition(OPEN_CALL) if self._tools else (text, "", "")
+        before, tag, rest = _partition(text, OPEN_CALL) if self._tools else (text, "", "")
         closed = 0
         while tag:
             content.add(before)
@@ -213,7 +213,7 @@ class StreamParser:
             else:
                 malformed.append(call)
                 content.add(OPEN_CALL + body + CLOSE_CALL)
-            before, tag, rest = text.partition(OPEN_CALL)
+            before, tag, rest = _partition(text, OPEN_CALL)
         else:
             if self._tools and not final:
                 before = _certain(before, (OPEN_CALL,))
@@ -273,13 +273,16 @@ def call_id(seed: str, index: int, name: str, arguments: str) -> str:
 
 def _certain(text: str, tags: Sequence[str]) -> str:
     """The text without an end that may be the beginning of a tag."""
-    sizes = (
-        size
-        for tag in tags
-        for size in range(min(len(tag) - 1, len(text)), 0, -1)
-        if text.endswith(tag[:size])
-    )
-    return text[: len(text) - max(sizes, default=0)]
+    start = max(0, len(text) - max(map(len, tags), default=1) + 1)
+    for at in range(start, len(text)):
+        if any(text[at] == tag[0] and tag.startswith(text[at:]) for tag in tags):
+            return text[:at]
+    return text
+
+
+def _partition(text: str, tag: str) -> tuple[str, str, str]:
+    """As str.partition, which takes long to find a tag in a text that has none."""
+    return text.partition(tag) if "<" in text else (text, "", "")
 
 
 @lru_cache(maxsize=4)

@@ -31,7 +31,7 @@ from hone.server import art, auth, openai_chat, training
 from hone.server.bodies import BodyReader
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
-from hone.wire.errors import error_body, error_response, status_of
+from hone.wire.errors import error_body, error_response
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
@@ -118,16 +118,13 @@ async def _health(state: State, *, keyed: bool) -> dict[str, Any]:
 
 def _error_response(state: State, scope: Scope, error: Exception) -> JSONResponse:
     body: dict[str, Any]
-    if isinstance(error, HoneError):
-        status, body = status_of(error), error_response(error)
-    elif isinstance(error, RequestValidationError):
+    if isinstance(error, RequestValidationError):
         status, body = _validation_error(Headers(scope=scope).get("content-type", ""), error)
     elif isinstance(error, HTTPException):
         status = error.status_code
         body = error_body(str(error.detail), status) | {"detail": error.detail}
     else:
-        text = f"this server has a defect; its trace is in {state.settings.log_file}"
-        status, body = 500, error_body(text, 500)
+        status, body = error_response(error, state.settings.log_file)
     if status == 500:
         log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
     scope["hone.refusal"] = body["error"]["message"]

@@ -68,28 +68,34 @@ class Choice:
         self.id = call_id
         self.tokens: list[SampledToken] = []
         """Forced ones first, then the sampled ones."""
-        self._ended = False
-        self._finish: FinishReason = "abort"
+        self._finish: FinishReason | None = None
         self._parser = parser
+        self._parsed = 0
+        self._closed = False
 
-    def add(self, tokens: Sequence[SampledToken], finish: FinishReason | None = None) -> Piece:
+    def add(self, tokens: Sequence[SampledToken], finish: FinishReason | None = None) -> None:
         self.tokens += tokens
-        deltas = self._parser.feed([token.id for token in tokens])
-        if finish is not None:
-            self._finish, self._ended = finish, True
-            deltas = [*deltas, *self._parser.close()]
-        return Piece(self, tokens, deltas)
+        self._finish = finish
+
+    def deltas(self) -> list[Delta]:
+        """What the tokens since the last time add to the message."""
+        ids = [token.id for token in self.tokens[self._parsed :]]
+        self._parsed = len(self.tokens)
+        return self._parser.feed(ids) + (self._close() if self._finish else [])
+
+    def reply(self) -> Reply:
+        """The message; of an answer that was cut off, the part that was sampled."""
+        self.deltas()
+        self._close()
+        return self._parser.reply(self._finish or "abort")
 
     @property
     def ids(self) -> list[int]:
         return [token.id for token in self.tokens]
 
-    def reply(self) -> Reply:
-        """The message; of an answer that was cut off, the part that was sampled."""
-        if not self._ended:
-            self._parser.close()
-            self._ended = True
-        return self._parser.reply(self._finish)
+    def _close(self) -> list[Delta]:
+        closed, self._closed = self._closed, True
+        return [] if closed else self._parser.close()
 
 
 @dataclass(kw_only=True)
@@ -134,21 +140,26 @@ class Generation:
             await self._record(abandoned=True)
             raise
 
-    async def _sample(self, listener: Callable[[Piece], Awaitable[None]] | None) -> None:
-        send = listener or _discard
+    async def _sample(self, send: Callable[[Piece], Awaitable[None]] | None) -> None:
+        async def grow(
+            choice: Choice, tokens: Sequence[SampledToken], finish: FinishReason | None = None
+        ) -> None:
+            choice.add(tokens, finish)
+            if send is not None:
+                await send(Piece(choice, tokens, choice.deltas()))
+
         if self.forced:
             # Put there and not sampled: certain, so their log-probability is 0.
-            tokens = [SampledToken(token, 0.0) for token in self.forced]
             for choice in self.choices:
-                await send(choice.add(tokens))
+                await grow(choice, [SampledToken(token, 0.0) for token in self.forced])
         policy = self.context.policy
         prompt = [*self.prompt.ids, *self.forced]
         stream = policy.base.engine.generate(
-            prompt, self.sampling, policy.adapter, stream=listener is not None
+            prompt, self.sampling, policy.adapter, stream=send is not None
         )
         try:
             async for delta in stream:
-                await send(self.choices[delta.sample].add(delta.tokens, delta.finish))
+                await grow(self.choices[delta.sample], delta.tokens, delta.finish)
         finally:
             # An engine's iterator aborts its request when it is closed early.
             await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue] - Engine promises it
@@ -210,7 +221,3 @@ class Generation:
         if abandoned:
             metrics.abandoned.inc(len(calls))
             say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)
-
-
-async def _discard(piece: Piece) -> None:
-    pass

@@ -7,6 +7,7 @@ Out:  a status and {"error": {message, type, param, code}}; the message of a bod
 `type` is one of OpenAI's: clients of that API decide by it and by the status whether to retry.
 """
 
+from pathlib import Path
 from typing import Any
 
 from hone import errors
@@ -44,19 +45,22 @@ def status_of(error: HoneError) -> int:
     return own or next(status for kind, status in _STATUS if isinstance(error, kind))
 
 
-def error_response(error: HoneError) -> dict[str, Any]:
-    """`exception` is the error's class, which hone's own clients raise again."""
+def error_response(error: Exception, log_file: Path) -> tuple[int, dict[str, Any]]:
+    """The status and the body; `exception` is the class, which hone's own clients raise again."""
+    if not isinstance(error, HoneError):
+        return 500, error_body(f"this server has a defect; its trace is in {log_file}", 500)
+    status = status_of(error)
     fields = error.fields if isinstance(error, errors.Unprocessable) else ()
     param = ".".join(map(str, fields[0].path)) if fields else getattr(error, "param", None)
     code = getattr(error, "code", None)
-    body = error_body(str(error), status_of(error), param=param, code=code)
+    body = error_body(str(error), status, param=param, code=code)
     body["exception"] = type(error).__name__
     body["detail"] = str(error)
     if fields:
         body["detail"] = [
             {"loc": ["body", *f.path], "msg": f.message, "type": "value_error"} for f in fields
         ]
-    return body
+    return status, body
 
 
 def error_message(body: dict[str, Any]) -> str | None:
