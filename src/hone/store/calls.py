@@ -296,9 +296,9 @@ class CallStore:
 
     def _make_children_whole(self, db: sqlite3.Connection, doomed: list[int]) -> None:
         children = db.execute(
-            "SELECT seq FROM calls WHERE parent IN (SELECT value FROM json_each(?1)) "
-            "AND seq NOT IN (SELECT value FROM json_each(?1))",
-            (json.dumps(doomed),),
+            "SELECT seq FROM calls WHERE parent IN (SELECT value FROM json_each(:gone)) "
+            "AND seq NOT IN (SELECT value FROM json_each(:gone))",
+            {"gone": json.dumps(doomed)},
         ).fetchall()
         for (seq,) in children:
             (call,) = read_calls(db.execute, [seq])
