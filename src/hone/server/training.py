@@ -9,7 +9,7 @@ accepted job survives a crash of the server.
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path as FilePath
 from typing import Annotated
@@ -20,7 +20,7 @@ from pydantic import Field
 
 from hone.errors import Conflict, NotFound, Unprocessable
 from hone.logs import say
-from hone.server import events, job_tasks
+from hone.server import job_tasks
 from hone.server.auth import check_path
 from hone.server.bodies import raw_body_route
 from hone.server.model_args import check_base_model, checked_spec
@@ -35,6 +35,7 @@ from hone.trajectory import JobRequest
 from hone.types import (
     CheckpointInfo,
     FieldError,
+    JobEvent,
     JobInfo,
     JobState,
     ModelInfo,
@@ -49,6 +50,8 @@ MAX_PAGE = 5000
 
 Step = Annotated[int, Field(ge=0, lt=2**31)]
 
+SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""The second keeps nginx from buffering events."""
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]+)?")
 
 
@@ -208,14 +211,16 @@ def _job_routes(state: State, router: APIRouter) -> None:
     @router.get("/jobs/{job_id}/events", response_class=StreamingResponse)
     def job_events(
         job_id: str,
-        after: Annotated[int | None, Query(ge=0)] = None,
-        last_event_id: Annotated[str | None, Header()] = None,
+        after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
+        last_event_id: Annotated[int | None, Header(ge=0, lt=2**63)] = None,
     ) -> StreamingResponse:
-        """The events of a job, as server-sent events until it ends; resumes after an event id."""
-        start = events.start_after(last_event_id, after)
+        """The events of a job, as server-sent events until it ends; resumes after an event id.
+
+        The Last-Event-ID header, which browsers send, comes before `after`.
+        """
         state.jobs.get(job_id)  # a 404 must come before the stream opens
-        stream = events.stream(state.jobs, job_id, start)
-        return StreamingResponse(stream, media_type="text/event-stream", headers=events.HEADERS)
+        stream = sse(state.jobs.follow(job_id, after if last_event_id is None else last_event_id))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=SSE_HEADERS)
 
     @router.get("/jobs/{job_id}/samples", response_model=TokenPage)
     async def samples(
@@ -234,6 +239,15 @@ def _job_routes(state: State, router: APIRouter) -> None:
     def cancel(job_id: str) -> JobInfo:
         """Cancel a queued job, or stop a running one within a micro-batch."""
         return state.jobs.request_cancel(job_id)
+
+
+async def sse(events: AsyncIterator[JobEvent | None]) -> AsyncIterator[str]:
+    """Events as text/event-stream. The JSON of one is one line, as the format requires."""
+    async for event in events:
+        if event is None:  # proxies close silent connections
+            yield ": still here\n\n"
+        else:
+            yield f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
 
 
 def _trained_on(state: State, job_id: str) -> tuple[JobInfo, bytes, FilePath | None]:

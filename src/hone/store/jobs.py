@@ -8,10 +8,11 @@ a crash could undo. The exception is a failing disk: then a job that goes back t
 cancelled, changes in memory, for all readers, and on disk as soon as that works (`write_pending`).
 """
 
+import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from sqlite3 import Connection
@@ -58,6 +59,8 @@ ATTEMPTS = 3
 """A job that was running at so many consecutive deaths of the server is taken to be their cause."""
 KEEP_PROGRESS = 1000
 """Default number of progress events kept of a job."""
+HEARTBEAT_S = 15.0
+"""A stream of events shows that it is alive after so much silence."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
 
 
@@ -94,11 +97,6 @@ class JobStore:
         self.events, self.progress = self._events.read, self._events.progress
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
-
-    @property
-    def stopping(self) -> bool:
-        """The server stops; nobody waits for an event any more."""
-        return self._events.stopping
 
     # ---- reading ----------------------------------------------------------------------------
 
@@ -165,6 +163,30 @@ class JobStore:
                 f"job {rows[0]['id']!r}. Send a new key with a new request."
             )
         return self.get(rows[0]["id"])
+
+    async def follow(
+        self, job_id: str, after: int = 0, *, heartbeat_s: float = HEARTBEAT_S
+    ) -> AsyncGenerator[JobEvent | None, None]:
+        """The job's events after `after`, to its last one or until the server stops.
+
+        None whenever there was none for `heartbeat_s`.
+        """
+        while True:
+            # The state first: a final one was written together with its event, so that the events
+            # read next are complete.
+            job = await asyncio.to_thread(self.get, job_id)
+            batch = await asyncio.to_thread(self.events, job_id, after)
+            for event in batch:
+                after = event.id
+                yield event
+                if event.type in FINAL:
+                    return
+            if not batch and job.state in FINAL:
+                return
+            if not batch and not await self.wait_event(job_id, after, heartbeat_s):
+                if self._events.stopping:  # which would wait for this; the client asks again
+                    return
+                yield None
 
     # ---- changing ---------------------------------------------------------------------------
 
