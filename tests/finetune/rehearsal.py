@@ -136,15 +136,15 @@ def fails(item):
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Tables into tables; None removes a key."""
-    found = dict(base)
+    table = dict(base)
     for key, value in changes.items():
         if value is None:
-            found.pop(key, None)
-        elif isinstance(value, dict) and isinstance(found.get(key), dict):
-            found[key] = merged(found[key], value)
+            table.pop(key, None)
+        elif isinstance(value, dict) and isinstance(table.get(key), dict):
+            table[key] = merged(table[key], value)
         else:
-            found[key] = value
-    return found
+            table[key] = value
+    return table
 
 
 def document(
@@ -210,8 +210,8 @@ def document(
 
 
 def one(checks: list[Check], name: str) -> Check:
-    [found] = [check for check in checks if check.name == name]
-    return found
+    [table] = [check for check in checks if check.name == name]
+    return table
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ class Rehearsal:
 
     async def failed(self, **changes: Any) -> Check:
         """The one check that fails."""
-        [found] = failures(await self.checked(**changes))
-        return found
+        [table] = failures(await self.checked(**changes))
+        return table
 
     async def lossy(self, **lost: Any) -> tuple[Check, str]:
         """What is refused where agents reach the server through a proxy; and its address."""
@@ -295,7 +295,7 @@ class Rehearsal:
             )
 
 
-def told(text: str, *logprobs: float) -> Reply:
+def reply(text: str, *logprobs: float) -> Reply:
     """An answer whose letters are its tokens."""
     content = [
         {"token": letter, "logprob": value, "bytes": list(letter.encode()), "top_logprobs": []}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import Request, Response
-from tests.finetune.worlds import adapter_for, collected, finetuning, rollout, said
+from tests.finetune.worlds import adapter_for, collected, finetuning, message, rollout
 from tests.sdk.conftest import serving
 from tests.sdk.standin import StandIn, refusal
 
@@ -66,9 +66,9 @@ async def test_initialize_registers_loads_and_says_where_the_model_answers(
         assert adapter.info.base_model == str(tiny_model)
         assert (await adapter.policy_step(), await adapter.is_healthy()) == (0, True)
         await adapter.initialize(finetuning())  # a second time is nothing
-    [said] = [r.getMessage() for r in caplog.records if "Not applicable" in r.getMessage()]
-    assert "engine_args.gpu_memory_utilization" in said
-    assert "engine_args.max_logprobs" in said and "server_args" in said
+    [message] = [r.getMessage() for r in caplog.records if "Not applicable" in r.getMessage()]
+    assert "engine_args.gpu_memory_utilization" in message
+    assert "engine_args.max_logprobs" in message and "server_args" in message
     assert sum("Connected to" in r.getMessage() for r in caplog.records) == 1
 
 
@@ -77,11 +77,13 @@ async def test_nobody_at_the_address(tiny_model: Path, monkeypatch: pytest.Monke
     adapter = adapter_for(RemoteBackend("http://127.0.0.1:1"), tiny_model)
     with pytest.raises(ConnectionError) as caught:
         await adapter.initialize(finetuning())
-    said = str(caught.value)
-    assert said.startswith("Failed to connect to ART backend. http://127.0.0.1:1: no hone server")
-    assert "curl http://127.0.0.1:1/health" in said
-    assert "check backend.ip '127.0.0.1' and port 1" in said
-    assert "firewalls" in said
+    message = str(caught.value)
+    assert message.startswith(
+        "Failed to connect to ART backend. http://127.0.0.1:1: no hone server"
+    )
+    assert "curl http://127.0.0.1:1/health" in message
+    assert "check backend.ip '127.0.0.1' and port 1" in message
+    assert "firewalls" in message
     assert not await adapter.is_healthy()
 
 
@@ -182,17 +184,17 @@ async def test_a_job_from_submission_to_step(
             assert (ref.run_id, ref.backend) == (run_id, "openpipe-art")
             status = await adapter.wait_until_complete(ref)
         assert (status.status, status.progress) == (COMPLETED, 100.0)
-        told = status.metadata or {}
-        assert told["step"] == 1 == await adapter.policy_step()
+        outcome = status.metadata or {}
+        assert outcome["step"] == 1 == await adapter.policy_step()
         # What was written, not the server's defaults and not this adapter's.
-        assert (told["config"]["learning_rate"], told["config"]["beta"]) == (1e-3, 0.1)
-        assert told["counts"] == {"by_rollout": 4}
-        assert told["metrics"]["learn/grad_norm"] > 0
+        assert (outcome["config"]["learning_rate"], outcome["config"]["beta"]) == (1e-3, 0.1)
+        assert outcome["counts"] == {"by_rollout": 4}
+        assert outcome["metrics"]["learn/grad_norm"] > 0
         assert {event.type for event in progress} == {"job_progress"}
         # Sent again under its key it is the same job, and nothing is trained twice.
         again = await adapter.submit(groups)
         assert again == ref
-        assert (await adapter.wait_until_complete(again)).metadata == told
+        assert (await adapter.wait_until_complete(again)).metadata == outcome
         assert await adapter.policy_step() == 1
         # Another process knows it by its reference.
         other = adapter_for(server, tiny_model, name=adapter.model.name)
@@ -212,8 +214,8 @@ async def test_the_learning_rate_falls_over_the_run(server: LocalBackend, tiny_m
             place = {"epoch": epoch, "round": round, "rounds": 2, "epochs": 2}
             groups = await collected(adapter, f"{run_id}-{epoch}-{round}", **place)
             ref = await adapter.submit(groups)
-            told = (await adapter.wait_until_complete(ref)).metadata or {}
-            used.append(told["config"]["learning_rate"])
+            outcome = (await adapter.wait_until_complete(ref)).metadata or {}
+            used.append(outcome["config"]["learning_rate"])
     # Four jobs: 4/4, 3/4, 2/4, 1/4 of 1e-3.
     assert used == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
@@ -226,15 +228,15 @@ async def test_calls_that_are_not_named_are_context(server: LocalBackend, tiny_m
             assert trajectory.metadata is not None
             await rollout(adapter, trajectory.metadata["rollout"])  # a second call, not a target
         ref = await adapter.submit(collection)
-        told = (await adapter.wait_until_complete(ref)).metadata or {}
-    assert told["counts"]["by_rollout"] == 2
+        outcome = (await adapter.wait_until_complete(ref)).metadata or {}
+    assert outcome["counts"]["by_rollout"] == 2
 
 
 async def test_rollouts_nobody_recorded_are_refused_in_the_seed_s_words(
     server: LocalBackend, tiny_model: Path
 ):
     async with ready(server, tiny_model) as adapter:
-        episode = [said("user", "hi"), said("assistant", "ok", {})]
+        episode = [message("user", "hi"), message("assistant", "ok", {})]
         both = [Trajectory(episode=episode, reward=reward) for reward in (0.0, 1.0)]
         group = TrajectoryCollection(trajectories=[both], run_id="r")
         with pytest.raises(Unprocessable, match="No valid assistant messages with logprobs"):
@@ -256,12 +258,14 @@ async def test_text_with_logprobs_where_nothing_was_recorded(
         for reward in (0.0, 1.0):
             choice = await readable(adapter, int(reward))
             logprobs = choice.logprobs.model_dump(mode="json")
-            answer = said("assistant", choice.message.content, logprobs, finish_reason="length")
-            group.append(Trajectory(episode=[said("user", "Say a number."), answer], reward=reward))
+            answer = message("assistant", choice.message.content, logprobs, finish_reason="length")
+            group.append(
+                Trajectory(episode=[message("user", "Say a number."), answer], reward=reward)
+            )
         ref = await adapter.submit(TrajectoryCollection(trajectories=[group], run_id=new_run()))
-        told = (await adapter.wait_until_complete(ref)).metadata or {}
-        assert told["step"] == 1
-        assert sum(told["counts"].get(how, 0) for how in ("matched", "rerendered")) == 2
+        outcome = (await adapter.wait_until_complete(ref)).metadata or {}
+        assert outcome["step"] == 1
+        assert sum(outcome["counts"].get(how, 0) for how in ("matched", "rerendered")) == 2
 
 
 async def test_old_checkpoints_are_deleted_before_each_job(server: LocalBackend, tiny_model: Path):
@@ -272,11 +276,11 @@ async def test_old_checkpoints_are_deleted_before_each_job(server: LocalBackend,
             if epoch == 1:
                 await adapter.log_metrics({"reward": 0.5}, split="val", step=1)
         # Before the third job: 2 is the newest, 1 the best; then 3 came.
-        kept = [c.step for c in await adapter.backend.checkpoints(adapter.model)]
-        assert kept == [1, 2, 3]
+        steps = [c.step for c in await adapter.backend.checkpoints(adapter.model)]
+        assert steps == [1, 2, 3]
         await adapter.prune(1)
-        kept = [c.step for c in await adapter.backend.checkpoints(adapter.model)]
-        assert kept == [1, 3]
+        steps = [c.step for c in await adapter.backend.checkpoints(adapter.model)]
+        assert steps == [1, 3]
 
 
 async def test_what_the_last_one_left_out_is_said(server: LocalBackend, tiny_model: Path):
@@ -284,7 +288,7 @@ async def test_what_the_last_one_left_out_is_said(server: LocalBackend, tiny_mod
     with pytest.raises(ValueError, match="No valid trajectory groups to submit") as caught:
         await adapter.submit(TrajectoryCollection(trajectories=[], run_id="r"))
     assert "there were none" in str(caught.value)
-    bad = Trajectory(episode=[said("assistant", "a", {})], reward=0.0, metadata={"id": "e1"})
+    bad = Trajectory(episode=[message("assistant", "a", {})], reward=0.0, metadata={"id": "e1"})
     with pytest.raises(ConfigError, match="message_order: 1, empty_group: 1"):
         await adapter.submit(TrajectoryCollection(trajectories=[[bad]], run_id="r"))
 

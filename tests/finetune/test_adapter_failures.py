@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fastapi import Request, Response
-from tests.finetune.worlds import adapter_for, finetuning, said
+from tests.finetune.worlds import adapter_for, finetuning, message
 from tests.sdk.conftest import serving
 from tests.sdk.standin import StandIn, refusal
 
@@ -33,7 +33,7 @@ async def submitted(
         adapter = adapter_for(RemoteBackend(url), "b")
         adapter.backend.patience_s = patience_s
         adapter.run_config = finetuning(**run)
-        episode = [said("user", "u"), said("assistant", "a", {"content": [{}]})]
+        episode = [message("user", "u"), message("assistant", "a", {"content": [{}]})]
         group = [Trajectory(episode=episode, reward=r) for r in (0.0, 1.0)]
         sent = TrajectoryCollection(trajectories=[group], run_id="r", metadata={"key": "k"})
         yield adapter, await adapter.submit(sent)
@@ -47,7 +47,9 @@ async def test_a_job_that_runs_and_one_too_many():
         queued = TrainingStatusEnum.PENDING
         assert (status.status, status.message) == (queued, "Training is in progress.")
         assert list(adapter.training_jobs) == ["r"]
-        trajectory = Trajectory(episode=[said("user", "u"), said("assistant", "a", {})], reward=0.0)
+        trajectory = Trajectory(
+            episode=[message("user", "u"), message("assistant", "a", {})], reward=0.0
+        )
         group = TrajectoryCollection(trajectories=[[trajectory]], run_id="r")
         with pytest.raises(Conflict, match="Training job for run r already exists"):
             await adapter.submit(group)

@@ -106,11 +106,11 @@ def test_the_words_of_the_enums_are_those_of_the_seed():
 
 
 def test_a_collection_is_the_same_after_a_file():
-    said = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="x", logprobs={"content": []})
+    item = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="x", logprobs={"content": []})
     pair = DPOItem(prompt="p", chosen_response="a", rejected_response="b")
     collection = TrajectoryCollection(
         trajectories=[
-            [Trajectory(episode=[said], reward=0.5)],
+            [Trajectory(episode=[item], reward=0.5)],
             [Trajectory(episode=[pair], reward=1)],
         ],
         run_id="r",
@@ -173,8 +173,8 @@ def test_validation_averages_what_was_scored_and_counts_the_rest():
         eval_input=EvalInput(eval_input_items=[]),
         evaluation_results=[("score", EvalOutput(eval_output_items=items)), ("other", others)],
     )
-    found = trainer._calculate_validation_metrics(output)
-    assert found == {
+    metrics = trainer._calculate_validation_metrics(output)
+    assert metrics == {
         "avg_reward": pytest.approx(0.7),
         "min_reward": 0.6,
         "max_reward": 0.8,

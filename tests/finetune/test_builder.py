@@ -45,14 +45,14 @@ async def test_groups_by_example_with_what_the_server_recorded(
         assert w.builder.evaluation_runs == {}
         assert [len(group) for group in collection.trajectories] == [3, 3]
         first = collection.trajectories[0][1]
-        told = metadata(first)
-        assert told["rollout"] == f"{w.run_id}:4.1.0.1.s2"
-        assert {k: told[k] for k in ("id", "run_id", "epoch", "round", "generation")} == {
+        details = metadata(first)
+        assert details["rollout"] == f"{w.run_id}:4.1.0.1.s2"
+        assert {k: details[k] for k in ("id", "run_id", "epoch", "round", "generation")} == {
             "id": "e0", "run_id": w.run_id, "epoch": 4, "round": 1, "generation": 1,
         }  # fmt: skip
-        assert told["reasoning"] == {"why": "length"}
-        [recorded] = await w.adapter.recorded(told["rollout"])
-        assert told["calls"] == [recorded.id]
+        assert details["reasoning"] == {"why": "length"}
+        [recorded] = await w.adapter.recorded(details["rollout"])
+        assert details["calls"] == [recorded.id]
         question, answer = first.episode
         assert isinstance(question, EpisodeItem) and isinstance(answer, EpisodeItem)
         assert (question.role, question.content) == (USER, "one")
@@ -134,9 +134,9 @@ def test_its_own_log(tmp_path: Path):
     builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=4))
     builder.log_progress("r1", {"avg": 0.5, "bad": float("nan")}, str(tmp_path))
     [line] = (tmp_path / "trajectory_builder_r1.jsonl").read_text().splitlines()
-    said = json.loads(line)
-    assert said.pop("timestamp")
-    assert said == {"run_id": "r1", "num_generations": 4, "avg": 0.5, "bad": "NaN"}
+    entry = json.loads(line)
+    assert entry.pop("timestamp")
+    assert entry == {"run_id": "r1", "num_generations": 4, "avg": 0.5, "bad": "NaN"}
 
 
 # ---- targets ------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def nested(w: World) -> Callable[[str], Any]:
         return await w.say(f"rank {question}")
 
     async def search(question: str) -> str:
-        found = await w.say(f"search {question}")
-        return found + await inner(question)
+        answer = await w.say(f"search {question}")
+        return answer + await inner(question)
 
     inner, outer = Function.of("rank", rank), Function.of("search", search)
 
@@ -161,7 +161,7 @@ def nested(w: World) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize(
-    ("targets", "asked", "left"),
+    ("targets", "prompts", "left"),
     [
         (["<workflow>"], ["plan", "search", "rank"], 0),
         (["search"], ["search"], 2),
@@ -171,21 +171,21 @@ def nested(w: World) -> Callable[[str], Any]:
     ],
 )
 async def test_only_calls_of_the_target_functions_are_trained(
-    server: LocalBackend, tiny_model: Path, targets: list[str], asked: list[str], left: int
+    server: LocalBackend, tiny_model: Path, targets: list[str], prompts: list[str], left: int
 ):
     async with world(server, tiny_model, target_functions=targets) as w:
         w.bind(nested(w), ["x"])
         collection = await w.collect()
         for trajectory in collection.trajectories[0]:
             talks = conversations(trajectory)
-            assert [talk[0].content for talk in talks] == [f"{word} x" for word in asked]
+            assert [talk[0].content for talk in talks] == [f"{word} x" for word in prompts]
             recorded = await w.adapter.recorded(metadata(trajectory)["rollout"])
-            trained = [c.id for c in recorded if c.messages[0]["content"].split()[0] in asked]  # pyright: ignore[reportOptionalSubscript]
+            trained = [c.id for c in recorded if c.messages[0]["content"].split()[0] in prompts]  # pyright: ignore[reportOptionalSubscript]
             assert metadata(trajectory)["calls"] == trained
         assert w.builder.dropped == ({"call/not_target_function": 2 * left} if left else {})
         ref = await w.adapter.submit(collection)
-        told = (await w.adapter.wait_until_complete(ref)).metadata or {}
-        assert told["counts"]["by_rollout"] == 2 * len(asked)
+        details = (await w.adapter.wait_until_complete(ref)).metadata or {}
+        assert details["counts"]["by_rollout"] == 2 * len(prompts)
 
 
 async def test_a_target_that_no_call_comes_from(server: LocalBackend, tiny_model: Path):

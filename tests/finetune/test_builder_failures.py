@@ -219,8 +219,8 @@ async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
                 assert w.builder.dropped == {"call/unmarked": 4}
                 assert [len(group) for group in collection.trajectories] == [2, 2]
             events = read(tmp_path / "events.jsonl")
-            told = [e.message for e in events if isinstance(e, WarningLogged)]
-        [message] = told
+            warnings = [e.message for e in events if isinstance(e, WarningLogged)]
+        [message] = warnings
         assert message.startswith(
             f"epoch 1: 4 calls named no rollout while rollouts ran ({w.adapter.model_name}: 4), and "
             "are not trained."
@@ -228,7 +228,7 @@ async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
         assert (
             "httpx or httpx2" in message and f"{server.base_url}/rollout/ROLLOUT_ID/v1" in message
         )
-        assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == told
+        assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == warnings
         # A server that cannot be asked costs the count, not the epoch.
         w.adapter.backend.patience_s, w.adapter.backend.base_url = 0.2, "http://127.0.0.1:1"
         assert await count_unscoped(w.adapter, w.run_id) == Counter()
@@ -249,6 +249,6 @@ async def test_what_was_seen_of_a_foreign_endpoint(
         # hone's own answers carry no logprobs in what the harness keeps: nothing to train on.
         assert collection.trajectories == []
         assert w.builder.dropped == {"no_logprobs": 2}
-        [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-        assert said.startswith("No valid assistant messages with logprobs")
-        assert "`logprobs: true`" in said
+        [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert warning.startswith("No valid assistant messages with logprobs")
+        assert "`logprobs: true`" in warning

@@ -60,8 +60,8 @@ def seen(
     return SeenCall(**values | fields)
 
 
-def ids(found: Any) -> list[str]:
-    return [one.id for one in found.sampled]
+def ids(result: Any) -> list[str]:
+    return [one.id for one in result.sampled]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_why_a_recorded_call_is_not_trained():
         recorded("empty", call={"completion_ids": [], "logprobs": []}),
         recorded("blind", call={"logprobs": None}),
     ]
-    found = from_recorded(calls, (), Targets(frozenset({"<workflow>"}), None, "p/n"))
-    assert ids(found) == ["ok", "inner"]
-    assert found.dropped == {"abandoned": 1, "other_model": 1, "greedy": 1, "no_logprobs": 2}
-    found = from_recorded(calls, (), Targets(frozenset({"search"}), None, "p/n"))
-    assert ids(found) == ["inner"]
-    assert found.reason is None
+    result = from_recorded(calls, (), Targets(frozenset({"<workflow>"}), None, "p/n"))
+    assert ids(result) == ["ok", "inner"]
+    assert result.dropped == {"abandoned": 1, "other_model": 1, "greedy": 1, "no_logprobs": 2}
+    result = from_recorded(calls, (), Targets(frozenset({"search"}), None, "p/n"))
+    assert ids(result) == ["inner"]
+    assert result.reason is None
     nothing = from_recorded(calls[1:2], (), Targets())
     assert nothing.reason == "abandoned"
     assert from_recorded([], (), Targets()).reason == "no_calls"
@@ -116,18 +116,18 @@ def test_calls_that_asked_for_a_fixed_step_are_not_trained():
     calls = [
         recorded(id, i, asked=name) for i, (id, name) in enumerate(zip("abcde", names, strict=True))
     ]
-    found = from_recorded(calls, (), Targets(trained="p/n"))
-    assert (ids(found), found.dropped) == (["a", "c"], {"frozen": 3})
+    result = from_recorded(calls, (), Targets(trained="p/n"))
+    assert (ids(result), result.dropped) == (["a", "c"], {"frozen": 3})
     # What the server recorded as asked for needs nobody who saw the request.
-    found = from_recorded(calls, (), Targets(models=frozenset({"n"})))
-    assert (ids(found), found.dropped) == (["a"], {"frozen": 3, "not_target_model": 1})
+    result = from_recorded(calls, (), Targets(models=frozenset({"n"})))
+    assert (ids(result), result.dropped) == (["a"], {"frozen": 3, "not_target_model": 1})
 
 
 def test_an_answer_of_a_hone_server_that_is_not_recorded_here_is_counted():
-    found = from_recorded(
+    result = from_recorded(
         [recorded("a")], [seen(0, "m", "a"), seen(1, "m", "elsewhere")], Targets()
     )
-    assert (ids(found), found.dropped) == (["a"], {"unrecorded": 1})
+    assert (ids(result), result.dropped) == (["a"], {"unrecorded": 1})
 
 
 def test_of_a_foreign_endpoint_only_answers_with_logprobs():
@@ -141,11 +141,11 @@ def test_of_a_foreign_endpoint_only_answers_with_logprobs():
         seen(4, "m", choices=[], status=500, error="broken"),
         seen(5, "m", choices=[with_them], temperature=0.0),
     ]
-    found = from_seen(calls, Targets(frozenset({"<workflow>"}), frozenset({"m"})))
-    assert ids(found) == ["x.0", "3.0"]
-    assert (found.sampled[0].logprobs, found.sampled[0].finish) == (LOGPROBS, "length")
-    assert found.dropped == Counter(no_logprobs=1, not_target_model=1, not_chat=1, greedy=1)
-    assert found.foreign and not from_recorded([], [], Targets()).foreign
+    result = from_seen(calls, Targets(frozenset({"<workflow>"}), frozenset({"m"})))
+    assert ids(result) == ["x.0", "3.0"]
+    assert (result.sampled[0].logprobs, result.sampled[0].finish) == (LOGPROBS, "length")
+    assert result.dropped == Counter(no_logprobs=1, not_target_model=1, not_chat=1, greedy=1)
+    assert result.foreign and not from_recorded([], [], Targets()).foreign
     only = from_seen(calls[3:4], Targets(frozenset({"rank"})))
     assert only.reason == "not_target_function"
 
@@ -160,8 +160,8 @@ def step(value: float | None, calls: int) -> Step:
 def sampled(
     place: int, messages: list[dict[str, Any]] | None = None, reply: Any = "4"
 ) -> SampledCall:
-    said = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
-    return SampledCall(f"call-{place}", place, messages or ASK, said, "stop", {})
+    message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+    return SampledCall(f"call-{place}", place, messages or ASK, message, "stop", {})
 
 
 def test_values_go_to_the_last_trained_call_before_them():

@@ -116,8 +116,8 @@ def test_checks_of_whole_sections_run_where_another_section_is_broken(refused: R
 )  # fmt: skip
 def test_rows_that_do_not_fit(refused: Refused, rows: str, message: str):
     Path("train.jsonl").write_text(rows)
-    (said,) = refused()
-    assert said.startswith(message)
+    (line,) = refused()
+    assert line.startswith(message)
 
 
 def test_a_missing_question_does_not_hide_a_missing_answer(refused: Refused):
@@ -129,12 +129,12 @@ def test_a_missing_question_does_not_hide_a_missing_answer(refused: Refused):
 
 def test_columns_that_are_named_must_be_there(refused: Refused):
     structure = "file_path: train.jsonl\n      structure:\n        answer_key: solution"
-    (said,) = refused(("file_path: train.jsonl", structure))
-    assert said.startswith("a.yml:15: eval.general.dataset.structure.answer_key: no row has a 'sol")
+    (line,) = refused(("file_path: train.jsonl", structure))
+    assert line.startswith("a.yml:15: eval.general.dataset.structure.answer_key: no row has a 'sol")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "line"),
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", None),  # the hub may have it: nobody is asked
         ("model", None),
@@ -144,13 +144,13 @@ def test_columns_that_are_named_must_be_there(refused: Refused):
         ("a/b/c", "is not a model that hone knows"),
     ],
 )
-def test_base_models(refused: Refused, name: str, said: str | None):
+def test_base_models(refused: Refused, name: str, line: str | None):
     Path("model").mkdir()
     Path("model/config.json").write_text("{}")
     Path("empty").mkdir()
-    found = refused(("smollm2-135m-instruct", name))
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+    lines = refused(("smollm2-135m-instruct", name))
+    assert len(lines) == (line is not None)
+    assert line is None or line in lines[0]
     # What a server on another machine has, that server says.
     remote = f"{name}\n      ip: gpu\n      port: 7623"
     assert refused(("smollm2-135m-instruct", remote)) == []
@@ -188,13 +188,18 @@ def test_files_that_the_command_names_have_the_reward_s_columns(refused: Refused
 
 
 def test_problems_stand_in_the_order_of_the_lines(refused: Refused):
-    said = refused(
+    lines = refused(
         ("agent.py:run", "agent.py:rum"),
         ("smollm2-135m-instruct", "smollm2-135m-instrct"),
         ("train.jsonl", "trian.jsonl"),
         ("  trainer: t\n", "  trainer: t\n  num_epoch: 3\n"),
     )
-    assert [line.split(": ")[0] for line in said] == ["a.yml:7", "a.yml:13", "a.yml:21", "a.yml:26"]
+    assert [line.split(": ")[0] for line in lines] == [
+        "a.yml:7",
+        "a.yml:13",
+        "a.yml:21",
+        "a.yml:26",
+    ]
 
 
 # ---- what a run needs ---------------------------------------------------------------------------

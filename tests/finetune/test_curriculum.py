@@ -40,8 +40,8 @@ from hone.types import Call, TrainConfig
 
 
 def trajectory(reward: float, **metadata: object) -> Trajectory:
-    said = EpisodeItem(role=EpisodeItemRole.USER, content="hi")
-    return Trajectory(episode=[said], reward=reward, metadata=dict(metadata) or None)
+    item = EpisodeItem(role=EpisodeItemRole.USER, content="hi")
+    return Trajectory(episode=[item], reward=reward, metadata=dict(metadata) or None)
 
 
 def collection(**rewards: tuple[float, ...]) -> TrajectoryCollection:
@@ -377,13 +377,13 @@ def test_it_is_read_from_the_adapter_and_has_the_defaults_of_a_job():
 def chosen(comparison: Comparison, *groups: list[Rollout]) -> list[int]:
     """Which of the groups the curriculum trains on."""
     config = CurriculumLearningConfig(enabled=True, initial_percentile=1.0, min_reward_diff=0.1)
-    made = harness(list(groups))
-    for place, group in enumerate(made):
+    scored = harness(list(groups))
+    for place, group in enumerate(scored):
         for one in group:
             one.metadata = {"id": str(place)}
-    collection = TrajectoryCollection(trajectories=made, run_id="r")
-    kept = Curriculum(config).select(collection, 0, comparison=comparison).trajectories
-    return sorted(int((group[0].metadata or {})["id"]) for group in kept)
+    collection = TrajectoryCollection(trajectories=scored, run_id="r")
+    selected = Curriculum(config).select(collection, 0, comparison=comparison).trajectories
+    return sorted(int((group[0].metadata or {})["id"]) for group in selected)
 
 
 def test_the_curriculum_leaves_out_what_teaches_nothing_and_nothing_else():

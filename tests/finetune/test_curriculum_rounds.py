@@ -15,31 +15,35 @@ from hone.finetune.records import FailureRecord, RolloutRecord
 
 
 def collection(*groups: list[float]) -> TrajectoryCollection:
-    made = [[Trajectory(episode=[], reward=reward) for reward in group] for group in groups]
-    return TrajectoryCollection(trajectories=made, run_id="r")
+    trajectories = [[Trajectory(episode=[], reward=reward) for reward in group] for group in groups]
+    return TrajectoryCollection(trajectories=trajectories, run_id="r")
 
 
 def record(kind: str | None = None, reason: str = "", **fields: object) -> RolloutRecord:
     failure = (
         None if kind is None else {"kind": kind, "reason": reason, "type": "E", "message": reason}
     )
-    given = {"epoch": 0, "split": "train", "example": "a", "generation": 0, "rollout": "r"}
+    defaults = {"epoch": 0, "split": "train", "example": "a", "generation": 0, "rollout": "r"}
     reward = {"reward": 1.0 if failure is None else None}
-    return RolloutRecord.model_validate({**given, **reward, "failure": failure, **fields})
+    return RolloutRecord.model_validate({**defaults, **reward, "failure": failure, **fields})
 
 
 def test_means_are_over_trajectories_not_over_groups():
     # (0 + 0 + 0 + 1) / 4 = 0.25, though the groups' means are 0 and 1.
-    found = round_metrics(collection([0, 0, 0], [1]), collection([1]), 0.3)
-    assert (found["avg_reward"], found["filtered_avg_reward"]) == (0.25, 1.0)
-    assert (found["num_trajectories"], found["num_groups"]) == (4, 2)
-    assert (found["filtered_trajectories"], found["filtered_groups"]) == (1, 1)
-    assert found["curriculum_percentile"] == 0.3
+    metrics = round_metrics(collection([0, 0, 0], [1]), collection([1]), 0.3)
+    assert (metrics["avg_reward"], metrics["filtered_avg_reward"]) == (0.25, 1.0)
+    assert (metrics["num_trajectories"], metrics["num_groups"]) == (4, 2)
+    assert (metrics["filtered_trajectories"], metrics["filtered_groups"]) == (1, 1)
+    assert metrics["curriculum_percentile"] == 0.3
 
 
 def test_nothing_has_no_mean():
-    found = round_metrics(collection(), collection(), 1.0)
-    assert (found["avg_reward"], found["min_reward"], found["num_trajectories"]) == (None, None, 0)
+    metrics = round_metrics(collection(), collection(), 1.0)
+    assert (metrics["avg_reward"], metrics["min_reward"], metrics["num_trajectories"]) == (
+        None,
+        None,
+        0,
+    )
 
 
 def test_equal_rewards_are_counted_also_where_rounding_parts_them():
@@ -60,16 +64,16 @@ def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():
 def test_policy_failures_are_loud_above_a_twentieth_unless_they_have_a_reward():
     good = [record()] * 19
     assert policy_warning([*good, record("policy", "length")], where="epoch 1") is None
-    said = policy_warning([*good[:18], *[record("policy", "length")] * 2], where="epoch 1")
-    assert said is not None and "2 of 20" in said and "length: 2" in said
-    assert said.endswith("\n  E: length")  # what was raised: it may be a mistake of the agent's
+    message = policy_warning([*good[:18], *[record("policy", "length")] * 2], where="epoch 1")
+    assert message is not None and "2 of 20" in message and "length: 2" in message
+    assert message.endswith("\n  E: length")  # what was raised: it may be a mistake of the agent's
     worth = record("policy", "length").model_copy(update={"reward": 0.0})
     assert policy_warning([worth] * 20, where="epoch 1") is None
 
 
 def test_no_trajectories_says_what_was_left_out():
-    said = none_collected(4, {"no_logprobs": 3}, ["search"])
-    assert said.startswith("No trajectories collected for epoch 5. Left out: no_logprobs: 3.")
-    assert "['search']" in said
+    message = none_collected(4, {"no_logprobs": 3}, ["search"])
+    assert message.startswith("No trajectories collected for epoch 5. Left out: no_logprobs: 3.")
+    assert "['search']" in message
     assert "no rollout was run" in none_collected(0, {}, [])
     assert FailureRecord(kind="policy", reason="x").type == ""

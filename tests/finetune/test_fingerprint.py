@@ -121,10 +121,10 @@ eval: {general: {dataset: {_type: json, file_path: held.json}}}
     (near / "val.yml").write_text(own)
     (near / "judged.py").write_text("def run(x): ...")
     (near / "held.json").write_text("[]")
-    told = FinetuneRunConfig(validation_config_file=near / "val.yml")
+    options = FinetuneRunConfig(validation_config_file=near / "val.yml")
 
     def facts() -> dict[str, Any]:
-        return fingerprint_of(read(file), told, read(near / "val.yml"))
+        return fingerprint_of(read(file), options, read(near / "val.yml"))
 
     before = facts()
     (near / "judged.py").write_text("def run(x): return x")
@@ -142,8 +142,8 @@ def test_where_the_result_is():
         config = ARTTrainerAdapterConfig.model_validate({"backend": backend})
         adapter = ARTTrainerAdapter(config)
         adapter.served = served
-        found = adapter.describe()
-        return {key: found[key] for key in ("base_url", "root") if key in found}
+        description = adapter.describe()
+        return {key: description[key] for key in ("base_url", "root") if key in description}
 
     assert address(ip="gpu", port=7623) == {"base_url": "http://gpu:8000/v1"}
     assert address() == {}  # `hone serve` finds it without a word
@@ -153,9 +153,14 @@ def test_where_the_result_is():
 
 
 def test_the_command_that_goes_on_does_not_begin_anew():
-    told = ["finetune", "--config_file=a.yml", "--fresh"]
-    assert resume_arguments(told, "auto") == ["finetune", "--config_file=a.yml"]
-    assert resume_arguments(told[:2], "never") == [*told[:2], "-o", "finetuning.resume", "auto"]
+    options = ["finetune", "--config_file=a.yml", "--fresh"]
+    assert resume_arguments(options, "auto") == ["finetune", "--config_file=a.yml"]
+    assert resume_arguments(options[:2], "never") == [
+        *options[:2],
+        "-o",
+        "finetuning.resume",
+        "auto",
+    ]
 
 
 def test_two_evaluators_of_one_name_are_told_apart(tmp_path: Path):

@@ -60,8 +60,8 @@ def test_what_asyncio_would_say_is_left_to_debug(
     caplog.set_level(logging.DEBUG)
     with Interrupts() as interrupts, pytest.raises(asyncio.CancelledError):
         asyncio.run(run(interrupts))
-    (said,) = [r for r in caplog.records if "never retrieved" in r.getMessage()]
-    assert (said.levelname, said.name) == ("DEBUG", "hone")
+    (record,) = [r for r in caplog.records if "never retrieved" in r.getMessage()]
+    assert (record.levelname, record.name) == ("DEBUG", "hone")
 
 
 def test_before_there_is_a_run_it_is_what_it_always_was():
@@ -111,9 +111,9 @@ def test_the_second_leaves_at_once_whatever_hangs():
     time.sleep(interrupt.SAME_S * 1.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED
-    assert "Traceback" not in said and "asyncio" not in said
+    assert "Traceback" not in stderr and "asyncio" not in stderr
 
 
 def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
@@ -145,9 +145,9 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
         while process.poll() is None and not output.exists():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=100)
+        _, stderr = process.communicate(timeout=100)
     assert process.returncode == INTERRUPTED
-    *_, last = said.splitlines()
+    *_, last = stderr.splitlines()
     assert last.endswith(f"Interrupted. The same command goes on with run {command.run_id}.")
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     assert output.read_text() == "", "it was not waited for"

@@ -23,8 +23,8 @@ FACTS = RunFingerprint(0, {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"
 
 
 def record(example: str = "a", generation: int = 0, **fields: object) -> RolloutRecord:
-    given = {"epoch": 0, "split": "train", "rollout": "r:1", "reward": 1.0, **fields}
-    return RolloutRecord.model_validate({"example": example, "generation": generation, **given})
+    values = {"epoch": 0, "split": "train", "rollout": "r:1", "reward": 1.0, **fields}
+    return RolloutRecord.model_validate({"example": example, "generation": generation, **values})
 
 
 def failed(kind: str) -> FailureRecord:
@@ -38,8 +38,8 @@ def test_a_run_keeps_its_id_and_counts_its_starts(tmp_path: Path):
         assert first.session == 1
     with Journal.open(tmp_path / "out", FACTS) as second:
         assert (second.run_id, second.session) == (first.run_id, 2)
-    found = plan_start(tmp_path / "out", FACTS, fresh=False).resumed
-    assert found is not None and (found.run_id, found.session) == (first.run_id, 3)
+    resumed = plan_start(tmp_path / "out", FACTS, fresh=False).resumed
+    assert resumed is not None and (resumed.run_id, resumed.session) == (first.run_id, 3)
     anew = plan_start(tmp_path / "out", FACTS, fresh=True)
     aside = tmp_path / f"out.{first.run_id}"
     assert (anew.resumed, anew.replaced, anew.aside) == (None, first.run_id, aside)
@@ -99,8 +99,8 @@ def test_a_bad_line_elsewhere_is_an_error_with_its_place(tmp_path: Path):
 
 
 def test_a_submission_is_the_same_after_a_restart(tmp_path: Path):
-    said = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="x", logprobs={})
-    trajectory = Trajectory(episode=[said], reward=0.1 + 0.2, metadata={"calls": ["c1"]})
+    item = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="x", logprobs={})
+    trajectory = Trajectory(episode=[item], reward=0.1 + 0.2, metadata={"calls": ["c1"]})
     collection = TrajectoryCollection(
         trajectories=[[trajectory]], run_id="r", metadata={"epoch": 3}
     )
@@ -125,11 +125,11 @@ def test_another_configuration_is_refused_and_says_what_differs(tmp_path: Path):
     )
     with pytest.raises(Conflict) as refused:
         Journal.open(tmp_path, changed)
-    said = str(refused.value)
-    assert run_id in said
-    assert "llms.a.temperature: 0.4 then, 0.9 now" in said
-    assert "finetuning.x: None then, 1 now" in said
-    assert "--fresh" in said
+    message = str(refused.value)
+    assert run_id in message
+    assert "llms.a.temperature: 0.4 then, 0.9 now" in message
+    assert "finetuning.x: None then, 1 now" in message
+    assert "--fresh" in message
     with Journal.open(tmp_path, FACTS) as journal:
         assert journal.session == 2  # the refused start does not count
 
@@ -229,9 +229,9 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         journal.add(trained("a"))
         journal.add(record("b", rollout="r:b", episode=text, metadata={"reasoning": "good"}))
-        made = [one.trajectory() for one in journal.records("train", 0)]
-        made[0].shaped_rewards = [0.0]
-        sent = TrajectoryCollection(trajectories=[made], run_id="r", metadata={"epoch": 0})
+        trajectories = [one.trajectory() for one in journal.records("train", 0)]
+        trajectories[0].shaped_rewards = [0.0]
+        sent = TrajectoryCollection(trajectories=[trajectories], run_id="r", metadata={"epoch": 0})
         journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
     file = json.loads((tmp_path / "submissions" / "000_000.json").read_text())
     assert file["groups"] == [
@@ -244,8 +244,8 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
         noted = journal.submitted(0, 0)
         assert noted is not None and noted.collection.metadata == {"epoch": 0}
         [first, second] = noted.collection.trajectories[0]
-        assert first.metadata == made[0].metadata and first.shaped_rewards == [0.0]
-        assert second == made[1]  # its text is in the journal, as no server has it
+        assert first.metadata == trajectories[0].metadata and first.shaped_rewards == [0.0]
+        assert second == trajectories[1]  # its text is in the journal, as no server has it
         (tmp_path / "trajectories" / "epoch_000.jsonl").write_text("")
     with (
         Journal.open(tmp_path, FACTS) as journal,
@@ -256,9 +256,9 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
 
 def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path: Path):
     """As hone wrote them before a rollout was recorded once."""
-    said = {"role": "user", "content": "hi", "logprobs": None, "metadata": None}
+    item = {"role": "user", "content": "hi", "logprobs": None, "metadata": None}
     metadata = {"id": "a", "run_id": "r", "epoch": 0, "round": 0, "generation": 0, "rollout": "r:a"}
-    trajectory = {"episode": [said], "reward": 0.5, "shaped_rewards": [0.5]}
+    trajectory = {"episode": [item], "reward": 0.5, "shaped_rewards": [0.5]}
     old = json.loads(record("a", rollout="r:a").model_dump_json(exclude={"trained_calls"}))
     for key in ("episode", "shaped_rewards", "metadata"):
         del old[key]
@@ -305,7 +305,9 @@ def test_a_round_costs_the_same_however_many_were_before_it(
                     journal.add(trained(name, epoch=epoch, round=round))
                 assert len(journal.records("train", epoch, round)) == 2
                 assert len(journal.finished("train", epoch, round)) == 2
-                made = [[one.trajectory() for one in journal.records("train", epoch, round)]]
-                sent = TrajectoryCollection(trajectories=made, run_id="r")
+                trajectories = [
+                    [one.trajectory() for one in journal.records("train", epoch, round)]
+                ]
+                sent = TrajectoryCollection(trajectories=trajectories, run_id="r")
                 journal.note_submission(epoch, round, Submission(sent, {}))
                 assert read == []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tests.fakes import MemoryAdapter, SickAdapter
-from tests.finetune.rehearsal import Rehearsal, one, told
+from tests.finetune.rehearsal import Rehearsal, one, reply
 
 from hone.backends import http
 from hone.finetune.preflight import failures
@@ -47,9 +47,9 @@ async def test_a_model_that_was_trained_over_another_base(rehearsal: Rehearsal):
     async with rehearsal.live() as run:
         assert run.adapter.info is not None
         run.adapter.info = run.adapter.info.model_copy(update={"base_model": "other"})
-        found = one(await run.checks(), "base model")
-    assert not found.ok
-    assert f"backend.base_model is {str(rehearsal.model)!r}, but the server trains" in found.message
+        check = one(await run.checks(), "base model")
+    assert not check.ok
+    assert f"backend.base_model is {str(rehearsal.model)!r}, but the server trains" in check.message
 
 
 async def test_an_adapter_of_somebodys_own(rehearsal: Rehearsal):
@@ -68,21 +68,21 @@ async def test_an_adapter_of_somebodys_own(rehearsal: Rehearsal):
 
 async def test_an_llm_that_asks_elsewhere(rehearsal: Rehearsal):
     elsewhere = {"actor": {"base_url": "http://127.0.0.1:9/v1"}}
-    found = await rehearsal.failed(llms=elsewhere)
-    assert found.name == "llm"
+    check = await rehearsal.failed(llms=elsewhere)
+    assert check.name == "llm"
     assert (
         f"answers at {rehearsal.server.base_url}/v1, and no entry of `llms` asks there"
-        in found.message
+        in check.message
     )
-    assert "llms.actor at http://127.0.0.1:9/v1" in found.message
-    assert "_type: trainable" in found.message and "allow_foreign_endpoint: true" in found.message
+    assert "llms.actor at http://127.0.0.1:9/v1" in check.message
+    assert "_type: trainable" in check.message and "allow_foreign_endpoint: true" in check.message
 
 
 async def test_an_llm_that_asks_for_nothing_that_is_served(rehearsal: Rehearsal):
-    found = await rehearsal.failed(llms={"actor": {"model_name": "gpt-99"}})
-    assert found.name == "llm actor"
-    assert "no model called 'gpt-99' is served" in found.message
-    assert f"asked for as {str(rehearsal.model)!r} or 'suite/agent-" in found.message
+    check = await rehearsal.failed(llms={"actor": {"model_name": "gpt-99"}})
+    assert check.name == "llm actor"
+    assert "no model called 'gpt-99' is served" in check.message
+    assert f"asked for as {str(rehearsal.model)!r} or 'suite/agent-" in check.message
 
 
 async def test_two_entries_that_name_the_model_in_training(rehearsal: Rehearsal):
@@ -102,33 +102,33 @@ async def test_two_entries_that_name_the_model_in_training(rehearsal: Rehearsal)
 
 @pytest.mark.parametrize("key", ["logprobs", "token_ids"])
 async def test_an_answer_without_what_training_needs(rehearsal: Rehearsal, key: str):
-    found, url = await rehearsal.lossy(keys=[key])
-    assert found.name == "llm actor"
-    assert f"at {url}) returned no logprobs or no token ids." in found.message
+    check, url = await rehearsal.lossy(keys=[key])
+    assert check.name == "llm actor"
+    assert f"at {url}) returned no logprobs or no token ids." in check.message
     assert "No valid assistant messages with logprobs. Let the model be asked at the training " in (
-        found.message
+        check.message
     )
 
 
 async def test_a_proxy_that_drops_the_rollout(rehearsal: Rehearsal):
-    found, _ = await rehearsal.lossy(headers=["x-hone-rollout"])
-    assert found.name == "llm actor"
-    assert "recorded no call under the rollout it was sent with" in found.message
+    check, _ = await rehearsal.lossy(headers=["x-hone-rollout"])
+    assert check.name == "llm actor"
+    assert "recorded no call under the rollout it was sent with" in check.message
     assert (
         f"Is it the server at {rehearsal.server.base_url}, without a proxy that drops headers?"
-        in (found.message)
+        in (check.message)
     )
 
 
 async def test_another_endpoint_is_allowed_and_called_off_policy(rehearsal: Rehearsal):
-    checks = await rehearsal.foreign(told("ab", -1, -2), told("ac", -1, -2))
+    checks = await rehearsal.foreign(reply("ab", -1, -2), reply("ac", -1, -2))
     assert failures(checks) == []
-    found = one(checks, "llm")
-    assert found.warning
+    check = one(checks, "llm")
+    assert check.warning
     assert "trained off-policy, from its text and logprobs (allow_foreign_endpoint)" in (
-        found.message
+        check.message
     )
-    assert "rewards and validation measure the other endpoint, not suite/agent-" in found.message
+    assert "rewards and validation measure the other endpoint, not suite/agent-" in check.message
     assert "1 and 1 calls of the two rollouts can be trained" in one(checks, "calls").message
     assert one(checks, "sampling").message == "two rollouts of one example differ"
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from tests.fakes import ScriptedBuilder
-from tests.finetune.rehearsal import Rehearsal, one, told
+from tests.finetune.rehearsal import Rehearsal, one, reply
 
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.finetune.builder import ARTTrajectoryBuilder
@@ -21,10 +21,10 @@ async def test_nested_targets(rehearsal: Rehearsal):
 
 
 async def test_calls_that_no_target_matches(rehearsal: Rehearsal):
-    found = await rehearsal.failed(finetuning={"target_functions": ["search"]})
-    assert found.name == "calls"
-    assert "no call came from finetuning.target_functions ['search']" in found.message
-    assert "No trajectories collected for epoch" in found.message
+    check = await rehearsal.failed(finetuning={"target_functions": ["search"]})
+    assert check.name == "calls"
+    assert "no call came from finetuning.target_functions ['search']" in check.message
+    assert "No trajectories collected for epoch" in check.message
 
 
 async def test_an_agent_that_uses_the_frozen_entry(rehearsal: Rehearsal):
@@ -35,21 +35,21 @@ async def test_an_agent_that_uses_the_frozen_entry(rehearsal: Rehearsal):
         "workflow": {"llm": "helper"},
         "finetuning": {"target_model": "actor"},
     }
-    found = await rehearsal.failed(**changes)
-    assert found.name == "calls"
+    check = await rehearsal.failed(**changes)
+    assert check.name == "calls"
     assert (
         "its calls asked for a fixed step, as NAME@0, the base weights, and are not"
-        in found.message
+        in check.message
     )
 
 
 async def test_an_agent_that_talks_to_the_untrained_model(rehearsal: Rehearsal):
     frozen = {"actor": {"model_name": f"{rehearsal.model}@0"}}
-    found = await rehearsal.failed(llms=frozen)
-    assert found.name == "calls"
+    check = await rehearsal.failed(llms=frozen)
+    assert check.name == "calls"
     assert (
         "its calls asked for a fixed step, as NAME@0, the base weights, and are not"
-        in found.message
+        in check.message
     )
 
 
@@ -62,54 +62,54 @@ async def test_an_agent_in_a_process_of_its_own(rehearsal: Rehearsal):
     checks = await rehearsal.checked(**changes)
     assert failures(checks) == []
     # Two calls of at most three tokens in each of two rollouts.
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"the two rollouts took 4 calls, (\d+) sampled tokens.*", one(checks, "cost").message
     )
-    assert found is not None and 4 <= int(found[1]) <= 12
+    assert match is not None and 4 <= int(match[1]) <= 12
     scores = one(checks, "score").message.rpartition(": ")[2].split(", ")
-    assert sum(map(float, scores)) == int(found[1])
+    assert sum(map(float, scores)) == int(match[1])
 
 
 async def test_an_agent_that_never_asks(rehearsal: Rehearsal):
-    found = await rehearsal.failed(workflow={"target": "agent.py:silent"})
-    assert found.name == "calls"
-    assert "the server recorded no call of the rollout" in found.message
-    assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in found.message
+    check = await rehearsal.failed(workflow={"target": "agent.py:silent"})
+    assert check.name == "calls"
+    assert "the server recorded no call of the rollout" in check.message
+    assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in check.message
 
 
 async def test_calls_under_another_rollout(rehearsal: Rehearsal):
-    found = await rehearsal.failed(workflow={"target": "agent.py:wrong_header"})
-    assert found.name == "calls"
-    assert "they name no rollout, or another one" in found.message
+    check = await rehearsal.failed(workflow={"target": "agent.py:wrong_header"})
+    assert check.name == "calls"
+    assert "they name no rollout, or another one" in check.message
 
 
 async def test_an_agent_that_leaves_before_the_end(rehearsal: Rehearsal):
-    found = await rehearsal.failed(workflow={"target": "agent.py:impatient"})
-    assert found.name == "calls"
-    assert "the agent left before its answers were complete" in found.message
+    check = await rehearsal.failed(workflow={"target": "agent.py:impatient"})
+    assert check.name == "calls"
+    assert "the agent left before its answers were complete" in check.message
 
 
 async def test_another_endpoint_without_logprobs(rehearsal: Rehearsal):
-    [found] = failures(await rehearsal.foreign())
-    assert found.name == "calls"
-    assert "set `logprobs: true` in its `llms` entry and see that it returns them" in found.message
+    [check] = failures(await rehearsal.foreign())
+    assert check.name == "calls"
+    assert "set `logprobs: true` in its `llms` entry and see that it returns them" in check.message
 
 
 # ---- sampling -------------------------------------------------------------------------------------
 
 
 async def test_greedy_sampling(rehearsal: Rehearsal):
-    found = await rehearsal.failed(llms={"actor": {"temperature": 0}})
-    assert found.name == "calls"
-    assert "sampled at temperature 0" in found.message
-    assert "Raise `temperature` in the `llms` entry" in found.message
+    check = await rehearsal.failed(llms={"actor": {"temperature": 0}})
+    assert check.name == "calls"
+    assert "sampled at temperature 0" in check.message
+    assert "Raise `temperature` in the `llms` entry" in check.message
 
 
 async def test_sampling_that_is_greedy_in_other_words(rehearsal: Rehearsal):
-    found = await rehearsal.failed(llms={"actor": {"top_k": 1, "max_tokens": 12}})
-    assert found.name == "sampling"
-    assert "are the same, token for token, which is chance in" in found.message
-    assert "remove top_k: 1" in found.message
+    check = await rehearsal.failed(llms={"actor": {"top_k": 1, "max_tokens": 12}})
+    assert check.name == "sampling"
+    assert "are the same, token for token, which is chance in" in check.message
+    assert "remove top_k: 1" in check.message
 
 
 async def test_equal_rollouts_compare_with_the_batch(rehearsal: Rehearsal):
@@ -123,9 +123,9 @@ async def test_equal_rollouts_compare_with_the_batch(rehearsal: Rehearsal):
 
 async def test_credit_by_call_without_values(rehearsal: Rehearsal):
     by_call = {"a": {"training": {"credit": "per_call"}}}
-    found = await rehearsal.failed(trainer_adapters=by_call)
-    assert found.name == "credit"
-    assert "noted none. Note them in the agent" in found.message
+    check = await rehearsal.failed(trainer_adapters=by_call)
+    assert check.name == "credit"
+    assert "noted none. Note them in the agent" in check.message
 
 
 async def test_a_coincidence_that_may_be_one(rehearsal: Rehearsal):
@@ -133,57 +133,57 @@ async def test_a_coincidence_that_may_be_one(rehearsal: Rehearsal):
     cold = {"actor": {"temperature": 0.001, "max_tokens": 2}}
     checks = await rehearsal.checked(llms=cold)
     assert failures(checks) == []
-    found = one(checks, "sampling")
-    assert found.warning
-    assert "token for token; the model does so with a probability of 1, so this" in found.message
+    check = one(checks, "sampling")
+    assert check.warning
+    assert "token for token; the model does so with a probability of 1, so this" in check.message
 
 
 async def test_another_endpoint_that_repeats_itself(rehearsal: Rehearsal):
-    same = [told("ab", -4, -5)] * 2
-    [found] = failures(await rehearsal.foreign(*same))
-    assert found.name == "sampling"
+    same = [reply("ab", -4, -5)] * 2
+    [check] = failures(await rehearsal.foreign(*same))
+    assert check.name == "sampling"
     # exp(-9) = 1.234e-4
-    assert "which is chance in 1.2e-04 of cases" in found.message
+    assert "which is chance in 1.2e-04 of cases" in check.message
     # exp(-6.5) = 1.503e-3: seldom, and so are all the other things that were not said
-    checks = await rehearsal.foreign(*[told("ab", -2, -4.5)] * 2)
+    checks = await rehearsal.foreign(*[reply("ab", -2, -4.5)] * 2)
     assert failures(checks) == []
     assert (
         "does so with a probability of 0.0015, so this may be chance"
         in one(checks, "sampling").message
     )
-    same = [told("ab", -4, -5)] * 2
-    [found] = failures(await rehearsal.foreign(*same, temperature=0))
-    assert found.name == "calls"
-    assert "sampled at temperature 0" in found.message
+    same = [reply("ab", -4, -5)] * 2
+    [check] = failures(await rehearsal.foreign(*same, temperature=0))
+    assert check.name == "calls"
+    assert "sampled at temperature 0" in check.message
 
 
 # ---- the agent and the reward ---------------------------------------------------------------------
 
 
 async def test_an_agent_that_fails(rehearsal: Rehearsal):
-    found = await rehearsal.failed(workflow={"target": "agent.py:broken"})
-    assert found.name == "workflow"
+    check = await rehearsal.failed(workflow={"target": "agent.py:broken"})
+    assert check.name == "workflow"
     assert "failed on example 'e0' (agent_error): RuntimeError: no such table: users" in (
-        found.message
+        check.message
     )
-    assert "agent.py" in found.message, "it says where"
+    assert "agent.py" in check.message, "it says where"
 
 
 async def test_rollouts_that_fail_by_the_models_doing(rehearsal: Rehearsal):
     checks = await rehearsal.checked(workflow={"target": "agent.py:refuses"})
     assert failures(checks) == []
-    found = one(checks, "workflow")
-    assert found.warning
+    check = one(checks, "workflow")
+    assert check.warning
     assert "as it seems by the model's own doing (unparseable): PolicyFailure: no move" in (
-        found.message
+        check.message
     )
 
 
 async def test_an_evaluator_that_fails(rehearsal: Rehearsal):
     broken = {"evaluators": {"reward": {"target": "agent.py:fails"}}}
-    found = await rehearsal.failed(eval=broken)
-    assert found.name == "score"
-    assert "evaluator 'reward' on example 'e0' gives no score: KeyError: 'answer'" in found.message
+    check = await rehearsal.failed(eval=broken)
+    assert check.name == "score"
+    assert "evaluator 'reward' on example 'e0' gives no score: KeyError: 'answer'" in check.message
 
 
 # ---- calls that name no rollout -------------------------------------------------------------------
@@ -192,9 +192,9 @@ async def test_an_evaluator_that_fails(rehearsal: Rehearsal):
 async def test_an_agent_whose_client_cannot_be_seen(rehearsal: Rehearsal):
     args = {"base_model": str(rehearsal.model)}
     checks = await rehearsal.checked(workflow={"target": "agent.py:unseen_base", "args": args})
-    [found] = failures(checks)
-    assert "the server recorded no call of the rollout" in found.message
-    assert "its HTTP client is httpx or httpx2" in found.message
+    [check] = failures(checks)
+    assert "the server recorded no call of the rollout" in check.message
+    assert "its HTTP client is httpx or httpx2" in check.message
     # The base model's name means the run's model only inside a rollout of the run.
     strange = one(checks, "unmarked calls")
     assert strange.warning
@@ -209,17 +209,17 @@ async def test_unmarked_calls_beside_marked_ones(rehearsal: Rehearsal):
         "llms": {"actor": {"model_name": "suite/half-seen"}},
         "trainer_adapters": {"a": {"backend": backend}},
     }
-    found = await rehearsal.failed(**changes)
-    assert found.name == "unmarked calls"
-    assert "2 calls named no rollout while rollouts ran (suite/half-seen: 2)" in found.message
-    assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in found.message
+    check = await rehearsal.failed(**changes)
+    assert check.name == "unmarked calls"
+    assert "2 calls named no rollout while rollouts ran (suite/half-seen: 2)" in check.message
+    assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in check.message
 
 
 async def test_a_judge_at_the_same_server_is_no_stranger(rehearsal: Rehearsal):
     async with rehearsal.live() as run:
         adapter, trajectories = run.adapter, run.trajectories
         before = await adapter.backend.unmarked(run.id)
-        asked: list[str] = []
+        answers: list[str] = []
 
         class Judge:
             async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
@@ -228,13 +228,13 @@ async def test_a_judge_at_the_same_server_is_no_stranger(rehearsal: Rehearsal):
                     messages=[{"role": "user", "content": "good?"}],
                     max_tokens=2,
                 )
-                asked.append(answer.id)
+                answers.append(answer.id)
                 return EvalOutputItem(id=item.id, score=1.0)
 
         run.evaluation.evaluators["reward"] = Judge()
         assert isinstance(trajectories, ARTTrajectoryBuilder)
         await trajectories.run_item(run.evaluation.items[0], f"{run.id}:j", "reward")
-        assert len(asked) == 1
+        assert len(answers) == 1
         assert await adapter.backend.unmarked(run.id) == before
         await adapter.model.close()
 

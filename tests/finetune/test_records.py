@@ -45,27 +45,27 @@ def test_a_failure_that_quotes_the_model_can_be_written_too():
 
 
 def test_the_first_request_to_the_policy_is_kept_for_one_rollout_of_each_example():
-    asked = {"temperature": 0.7, "max_tokens": 5}
+    parameters = {"temperature": 0.7, "max_tokens": 5}
     tools = [{"type": "function", "function": {"name": "weather"}}]
     calls = (
         call(model="agent@0", parameters={"max_tokens": 1}),  # a frozen helper
         call(model="agent", parameters={"input": "q"}),  # POST /v1/responses
-        call(model="agent", parameters=asked, tools=tools),
+        call(model="agent", parameters=parameters, tools=tools),
         call(model="agent", messages=[{"role": "user", "content": "later"}]),
     )
     ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
     result = ItemResult(item(""), ran, {"reward": Score(0.5)})
-    kept: dict[str, Any] = {"rollout": "r", "epoch": 0, "reward_name": "reward", "split": "val"}
-    first = record_of(result, generation=0, **kept)
+    fields: dict[str, Any] = {"rollout": "r", "epoch": 0, "reward_name": "reward", "split": "val"}
+    first = record_of(result, generation=0, **fields)
     assert first.request == {
         "messages": [{"role": "user", "content": "q"}],
         "tools": tools,
-        **asked,
+        **parameters,
     }
-    assert record_of(result, generation=1, **kept).request is None
+    assert record_of(result, generation=1, **fields).request is None
 
 
 def test_plain_values_stay_what_they_are():
-    kept = {"text": "\u00e4 \U0001f642", "n": [1, 2.5, True, None]}
-    assert plain(kept) == kept
+    fields = {"text": "\u00e4 \U0001f642", "n": [1, 2.5, True, None]}
+    assert plain(fields) == fields
     assert plain({"x": float("inf"), 3: {4}}) == {"x": "Infinity", "3": [4]}

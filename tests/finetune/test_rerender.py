@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tests.finetune.worlds import said
+from tests.finetune.worlds import message
 
 from hone.errors import NotInThisVersion
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
@@ -22,8 +22,8 @@ def trajectory(*items: Any, reward: float = 1.0, **metadata: Any) -> Trajectory:
 
 def test_a_recorded_rollout_is_sent_by_reference():
     recorded = trajectory(
-        said("user", "hi"),
-        said("assistant", "4", {}),
+        message("user", "hi"),
+        message("assistant", "4", {}),
         reward=0.25,
         id="e7",
         rollout="run:0.0.0.0.s1",
@@ -41,7 +41,7 @@ def test_a_recorded_rollout_is_sent_by_reference():
 
 
 def test_the_order_of_a_recorded_rollout_is_nobody_s_business():
-    odd = trajectory(said("assistant", "a", {}), rollout="r:1", calls=["call-1"])
+    odd = trajectory(message("assistant", "a", {}), rollout="r:1", calls=["call-1"])
     [group], dropped = sdk_groups(collection([odd]))
     assert (len(group), dropped) == (1, {})
 
@@ -49,13 +49,13 @@ def test_the_order_of_a_recorded_rollout_is_nobody_s_business():
 def test_text_with_logprobs():
     call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     spoken = trajectory(
-        said("system", "be brief"),
-        said("user", "2 + 2?"),
-        said("assistant", "", {}, tool_calls=[call]),
-        said("tool", "4", tool_call_id="t1"),
-        said("assistant", "4", LOGPROBS, finish_reason="length", token_ids=[52]),
-        said("environment", "well done"),
-        said("assistant", "5", LOGPROBS),
+        message("system", "be brief"),
+        message("user", "2 + 2?"),
+        message("assistant", "", {}, tool_calls=[call]),
+        message("tool", "4", tool_call_id="t1"),
+        message("assistant", "4", LOGPROBS, finish_reason="length", token_ids=[52]),
+        message("environment", "well done"),
+        message("assistant", "5", LOGPROBS),
         tools=[{"type": "function"}],
     )
     [group], _ = sdk_groups(collection([spoken]))
@@ -86,10 +86,10 @@ def test_text_with_logprobs():
 
 def test_several_conversations_are_several_histories():
     two = trajectory(
-        said("user", "a", conversation=0),
-        said("assistant", "1", LOGPROBS, conversation=0),
-        said("user", "b", conversation=1),
-        said("assistant", "2", LOGPROBS, conversation=1),
+        message("user", "a", conversation=0),
+        message("assistant", "1", LOGPROBS, conversation=0),
+        message("user", "b", conversation=1),
+        message("assistant", "2", LOGPROBS, conversation=1),
     )
     [group], _ = sdk_groups(collection([two]))
     [sent] = group
@@ -103,19 +103,19 @@ def test_several_conversations_are_several_histories():
     [
         ((), "Trajectory episode is empty."),
         (
-            (said("assistant", "a", {}),),
+            (message("assistant", "a", {}),),
             "the first message is of role 'assistant'; expected 'user'",
         ),
-        ((said("tool", "a"),), "the first message is of role 'tool'"),
+        ((message("tool", "a"),), "the first message is of role 'tool'"),
         (
-            (said("user", "u"), said("assistant", "a", {}), said("assistant", "b", {})),
+            (message("user", "u"), message("assistant", "a", {}), message("assistant", "b", {})),
             "Consecutive assistant messages at positions 1 and 2",
         ),
     ],
 )
 def test_an_order_that_no_template_expresses(items: Any, says: str, caplog: Any):
     wrong = trajectory(*items, id="e1")
-    right = trajectory(said("user", "u"), said("assistant", "a", LOGPROBS))
+    right = trajectory(message("user", "u"), message("assistant", "a", LOGPROBS))
     groups, dropped = sdk_groups(collection([wrong, right], [wrong]))
     # One trajectory is dropped, not the submission; a group of which nothing is left goes too.
     assert [len(group) for group in groups] == [1]

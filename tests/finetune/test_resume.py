@@ -74,9 +74,9 @@ def test_failed_jobs_are_counted_by_round():
 
 
 def validation(epoch: int, mean: float | None) -> Event:
-    told = {"avg_reward": mean, "rewards": {"x": [mean]}, "failures": 0, "step": epoch}
+    values = {"avg_reward": mean, "rewards": {"x": [mean]}, "failures": 0, "step": epoch}
     return event(
-        "validation", epoch=epoch, **told, error=None if mean is not None else "all failed"
+        "validation", epoch=epoch, **values, error=None if mean is not None else "all failed"
     )
 
 

@@ -42,7 +42,7 @@ class World:
         self.directory, self.keys = directory, keys
         self.builder = ScriptedBuilder(self._reward, generations=2)
         self.adapter = MemoryAdapter()
-        self.asked: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
 
     @staticmethod
     def _reward(epoch: int, example: str, generation: int) -> float | str:
@@ -52,7 +52,7 @@ class World:
 
     def _evaluation(self, names: str) -> Evaluation:
         async def answer(input: str) -> str:
-            self.asked[input] += 1
+            self.runs[input] += 1
             return input
 
         return Evaluation(
@@ -89,11 +89,11 @@ class World:
 
     def curve(self) -> list[Any]:
         """What the last word on each round was."""
-        found: dict[tuple[int, int], Any] = {}
+        metrics: dict[tuple[int, int], Any] = {}
         for event in read(self.directory / FILE):
             if isinstance(event, EpochCollected):
-                found[event.epoch, event.round] = event.metrics
-        return sorted(found.items())
+                metrics[event.epoch, event.round] = event.metrics
+        return sorted(metrics.items())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -145,7 +145,7 @@ def test_killed_after_any_write_it_comes_to_the_same_end(
             asyncio.run(world.run())
         assert [s.status for s in asyncio.run(world.run())] == ["completed"] * EPOCHS, last
         assert sorted(world.builder.ran) == sorted(whole.builder.ran), f"killed after {last}"
-        assert world.asked["x"] <= whole.asked["x"] + 1
+        assert world.runs["x"] <= whole.runs["x"] + 1
         assert trained(world) == trained(whole)
         assert world.adapter.step == whole.adapter.step
         assert world.curve() == whole.curve()

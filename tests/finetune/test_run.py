@@ -47,8 +47,8 @@ def test_no_file_holds_a_secret_of_the_command_line_or_the_environment(
 ):
     monkeypatch.setenv("JUDGE_TOKEN", "open-sesame-env")
     option = ("trainer_adapters.a.api_key", "open-sesame-opt")
-    told = ["hone", "finetune", "--config_file=train.yml", "-o", *option, "--x=open-sesame-env"]
-    monkeypatch.setattr(sys, "argv", told)
+    options = ["hone", "finetune", "--config_file=train.yml", "-o", *option, "--x=open-sesame-env"]
+    monkeypatch.setattr(sys, "argv", options)
     command(option)
     (started,) = command.events("run_started")
     assert "-o trainer_adapters.a.api_key '<hidden>'" in started["command"]
@@ -63,8 +63,10 @@ def test_a_finished_run_has_nothing_to_do_and_more_epochs_go_on(
     assert command() == 0
     caplog.clear()
     assert command() == 0
-    said = caplog.records[-1].message
-    assert said.startswith(f"Run {command.run_id} is finished, nothing to do. Finetuning completed")
+    output = caplog.records[-1].message
+    assert output.startswith(
+        f"Run {command.run_id} is finished, nothing to do. Finetuning completed"
+    )
     assert command(("finetuning.num_epochs", "3"), ("eval.general.max_concurrency", "1")) == 0
     assert len(Parts.adapter.jobs) == 3
     assert [e["resumed"] for e in command.events("run_started")] == [False, True]
@@ -95,11 +97,11 @@ def test_stopping_early_is_a_success_and_stays_one(
     command: Command, caplog: pytest.LogCaptureFixture
 ):
     stop = ("finetuning.early_stopping.patience", "1"), ("finetuning.num_epochs", "9")
-    told: dict[str, Any] = {"validation_dataset": Path("val.json"), "validation_interval": 1}
-    assert command(*stop, **told) == 0
+    options: dict[str, Any] = {"validation_dataset": Path("val.json"), "validation_interval": 1}
+    assert command(*stop, **options) == 0
     assert caplog.records[-1].message.startswith("Stopped early after 1 epoch: val/reward has not")
     assert len(Parts.adapter.jobs) == 1
-    assert command(*stop, **told) == 0
+    assert command(*stop, **options) == 0
     assert "nothing to do" in caplog.records[-1].message
     assert len(Parts.adapter.jobs) == 1
 
@@ -139,9 +141,9 @@ def test_what_preflight_refuses_is_not_started(command: Command, caplog: pytest.
     Parts.adapter = SickAdapter()
     assert command() == 1
     assert Parts.builder.ran == []
-    said = caplog.records[-1].message
-    assert said.startswith("the run was not started; 1 check failed:\nserver: ")
-    assert "is_healthy() of SickAdapter says no" in said
+    output = caplog.records[-1].message
+    assert output.startswith("the run was not started; 1 check failed:\nserver: ")
+    assert "is_healthy() of SickAdapter says no" in output
     checks = command.events("preflight")[0]["checks"]
     assert [check["name"] for check in checks if not check["ok"]] == ["server"]
     assert Parts.closed == ["builder", "adapter"]
@@ -165,8 +167,8 @@ def test_everything_a_run_lacks_is_said_at_once(command: Command):
     (command.directory / "val.yml").write_text("eval: {general: {max_concurency: 1}}\n")
     with pytest.raises(ConfigProblems) as caught:
         command(validation_config_file=Path("val.yml"))
-    said = [(p.place.file, dotted(p.path)) for p in caught.value.problems]
-    assert said == [
+    output = [(p.place.file, dotted(p.path)) for p in caught.value.problems]
+    assert output == [
         (str(command.file), "workflow"),
         (str(command.file), "finetuning.num_epoch"),
         (str(command.file), "finetuning.reward_function"),
@@ -214,7 +216,8 @@ def test_another_evaluator_of_the_validation_is_told(command: Command):
     (started,) = command.events("run_started")
     assert started["evaluator"] == "score (train.yml)"
     assert started["validation_evaluator"] == "score (val.yml)"
-    assert "heights cannot be compared" in (command.out / "report.md").read_text()
+    both = "score (train.yml); held out score (val.yml)"
+    assert both in (command.out / "report.md").read_text()
 
 
 def test_the_time_counts_from_the_command(command: Command):
@@ -230,19 +233,19 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     command: Command, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     assert command(dry_run=True, validation_dataset=Path("val.json")) == 0
-    said = capsys.readouterr().out
-    assert "backend       memory_adapter" in said
+    output = capsys.readouterr().out
+    assert "backend       memory_adapter" in output
     # Held out: two examples before and after the two epochs.
-    assert "validation    2 examples x 1 after 0, 2 epochs: 4 rollouts" in said
-    assert "run           a new one" in said
+    assert "validation    2 examples x 1 after 0, 2 epochs: 4 rollouts" in output
+    assert "run           a new one" in output
     assert not command.out.exists()
     assert Parts.closed == []
     command()
     capsys.readouterr()
     assert command(("finetuning.num_epochs", "3"), dry_run=True) == 0
-    said = capsys.readouterr().out
-    assert f"goes on with {command.run_id}, of which 2 epochs are done" in said
-    assert "left          1 epoch: at most 2 rollouts, 1 job\n" in said
+    output = capsys.readouterr().out
+    assert f"goes on with {command.run_id}, of which 2 epochs are done" in output
+    assert "left          1 epoch: at most 2 rollouts, 1 job\n" in output
     assert command(dry_run=True) == 0
     assert f"run           {command.run_id} is finished, nothing to do" in capsys.readouterr().out
     assert command(fresh=True, dry_run=True) == 0
@@ -271,13 +274,13 @@ def test_a_dry_run_says_what_is_left_to_validate(
     assert command(("finetuning.num_epochs", "1"), **held_out) == 0
     capsys.readouterr()
     assert command(("finetuning.num_epochs", "3"), **held_out, dry_run=True) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     # After 0 epochs and after 1 the reward is known.
-    assert "of which 1 epoch is done" in said
+    assert "of which 1 epoch is done" in output
     assert (
         "left          2 epochs: at most 4 rollouts, 2 jobs; validation after 2, 3 epochs: "
         "4 rollouts\n"
-    ) in said
+    ) in output
     assert command(("finetuning.num_epochs", "3"), **held_out) == 0
     assert [event["epoch"] for event in command.events("validation")] == [0, 1, 2, 3]
 
@@ -326,14 +329,14 @@ def test_what_the_validations_file_refers_to_is_checked(command: Command, dry_ru
 
     with pytest.raises(ConfigProblems) as wrong:
         command(dry_run=dry_run, validation_config_file=other)
-    said = [str(problem) for problem in wrong.value.problems]
-    assert len(said) == 3
+    output = [str(problem) for problem in wrong.value.problems]
+    assert len(output) == 3
     for place, words in {
         f"{other}:{line('agent.py:rum')}: workflow.target: ": "has no 'rum'. Did you mean 'run'?",
         f"{other}:{line('vla.json')}: eval.general.dataset.file_path: ": "there is no ",
         f"{other}:{line('evaluators:')}: eval.evaluators: ": "has no 'score', the reward",
     }.items():
-        assert any(one.startswith(place) and words in one for one in said), (place, said)
+        assert any(one.startswith(place) and words in one for one in output), (place, output)
     assert not command.out.exists()
     other.write_text("llms: {}\n")
     with pytest.raises(ConfigProblems) as wrong:

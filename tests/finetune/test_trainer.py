@@ -33,13 +33,13 @@ async def test_three_epochs_are_three_jobs(bench: Bench):
 async def test_the_console_reads_as_in_the_seed(bench: Bench, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="hone"):
         await bench.run(2)
-    said = [record.message for record in caplog.records]
-    assert re.fullmatch(r"Starting epoch 1 for run art_run_[0-9a-f]{8}", said[0])
+    messages = [record.message for record in caplog.records]
+    assert re.fullmatch(r"Starting epoch 1 for run art_run_[0-9a-f]{8}", messages[0])
     # Mean of 0.1 and 0.3.
-    assert said[1] == "Epoch 1 progress logged - Avg Reward: 0.2000, Trajectories: 8"
-    assert re.fullmatch(r"Training art_run_[0-9a-f]{8} completed successfully\.", said[2])
-    assert said[3] == "Completed epoch 1/2"
-    assert said[5] == "Epoch 2 progress logged - Avg Reward: 0.3000, Trajectories: 8"
+    assert messages[1] == "Epoch 1 progress logged - Avg Reward: 0.2000, Trajectories: 8"
+    assert re.fullmatch(r"Training art_run_[0-9a-f]{8} completed successfully\.", messages[2])
+    assert messages[3] == "Completed epoch 1/2"
+    assert messages[5] == "Epoch 2 progress logged - Avg Reward: 0.3000, Trajectories: 8"
 
 
 async def test_the_metrics_have_the_names_and_the_order_of_the_original(bench: Bench):
@@ -275,9 +275,9 @@ async def test_its_own_words(bench: Bench):
     trainer = await bench.start()
     assert re.fullmatch(r"art_run_[0-9a-f]{8}", trainer._run_id or "")
     await trainer.run(2)
-    told = await trainer.get_metrics(trainer.journal.run_id)
-    assert told["total_epochs"] == len(told["jobs"]) == 2
-    assert {job["status"].status for job in told["jobs"]} == {COMPLETED}
+    metrics = await trainer.get_metrics(trainer.journal.run_id)
+    assert metrics["total_epochs"] == len(metrics["jobs"]) == 2
+    assert {job["status"].status for job in metrics["jobs"]} == {COMPLETED}
     assert [entry["avg_reward"] for entry in trainer._reward_history] == [
         pytest.approx(0.2),
         pytest.approx(0.3),

@@ -27,13 +27,13 @@ COMPLETED = TrainingStatusEnum.COMPLETED
 async def test_validation_comes_first_at_each_interval_and_last(bench: Bench):
     bench.validation, bench.interval = evaluation("xy"), 2
     await bench.run(3)
-    found = bench.events("validation")
-    assert [(e["epoch"], e["step"], e["avg_reward"]) for e in found] == [
+    result = bench.events("validation")
+    assert [(e["epoch"], e["step"], e["avg_reward"]) for e in result] == [
         (0, 0, 0.5),
         (2, 2, 0.5),
         (3, 3, 0.5),
     ]
-    assert found[0]["rewards"] == {"x": [0.5], "y": [0.5]}
+    assert result[0]["rewards"] == {"x": [0.5], "y": [0.5]}
     assert ("val", 2, {"reward": 0.5, "failure_rate": 0.0}) in bench.adapter.logged
     order = [e.type for e in read(bench.directory / "events.jsonl")]
     assert order.index("validation") < order.index("epoch_started")
@@ -136,8 +136,8 @@ async def test_a_policy_that_fails_on_half_of_the_examples_does_not_score_1(benc
     assert first["rewards"] == {"x": [None], "y": [1.0]}
     assert (first["policy_failures"], first["on_policy_failure"]) == ({"x": 1}, "drop")
     assert ("val", 0, {"reward": 0.5, "failure_rate": 0.5}) in bench.adapter.logged
-    said = "after 0 epochs - Avg Reward: 0.5000, 1 policy failure (50%), each counted as 0.00"
-    assert said in caplog.text
+    line = "after 0 epochs - Avg Reward: 0.5000, 1 policy failure (50%), each counted as 0.00"
+    assert line in caplog.text
     entry = json.loads((bench.directory / "validation_history.json").read_text())[0]
     assert (entry["avg_reward"], entry["failure_rate"], entry["failure_reward"]) == (0.5, 0.5, 0.0)
     assert entry["policy_failures"] == 1
@@ -161,10 +161,10 @@ async def test_validations_are_counted_anew_when_a_lower_reward_appears(bench: B
     assert history.failure_reward == -1.0
     assert [v.mean for v in history.validations] == pytest.approx([-0.3, 0.0, -0.3])
     assert history.best is not None and history.best.step == 1
-    told = [
-        (step, found["reward"]) for split, step, found in bench.adapter.logged if split == "val"
+    rewards = [
+        (step, result["reward"]) for split, step, result in bench.adapter.logged if split == "val"
     ]
-    assert told == [(0, 0.2), (0, pytest.approx(-0.3)), (1, 0.0), (2, pytest.approx(-0.3))]
+    assert rewards == [(0, 0.2), (0, pytest.approx(-0.3)), (1, 0.0), (2, pytest.approx(-0.3))]
 
 
 async def test_a_failure_of_the_environment_does_not_lower_the_reward(bench: Bench):
@@ -221,9 +221,9 @@ async def test_the_first_and_the_chosen_step_answer_anew_at_the_end(chosen: Benc
     # The choice itself rests on the validations before: the backend hears nothing new.
     assert [step for split, step, _ in chosen.adapter.logged if split == "val"] == [0, 1, 2, 3]
     history = History.of(read(chosen.directory / "events.jsonl"))
-    found = comparison(history)
-    assert found is not None and found.fresh and found.chosen_of == 3
-    assert (found.before.step, found.after.step) == (0, 2)
+    result = comparison(history)
+    assert result is not None and result.fresh and result.chosen_of == 3
+    assert (result.before.step, result.after.step) == (0, 2)
     assert (chosen.directory / "trajectories" / "final_002.jsonl").exists()
     ids = [e["rollout"] for e in chosen.events("rollout") if e["split"] == "final"]
     assert [id.partition(":")[2] for id in ids] == [
@@ -257,12 +257,14 @@ async def test_where_nothing_was_chosen_or_can_be_proved_nothing_runs_again(
     await chosen.run(3)
     assert all(step is None for _, step in Recording.steps)
     history = History.of(read(chosen.directory / "events.jsonl"))
-    found = comparison(history)
+    result = comparison(history)
     if why in ("greedy", "no steps"):  # the p value allows for the choice instead
-        assert found is not None and not found.fresh and len(found.tried) == found.chosen_of == 3
+        assert (
+            result is not None and not result.fresh and len(result.tried) == result.chosen_of == 3
+        )
     elif why == "one trained step":
-        assert found is not None and (found.before.step, found.after.step) == (0, 3)
-        assert found.chosen_of == 1
+        assert result is not None and (result.before.step, result.after.step) == (0, 3)
+        assert result.chosen_of == 1
 
 
 async def test_where_no_trained_step_is_better_the_last_one_is_compared(bench: Bench):
@@ -270,5 +272,9 @@ async def test_where_no_trained_step_is_better_the_last_one_is_compared(bench: B
     bench.interval, bench.adapter.serves_steps = 1, True
     await bench.run(3)
     assert not bench.events("final_validation")
-    found = comparison(History.of(read(bench.directory / "events.jsonl")))
-    assert found is not None and (found.before.step, found.after.step, found.chosen_of) == (0, 3, 1)
+    result = comparison(History.of(read(bench.directory / "events.jsonl")))
+    assert result is not None and (result.before.step, result.after.step, result.chosen_of) == (
+        0,
+        3,
+        1,
+    )

@@ -67,7 +67,7 @@ async def rollout(adapter: ARTTrainerAdapter, id: str, messages: Any = None, **o
     return answer.choices[0]
 
 
-def said(role: str, content: str, logprobs: Any = None, **metadata: Any) -> EpisodeItem:
+def message(role: str, content: str, logprobs: Any = None, **metadata: Any) -> EpisodeItem:
     """One message of an episode."""
     return EpisodeItem(
         role=EpisodeItemRole(role), content=content, logprobs=logprobs, metadata=metadata or None
@@ -87,7 +87,7 @@ async def collected(
             choice = await rollout(adapter, id)
             group.append(
                 Trajectory(
-                    episode=[said("user", "Say a number."), said("assistant", "", {})],
+                    episode=[message("user", "Say a number."), message("assistant", "", {})],
                     reward=float(g),
                     metadata={"id": f"e{e}", "rollout": id, "calls": [choice.call_id]},
                 )
@@ -108,19 +108,19 @@ class LossyProxy(Endpoint):
 
     async def _hand_on(self, request: Request, path: str) -> Response:
         lost = {"host", "content-length", *self._headers}
-        kept = {name: value for name, value in request.headers.items() if name not in lost}
+        headers = {name: value for name, value in request.headers.items() if name not in lost}
         async with httpx2.AsyncClient(timeout=60) as client:
             answer = await client.request(
                 request.method,
                 f"{self._target}/{path}",
-                headers=kept,
+                headers=headers,
                 content=await request.body(),
             )
-        said = answer.json()
-        for choice in said.get("choices", ()):
+        message = answer.json()
+        for choice in message.get("choices", ()):
             for key in self._keys:
                 choice.pop(key, None)
-        return Response(json.dumps(said), answer.status_code, media_type="application/json")
+        return Response(json.dumps(message), answer.status_code, media_type="application/json")
 
 
 # ---- a builder -----------------------------------------------------------------------------------
