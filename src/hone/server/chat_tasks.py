@@ -1,4 +1,4 @@
-"""Read OpenAI requests and tokenize their prompts: small ones here, large ones in a worker process.
+"""Read OpenAI requests and tokenize their prompts, in this process or in a worker.
 
 In:   the bytes of a body; a prompt to render, and the tokenizer to use
 Out:  checked requests and token ids

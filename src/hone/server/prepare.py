@@ -20,7 +20,7 @@ from hone.inference.base import Sampling
 from hone.server.chat_tasks import render, too_long
 from hone.server.conversations import Match, request_seed
 from hone.server.generation import Generation, RequestContext
-from hone.server.responses import ChatResponse, LogprobWriter, TextResponse
+from hone.server.responses import CompletionResponse, LogprobWriter
 from hone.server.tokenizer import BaseTokenizer
 from hone.types import RecordedCall
 from hone.wire.errors import brief
@@ -31,7 +31,7 @@ Request = ChatRequest | CompletionRequest
 
 async def prepare_chat(
     context: RequestContext, request: ChatRequest, messages: HashedMessages
-) -> ChatResponse:
+) -> CompletionResponse:
     tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages)
     template = tokenizer.template
     forced = choice.forced_ids(template, prompt.ids)
@@ -55,10 +55,12 @@ async def prepare_chat(
         not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
     )
     writer = _logprob_writer(context, request) if _wants_logprobs(context, request) else None
-    return ChatResponse(generation, writer)
+    return CompletionResponse(generation, writer, chat=True)
 
 
-async def prepare_completion(context: RequestContext, request: CompletionRequest) -> TextResponse:
+async def prepare_completion(
+    context: RequestContext, request: CompletionRequest
+) -> CompletionResponse:
     base = context.policy.base
     prompt = await _completion_prompt(context, request.text_or_ids)
     max_tokens = _max_tokens(context, len(prompt.ids), request.limit, 0, "prompt")
@@ -74,7 +76,7 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
         fingerprint=base.fingerprint,
     )
     writer = None if request.logprobs is None else _logprob_writer(context, request)
-    return TextResponse(generation, writer)
+    return CompletionResponse(generation, writer, chat=False)
 
 
 # ---- prompts -----------------------------------------------------------------------------------

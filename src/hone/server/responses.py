@@ -14,6 +14,7 @@ HTTP status. After it, an error becomes an event and the stream ends without [DO
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from starlette.responses import Response
@@ -80,7 +81,7 @@ class EventStream:
 
 
 class LogprobWriter:
-    """Writes sampled tokens as entries of `logprobs`."""
+    """Writes sampled tokens as `logprobs` of a chat completion or a completion."""
 
     def __init__(self, piece: Callable[[int], bytes], *, as_ids: bool) -> None:
         """`piece` gives the bytes of a token; `as_ids` names tokens `token_id:N`."""
@@ -88,7 +89,6 @@ class LogprobWriter:
         self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """`logprobs` of a chat completion."""
         content = [
             {
                 **self._entry(token.id, token.logprob),
@@ -99,11 +99,8 @@ class LogprobWriter:
         return {"content": content, "refusal": None}
 
     def text(self, tokens: Sequence[SampledToken], offset: int) -> dict[str, Any]:
-        """`logprobs` of a completion; `offset` is where the text of these tokens begins."""
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(self._piece(token.id).decode(errors="replace"))
+        """`offset` is where the text of these tokens begins."""
+        lengths = [len(self._piece(token.id).decode(errors="replace")) for token in tokens]
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
@@ -111,7 +108,7 @@ class LogprobWriter:
                 {self._name(other): finite(logprob) for other, logprob in token.top}
                 for token in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": list(accumulate(lengths[:-1], initial=offset)),
         }
 
     def _name(self, token: int) -> str:
@@ -125,77 +122,93 @@ class LogprobWriter:
 
 
 class CompletionResponse:
-    """The response to one request; subclasses write its choices."""
+    """The response to one request: a chat completion, or the completion of a text."""
 
-    kind: str
-    chunk_kind: str
-    id_prefix: str
-
-    def __init__(self, generation: Generation, logprobs: LogprobWriter | None) -> None:
+    def __init__(
+        self, generation: Generation, logprobs: LogprobWriter | None, *, chat: bool
+    ) -> None:
         """Without a writer the response has no log-probabilities."""
         self._generation = generation
         self._logprobs = logprobs
+        self._chat = chat
         self._streamed: dict[int, int] = {}
-        """Characters that were sent of each choice."""
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The choices of the chunks that a piece becomes."""
-        raise NotImplementedError
-
-    def last_chunk(self, choice: Choice) -> dict[str, Any]:
-        """The end of a streamed choice."""
-        raise NotImplementedError
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """A whole choice."""
-        raise NotImplementedError
+        """Characters that were sent of each choice, once it has begun."""
 
     async def whole(self) -> dict[str, Any]:
         """Generate, and return the response as one object."""
         await self._generation.run()
-        return {
-            **self._head(self.kind),
-            "choices": [
-                {"index": choice.index, **self.choice(choice), **self._recorded(choice)}
-                for choice in self._generation.choices
-            ],
-            "usage": self._usage(),
-            **self._prompt(),
-        }
+        choices: list[dict[str, Any]] = []
+        for choice in self._generation.choices:
+            reply = choice.reply()
+            content = {"message": {**reply.message, "refusal": None}}
+            choices.append(
+                self._end(choice, content if self._chat else {"text": reply.content}, choice.tokens)
+            )
+        head = self._head("chat.completion" if self._chat else "text_completion")
+        return {**head, "choices": choices, "usage": self._usage(), **self._prompt()}
 
     async def stream(self, out: EventStream, *, include_usage: bool) -> None:
         """Generate, sending chunks; the last one of each choice follows when all are recorded."""
-        head = self._head(self.chunk_kind)
+        head = self._head("chat.completion.chunk" if self._chat else "text_completion")
         no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
 
         async def send(piece: Piece) -> None:
-            if choices := self.chunks(piece):
+            if choices := self._chunks(piece):
                 await out.send(*({**head, "choices": [c], **no_usage} for c in choices))
 
         await self._generation.run(send)
-        ends = [
-            {"index": choice.index, **self.last_chunk(choice), **self._recorded(choice)}
-            for choice in self._generation.choices
-        ]
+        empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        ends = [self._end(choice, empty, ()) for choice in self._generation.choices]
         await out.send(*({**head, "choices": [c], **no_usage, **self._prompt()} for c in ends))
         usage_chunk = {**head, "choices": [], "usage": self._usage()}
         await out.send(*([usage_chunk] if include_usage else []), done=True)
+
+    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """The choices of the chunks that a piece becomes; the last has all its log-probabilities."""
+        index, text = piece.choice.index, "".join(d.get("content", "") for d in piece.deltas)
+        opening = [] if index in self._streamed else [{"role": "assistant", "content": ""}]
+        offset = self._streamed.get(index, 0)
+        self._streamed[index] = offset + len(text)
+        contents: list[dict[str, Any]] = [{"text": text}] if text or self._logprobs else []
+        if self._chat:
+            contents = [{"delta": delta} for delta in (*opening, *piece.deltas)]
+            contents = contents or ([{"delta": {}}] if self._logprobs else [])
+        last = len(contents) - 1
+        return [
+            self._choice(index, content, piece.tokens if i == last else (), offset)
+            for i, content in enumerate(contents)
+        ]
+
+    def _end(
+        self, choice: Choice, content: dict[str, Any], tokens: Sequence[SampledToken]
+    ) -> dict[str, Any]:
+        """A whole choice, or its last chunk, with what hone adds."""
+        reply, step = choice.reply(), self._generation.context.policy.step
+        # Tool calls that do not parse; their text is in the content.
+        malformed = {"malformed": list(reply.malformed)} if reply.malformed else {}
+        recorded = {"token_ids": choice.ids, "policy_step": step, "call_id": choice.id}
+        written = self._choice(choice.index, content, tokens, 0)
+        return {**written, "finish_reason": reply.finish, **recorded, **malformed}
+
+    def _choice(
+        self, index: int, content: dict[str, Any], tokens: Sequence[SampledToken], offset: int
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs is not None and tokens:
+            writer = self._logprobs
+            logprobs = writer.chat(tokens) if self._chat else writer.text(tokens, offset)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _head(self, kind: str) -> dict[str, Any]:
         generation, policy = self._generation, self._generation.context.policy
         fingerprint = policy.adapter.sha256 if policy.adapter else generation.fingerprint
         return {
-            "id": self.id_prefix + generation.id,
+            "id": ("chatcmpl-" if self._chat else "cmpl-") + generation.id,
             "object": kind,
             "created": int(generation.created_at),
             "model": policy.asked,
             "system_fingerprint": f"fp_{fingerprint[:12]}",
         }
-
-    def _recorded(self, choice: Choice) -> dict[str, Any]:
-        """What hone adds to every choice: its ids, the step that answered, and its recorded call."""
-        step = self._generation.context.policy.step
-        return {"token_ids": choice.ids, "policy_step": step, "call_id": choice.id}
 
     def _prompt(self) -> dict[str, Any]:
         generation = self._generation
@@ -205,70 +218,3 @@ class CompletionResponse:
 
     def _usage(self) -> dict[str, int]:
         return usage(len(self._generation.prompt.ids), self._generation.num_sampled)
-
-
-class ChatResponse(CompletionResponse):
-    """chat.completion and chat.completion.chunk."""
-
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        index = piece.choice.index
-        deltas = list(piece.deltas)
-        if index not in self._streamed:
-            self._streamed[index] = 0
-            deltas.insert(0, {"role": "assistant", "content": ""})
-        if not deltas and self._logprobs is not None:
-            deltas = [{}]
-        choices = [
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            for delta in deltas
-        ]
-        if self._logprobs is not None and piece.tokens:
-            choices[-1]["logprobs"] = self._logprobs.chat(piece.tokens)
-        return choices
-
-    def last_chunk(self, choice: Choice) -> dict[str, Any]:
-        finish = choice.reply().finish
-        return {"delta": {}, "logprobs": None, "finish_reason": finish} | _malformed(choice)
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        reply = choice.reply()
-        return {
-            "message": {**reply.message, "refusal": None},
-            "logprobs": None if self._logprobs is None else self._logprobs.chat(choice.tokens),
-            "finish_reason": reply.finish,
-        } | _malformed(choice)
-
-
-class TextResponse(CompletionResponse):
-    """text_completion, streamed or not."""
-
-    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
-
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        index = piece.choice.index
-        text = "".join(delta.get("content", "") for delta in piece.deltas)
-        if not text and self._logprobs is None:
-            return []
-        offset = self._streamed.get(index, 0)
-        self._streamed[index] = offset + len(text)
-        logprobs = self._write_logprobs(piece.tokens, offset)
-        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]
-
-    def last_chunk(self, choice: Choice) -> dict[str, Any]:
-        return {"text": "", "logprobs": None, "finish_reason": choice.reply().finish}
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        reply = choice.reply()
-        logprobs = self._write_logprobs(choice.tokens, 0)
-        return {"text": reply.content, "logprobs": logprobs, "finish_reason": reply.finish}
-
-    def _write_logprobs(self, tokens: Sequence[SampledToken], offset: int) -> dict[str, Any] | None:
-        return None if self._logprobs is None else self._logprobs.text(tokens, offset)
-
-
-def _malformed(choice: Choice) -> dict[str, Any]:
-    """Tool calls that do not parse; their text is in the content."""
-    malformed = choice.reply().malformed
-    return {"malformed": list(malformed)} if malformed else {}
