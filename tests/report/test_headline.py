@@ -7,8 +7,8 @@ from tests.report.test_metrics import collected, job, rollout, started
 from tests.report.test_plots import validation
 from tests.report.test_report import finished, log
 
-from hone.report import plots, report
-from hone.report.headline import headline
+from hone.report import report
+from hone.report.headline import headline, plot_title
 from hone.report.outcome import measure
 
 
@@ -159,7 +159,7 @@ def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
     assert ", p = 0.25. This may be chance." in rests
     assert rests.endswith(f"{choice}; it and the first step then answered every example again.")
     assert measure(tmp_path).as_dict()["selection"] == {"chosen_of": 2, "fresh_answers": True}
-    title, note = plots.title(measure(tmp_path))
+    title, note = plot_title(measure(tmp_path))
     assert title == "Held-out reward 0.50 \u2192 0.88" and note.endswith(", step 2 answered again")
 
 

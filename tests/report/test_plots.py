@@ -11,6 +11,7 @@ from tests.report.test_metrics import collected, history_of, rollout, started
 
 from hone.report import plots
 from hone.report.estimate import Estimate
+from hone.report.headline import plot_title
 from hone.report.history import History
 from hone.report.outcome import Outcome
 from hone.report.plots import held_out_rewards, smoothed, training_rewards
@@ -38,7 +39,7 @@ def labels(lines: list[dict] | History) -> list[list[str]]:
 
 
 def title(lines: list[dict]) -> tuple[str, str]:
-    return plots.title(Outcome.of(history_of(lines)))
+    return plot_title(Outcome.of(history_of(lines)))
 
 
 def test_the_lines_are_the_numbers():

@@ -12,7 +12,8 @@ Where a step was chosen among several, `tried` names them all and the p value al
 Random draws are seeded, so a report that is written again says the same.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
@@ -62,15 +63,16 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
     The interval of rewards between 0 and 1 is cut to that range.
     """
-    mean = _interval(values)
-    if mean is None or mean.low is None or mean.high is None:
-        return mean
-    if min(values) >= 0 and max(values) <= 1:
-        return replace(mean, low=max(mean.low, 0.0), high=min(mean.high, 1.0))
-    return mean
+    return _interval(values, 0.0, 1.0) if _are_shares(values) else _interval(values)
 
 
-def _interval(values: Sequence[float]) -> Estimate | None:
+def _are_shares(rewards: Iterable[float]) -> bool:
+    return all(0 <= reward <= 1 for reward in rewards)
+
+
+def _interval(
+    values: Sequence[float], lowest: float = -math.inf, highest: float = math.inf
+) -> Estimate | None:
     if not values:
         return None
     n, mean = len(values), fmean(values)
@@ -78,7 +80,8 @@ def _interval(values: Sequence[float]) -> Estimate | None:
         return Estimate(mean, None, None, n)
     if min(values) == max(values):  # exactly, where sums would round
         return Estimate(values[0], values[0], values[0], n)
-    return Estimate(mean, *_t_interval(mean, stdev(values) / n**0.5, n - 1), n)
+    low, high = _t_interval(mean, stdev(values) / n**0.5, n - 1)
+    return Estimate(mean, max(low, lowest), min(high, highest), n)
 
 
 def _t_interval(mean: float, error: float, degrees: float) -> tuple[float, float]:
@@ -106,10 +109,11 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
     included. The p value is then that of the largest of their changes. The interval is that of
     `after` alone and does not allow for the choice. Rewards between 0 and 1 change by at most 1.
     """
-    change = _interval(list(changes(before, after).values()))
-    if change is None or change.low is None or change.high is None:
+    shares = _are_shares(r for side in (before, after) for all_ in side.values() for r in all_)
+    deltas = list(changes(before, after).values())
+    change = _interval(deltas, -1.0, 1.0) if shares else _interval(deltas)
+    if change is None or change.low is None:
         return change
-    low, high = change.low, change.high
     import numpy as np
 
     columns = list(by_example(before))
@@ -119,11 +123,7 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
         # An unknown change counts as 0, which no flip alters.
         row = np.array([known.get(example, 0.0) for example in columns])
         rows.append(row / max(len(known), 1))
-    change = replace(change, p=float(sign_flip_p(np.array(rows))))
-    rewards = [r for side in (before, after) for all_ in side.values() for r in all_]
-    if min(rewards) >= 0 and max(rewards) <= 1:
-        return replace(change, low=max(low, -1.0), high=min(high, 1.0))
-    return change
+    return replace(change, p=float(sign_flip_p(np.array(rows))))
 
 
 def sign_flip_p(changes: "ndarray") -> "ndarray":

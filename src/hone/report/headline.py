@@ -1,7 +1,7 @@
-"""Did the model get better: the first words of a report, and what they rest on.
+"""Did the model get better: the first words of a report and of a plot, and what they rest on.
 
 In:   an Outcome
-Out:  a headline, a few sentences, and a tone
+Out:  a headline, a few sentences, and a tone; the title of the reward plot
 
 A run that failed, was interrupted or learned nothing says that before anything else. The sentences
 name whatever makes two numbers less comparable than they look: the steps that are compared, examples
@@ -52,14 +52,14 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
     steps = f" from step {first.step} to step {last.step}" if last.step is not None else ""
     p = f", {p_value(gain)}" if gain.p is not None else ""
     change = f"The change{steps} is {interval(gain)}{_paired(outcome, gain)}{p}."
-    basis = [change, _certainty(outcome, gain), *_choice(outcome), *_failures(outcome)]
+    basis = [change, _certainty(outcome, gain), _choice(outcome), _failures(outcome)]
     if not outcome.held_out:
         epochs = f"epoch {first.epoch + 1} and epoch {last.epoch + 1}"
         training = (
             f"{missing}, so these are the rewards of {epochs} on the training examples, which "
         )
         basis = [f"{training}a model can memorize.", *hint, *basis]
-    return head, " ".join(basis), tone
+    return head, " ".join(filter(None, basis)), tone
 
 
 def _paired(outcome: Outcome, gain: Estimate) -> str:
@@ -94,32 +94,51 @@ def _certainty(outcome: Outcome, gain: Estimate) -> str:
     return text
 
 
-def _choice(outcome: Outcome) -> list[str]:
-    """How the step was chosen, and what that means for the numbers."""
+def _choice(outcome: Outcome) -> str:
+    """How the step was chosen, and what that means for the numbers; empty if none was."""
     compared = outcome.compared
     if compared is None or compared.chosen_of < 2:
-        return []
+        return ""
     chosen = f"The step was chosen as the best of {compared.chosen_of} validated steps"
     if compared.fresh:
-        return [f"{chosen}; it and the first step then answered every example again."]
-    same = "by these same answers. The p value allows for that choice; the interval does not."
-    return [f"{chosen} {same}"]
+        return f"{chosen}; it and the first step then answered every example again."
+    allowance = "The p value allows for that choice; the interval does not."
+    return f"{chosen} by these same answers. {allowance}"
 
 
-def _failures(outcome: Outcome) -> list[str]:
+def _failures(outcome: Outcome) -> str:
     """How many rollouts failed because of the model, and what reward they count as."""
     if outcome.compared is None:
-        return []
+        return ""
     before, after = outcome.compared.before, outcome.compared.after
-    if not before.policy_failures and not after.policy_failures:
-        return []
     reward = before.failure_reward if after.failure_reward is None else after.failure_reward
-    return [
+    if reward is None:
+        return ""
+    return (
         f"{before.failure_rate or 0.0:.0%} of the rollouts failed because of the model before and "
         f"{after.failure_rate or 0.0:.0%} after; each counts as {number(reward)} on both sides."
-    ]
+    )
 
 
 def _sentence(text: str | None) -> str:
     text = (text or "").strip()
     return f"{text[:1].upper()}{text[1:]}{'' if not text or text[-1] in '.!?' else '.'}"
+
+
+def plot_title(outcome: Outcome) -> tuple[str, str]:
+    """The result in a few words, and how certain it is."""
+    first, last, gain, compared = outcome.baseline, outcome.tuned, outcome.gain, outcome.compared
+    if first and last and gain:
+        what = "Held-out" if outcome.held_out else "Training"
+        again = f"step {last.step} answered again" if compared and compared.fresh else ""
+        notes = interval(gain), counted(gain.n, "example"), p_value(gain), again
+        text = f"{what} reward {number(first.mean)} \u2192 {number(last.mean)}"
+        return text, ", ".join(filter(None, notes))
+    history = outcome.history
+    for what, means in {
+        "Training": [r.metrics.get("avg_reward") for r in history.rounds],
+        "Held-out": [v.mean for v in history.validations],
+    }.items():
+        if known := [mean for mean in means if mean is not None]:
+            return f"{what} reward {number(known[-1])}", ""
+    return "No reward" if history.finished else "No reward yet", ""

@@ -249,10 +249,8 @@ class History:
     @property
     def dropped(self) -> Counter[str]:
         """Rollouts that were not trained on, by reason."""
-        total: Counter[str] = Counter()
-        for r in self.rounds:
-            total.update((r.collected and r.collected.dropped) or {})
-        return total
+        by_round = (Counter((r.collected and r.collected.dropped) or {}) for r in self.rounds)
+        return sum(by_round, start=Counter[str]())
 
     @property
     def failures(self) -> Counter[str]:

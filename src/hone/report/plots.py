@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from hone.disk import write_atomic
 from hone.events import JobFailed
 from hone.report.estimate import Estimate, Rewards, by_example, estimate
+from hone.report.headline import plot_title
 from hone.report.history import History, Round
 from hone.report.outcome import Outcome
-from hone.report.text import counted, interval, number, p_value
+from hone.report.text import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,25 +60,6 @@ def _reward(rewards: Rewards, mean: float | None) -> Estimate | None:
     if value is None or value.low is None or value.high is None:
         return Estimate(mean, mean, mean, len(rewards))
     return replace(value, mean=mean, low=min(value.low, mean), high=max(value.high, mean))
-
-
-def title(outcome: Outcome) -> tuple[str, str]:
-    """The result in a few words, and how certain it is."""
-    history = outcome.history
-    first, last, gain, compared = outcome.baseline, outcome.tuned, outcome.gain, outcome.compared
-    if first and last and gain:
-        what = "Held-out" if outcome.held_out else "Training"
-        again = f"step {last.step} answered again" if compared and compared.fresh else ""
-        notes = interval(gain), counted(gain.n, "example"), p_value(gain), again
-        text = f"{what} reward {number(first.mean)} \u2192 {number(last.mean)}"
-        return text, ", ".join(filter(None, notes))
-    for what, points in (
-        ("Training", training_rewards(history)),
-        ("Held-out", held_out_rewards(history)),
-    ):
-        if known := [value.mean for _, value in points if value]:
-            return f"{what} reward {number(known[-1])}", ""
-    return "No reward" if history.finished else "No reward yet", ""
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -123,7 +105,7 @@ def reward_figure(history: History) -> "Figure":
     for axis, (points, colour) in ends.items():
         _label_last(axis, points, colour)
         _frame(axis, "reward" if two or not evaluator else f"reward: {evaluator[:24]}")
-    _title(above, *title(Outcome.of(history)), above=12 + 17 * _legend(above))
+    _title(above, *plot_title(Outcome.of(history)), above=12 + 17 * _legend(above))
     if two:
         _legend(below)
     if strip:
@@ -172,9 +154,19 @@ def _line(
         zorder=5 if dots else 6,
     )
     if gaps:
-        cross: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 2, "zorder": 7}
-        cross |= {"linestyle": "none", "clip_on": False, "color": colour, "label": gap}
-        axis.plot(gaps, [0.025] * len(gaps), transform=axis.get_xaxis_transform(), **cross)
+        axis.plot(
+            gaps,
+            [0.025] * len(gaps),
+            transform=axis.get_xaxis_transform(),
+            color=colour,
+            linestyle="none",
+            marker="x",
+            markersize=7,
+            markeredgewidth=2,
+            clip_on=False,
+            label=gap,
+            zorder=7,
+        )
 
 
 def _learned_from(axis: "Axes", rounds: list[Round]) -> None:
@@ -182,18 +174,32 @@ def _learned_from(axis: "Axes", rounds: list[Round]) -> None:
     means = [r.metrics.get("filtered_avg_reward") for r in rounds]
     if any(mean != r.metrics.get("avg_reward") for r, mean in zip(rounds, means, strict=True)):
         ys = smoothed([math.nan if m is None else m for m in means], _window(len(means)))
-        style: dict[str, Any] = {"linestyle": (0, (1, 1.6)), "linewidth": 1.4, "zorder": 4}
-        axis.plot([r.trained for r in rounds], ys, color=DEEP, label="learned from", **style)
+        axis.plot(
+            [r.trained for r in rounds],
+            ys,
+            color=DEEP,
+            linestyle=(0, (1, 1.6)),
+            linewidth=1.4,
+            label="learned from",
+            zorder=4,
+        )
 
 
 def _events(axis: "Axes", history: History) -> None:
     """A ring for the best step, vertical lines for what happened to the run."""
     best = history.best
     if best is not None and best is not history.scored[-1] and best.step is not None:
-        ring: dict[str, Any] = {"linestyle": "none", "marker": "o", "fillstyle": "none"}
-        ring |= {"markersize": 13, "markeredgewidth": 1.3, "zorder": 7}
         axis.plot(
-            [best.epoch], [best.mean or 0.0], color=INK, label=f"best, step {best.step}", **ring
+            [best.epoch],
+            [best.mean or 0.0],
+            color=INK,
+            linestyle="none",
+            marker="o",
+            fillstyle="none",
+            markersize=13,
+            markeredgewidth=1.3,
+            label=f"best, step {best.step}",
+            zorder=7,
         )
     failed = [r.trained for r in history.rounds if isinstance(r.job, JobFailed)]
     for xs, colour, dashes, name in (
@@ -209,10 +215,8 @@ def _label_last(axis: "Axes", points: list[Point], colour: str) -> None:
     """The last reward, beside its point."""
     known = [(x, value.mean) for x, value in points if value]
     if len(known) > 1:
-        at: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
-        axis.annotate(
-            number(known[-1][1]), known[-1], **at, fontsize=10, fontweight="bold", color=colour
-        )
+        style = {"va": "center", "fontsize": 10, "fontweight": "bold", "color": colour}
+        _annotate(axis, number(known[-1][1]), known[-1], (9, 0), **style)
 
 
 def _frame(axis: "Axes", label: str) -> None:
@@ -239,9 +243,9 @@ def _strip(axis: "Axes", shares: list[tuple[float, float]]) -> None:
     span = axis.get_xlim()[1] - axis.get_xlim()[0]
     if any(b[0] - a[0] < 0.05 * span for a, b in pairwise(levels)):  # too close to be read
         levels = levels[-1:]
-    at: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
     for x, share in levels:
-        axis.annotate(f"{share:.0%}", (x, 100 * share), **at, fontsize=8.5, color=INK)
+        place, style = (x, 100 * share), {"va": "top", "fontsize": 8.5, "color": INK}
+        _annotate(axis, f"{share:.0%}", place, (3, -3), **style)
 
 
 # ---- the other plots ------------------------------------------------------------------------------
@@ -296,10 +300,16 @@ def learning(history: History) -> bytes | None:
         _style(axis)
         points = [(r.trained, m.get(key)) for r, m in zip(history.rounds, measured, strict=True)]
         ys = [math.nan if y is None else y for _, y in points]
-        style: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3.5}
-        if len(ys) > MANY:
-            style = {"linewidth": 0.9}
-        axis.plot([x for x, _ in points], ys, color=COOL, clip_on=False, **style)
+        many = len(ys) > MANY
+        axis.plot(
+            [x for x, _ in points],
+            ys,
+            color=COOL,
+            linewidth=0.9 if many else 1.6,
+            marker="" if many else "o",
+            markersize=3.5,
+            clip_on=False,
+        )
         # Mismatches below 1e-6 are rounding errors.
         top = max([1e-6, *(y for y in ys if not math.isnan(y))])
         axis.set_ylim(min([0.0, *ys]), 1.05 if key == "flat" else 1.15 * top)
@@ -340,11 +350,17 @@ def _style(axis: "Axes") -> None:
 
 def _title(axis: "Axes", text: str, note: str, *, above: float) -> None:
     """Two lines, `above` the axis by so many points."""
-    place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    place |= {"xy": (0.0, 1.0), "va": "bottom", "annotation_clip": False}
-    axis.annotate(note, xytext=(0.0, above), fontsize=10, color=SOFT, **place)
-    bold: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": INK}
-    axis.annotate(text, xytext=(0.0, above + 18), **bold, **place)
+    place = {"xycoords": "axes fraction", "va": "bottom", "annotation_clip": False}
+    _annotate(axis, note, (0.0, 1.0), (0.0, above), fontsize=10, color=SOFT, **place)
+    bold = {"fontsize": 13, "fontweight": "bold", "color": INK}
+    _annotate(axis, text, (0.0, 1.0), (0.0, above + 18), **bold, **place)
+
+
+def _annotate(
+    axis: "Axes", text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
+) -> None:
+    """`offset` is in points."""
+    axis.annotate(text, at, offset, textcoords="offset points", **style)
 
 
 def _legend(axis: "Axes") -> int:

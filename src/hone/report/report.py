@@ -22,7 +22,7 @@ from hone.disk import write_atomic
 from hone.report import plots
 from hone.report.diagnosis import FLAT, diagnosis
 from hone.report.examples import Example, pick, request
-from hone.report.headline import headline
+from hone.report.headline import headline, plot_title
 from hone.report.history import History
 from hone.report.outcome import Outcome, PolicyReward, measure
 from hone.report.text import counted, duration, interval, number, signed
@@ -100,7 +100,7 @@ def content(outcome: Outcome) -> dict[str, Any]:
         "headline": head,
         "basis": basis,
         "tone": tone,
-        "plot_title": plots.title(outcome)[0],
+        "plot_title": plot_title(outcome)[0],
         "tiles": _tiles(outcome),
         "diagnosis": None if outcome.verdict == "better" else diagnosis(history),
         "groups": groups,
