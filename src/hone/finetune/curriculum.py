@@ -104,7 +104,8 @@ class Curriculum:
         if len(groups) == 1:
             # One group cannot be ranked; of its trajectories a share may still be drawn.
             self.state["included_groups"] = {example_of(groups[0], 0)}
-            return _with(collection, [_drawn(groups[0], config.random_subsample, draw)])
+            only = [_drawn(groups[0], config.random_subsample, draw)]
+            return collection.model_copy(update={"trajectories": only})
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
         apart = spreads(groups, comparison or Comparison())
@@ -131,7 +132,7 @@ class Curriculum:
                 ]
         before = self.state["included_groups"] if round else set()
         self.state["included_groups"] = before | {ids[i] for i in chosen}
-        return _with(collection, [groups[i] for i in chosen])
+        return collection.model_copy(update={"trajectories": [groups[i] for i in chosen]})
 
     def snapshot(self) -> dict[str, Any]:
         """Everything it remembers, as JSON values."""
@@ -189,10 +190,6 @@ def _drawn(
     if wanted >= len(group):
         return group
     return [group[place] for place in sorted(draw.sample(range(len(group)), wanted))]
-
-
-def _with(collection: TrajectoryCollection, groups: list[list[Trajectory]]) -> TrajectoryCollection:
-    return collection.model_copy(update={"trajectories": groups})
 
 
 # ---- which groups teach anything ----------------------------------------------------------------

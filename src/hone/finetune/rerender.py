@@ -122,7 +122,7 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
     for group in collection.trajectories:
         sent = []
         for trajectory in group:
-            wrong = None if _recorded(trajectory) else _wrong_order(trajectory)
+            wrong = _wrong_order(trajectory) if _calls(trajectory) is None else None
             if wrong is None:
                 sent.append(_sent(trajectory))
             else:
@@ -158,10 +158,10 @@ def _wrong_order(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _recorded(trajectory: Trajectory) -> bool:
-    """Whether a hone server holds its tokens."""
+def _calls(trajectory: Trajectory) -> list[str] | None:
+    """The trained calls that a hone server recorded; None where only the text is known."""
     metadata = trajectory.metadata or {}
-    return bool(metadata.get("rollout")) and metadata.get("calls") is not None
+    return metadata.get("calls") if metadata.get("rollout") else None
 
 
 def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
@@ -184,10 +184,8 @@ def _sent(trajectory: Trajectory) -> SentTrajectory:
         "shaped_rewards": trajectory.shaped_rewards,
         "metadata": {k: v for k, v in metadata.items() if isinstance(v, float | int | str | bool)},
     }
-    if _recorded(trajectory):
-        return SentTrajectory(
-            rollout=metadata["rollout"], trained_calls=list(metadata["calls"]), **fields
-        )
+    if (calls := _calls(trajectory)) is not None:
+        return SentTrajectory(rollout=metadata["rollout"], trained_calls=calls, **fields)
     first, *others = conversations(trajectory)
     tools = metadata.get("tools")
     return SentTrajectory(
