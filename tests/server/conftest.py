@@ -33,7 +33,9 @@ T = TypeVar("T")
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 512, 64, 128, 2, 4, 2
 
 
-def write_model(directory: Path, tokenizer: Any, *, seed: int = 0, positions: int = 512) -> Path:
+def write_model(
+    directory: Path, tokenizer: Any, *, seed: int = 0, positions: int = 512, hidden: int = HIDDEN
+) -> Path:
     """A random Llama with this tokenizer; weights drawn wide, so that its answers differ."""
     from safetensors.numpy import save_file
 
@@ -41,7 +43,7 @@ def write_model(directory: Path, tokenizer: Any, *, seed: int = 0, positions: in
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
         "intermediate_size": INNER,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
@@ -54,27 +56,27 @@ def write_model(directory: Path, tokenizer: Any, *, seed: int = 0, positions: in
         "eos_token_id": tokenizer.eos_token_id,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    draw, kv = np.random.default_rng(seed), HIDDEN // HEADS * KV_HEADS
+    draw, kv = np.random.default_rng(seed), hidden // HEADS * KV_HEADS
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.embed_tokens.weight": (VOCAB, hidden),
+        "lm_head.weight": (VOCAB, hidden),
     }
     for i in range(LAYERS):
         at = f"model.layers.{i}"
         shapes |= {
-            f"{at}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-            f"{at}.self_attn.k_proj.weight": (kv, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": (kv, HIDDEN),
-            f"{at}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-            f"{at}.mlp.gate_proj.weight": (INNER, HIDDEN),
-            f"{at}.mlp.up_proj.weight": (INNER, HIDDEN),
-            f"{at}.mlp.down_proj.weight": (HIDDEN, INNER),
+            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{at}.self_attn.k_proj.weight": (kv, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{at}.mlp.gate_proj.weight": (INNER, hidden),
+            f"{at}.mlp.up_proj.weight": (INNER, hidden),
+            f"{at}.mlp.down_proj.weight": (hidden, INNER),
         }
     weights = {k: (0.2 * draw.standard_normal(s)).astype(np.float32) for k, s in shapes.items()}
     norms = ["model.norm.weight"]
     for i in range(LAYERS):
         norms += [f"model.layers.{i}.{n}_layernorm.weight" for n in ("input", "post_attention")]
-    weights |= {name: np.ones(HIDDEN, np.float32) for name in norms}
+    weights |= {name: np.ones(hidden, np.float32) for name in norms}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(directory)
     return directory

@@ -103,7 +103,7 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--engine", "vllm"], "not in this version"),
+        (["--engine", "vllm", "--engine-python", "/no/python"], "--engine-python /no/python: "),
         (["--engine", "abacus"], "--engine 'abacus'"),
         (["--port", "70000"], "--port 70000"),
         (["--trust-network", "10.0.0.0/99"], "--trust-network"),

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +45,7 @@ class LocalBackend(RemoteBackend):
         api_key: str | None = None,
         log_level: str = "info",
         share: bool = False,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """Starts nothing yet; the first use does, or entering it as a context manager.
 
@@ -54,11 +56,13 @@ class LocalBackend(RemoteBackend):
                 by default $HONE_API_KEY.
             log_level: debug, info, warning or error.
             share: use the server that another process runs on this path, if there is one.
+            settings: further options of `hone serve` by name, such as {"engine": "vllm"}.
         """
         super().__init__("http://127.0.0.1:0", api_key)
         self.root = Path(path).absolute()
         self.log_level = log_level
         self.share = share
+        self.settings = dict(settings or {})
         self._shared_pid: int | None = None
         """Process of the server that is shared; None for one of our own."""
         self._lock = threading.Lock()
@@ -180,6 +184,8 @@ class LocalBackend(RemoteBackend):
         ready, tell = os.pipe()
         command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(self.root)]
         command += ["--port", "0", "--inference-port", "-1", "--log-level", self.log_level]
+        for name, value in self.settings.items():
+            command += [f"--{name.replace('_', '-')}", value]
         owned = {"HONE_OWNED": "1", "HONE_READY_FD": str(tell)}
         key = {"HONE_API_KEY": self.api_key} if self.api_key else {}
         self._owner = os.getpid()

@@ -86,7 +86,9 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.comparison = Comparison(credit=training.credit, baseline=training.baseline)
         key = None if config.api_key == "default" and config.ip is None else config.api_key
         self.backend: RemoteBackend = (
-            LocalBackend(config.root, api_key=key, log_level="warning")
+            LocalBackend(
+                config.root, api_key=key, log_level="warning", settings=config.server_options()
+            )
             if config.url is None
             else RemoteBackend(config.url, key)
         )

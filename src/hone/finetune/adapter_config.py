@@ -54,6 +54,12 @@ class ARTBackendConfig(Strict):
     beside it; the rest does not apply to a running server and is named in the log."""
     root: Path = Path(".hone")
     """Directory in which the run's own server keeps its state."""
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """Inference engine of the run's own server, as `hone serve --engine`."""
+    engine_python: Path | None = None
+    """Python interpreter with vLLM for the run's own server, as `hone serve --engine-python`."""
+    engine_url: str | None = None
+    """Running vLLM for the run's own server to use, as `hone serve --engine-url`."""
     rank: int = Field(8, gt=0, le=512)
     """LoRA rank."""
     alpha: float = Field(16.0, gt=0)
@@ -107,7 +113,22 @@ class ARTBackendConfig(Strict):
                 f"inference_port is {self.inference_port} but ip is not set: a server of this "
                 "run's own picks its ports; remove inference_port, or set ip and port"
             )
+        engine = [k for k in self.server_options() if self.ip is not None]
+        if engine:
+            raise ValueError(
+                f"{engine[0]} is for a server of this run's own, and ip is {self.ip!r}; remove one "
+                "of the two, or start that server with the option"
+            )
         return self
+
+    def server_options(self) -> dict[str, str]:
+        """Settings of the run's own server that are not the default, by name."""
+        names = ("engine", "engine_python", "engine_url")
+        return {
+            name: str(getattr(self, name))
+            for name in names
+            if getattr(self, name) != type(self).model_fields[name].default
+        }
 
 
 class ARTTrainingConfig(TrainConfig, Strict):

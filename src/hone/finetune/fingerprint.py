@@ -52,6 +52,9 @@ FREE = (
     "trainer_adapters.*.backend.port",
     "trainer_adapters.*.backend.inference_port",
     "trainer_adapters.*.backend.root",
+    "trainer_adapters.*.backend.engine",
+    "trainer_adapters.*.backend.engine_python",
+    "trainer_adapters.*.backend.engine_url",
     "llms.*.base_url",
 )
 """Keys that may differ from one start to the next."""

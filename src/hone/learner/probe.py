@@ -40,13 +40,15 @@ class Reach:
     """Tokens before the first trained one; None: all of them."""
     span: int | None = None
     """Tokens from the first trained one on; None: to the end."""
+    longest: int | None = None
+    """Tokens of one call: an engine that scores a sequence holds all its logits at once."""
 
 
-WHOLE = Reach(calls=4, tokens=320)
+WHOLE = Reach(calls=4, tokens=320, longest=512)
 SHORT = Reach(calls=4, tokens=96, context=24, span=24)
 """In a window tokens move half as far as in their whole context. In float32 that is still sixty times
 the numerical difference of two programs (SmolLM2, learning rate 1e-5), for a third of the work. In
-bfloat16 that difference is as large as a step's movement, so whole calls are scored."""
+bfloat16 that difference is as large as a step's movement, so calls are scored whole up to 512 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,9 @@ class _Window:
         first = int(own[0])
         start = 0 if reach.context is None else max(0, first - reach.context)
         stop = len(call.ids) if reach.span is None else first + reach.span
+        if reach.longest is not None and stop - start > reach.longest:
+            stop = min(stop, first + reach.longest // 4)
+            start = max(0, stop - reach.longest)
         ids = call.ids[start:stop]
         known = max((_same(ids, other) for other in others), default=0)
         own = own[own < stop] - start

@@ -6,6 +6,7 @@ Out:  ModelFiles; what is missing from an incomplete directory
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Place = Literal["directory", "gguf", "cache", "hub", "wheel"]
+_LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\bexperts\b)(?:\w+\.)*(\w+)\.weight$")
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
 CONSOLIDATED = "consolidated*.safetensors"
 """The same weights once more, in the layout of Mistral's own library."""
 
@@ -100,6 +103,23 @@ def weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         return sorted(directory / name for name in _shards(index))
     return sorted(f for f in directory.glob("*.safetensors") if not f.match(CONSOLIDATED))
+
+
+def linear_names(files: Iterable[Path]) -> set[str]:
+    """Names of the linear layers in these safetensors: `q_proj`, `down_proj`, ...
+
+    Without embeddings, the head, experts and their routers.
+    """
+    names: set[str] = set()
+    for file in files:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+        for tensor, entry in header.items():
+            match = _LINEAR.search(tensor)
+            if match and len(entry.get("shape", ())) == 2:
+                names.add(match[1])
+    return names - _ROUTERS
 
 
 def missing_file(directory: Path) -> str | None:

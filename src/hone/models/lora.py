@@ -77,7 +77,7 @@ class Lora:
         settings = json.loads((directory / "adapter_config.json").read_text())
         _check(settings, where=directory / "adapter_config.json")
         rank = settings["r"]
-        tensors = _read(directory / "adapter_model.safetensors", device)
+        tensors = read_tensors(directory / "adapter_model.safetensors", device)
 
         def take(name: str, *shape: int) -> Tensor:
             return _matching(tensors.pop(name, None), shape, name, directory).to(torch.float32)
@@ -207,7 +207,7 @@ def _stem(path: str) -> str:
     return f"base_model.model.{path}"
 
 
-def _read(file: Path, device: str | torch.device) -> dict[str, Tensor]:
+def read_tensors(file: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read a safetensors file; float32 tensors on a CPU are views of one buffer.
 
     `load_file` makes hundreds of tensors one by one while it holds the interpreter's lock: requests

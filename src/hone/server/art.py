@@ -177,7 +177,7 @@ def _record(state: State, model: ArtModel) -> ModelRecord:
             f"model {str(model.key)!r}: {same[0]!r} has the same name, and ART's clients ask for a "
             "model by its name without the project. Choose another name."
         )
-    record, _ = registered(state, model_spec(model))
+    record, _ = registered(state, model_spec(model, state.serving.choice.check_arg()))
     return record
 
 

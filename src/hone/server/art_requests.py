@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from hone.server.engine_choice import CheckArg
 from hone.server.model_args import DEVICES, Read, check_only, flat, read_args
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Failure, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
@@ -200,10 +201,12 @@ class KeepRequest(_Request):
 # ---- keys -------------------------------------------------------------------------------------
 
 
-def model_spec(model: ArtModel) -> ModelSpec:
+def model_spec(model: ArtModel, check_arg: CheckArg | None = None) -> ModelSpec:
     """The model to register. Loads nothing: ART's clients wait five seconds for this."""
     assert model.base_model is not None, "art.py registers only models that can be trained"
-    spec, defaults = read_args(model.internal or {}, base_model=model.base_model, root=(INTERNAL,))
+    spec, defaults = read_args(
+        model.internal or {}, base_model=model.base_model, root=(INTERNAL,), check_arg=check_arg
+    )
     return spec.checked(
         ModelSpec,
         name=model.name,

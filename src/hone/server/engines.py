@@ -119,7 +119,7 @@ class _Usage:
     opened_at: float = 0.0
     retry_at: float = 0.0
     """When it may be opened again after a failure."""
-    failed: Engine | None = None
+    old: Engine | None = None
     """Closed before the next one is opened: there may be no memory for both."""
     restart: asyncio.TimerHandle | None = None
 
@@ -134,6 +134,8 @@ class Engines:
         self._tokenizers: dict[str, asyncio.Task[BaseTokenizer]] = {}
         self._bases: dict[str, asyncio.Task[Base]] = {}
         self._usage: dict[str, _Usage] = {}
+        self.outdated: set[str] = set()
+        """Base models whose engine is opened again, with other arguments, once nobody uses it."""
         self._pauses = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -148,6 +150,11 @@ class Engines:
         """A base model with its engine. All callers share one load; a failed load may be retried."""
         self._check(base_model)
         usage = self._usage_of(base_model)
+        if base_model in self.outdated and not usage.users:
+            self.outdated.discard(base_model)
+            if (base := self.loaded().get(base_model)) is not None:
+                usage.old = base.engine  # closed before the next one opens
+                del self._bases[base_model]
         wait_s = usage.retry_at - time.monotonic()
         if wait_s > 0:
             raise Unavailable(
@@ -179,6 +186,9 @@ class Engines:
             usage.used_at = time.monotonic()
             self._check(base_model)
 
+    def in_use(self, base_model: str) -> bool:
+        return self._usage_of(base_model).users > 0
+
     async def close_idle(self, idle_s: float) -> None:
         """Close engines that nobody has used for so long; the next request opens another."""
         for name, base in self.loaded().items():
@@ -193,8 +203,8 @@ class Engines:
         restarts = [usage.restart for usage in self._usage.values() if usage.restart is not None]
         for load in (*restarts, *self._tokenizers.values(), *self._bases.values()):
             load.cancel()
-        failed = [usage.failed for usage in self._usage.values() if usage.failed is not None]
-        engines = [*failed, *(base.engine for base in self.loaded().values())]
+        old = [usage.old for usage in self._usage.values() if usage.old is not None]
+        engines = [*old, *(base.engine for base in self.loaded().values())]
         await asyncio.gather(*(engine.close() for engine in engines))
         self._bases.clear()
 
@@ -219,9 +229,9 @@ class Engines:
     async def _open(self, base_model: str) -> Base:
         tokenizer = await self.template(base_model)
         usage = self._usage_of(base_model)
-        if usage.failed is not None:
-            await usage.failed.close()
-            usage.failed = None
+        if usage.old is not None:
+            await usage.old.close()
+            usage.old = None
         say("loading", base_model=base_model)
         engine = await asyncio.to_thread(self._open_engine, base_model)
         if self._pauses:  # it sleeps until the end of the pause, like the others
@@ -245,7 +255,7 @@ class Engines:
         usage.part.fail(failure)
         failure.__traceback__ = None  # it is logged; its frames would keep the old weights alive
         del self._bases[base_model]
-        usage.failed = base.engine
+        usage.old = base.engine
         failures = usage.part.failures
         wait_s = backoff_s(failures - 1) if failures > 1 else 0.0
         usage.retry_at = time.monotonic() + wait_s

@@ -16,7 +16,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hone.errors import ConfigError, ModelNotFound, Unprocessable, did_you_mean
+from hone.inference.vllm_args import GPU_IDS
 from hone.models.find import check_exists
+from hone.server.engine_choice import CheckArg
 from hone.types import FieldError, ModelSpec, TrainConfig
 from hone.wire.errors import brief
 
@@ -122,12 +124,27 @@ class Read:
 
 
 def read_args(
-    sections: Mapping[str, Any], *, base_model: str, root: Path = ()
+    sections: Mapping[str, Any],
+    *,
+    base_model: str,
+    root: Path = (),
+    check_arg: CheckArg | None = None,
 ) -> tuple[Read, Read]:
-    """The fields of ModelSpec and of TrainConfig in the sections, checked key by key."""
+    """The fields of ModelSpec and of TrainConfig in the sections, checked key by key.
+
+    `check_arg` checks arguments of the engine, which are then a field of ModelSpec.
+    """
     spec, defaults = Read(root, ONLY | dict.fromkeys(_MODELS, (base_model,))), Read(root)
+    engine_args: dict[str, Any] = {}
     for name, value in flat(sections, SECTIONS, root):
+        section, _, key = name.rpartition(".")
+        if check_arg and name not in _MODELS and (section == "engine_args" or key == GPU_IDS):
+            check_arg(".".join(map(str, (*root, name))), key, value)
+            engine_args[key] = value
+            continue
         (defaults if name in _DEFAULTS else spec).take(name, value, _DEFAULTS | _SPEC)
+    if engine_args:
+        spec.fields["engine_args"], spec.paths["engine_args"] = engine_args, (*root, "engine_args")
     defaults.checked(TrainConfig)
     return spec, defaults
 
@@ -158,11 +175,11 @@ def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
 # ---- one model ------------------------------------------------------------------------------
 
 
-def checked_spec(spec: ModelSpec) -> ModelSpec:
+def checked_spec(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpec:
     """The model with its sections translated; refuses one that cannot be stored or trained."""
     for field_name, value in spec.model_dump().items():
         json_text(value, (field_name,))
-    spec = settled(spec)
+    spec = settled(spec, check_arg)
     train_config({}, spec.defaults, "defaults")
     return spec
 
@@ -176,11 +193,10 @@ def check_base_model(spec: ModelSpec) -> None:
         raise Unprocessable([FieldError(("base_model",), message)]) from None
 
 
-def settled(spec: ModelSpec) -> ModelSpec:
+def settled(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpec:
     """The same model with hone's own keys only; two keys that disagree are refused."""
-    own, defaults = read_args(
-        {name: getattr(spec, name) for name in OWN_SECTIONS}, base_model=spec.base_model
-    )
+    sections = {name: getattr(spec, name) for name in OWN_SECTIONS}
+    own, defaults = read_args(sections, base_model=spec.base_model, check_arg=check_arg)
     fields = spec.model_dump(exclude=set(OWN_SECTIONS))
     # A field at its default does not count as set: clients send whole models.
     sent = {k: v for k, v in fields.items() if v != ModelSpec.model_fields[k].default}

@@ -32,7 +32,6 @@ from hone.server.listen import (
     port_of,
     raise_descriptor_limit,
 )
-from hone.server.serving import open_embedded
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import start_logging, stop_logging
@@ -116,8 +115,10 @@ async def _serve(
     fresh_key: str | None,
     echo: Callable[[str], None],
 ) -> None:
-    open_engine = without_gc_pauses(lambda name: open_embedded(name, settings))
-    state = State.open(settings, open_engine=open_engine)
+    state = State.open(settings, around_open=without_gc_pauses)
+    choice = state.serving.choice
+    if settings.engine == "vllm":  # what is missing is refused now rather than at first use
+        say("engine", engine=choice.describe())
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
     servers = [AppServer(app, settings) for app, _ in zip(apps, sockets, strict=False)]
@@ -128,6 +129,7 @@ async def _serve(
         # Streams that wait for a job end at once: the server would wait for them.
         state.jobs.stop_waiting()
         closing.append(asyncio.create_task(state.service.close()))
+        closing.append(asyncio.create_task(asyncio.to_thread(choice.close)))
         for server in servers:
             server.should_exit = True
 

@@ -20,11 +20,14 @@ from hone.inference.base import AdapterRef, Engine
 from hone.logs import say
 from hone.models.find import canonical, find
 from hone.server.auth import may_load
+from hone.server.engine_choice import EngineChoice
 from hone.server.engines import Base, Engines
 from hone.server.settings import Settings
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
-from hone.types import ModelKey, RunSpec
+from hone.types import ModelKey, ModelSpec, RunSpec
+
+OpenEngine = Callable[[str], Engine]
 
 _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
 
@@ -67,17 +70,20 @@ class Serving:
         models: ModelStore,
         checkpoints: Checkpoints,
         settings: Settings,
-        open_engine: Callable[[str], Engine] | None = None,
+        open_engine: OpenEngine | None = None,
+        around_open: Callable[[OpenEngine], OpenEngine] = lambda open_engine: open_engine,
     ) -> None:
         """`open_engine` loads a base model by name; it runs in a thread."""
         self._models = models
         self._checkpoints = checkpoints
         self._settings = settings
-        open_engine = open_engine or (lambda name: open_embedded(name, settings))
+        chosen = settings if open_engine is None else _with_embedded(settings)
+        self.choice = EngineChoice(chosen, models)
+        open_engine = around_open(open_engine or self.choice.open)
         engines = self._engines = Engines(settings, open_engine)
         self.template, self.base, self.holding = engines.template, engines.get, engines.using
         self.paused, self.ready, self.status = engines.paused, engines.ready, engines.status
-        self.close_idle, self.close = engines.close_idle, engines.close
+        self.close_idle = engines.close_idle
         self._logged: set[tuple[str, str]] = set()
         """Runs and base models for which the log says what the base model's name means."""
         self._answering = 0
@@ -277,16 +283,24 @@ class Serving:
             if not self._answering:
                 self._idle.set()
 
+    def register(self, spec: ModelSpec) -> None:
+        """Check a model's engine_args; an engine with other ones is opened again. Blocking."""
+        base_model = canonical(spec.base_model)
+        spec = spec.model_copy(update={"base_model": base_model})
+        if self.choice.register(spec, self._engines.in_use(base_model)):
+            self._engines.outdated.add(base_model)
+
+    async def close(self) -> None:
+        """Close every engine and cancel the loads under way."""
+        await asyncio.to_thread(self.choice.close)
+        await self._engines.close()
+
     async def drain(self, deadline_s: float) -> None:
         """Wait until no request is being answered, so that all are recorded."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
 
 
-def open_embedded(name: str, settings: Settings) -> Engine:
-    # Here, because torch takes seconds to load and `hone serve` is up without it.
-    from hone.inference.embedded import EmbeddedEngine
-    from hone.models.machine import choose
-
-    device, dtype = choose(settings.device)
-    return EmbeddedEngine.open(name, device=device, dtype=dtype)
+def _with_embedded(settings: Settings) -> Settings:
+    """For an engine of the caller's own, to which vLLM's arguments do not apply."""
+    return settings.model_copy(update={"engine": "embedded", "engine_url": None})

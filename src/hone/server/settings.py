@@ -39,8 +39,15 @@ class Settings(Strict):
     """Port of the training API and the OpenAI API; 0 takes a free one."""
     inference_port: int | None = Field(default=8000, ge=0, le=65535)
     """Port of the OpenAI API alone; 0 takes a free one, -1 opens none."""
-    engine: Literal["auto", "embedded"] = "auto"
-    """Inference engine; auto takes the best one for this machine."""
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """Inference engine: embedded computes in this process, vllm starts vLLM in a process of its own.
+    auto takes vllm if it is installed and the machine has a CUDA GPU, else embedded."""
+    engine_python: Path | None = None
+    """Python interpreter with vLLM, for example of another virtual environment. By default the one
+    that runs this server."""
+    engine_url: str | None = None
+    """Address of a vLLM server that runs already, instead of one of this server's own. It must see
+    this server's root under the same path. A publish is then proved by log-probabilities alone."""
     api_key: str | None = None
     """Key that clients must send as a bearer token. Without one, a server on a loopback address
     accepts every local client, and any other server generates a key and keeps it under the root."""

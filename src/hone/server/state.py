@@ -13,14 +13,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
 
-from hone.inference.base import Engine
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server.bodies import BodyBudget
 from hone.server.conversations import Conversations
 from hone.server.learning import StartLearner
 from hone.server.service import TrainingService
-from hone.server.serving import Serving
+from hone.server.serving import OpenEngine, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part, repeat
 from hone.server.telemetry import Metrics
@@ -64,7 +63,8 @@ class State:
         cls,
         settings: Settings,
         *,
-        open_engine: Callable[[str], Engine] | None = None,
+        open_engine: OpenEngine | None = None,
+        around_open: Callable[[OpenEngine], OpenEngine] = lambda open_engine: open_engine,
         start_learner: StartLearner = LearnerProcess.launch,
     ) -> Self:
         """Open or make the state under `settings.root`; loads no model."""
@@ -74,7 +74,7 @@ class State:
         model_store, call_store = ModelStore(store), CallStore(store)
         job_store = JobStore(store, keep_progress=settings.keep_progress)
         checkpoints, metrics = Checkpoints(settings.root), Metrics()
-        serving = Serving(model_store, checkpoints, settings, open_engine)
+        serving = Serving(model_store, checkpoints, settings, open_engine, around_open)
         service = TrainingService(
             jobs=job_store,
             models=model_store,

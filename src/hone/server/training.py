@@ -137,11 +137,12 @@ def _model_routes(state: State, router: APIRouter) -> None:
 
 def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
     """Check and register a model; returns it, and whether it is new. Blocking."""
-    spec = checked_spec(spec)
+    spec = checked_spec(spec, state.serving.choice.check_arg())
     is_new = spec.key not in [known.key for known in state.models.list()]
     if is_new:
         check_path(spec)
         check_base_model(spec)
+    state.serving.register(spec)
     return state.models.register(spec), is_new
 
 

@@ -1,0 +1,611 @@
+"""The vLLM engine: a vLLM server in a process of its own, over its public HTTP interface.
+
+In:   requests as token ids; adapters as PEFT directories
+Out:  sampled ids and log-probabilities; the proof that an adapter is served
+
+Nothing is left to vLLM's defaults: every sampling parameter is sent, and the server is started so
+that no generation_config.json applies and that log-probabilities are temperature-scaled. Where top-p,
+top-k or min-p exclude tokens vLLM knows only the log-probability after that; such tokens are marked
+as not exact.
+
+An adapter is loaded under its hash, once, from a copy that stays until nothing can read it again,
+and never in place: vLLM's prefix cache would go on with what the old weights computed. After loading,
+the digests of the tensors in vLLM's own buffers are compared with those of the adapter.
+"""
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from hone.errors import EngineError, EngineFailed
+from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, SampledToken, Sampling
+from hone.inference.checks import check_request, check_sequences
+from hone.inference.vllm_adapter import StagedAdapter, combined, stage
+from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
+from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
+from hone.logs import say
+from hone.models.files import linear_names
+from hone.models.find import find
+
+BASE_NAME = "base"
+"""The name of the base model in vLLM."""
+BASE_SHA256 = "base"
+"""The hash of the base model without an adapter."""
+CONNECT_S = 30.0
+CONTROL_S = 600.0
+"""Deadline of requests that load adapters, or put vLLM to sleep."""
+DEATH_S = 10.0
+"""After a broken connection: time for the process to end, so that the error can say why."""
+_FINISH = {"stop": "stop", "length": "length"}
+
+
+class VllmEngine:
+    """An Engine over one vLLM server. For one event loop."""
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        max_length: int,
+        max_rank: int,
+        directory: Path,
+        process: VllmProcess | None = None,
+        url: str | None = None,
+        sleeps: bool = False,
+        name: str = BASE_NAME,
+    ) -> None:
+        """`process` for a server of this engine's own, or the `url` of one that runs already.
+
+        `directory` is for copies of adapters; vLLM must see it under the same path.
+        """
+        assert (process is None) != (url is None), (process, url)
+        self._vocab = vocab
+        self._max_length = max_length
+        self._max_rank = max_rank
+        self._directory = directory
+        self._process = process
+        self._url = url
+        self._sleeps = sleeps
+        self._base = name
+        self._client: httpx.AsyncClient | None = None
+        self._adapters: dict[str, StagedAdapter] = {}
+        self._unloaded: dict[str, StagedAdapter] = {}
+        """Adapters that were unloaded while requests used them."""
+        self._users: Counter[str] = Counter()
+        self._changing = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._asleep = False
+        """Whether vLLM's memory is freed."""
+        self._running = self._waiting = 0
+        self._prompt_tokens = self._prefilled_tokens = self._sampled_tokens = 0
+        self._held_s = 0.0
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        *,
+        environment: VllmEnvironment,
+        directory: Path,
+        args: Mapping[str, Any],
+        dtype: str,
+        max_length: int,
+        max_adapters: int,
+        rank: int,
+        on_gpu: bool,
+        start: Callable[[VllmProcess], AbstractContextManager[object]] = lambda _: nullcontext(),
+    ) -> "VllmEngine":
+        """Start a vLLM server for a model by name. Blocking.
+
+        `max_length` holds unless `args` has a max_model_len; the model's own limit always does.
+        `start` is entered while the process starts, so that its owner can stop it.
+        """
+        files = find(name)
+        sleeps = on_gpu and args.get("enable_sleep_mode") is not False
+        args = {"dtype": dtype, **args}
+        length = min(int(args.get("max_model_len") or max_length), _positions(files.config))
+        arguments = server_arguments(
+            str(files.path),
+            BASE_NAME,
+            {**args, "max_model_len": length},
+            modules=linear_names(files.weight_files),
+            max_adapters=max_adapters,
+            rank=rank,
+            sleeps=sleeps,
+        )
+        process = VllmProcess(directory)
+        began = perf_counter()
+        say("vLLM starts", base_model=name, version=environment.version, log=process.log)
+
+        def tell(stage: str) -> None:
+            say(f"vLLM {stage}", base_model=name, after_s=round(perf_counter() - began))
+
+        with start(process):
+            process.start(environment, arguments, env=environment_variables(args), tell=tell)
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
+                check_logprobs(client, "http://vllm", BASE_NAME)
+        except BaseException:
+            process.stop()
+            raise
+        return cls(
+            vocab=_vocab(files.config),
+            max_length=length,
+            max_rank=int(args.get("max_lora_rank") or rank_limit(rank)),
+            directory=directory / "adapters",
+            process=process,
+            sleeps=sleeps,
+        )
+
+    @classmethod
+    def connect(cls, name: str, url: str, *, directory: Path, max_length: int) -> "VllmEngine":
+        """Use a vLLM server that runs already, for a model by name. Blocking."""
+        files, url = find(name), url.rstrip("/").removesuffix("/v1")
+        try:
+            with httpx.Client(timeout=CONNECT_S) as client:
+                version = client.get(f"{url}/version").raise_for_status().json()["version"]
+                check_version(version, where=url)
+                cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
+                card = next(card for card in cards if not card.get("parent"))
+                check_logprobs(client, url, card["id"])
+        except (httpx.HTTPError, StopIteration, KeyError, ValueError) as error:
+            raise EngineError(
+                f"--engine-url {url}: no vLLM server with a model answers ({error!r})"
+            ) from None
+        say("vLLM of others: a publish is proved by log-probabilities alone", url=url)
+        return cls(
+            vocab=_vocab(files.config),
+            max_length=min(card["max_model_len"], max_length),
+            max_rank=RANKS[-1],
+            directory=directory,
+            url=url,
+            name=card["id"],
+        )
+
+    @property
+    def failure(self) -> BaseException | None:
+        if self._failure is None and self._process is not None and not self._closed:
+            self._failure = self._process.failure
+        return self._failure
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    # ---- sampling -----------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        adapter: AdapterRef | None = None,
+        *,
+        stream: bool = True,
+    ) -> AsyncIterator[Delta]:
+        name = self._name(adapter)
+        check_request(prompt_ids, sampling, self._vocab, self._max_length)
+        body = self._body(name, prompt_ids, sampling)
+        await self._admit()
+        self._users[name] += 1
+        self._prompt_tokens += len(prompt_ids)
+        unfinished = sampling.n
+        try:
+            deltas = self._streamed(body) if stream else self._whole(body)
+            async with aclosing(deltas):
+                async for choice in deltas:
+                    delta = _delta(choice, sampling)
+                    self._sampled_tokens += len(delta.tokens)
+                    unfinished -= delta.finish is not None
+                    yield delta
+            if unfinished:
+                raise await self._ended("vLLM ended its answer early")
+        finally:
+            self._users[name] -= 1
+            self._leave()
+            if name in self._unloaded and not self._users[name]:
+                await asyncio.shield(self._forget(self._unloaded.pop(name)))
+
+    async def _admit(self) -> None:
+        """Wait until the engine is awake, then count one request more."""
+        self._waiting += 1
+        try:
+            while not self._awake.is_set():
+                await self._awake.wait()
+        finally:
+            self._waiting -= 1
+        self._check_open()
+        self._running += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.set()
+
+    def _body(
+        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, **more: Any
+    ) -> dict[str, Any]:
+        """A request with every sampling parameter, so that no default of the server applies."""
+        narrows = sampling.narrowed
+        return {
+            "model": name,
+            "prompt": list(prompt_ids),
+            "n": sampling.n,
+            "max_tokens": min(sampling.max_tokens, self._max_length - len(prompt_ids)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if narrows else 1.0,
+            "top_k": sampling.top_k if narrows else 0,
+            "min_p": sampling.min_p if narrows else 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": None if sampling.seed is None else _spread(sampling.seed),
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,
+            "logprobs": sampling.top_logprobs,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            **more,
+        }
+
+    async def _whole(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        answer = await self._post("/v1/completions", body)
+        self._count_prefilled(answer.get("usage"))
+        for choice in answer["choices"]:
+            yield choice
+
+    async def _streamed(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with self._http().stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise await self._refused(response, await response.aread())
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise EngineError(f"vLLM: {_message(event)}")
+                    self._count_prefilled(event.get("usage"))
+                    for choice in event["choices"]:
+                        yield choice
+        except httpx.HTTPError as error:
+            raise await self._ended(repr(error)) from None
+
+    def _count_prefilled(self, usage: Mapping[str, Any] | None) -> None:
+        if usage:
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            self._prefilled_tokens += usage["prompt_tokens"] - cached
+
+    # ---- adapters -----------------------------------------------------------------------------
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        """Load an adapter and prove that vLLM holds its tensors; raises EngineError if not."""
+        async with self._changing:
+            await self._admit()
+            try:
+                if adapter.sha256 not in self._adapters:
+                    staged = await asyncio.to_thread(self._stage, adapter, directory)
+                    await self._load(staged)
+            finally:
+                self._leave()
+
+    def _stage(self, adapter: AdapterRef, directory: Path) -> StagedAdapter:
+        return stage(adapter, directory, self._directory / adapter.sha256, max_rank=self._max_rank)
+
+    async def _load(self, staged: StagedAdapter) -> None:
+        name = staged.ref.sha256
+        old = self._unloaded.pop(name, None)  # still in use: it goes on under the same name
+        started = perf_counter()
+        try:
+            known = set() if self._url else set(await self._held_ids())
+            body = {"lora_name": name, "lora_path": str(staged.path)}
+            await self._post("/v1/load_lora_adapter", body)
+            if self._url is None:
+                new = set(await self._held_ids()) - known
+                if len(new) != 1:
+                    raise EngineError(
+                        f"publish of {staged}: vLLM loaded {len(new)} adapters instead of one"
+                    )
+                staged.id = new.pop()
+                wrong = staged.compare(await self._digests(staged))
+                if wrong:
+                    raise EngineError(f"publish of {staged}: {wrong}. Nothing was changed.")
+        except BaseException:
+            await asyncio.shield(self._discard(staged))
+            raise
+        finally:
+            if old is not None and old.id is not None:
+                with suppress(EngineError):
+                    await self._remove(old.id)
+        self._held_s = perf_counter() - started
+        self._adapters[name] = staged
+
+    async def _discard(self, staged: StagedAdapter) -> None:
+        """Take back a load that failed; vLLM may not have got as far as knowing the name."""
+        with suppress(EngineError):
+            await self._post("/v1/unload_lora_adapter", {"lora_name": staged.ref.sha256})
+        await self._forget(staged)
+
+    async def unload(self, adapter: AdapterRef) -> None:
+        async with self._changing:
+            self._check_open()
+            staged = self._adapters.pop(adapter.sha256, None)
+            if staged is None:
+                return
+            await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.sha256})
+            if self._users[adapter.sha256]:
+                self._unloaded[adapter.sha256] = staged
+            else:
+                await self._forget(staged)
+
+    async def _forget(self, staged: StagedAdapter) -> None:
+        """Free an unloaded adapter. vLLM reads its files again if a request needs it: they go last."""
+        if staged.id is not None and self._failure is None and not self._closed:
+            with suppress(EngineError):
+                await self._remove(staged.id)
+        await asyncio.to_thread(shutil.rmtree, staged.path, ignore_errors=True)
+
+    async def _remove(self, adapter_id: int) -> None:
+        await self._rpc("remove_lora", adapter_id)
+
+    # ---- what it serves -----------------------------------------------------------------------
+
+    async def probe(
+        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+    ) -> Probe:
+        name = self._name(adapter)
+        # One less: vLLM samples a token after what it scores.
+        check_sequences(sequences, self._vocab, self._max_length - 1)
+        await self._admit()
+        try:
+            scores = await asyncio.gather(*(self._score(name, ids) for ids in sequences))
+            sha256: str | None = BASE_SHA256
+            if adapter is not None:
+                sha256 = await self._served_sha256(self._adapters[name])
+            return Probe(sha256=sha256, logprobs=tuple(scores))
+        finally:
+            self._leave()
+
+    async def _score(self, name: str, ids: Sequence[int]) -> tuple[float, ...]:
+        """The log-probability of every token but the first, at temperature 1."""
+        if len(ids) < 2:
+            return ()
+        body = self._body(name, ids, Sampling(max_tokens=1, temperature=0), prompt_logprobs=0)
+        (choice,) = (await self._post("/v1/completions", body))["choices"]
+        return tuple(
+            entry[str(token)]["logprob"]
+            for token, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
+        )
+
+    async def _served_sha256(self, staged: StagedAdapter) -> str | None:
+        """The adapter's hash if vLLM holds its tensors, else a hash of what it holds."""
+        if self._url is not None:
+            return None
+        held = await self._digests(staged)
+        return combined(held) if staged.compare(held) else staged.ref.sha256
+
+    async def _digests(self, staged: StagedAdapter) -> list[dict[str, Any]]:
+        """Per worker, the digests of the tensors it holds."""
+        assert staged.id is not None, staged
+        held = await self._rpc("hone_digests", staged.id)
+        if not all(worker["held"] for worker in held):
+            # Evicted from vLLM's cache: any request loads it again, from its files.
+            body = self._body(staged.ref.sha256, [0], Sampling(max_tokens=1, temperature=0))
+            await self._post("/v1/completions", body)
+            held = await self._rpc("hone_digests", staged.id)
+        return held
+
+    async def _held_ids(self) -> list[int]:
+        (ids, *_) = await self._rpc("hone_adapters")
+        return ids
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        body = {"method": method, "args": list(args)}
+        return (await self._post("/collective_rpc", body))["results"]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self._running,
+            waiting=self._waiting,
+            adapters=tuple(self._adapters),
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            decoded_tokens=self._sampled_tokens,
+            sampled_tokens=self._sampled_tokens,
+            kv_budget_bytes=0,
+            kv_reserved_bytes=0,
+            kv_cached_bytes=0,
+            held_s=self._held_s,
+        )
+
+    # ---- sleep, wake, close -------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Finish what runs and hold new requests; on a GPU vLLM's memory is freed (level 1)."""
+        self._check_open()
+        self._awake.clear()
+        await self._idle.wait()
+        if self._awake.is_set():  # woken meanwhile
+            return
+        if self._sleeps:
+            self._asleep = True
+            await self._post("/sleep?level=1", {})
+        elif self._url is None:
+            await self._post("/reset_prefix_cache", {})
+
+    async def wake(self) -> None:
+        """Go on; adapters that vLLM lost in its sleep are an engine failure."""
+        if self._asleep and not self._closed:
+            await self._post("/wake_up", {})
+            self._asleep = False
+            for staged in list(self._adapters.values()):
+                wrong = staged.compare(await self._digests(staged))
+                if wrong:
+                    self._failure = EngineFailed(f"after vLLM's sleep, {staged}: {wrong}")
+                    break
+        self._awake.set()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._awake.set()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)
+        if self._client is not None:
+            await self._client.aclose()
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    # ---- HTTP ---------------------------------------------------------------------------------
+
+    def _http(self) -> httpx.AsyncClient:
+        self._check_open()
+        if self._client is None:
+            socket = None if self._process is None else str(self._process.socket)
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            self._client = httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
+                base_url=self._url or "http://vllm",
+                # Answers take as long as they take; a dead server closes the connection.
+                timeout=httpx.Timeout(None, connect=CONNECT_S),
+            )
+        return self._client
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            response = await self._http().post(path, json=body)
+        except httpx.HTTPError as error:
+            raise await self._ended(repr(error)) from None
+        if response.status_code != 200:
+            raise await self._refused(response, response.content)
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json else None
+
+    async def _refused(self, response: httpx.Response, content: bytes) -> EngineError:
+        """What vLLM answered instead; a server error may be the end of it."""
+        try:
+            message = _message(json.loads(content))
+        except ValueError:
+            message = content.decode(errors="replace")[:500]
+        if response.status_code >= 500 and not await self._is_healthy():
+            return await self._ended(message)
+        return EngineError(f"vLLM refused {response.request.url.path}: {message}")
+
+    async def _is_healthy(self) -> bool:
+        try:
+            return (await self._http().get("/health")).status_code == 200
+        except (httpx.HTTPError, EngineError):
+            return False
+
+    async def _ended(self, why: str) -> EngineError:
+        """Why a request was not finished: closed, or broken, with the end of vLLM's log."""
+        if not self._closed and self.failure is None:
+            if self._process is not None:
+                await asyncio.to_thread(self._process.wait, DEATH_S)
+            if self.failure is None and not self._closed:
+                where = self._url or "vLLM"
+                self._failure = EngineFailed(f"{where} does not answer ({why})")
+        return self._end_error()
+
+    def _end_error(self) -> EngineError:
+        if self._closed:
+            return EngineError("the engine was closed; the request was not finished")
+        return EngineFailed(
+            f"the engine failed and the request was not finished. Send it again: the server "
+            f"restarts its engine.\n{self.failure}"
+        )
+
+    def _check_open(self) -> None:
+        if self._closed or self.failure is not None:
+            raise self._end_error()
+
+    def _name(self, adapter: AdapterRef | None) -> str:
+        if adapter is None:
+            return self._base
+        if adapter.sha256 not in self._adapters:
+            served = ", ".join(name[:16] for name in self._adapters) or "the base model only"
+            raise EngineError(
+                f"step {adapter.step} of {adapter.model!r} (hash {adapter.sha256[:16]}) is not "
+                f"served. Served: {served}."
+            )
+        return adapter.sha256
+
+
+def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
+    """Refuse a server whose log-probabilities are not those of the draw.
+
+    At temperature 2 with top_k 1 the drawn token is certain; a server that reports log-probabilities
+    of the raw logits says otherwise.
+    """
+    # Not token 0 alone: where that is padding, every next token may be equally likely.
+    body = {"model": name, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 2.0, "top_k": 1}
+    body |= {"logprobs": 0, "seed": 0, "ignore_eos": True}
+    response = client.post(f"{url}/v1/completions", json=body, timeout=CONTROL_S)
+    (choice,) = response.raise_for_status().json()["choices"]
+    (value,) = choice["logprobs"]["token_logprobs"]
+    if abs(value) > 1e-4:
+        raise EngineError(
+            f"{url} gives log-probability {value:.3g} to a token that is certain. Start vLLM with "
+            "--logprobs-mode processed_logprobs."
+        )
+
+
+def _spread(seed: int) -> int:
+    """Another seed for every seed: vLLM adds the sample's number, so those of neighbours overlap."""
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def _vocab(config: Mapping[str, Any]) -> int:
+    return int({**config, **config.get("text_config", {})}["vocab_size"])
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    return int({**config, **config.get("text_config", {})}["max_position_embeddings"])
+
+
+def _delta(choice: Mapping[str, Any], sampling: Sampling) -> Delta:
+    ids, logprobs = choice["token_ids"] or [], choice["logprobs"] or {}
+    values = logprobs.get("token_logprobs") or []
+    tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
+    narrowed = sampling.narrowed
+    tokens = tuple(
+        SampledToken(
+            id=token,
+            logprob=value,
+            masked_logprob=value if narrowed else None,
+            exact=not narrowed,
+            top=() if tops is None else _best(tops[i], sampling.top_logprobs),
+        )
+        for i, (token, value) in enumerate(zip(ids, values, strict=True))
+    )
+    reason = choice.get("finish_reason")
+    finish = None if reason is None else _FINISH.get(reason, "abort")
+    return Delta(choice["index"], tokens, finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]
+
+
+def _best(entries: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens; vLLM adds the sampled one to them."""
+    pairs = [(int(name.removeprefix("token_id:")), value) for name, value in entries.items()]
+    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,126 @@
+"""An adapter as vLLM gets it: a copy of its files, and the digests of what vLLM must hold.
+
+In:   a PEFT directory, and what vLLM's workers say they hold (vllm_worker.py)
+Out:  StagedAdapter; the difference between the two, in words
+
+vLLM casts A and B to the number type of its buffers and multiplies B by the scale there. Both are done
+here with the same operations, so the digests are equal to the bit or the tensors are different ones.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.errors import ConfigError, EngineError
+from hone.inference.base import AdapterRef
+from hone.inference.vllm_worker import digest, tensor_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+SHOWN = 3
+"""Tensors that an error names."""
+
+
+@dataclass(eq=False)
+class StagedAdapter:
+    """An adapter in the engine's directory."""
+
+    ref: AdapterRef
+    path: Path
+    scale: float
+    tensors: "Mapping[str, Tensor]" = field(repr=False)
+    """Its factors by PEFT's names, until their digests are known."""
+    id: int | None = None
+    """vLLM's number for it."""
+    _expected: dict[str, str] = field(default_factory=dict, repr=False)
+    _dtype: str | None = None
+
+    def __str__(self) -> str:
+        return f"step {self.ref.step} of {self.ref.model!r}"
+
+    def compare(self, workers: Sequence[Mapping[str, Any]]) -> str | None:
+        """How what vLLM's workers hold differs from this adapter; None if it does not."""
+        for worker in workers:
+            if not worker["held"]:
+                return f"vLLM does not hold the adapter ({worker.get('error', 'it was evicted')})"
+            if worker["ignored"]:
+                return f"vLLM ignores {_some(worker['ignored'])}"
+            if worker["wrong"]:
+                return f"vLLM computes with other weights in {_some(worker['wrong'])}"
+            if len(worker["dtypes"]) != 1:
+                return f"vLLM holds it in {', '.join(worker['dtypes']) or 'no'} number types"
+            expected, held = self._digests(worker["dtypes"][0]), worker["tensors"]
+            if missing := expected.keys() - held.keys():
+                return f"vLLM does not hold {_some(missing)}"
+            if other := [name for name in held if held[name] != expected.get(name)]:
+                return f"vLLM holds other weights for {_some(other)}"
+        return None if workers else "vLLM has no workers"
+
+    def _digests(self, dtype: str) -> dict[str, str]:
+        """The digest of every tensor as vLLM holds it in this number type."""
+        if self._dtype is None:
+            import torch  # here: `hone serve` is up without it
+
+            for name, tensor in self.tensors.items():
+                module, factor = _split(name)
+                cast = tensor.to(getattr(torch, dtype))
+                if factor == "B" and self.scale != 1:
+                    cast = cast * self.scale
+                self._expected[tensor_name(module, factor)] = digest(cast)
+            self._dtype, self.tensors = dtype, {}
+        return self._expected if dtype == self._dtype else {}
+
+
+def stage(ref: AdapterRef, directory: Path, path: Path, *, max_rank: int) -> StagedAdapter:
+    """Copy an adapter to `path`; refuses one with another hash, or of too large a rank."""
+    from hone.models.lora import read_tensors, tensors_sha256  # loads torch
+
+    settings = json.loads((directory / FILES[0]).read_text(encoding="utf-8"))
+    if settings["r"] > max_rank:
+        raise EngineError(
+            f"publish of step {ref.step} of {ref.model!r}: rank {settings['r']} exceeds the "
+            f"{max_rank} that vLLM was started with. Set engine_args.max_lora_rank and restart "
+            "the server. Nothing was changed."
+        )
+    if settings.get("use_rslora") or settings.get("rank_pattern") or settings.get("alpha_pattern"):
+        raise ConfigError(f"{directory / FILES[0]}: hone serves plain LoRA only")
+    tensors = read_tensors(directory / FILES[1])
+    sha256 = tensors_sha256(tensors)
+    if sha256 != ref.sha256:
+        raise EngineError(
+            f"publish of step {ref.step} of {ref.model!r}: {directory} holds an adapter "
+            f"with hash {sha256[:16]}, not {ref.sha256[:16]}. Nothing was changed."
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (path / name).unlink(missing_ok=True)
+        try:
+            os.link(directory / name, path / name)
+        except OSError:  # another file system
+            shutil.copyfile(directory / name, path / name)
+    return StagedAdapter(ref, path, settings["lora_alpha"] / settings["r"], tensors)
+
+
+def combined(workers: Sequence[Mapping[str, Any]]) -> str:
+    """One hash of everything that vLLM's workers hold for an adapter."""
+    text = json.dumps(workers, sort_keys=True)
+    return "vllm-" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`base_model.model.PATH.lora_A.weight` -> PATH, A."""
+    stem, _, factor = name.removesuffix(".weight").rpartition(".lora_")
+    return stem.removeprefix("base_model.model."), factor
+
+
+def _some(names: Any) -> str:
+    shown = sorted(names)
+    more = "" if len(shown) <= SHOWN else f" and {len(shown) - SHOWN} more"
+    return ", ".join(shown[:SHOWN]) + more

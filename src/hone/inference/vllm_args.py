@@ -1,0 +1,179 @@
+"""Arguments of a vLLM server: those of the user, checked, and those that hone decides.
+
+In:   engine_args of a model, the arguments that this vLLM knows, what hone needs
+Out:  the command line of `vllm serve`, or an error that names the key
+
+Every argument of vLLM's engine passes through. hone refuses those that it sets itself, each with the
+reason, and those that load code: clients of the server send engine_args, and a client must not run
+code of its own in the server.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hone.errors import ConfigError, did_you_mean
+
+GPU_IDS = "inference_gpu_ids"
+"""The GPUs that vLLM may use, by number. hone's key, not vLLM's."""
+MIN_LORAS = 3
+"""Adapters in one batch: with fewer, requests of the new step wait for those of the old one."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts as max_lora_rank."""
+MAX_LOGPROBS = 20
+"""Alternatives per token that the OpenAI API may request."""
+
+_CODE = "it can load code, which a client of the server must not; leave it out"
+_SAMPLING = "it would change the log-probabilities that jobs are trained with; leave it out"
+_PUBLISH = "hone loads the adapters; leave it out"
+_MODEL = "the base model of the registered model is served; leave it out"
+_TOKENS = "hone sends and receives token ids; leave it out"
+_ONE = "hone runs one vLLM server per base model; leave it out"
+
+OWNED: dict[str, str] = {
+    "model": _MODEL,
+    "model_weights": _MODEL,
+    "served_model_name": _MODEL,
+    "tokenizer": _MODEL,
+    "hf_config_path": _MODEL,
+    "runner": _TOKENS,
+    "convert": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
+    "tokens_only": _TOKENS,
+    "generation_config": _SAMPLING,
+    "override_generation_config": _SAMPLING,
+    "logprobs_mode": _SAMPLING,
+    "diffusion_config": _SAMPLING,
+    "watermark_config": _SAMPLING,
+    "enable_lora": _PUBLISH,
+    "default_mm_loras": _PUBLISH,
+    "lora_target_modules": "adapters are on every linear layer of the model; leave it out",
+    "data_parallel_size": _ONE,
+    "nnodes": _ONE,
+    "node_rank": _ONE,
+    "worker_extension_cls": "hone's own one proves what is served; leave it out",
+    "worker_cls": _CODE,
+    "scheduler_cls": _CODE,
+    "logits_processors": _CODE,
+    "io_processor_plugin": _CODE,
+    "reasoning_parser_plugin": _CODE,
+    "model_class_overrides": _CODE,
+    "trust_remote_code": _CODE,
+    "code_revision": _CODE,
+    "log_config_file": _CODE,
+    "logging_config": _CODE,
+    "kv_transfer_config": _CODE,
+    "ec_transfer_config": _CODE,
+    "additional_config": _CODE,
+    "distributed_executor_backend": _CODE,
+}
+"""Arguments that are refused, with the reason."""
+_SAME: dict[str, Any] = {
+    "enable_lora": True,
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+    "data_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+}
+"""Values of refused arguments that are what hone sets anyway; null and false ask for nothing."""
+
+
+def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
+    """Refuse an argument that vLLM does not know, or that hone decides; `where` names the key."""
+    if key == GPU_IDS:
+        is_list = isinstance(value, list) and value and all(type(gpu) is int for gpu in value)
+        if not is_list or any(gpu < 0 for gpu in value):
+            raise ConfigError(f"{where}: {value!r} is no list of GPU numbers, such as [0, 1]")
+        return
+    if key in OWNED and value not in (None, False, _SAME.get(key)):
+        raise ConfigError(f"{where}: {value!r} cannot be set: {OWNED[key]}")
+    if key not in known and key not in OWNED:
+        raise ConfigError(f"{where}: this vLLM has no such argument.{did_you_mean(key, known)}")
+    if key == "max_loras" and (type(value) is not int or value < MIN_LORAS):
+        raise ConfigError(
+            f"{where}: {value!r}; hone needs {MIN_LORAS} or more, else requests of a new step wait "
+            "for those of the old one"
+        )
+    if key == "max_lora_rank" and value not in RANKS:
+        raise ConfigError(f"{where}: {value!r}; vLLM accepts {', '.join(map(str, RANKS))}")
+
+
+def check_gpus(args: Mapping[str, Any], gpus: int, *, where: str = "engine_args") -> None:
+    """Refuse more GPUs than the machine has."""
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    needed = 1
+    for key in sizes:
+        needed *= int(args.get(key) or 1)
+    ids = args.get(GPU_IDS)
+    if ids is not None and (missing := [gpu for gpu in ids if gpu >= gpus]):
+        raise ConfigError(
+            f"{where}.{GPU_IDS}: GPU {missing[0]} does not exist; this machine has {gpus}"
+        )
+    present = gpus if ids is None else len(ids)
+    if needed > max(1, present):
+        raise ConfigError(
+            f"{where}: {' x '.join(sizes)} is {needed}, and {present} GPUs are present; lower it"
+        )
+
+
+def rank_limit(rank: int) -> int:
+    """The smallest max_lora_rank for adapters of this rank."""
+    return next((limit for limit in RANKS if limit >= rank), RANKS[-1])
+
+
+def server_arguments(
+    model: str,
+    name: str,
+    args: Mapping[str, Any],
+    *,
+    modules: Collection[str],
+    max_adapters: int,
+    rank: int,
+    sleeps: bool,
+) -> list[str]:
+    """The arguments of `vllm serve`: those of the user, and over them what hone needs.
+
+    `modules` are the linear layers that adapters may have. Without them vLLM prepares the head too,
+    and then scores a prompt wrongly (CPU) or dies at one longer than max_num_seqs (CUDA, 0.20).
+    """
+    loras = max(MIN_LORAS, int(args.get("max_loras") or MIN_LORAS))
+    merged: dict[str, Any] = {
+        "max_logprobs": MAX_LOGPROBS,
+        "max_lora_rank": rank_limit(rank),
+        "disable_log_stats": True,
+        **({"enable_sleep_mode": True} if sleeps else {}),
+        **{key: value for key, value in args.items() if key not in OWNED and key != GPU_IDS},
+        "max_loras": loras,
+        # One more than the server keeps: the next step is loaded before the oldest is unloaded.
+        "max_cpu_loras": max(loras, max_adapters + 2, int(args.get("max_cpu_loras") or 0)),
+        "served_model_name": name,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_lora": True,
+        "lora_target_modules": sorted(modules) or None,
+        "disable_uvicorn_access_log": True,
+        "enable_prompt_tokens_details": True,
+        "api_server_count": 1,
+    }
+    line = [model]
+    for key, value in merged.items():
+        line += _option(key, value)
+    return line
+
+
+def environment_variables(args: Mapping[str, Any]) -> dict[str, str]:
+    """What vLLM's processes find in their environment."""
+    ids = args.get(GPU_IDS)
+    return {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+
+
+def _option(key: str, value: Any) -> list[str]:
+    flag = "--" + key.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *(v if isinstance(v, str) else json.dumps(v) for v in value)]
+    return [flag, value if isinstance(value, str) else json.dumps(value)]

@@ -1,0 +1,298 @@
+"""A vLLM server as a process of hone's own: found, started, watched, ended.
+
+In:   a Python interpreter with vLLM, the arguments of `vllm serve`
+Out:  VllmEnvironment (version and known arguments); VllmProcess, which answers on a Unix socket
+
+The server has a process group of its own and a pipe from this process: when this process ends, even
+by SIGKILL, the group is killed (vllm_worker.py). Its output goes to a log file; the last lines are
+part of every error. The socket lies in a directory that only this user can enter, so the routes
+that vLLM has for development are not reachable from outside.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from json import loads
+from pathlib import Path
+
+import httpx
+
+from hone.errors import EngineError, EngineFailed
+from hone.inference import vllm_worker
+
+OLDEST, NEWEST = (0, 20), (0, 32)
+"""Versions of vLLM that hone was tried with; others are refused."""
+START_S = 900.0
+"""Deadline until vLLM answers: large models are read, compiled and captured in minutes."""
+STOP_S = 10.0
+"""Time that vLLM has to end by itself."""
+DESCRIBE_S = 60.0
+LAST_LINES, MOST_CAUSES = 15, 5
+"""Lines of vLLM's log in an error: the last ones, and the first different exceptions."""
+CAUSE = re.compile(r"(?:^| ERROR .*\] )(\w+(?:\.\w+)*(?:Error|Exception): .+)")
+LOOK_S = 2.0
+"""Longest time between two looks at a server that is starting."""
+READY = "Application startup complete"
+STAGES = {
+    "Starting to load model": "loads the weights",
+    "Dynamo bytecode": "compiles the model",
+    "Capturing CUDA graph": "captures CUDA graphs",
+    "KV cache size": "has allocated its KV cache",
+}
+"""Parts of the lines in vLLM's log that say what it does."""
+WORKER = "hone_vllm_worker"
+"""Name of the copy of vllm_worker.py."""
+
+
+@dataclass(frozen=True)
+class VllmEnvironment:
+    """A Python interpreter with vLLM."""
+
+    python: str
+    version: str
+    keys: frozenset[str]
+    """The arguments of its engine."""
+
+
+@cache
+def find_vllm(python: str) -> VllmEnvironment | None:
+    """The vLLM of an interpreter; None if it has none. Takes a fraction of a second."""
+    source = Path(vllm_worker.__file__).read_text(encoding="utf-8")
+    try:
+        # As text, not as a file: a script's directory comes first on the path, and there vllm.py is.
+        run = subprocess.run(
+            [python, "-c", source, "describe"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DESCRIBE_S,
+            cwd=tempfile.gettempdir(),
+            check=True,
+        )
+        facts = loads(run.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        output = getattr(error, "stderr", "") or str(error)
+        raise EngineError(
+            f"--engine-python {python}: {output.strip()[-500:]}\nName a Python 3.10 or newer with "
+            "vLLM, for example the `bin/python` of its virtual environment."
+        ) from None
+    if facts["version"] is None:
+        return None
+    return VllmEnvironment(python, facts["version"], frozenset(facts["keys"]))
+
+
+def require_vllm(python: str) -> VllmEnvironment:
+    """The vLLM of an interpreter, of a version that hone supports."""
+    found = find_vllm(python)
+    if found is None:
+        raise EngineError(
+            f"vLLM is not installed in {python}. Install it there, or name the Python of another "
+            "environment with --engine-python."
+        )
+    check_version(found.version, where=python)
+    return found
+
+
+def check_version(version: str, *, where: str) -> None:
+    """Refuse a vLLM that hone was not tried with."""
+    parts = version.split("+")[0].split(".")
+    try:
+        release = (int(parts[0]), int(parts[1]))
+    except (IndexError, ValueError):
+        release = (0, 0)
+    if not OLDEST <= release <= NEWEST:
+        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+        raise EngineError(
+            f"{where} has vLLM {version}; hone supports {oldest} to {newest}. Install one of these."
+        )
+
+
+class VllmProcess:
+    """A vLLM server started by this process."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is for its log and adapters; `start` begins it."""
+        self.directory = directory
+        self.log = directory / "vllm.log"
+        # Not in `directory`: the path of a socket may have a hundred characters.
+        self._private = Path(tempfile.mkdtemp(prefix="hone-vllm-"))
+        self.socket = self._private / "socket"
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._causes: dict[str, None] = {}
+        self._changed = threading.Condition()
+        self._ready = False
+        self._stopping = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: int | None = None
+        self._status: int | None = None
+
+    def start(
+        self,
+        environment: VllmEnvironment,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        tell: Callable[[str], None] = lambda stage: None,
+        start_s: float = START_S,
+    ) -> None:
+        """Start it and wait until it answers; `tell` is called with what it does meanwhile."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        script = self._private / f"{WORKER}.py"
+        shutil.copyfile(vllm_worker.__file__, script)
+        read, write = os.pipe()
+        command = [environment.python, str(script), str(read), "serve", *arguments]
+        command += ["--uds", str(self.socket)]
+        command += ["--worker-extension-cls", f"{WORKER}.HoneWorker"]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environment(env or {}),
+                pass_fds=(read,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(write)
+            self._clean()
+            raise EngineError(f"vLLM cannot be started: {error}") from None
+        finally:
+            os.close(read)
+        self._pipe = write
+        reader = threading.Thread(target=self._read_log, args=(tell,), daemon=True)
+        reader.start()
+        threading.Thread(target=self._await_end, args=(reader,), daemon=True).start()
+        self._wait_until_ready(start_s)
+
+    def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        path = [str(self._private), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            **os.environ,
+            "VLLM_NO_USAGE_STATS": "1",
+            **env,
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONUNBUFFERED": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why it ended without being asked to; None while it runs."""
+        with self._changed:
+            if self._status is None or self._stopping:
+                return None
+            return EngineFailed(f"vLLM ended with exit status {self._status}. {self._log_end()}")
+
+    def _log_end(self) -> str:
+        """The exceptions in its log, and the last lines."""
+        causes = [f"It raised {cause}" for cause in self._causes]
+        return "\n".join([*causes, f"The last lines of its log, {self.log}:", *self._last])
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it has ended."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._status is not None, timeout_s)
+
+    def stop(self) -> None:
+        """End it and its workers. Blocking; may be called from another thread while it starts."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._process is not None and self._status is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            self.wait(STOP_S)
+            self._kill_group()
+            self.wait(STOP_S)
+        self._clean()
+
+    def _kill_group(self) -> None:
+        """Kill what is left of the process group, workers included."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _clean(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    # ---- its output ---------------------------------------------------------------------------
+
+    def _read_log(self, tell: Callable[[str], None]) -> None:
+        process = self._process
+        assert process is not None and process.stdout is not None
+        stages = dict(STAGES)
+        with self.log.open("ab") as log, process.stdout as output:
+            for line in output:
+                log.write(line)
+                log.flush()
+                text = line.decode(errors="replace").rstrip()
+                self._last.append(text)
+                if len(self._causes) < MOST_CAUSES and (cause := CAUSE.search(text)):
+                    self._causes[cause[1][:500]] = None
+                if READY in text:
+                    with self._changed:
+                        self._ready = True
+                        self._changed.notify_all()
+                for part in [part for part in stages if part in text]:
+                    tell(stages.pop(part))
+
+    def _await_end(self, reader: threading.Thread) -> None:
+        assert self._process is not None
+        status = self._process.wait()
+        self._kill_group()  # a worker may have outlived the server
+        reader.join(LOOK_S)  # so that the last lines of the log are known
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+    def _wait_until_ready(self, start_s: float) -> None:
+        deadline = time.monotonic() + start_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._over, LOOK_S)
+            if self._over:
+                failure = self.failure
+                self.stop()
+                raise failure or EngineError("vLLM was stopped while it was starting")
+            if self._answers():
+                return
+            if time.monotonic() > deadline:
+                self.stop()
+                raise EngineError(f"vLLM did not answer within {start_s:g} s. {self._log_end()}")
+
+    @property
+    def _over(self) -> bool:
+        return self._stopping or self._status is not None
+
+    def _answers(self) -> bool:
+        try:  # plainly at first: a client leaks its socket if nobody listens
+            with socket.socket(socket.AF_UNIX) as plain:
+                plain.connect(str(self.socket))
+        except OSError:
+            return False
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        try:
+            with httpx.Client(transport=transport, timeout=5.0) as client:
+                return client.get("http://vllm/health").status_code == 200
+        except httpx.HTTPError:
+            return False

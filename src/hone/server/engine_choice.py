@@ -1,0 +1,221 @@
+"""Which engine serves a base model: the embedded one, or vLLM, and with which arguments.
+
+In:   Settings, the registered models
+Out:  engines, opened; checks of the engine_args that a model sends
+
+`auto` takes vLLM if the chosen Python has it and the machine has a CUDA GPU. One engine serves all
+models of a base model: it has the engine_args of the model registered last, room for the largest
+rank, and the longest max_seq_length.
+"""
+
+import itertools
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hone.errors import ConfigError, EngineError
+from hone.inference.base import Engine
+from hone.inference.vllm_args import check_arg, check_gpus, rank_limit
+from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
+from hone.server.settings import Settings
+from hone.store.models import ModelStore
+from hone.types import ModelSpec
+
+CheckArg = Callable[[str, str, Any], None]
+"""Refuses one argument of the engine: where it stands, its key, its value."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How vLLM is started for a base model."""
+
+    args: dict[str, Any]
+    rank: int
+    max_length: int
+
+    def covers(self, other: "Plan") -> bool:
+        """Whether an engine of this plan serves the other one too."""
+        limit = self.args.get("max_lora_rank") or rank_limit(self.rank)
+        return (
+            self.args == other.args and other.rank <= limit and other.max_length <= self.max_length
+        )
+
+
+class EngineChoice:
+    """Opens the engine of a base model. Its methods block; they may run in any thread."""
+
+    def __init__(self, settings: Settings, models: ModelStore) -> None:
+        self._settings = settings
+        self._models = models
+        self._last: dict[str, ModelSpec] = {}
+        """The model registered last, by base model."""
+        self._opened: dict[str, Plan] = {}
+        self._starting: set[VllmProcess] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+
+    @cached_property
+    def vllm(self) -> VllmEnvironment | None:
+        """The vLLM that serves, if one of this machine does."""
+        settings = self._settings
+        if settings.engine == "embedded" or settings.engine_url is not None:
+            return None
+        python = str(settings.engine_python or sys.executable)
+        # Not resolved: the Python of a virtual environment is a link.
+        python = shutil.which(python) or os.path.abspath(python)
+        if settings.engine == "vllm":
+            return require_vllm(python)
+        if not num_gpus(settings.device) or find_vllm(python) is None:
+            return None
+        return require_vllm(python)
+
+    @property
+    def is_vllm(self) -> bool:
+        return self._settings.engine_url is not None or self.vllm is not None
+
+    def check_arg(self) -> CheckArg | None:
+        """The check of engine_args; None for the embedded engine, to which they do not apply."""
+        if not self.is_vllm:
+            return None
+        if self.vllm is None:
+            return _refuse_for_url
+        known = self.vllm.keys
+        return lambda where, key, value: check_arg(where, key, value, known)
+
+    def register(self, spec: ModelSpec, in_use: bool) -> bool:
+        """Serve this model from now on; whether the running engine must be opened again for it.
+
+        Raises ConfigError for more GPUs than there are, and for an engine that cannot change now.
+        """
+        if not self.is_vllm:
+            return False
+        check_gpus(spec.engine_args, num_gpus(self._settings.device))
+        running = self._opened.get(spec.base_model)
+        changes = running is not None and not running.covers(self._plan(spec.base_model, spec))
+        if changes and in_use:
+            raise ConfigError(
+                f"engine_args: vLLM is answering for {spec.base_model!r} with other engine_args, "
+                "rank or max_seq_length. Register the model again when nothing is being answered."
+            )
+        self._last[spec.base_model] = spec
+        return changes
+
+    def _plan(self, base_model: str, spec: ModelSpec | None) -> Plan:
+        specs = [record.spec for record in self._models.on_base(base_model)]
+        last = spec or self._last.get(base_model) or (specs[-1] if specs else None)
+        specs += [] if last is None else [last]
+        lengths = [int(str(s.defaults.get("max_seq_length") or 0)) for s in specs]
+        most = self._settings.max_seq_length
+        return Plan(
+            args={} if last is None else dict(last.engine_args),
+            rank=max((s.rank for s in specs), default=8),
+            max_length=min(most, max(lengths, default=0) or most),
+        )
+
+    # ---- opening ------------------------------------------------------------------------------
+
+    def open(self, base_model: str) -> Engine:
+        """Open the engine of a base model."""
+        if self.is_vllm:
+            return self._open_vllm(base_model)
+        return open_embedded(base_model, self._settings)
+
+    def _open_vllm(self, base_model: str) -> Engine:
+        from hone.inference.vllm import VllmEngine
+        from hone.models.machine import choose  # torch takes seconds to load
+
+        device, dtype = choose(self._settings.device)
+        plan = self._plan(base_model, None)
+        directory = self._directory()
+        url = self._settings.engine_url
+        if url is not None:
+            return VllmEngine.connect(
+                base_model, url, directory=directory, max_length=plan.max_length
+            )
+        assert self.vllm is not None
+        engine = VllmEngine.open(
+            base_model,
+            environment=self.vllm,
+            directory=directory,
+            args=plan.args,
+            dtype=str(dtype).removeprefix("torch."),
+            max_length=plan.max_length,
+            max_adapters=self._settings.max_adapters,
+            rank=plan.rank,
+            on_gpu=device.startswith("cuda"),
+            start=self._started,
+        )
+        self._opened[base_model] = plan
+        return engine
+
+    def _directory(self) -> Path:
+        """A new directory for one engine; those of servers that were killed are removed."""
+        root = self._settings.root.absolute() / "engines"
+        for other in root.glob("*"):
+            if not other.name.startswith(f"{os.getpid()}-"):
+                shutil.rmtree(other, ignore_errors=True)
+        return root / f"{os.getpid()}-{next(self._numbers)}"
+
+    @contextmanager
+    def _started(self, process: VllmProcess) -> Iterator[None]:
+        """Stop the process if the server closes while it starts."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("the server closes; vLLM is not started")
+            self._starting.add(process)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._starting.discard(process)
+
+    def close(self) -> None:
+        """Stop what is starting, so that nobody waits for it."""
+        with self._lock:
+            self._closed = True
+            starting = list(self._starting)
+        for process in starting:
+            process.stop()
+
+    def describe(self) -> str:
+        """The engine, in a few words."""
+        if self._settings.engine_url is not None:
+            return f"vLLM at {self._settings.engine_url}"
+        if self.vllm is None:
+            return "embedded"
+        return f"vLLM {self.vllm.version} of {self.vllm.python}"
+
+
+def num_gpus(device: str | None) -> int:
+    """CUDA devices that may be used."""
+    if device == "cpu" or not Path("/dev/nvidiactl").exists():
+        return 0  # without loading torch
+    import torch
+
+    with suppress(RuntimeError):
+        return torch.cuda.device_count()
+    return 0
+
+
+def _refuse_for_url(where: str, key: str, value: Any) -> None:
+    raise ConfigError(
+        f"{where}: {value!r} cannot be set for a vLLM that runs already (--engine-url); set it there"
+    )
+
+
+def open_embedded(name: str, settings: Settings) -> Engine:
+    """The embedded engine of a base model."""
+    # Here, because torch takes seconds to load and `hone serve` is up without it.
+    from hone.inference.embedded import EmbeddedEngine
+    from hone.models.machine import choose
+
+    device, dtype = choose(settings.device)
+    return EmbeddedEngine.open(name, device=device, dtype=dtype)

@@ -1,0 +1,199 @@
+"""A server with vLLM: trains a job, proves and serves its step, and outlives vLLM's crash."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from peft import PeftModel
+from tests.chat.conftest import build_tokenizer
+from tests.server.conftest import write_model
+from transformers import AutoModelForCausalLM
+
+from hone import LocalBackend, TrainableModel
+from hone.errors import HoneError
+from hone.trajectory import JobRequest, Trajectory, TrajectoryGroup
+from hone.types import JobInfo
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+
+PYTHON = os.environ.get("HONE_TEST_VLLM_PYTHON", sys.executable)
+ON_GPU = torch.cuda.is_available()
+ENGINE_ARGS = {"enforce_eager": True} | ({"gpu_memory_utilization": 0.2} if ON_GPU else {})
+MOST = 0.3 if ON_GPU else 1e-3
+"""How far a log-probability may lie from that of a float32 forward pass."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny-heads-of-32"
+    write_model(directory, build_tokenizer("qwen2.5-instruct"), hidden=128)
+    penalty = {"repetition_penalty": 1.3, "top_k": 5, "temperature": 0.3}
+    (directory / "generation_config.json").write_text(json.dumps(penalty))
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalBackend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        settings = {"engine": "vllm", "engine_python": PYTHON}
+        with LocalBackend(tmp_path_factory.mktemp("hone"), settings=settings) as backend:
+            await backend.connect()
+            yield backend
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def agent(backend: LocalBackend, model_dir: Path) -> TrainableModel[Any]:
+    agent: TrainableModel[Any] = TrainableModel(
+        name="agent",
+        project="test",
+        base_model=str(model_dir),
+        rank=4,
+        engine_args=ENGINE_ARGS,
+        init_args={"max_seq_length": 256},
+    )
+    await agent.register(backend)
+    return agent
+
+
+async def ask(backend: LocalBackend, rollout: str, **request: Any) -> dict[str, Any]:
+    body = {
+        "model": "agent",
+        "messages": [{"role": "user", "content": "the weather in the city " * 8}],
+        "max_tokens": 12,
+        "logprobs": True,
+        **request,
+    }
+    async with httpx.AsyncClient(timeout=300) as client:
+        url = f"{backend.base_url}/v1/chat/completions"
+        answer = await client.post(url, json=body, headers={"X-Hone-Rollout": rollout})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def check_recorded(
+    backend: LocalBackend, rollout: str, model_dir: Path, adapter: Path | None
+) -> None:
+    """The recorded log-probabilities are those of a plain forward pass under this adapter."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    recorded = [one.call for one in await backend.calls(rollout) if not one.abandoned]
+    assert recorded
+    for call in recorded:
+        assert call.logprobs is not None and call.exact
+        with torch.no_grad():
+            logits = model(torch.tensor([call.prompt_ids + call.completion_ids])).logits[0]
+        rows = (logits[len(call.prompt_ids) - 1 : -1] / call.temperature).log_softmax(-1)
+        wanted = rows.gather(1, torch.tensor(call.completion_ids)[:, None])[:, 0].tolist()
+        assert max(abs(a - b) for a, b in zip(call.logprobs, wanted, strict=True)) <= MOST
+
+
+async def train(backend: LocalBackend, agent: TrainableModel[Any], rollout: str) -> JobInfo:
+    calls = [recorded.call for recorded in await backend.calls(rollout)]
+    group = TrajectoryGroup(
+        [Trajectory(calls=[call], reward=float(i % 2)) for i, call in enumerate(calls)]
+    )
+    config: dict[str, Any] = {"learning_rate": 1e-2}
+    job = await backend.submit(JobRequest(model="test/agent", groups=[group], config=config))
+    return await backend.wait(job.id)
+
+
+async def events(backend: LocalBackend, job: JobInfo) -> dict[str, Any]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.get(f"{backend.base_url}/v1/training/jobs/{job.id}/events")
+    blocks = [
+        dict(line.split(": ", 1) for line in b.split("\n")) for b in answer.text.split("\n\n") if b
+    ]
+    return {block["event"]: json.loads(block["data"]) for block in blocks}
+
+
+async def test_a_job_is_trained_published_with_proof_and_served(
+    backend: LocalBackend, agent: TrainableModel[Any], model_dir: Path
+) -> None:
+    info = await backend.model_info(agent)
+    assert (info.step, info.not_applicable) == (0, [])
+    await ask(backend, "r0", n=4, seed=1)  # warms vLLM's prefix cache, too
+    await check_recorded(backend, "r0", model_dir, None)
+    for step in (1, 2):
+        job = await train(backend, agent, f"r{step - 1}")
+        assert (job.state, job.step) == ("done", step), job
+        proof = (await events(backend, job))["proved"]
+        assert proof["data"]["verdict"] == "proved" or ON_GPU, proof
+        answer = await ask(backend, f"r{step}", n=4, seed=1)
+        assert answer["policy_step"] == step
+        checkpoints = backend.root / "test" / "models" / "agent" / "checkpoints"
+        (adapter,) = checkpoints.glob(f"*{step}")
+        await check_recorded(backend, f"r{step}", model_dir, adapter)
+
+
+async def test_narrowed_answers_are_recorded_as_inexact(
+    backend: LocalBackend, agent: TrainableModel[Any]
+) -> None:
+    await ask(backend, "narrow", top_p=0.5)
+    (recorded,) = await backend.calls("narrow")
+    assert not recorded.call.exact
+
+
+async def test_the_context_is_that_of_init_args(
+    backend: LocalBackend, agent: TrainableModel[Any]
+) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        body = {"model": "agent", "prompt": [5] * 300, "max_tokens": 4}
+        answer = await client.post(f"{backend.base_url}/v1/completions", json=body)
+    assert answer.status_code == 400 and "256" in answer.text, answer.text
+
+
+async def test_a_streamed_answer(backend: LocalBackend, agent: TrainableModel[Any]) -> None:
+    body = {"model": "agent", "prompt": [5, 6, 7], "max_tokens": 6, "stream": True, "seed": 1}
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{backend.base_url}/v1/completions", json=body)
+    assert answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
+    assert answer.text.count("data: ") > 4
+
+
+async def test_engine_args_that_vllm_does_not_know_are_refused(
+    backend: LocalBackend, model_dir: Path
+) -> None:
+    wrong: TrainableModel[Any] = TrainableModel(
+        name="other", project="test", base_model=str(model_dir), engine_args={"max_num_seq": 3}
+    )
+    with pytest.raises(HoneError, match=r"engine_args.max_num_seq: .*mean 'max_num_seqs'"):
+        await backend.register(wrong)
+
+
+def vllm_server(backend: LocalBackend) -> psutil.Process:
+    """The vLLM server that hone's server has started."""
+    assert backend._server is not None
+    children = psutil.Process(backend._server.pid).children()
+    return next(one for one in children if "hone_vllm_worker" in " ".join(one.cmdline()))
+
+
+async def test_a_crashed_engine_is_replaced_and_serves_the_newest_step(
+    backend: LocalBackend, agent: TrainableModel[Any], model_dir: Path
+) -> None:
+    before = vllm_server(backend)
+    before.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 300
+    while True:
+        try:
+            answer = await ask(backend, "after-crash", seed=1)
+            break
+        except (AssertionError, httpx.HTTPError):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(1)
+    assert answer["policy_step"] == 2
+    assert vllm_server(backend).pid != before.pid
+    (adapter,) = (backend.root / "test" / "models" / "agent" / "checkpoints").glob("*2")
+    await check_recorded(backend, "after-crash", model_dir, adapter)

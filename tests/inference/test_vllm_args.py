@@ -1,0 +1,161 @@
+"""The arguments of a vLLM server: passed through, refused by name, and set by hone. No vLLM needed."""
+
+from typing import Any
+
+import pytest
+
+from hone.errors import ConfigError, EngineError
+from hone.inference.vllm_args import (
+    check_arg,
+    check_gpus,
+    environment_variables,
+    rank_limit,
+    server_arguments,
+)
+from hone.inference.vllm_process import check_version, find_vllm, require_vllm
+
+KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "dtype"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gpu_memory_utilization", 0.9),
+        ("max_num_seqs", 64),
+        ("max_lora_rank", 64),
+        ("generation_config", "vllm"),
+        ("enable_lora", True),
+        ("trust_remote_code", False),
+        ("inference_gpu_ids", [0, 1]),
+    ],
+)
+def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
+    check_arg(f"engine_args.{key}", key, value, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("max_num_sequences", 64, "has no such argument. Did you mean 'max_num_seqs'?"),
+        ("logprobs_mode", "raw_logprobs", "'raw_logprobs' cannot be set: it would change the log-"),
+        ("generation_config", "auto", "'auto' cannot be set: it would change the log-prob"),
+        ("trust_remote_code", True, "True cannot be set: it can load code"),
+        ("worker_cls", "x.Y", "'x.Y' cannot be set: it can load code"),
+        ("lora_target_modules", ["q_proj"], "adapters are on every linear layer"),
+        ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
+        ("max_loras", 1, "1; hone needs 3 or more"),
+        ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
+        ("inference_gpu_ids", ["0"], "is no list of GPU numbers"),
+    ],
+)
+def test_what_hone_decides_and_what_vllm_does_not_know_is_refused(
+    key: str, value: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine_args\.{key}: ") as refused:
+        check_arg(f"engine_args.{key}", key, value, KNOWN)
+    assert says in str(refused.value)
+
+
+def test_more_gpus_than_present_are_refused() -> None:
+    check_gpus({"tensor_parallel_size": 2}, 2)
+    check_gpus({"tensor_parallel_size": 1, "inference_gpu_ids": [1]}, 2)
+    check_gpus({}, 0)
+    with pytest.raises(ConfigError, match="is 4, and 2 GPUs are present"):
+        check_gpus({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2)
+    with pytest.raises(ConfigError, match="is 2, and 1 GPUs are present"):
+        check_gpus({"tensor_parallel_size": 2, "inference_gpu_ids": [1]}, 2)
+    with pytest.raises(ConfigError, match="GPU 3 does not exist; this machine has 2"):
+        check_gpus({"inference_gpu_ids": [0, 3]}, 2)
+
+
+def options(line: list[str]) -> dict[str, list[str]]:
+    """The values of every option of a command line."""
+    parsed: dict[str, list[str]] = {}
+    for word in line[1:]:
+        if word.startswith("--"):
+            parsed[word] = []
+        else:
+            parsed[list(parsed)[-1]].append(word)
+    return parsed
+
+
+def test_the_command_line() -> None:
+    args = {
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.9,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {"image": 0},
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "quantization": None,
+        "generation_config": "vllm",
+        "inference_gpu_ids": [1, 2],
+    }
+    modules = {"q_proj", "k_proj"}
+    line = server_arguments(
+        "/m", "base", args, modules=modules, max_adapters=8, rank=12, sleeps=True
+    )
+    assert line[0] == "/m"
+    assert options(line) == {
+        "--max-model-len": ["4096"],
+        "--max-logprobs": ["20"],
+        "--max-lora-rank": ["16"],
+        "--disable-log-stats": [],
+        "--enable-sleep-mode": [],
+        "--gpu-memory-utilization": ["0.9"],
+        "--enforce-eager": [],
+        "--no-enable-prefix-caching": [],
+        "--limit-mm-per-prompt": ['{"image": 0}'],
+        "--cudagraph-capture-sizes": ["1", "2", "4"],
+        "--max-loras": ["3"],
+        "--max-cpu-loras": ["10"],
+        "--served-model-name": ["base"],
+        "--generation-config": ["vllm"],
+        "--logprobs-mode": ["processed_logprobs"],
+        "--enable-lora": [],
+        "--lora-target-modules": ["k_proj", "q_proj"],
+        "--disable-uvicorn-access-log": [],
+        "--enable-prompt-tokens-details": [],
+        "--api-server-count": ["1"],
+    }
+    assert environment_variables(args) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert environment_variables({}) == {}
+
+
+def test_the_user_may_raise_what_hone_needs() -> None:
+    args = {"max_loras": 12, "max_cpu_loras": 40, "max_lora_rank": 256, "enable_sleep_mode": False}
+    line = server_arguments("/m", "base", args, modules=(), max_adapters=8, rank=8, sleeps=False)
+    given = options(line)
+    assert "--lora-target-modules" not in given
+    assert given["--max-loras"] == ["12"] and given["--max-cpu-loras"] == ["40"]
+    assert given["--max-lora-rank"] == ["256"] and "--no-enable-sleep-mode" in given
+
+
+def test_ranks() -> None:
+    assert [rank_limit(rank) for rank in (1, 8, 9, 300, 512)] == [8, 8, 16, 320, 512]
+
+
+@pytest.mark.parametrize("version", ["0.20.2", "0.24.0rc1", "0.32.0+cpu"])
+def test_supported_versions(version: str) -> None:
+    check_version(version, where="/python")
+
+
+@pytest.mark.parametrize("version", ["0.19.9", "0.33.0", "1.0", "dev"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(EngineError, match=r"^/python has vLLM .*hone supports 0\.20 to 0\.32"):
+        check_version(version, where="/python")
+
+
+def test_an_interpreter_without_vllm(tmp_path: Any) -> None:
+    import venv
+
+    venv.create(tmp_path, symlinks=True)
+    python = str(tmp_path / "bin" / "python")
+    assert find_vllm(python) is None
+    with pytest.raises(EngineError, match="vLLM is not installed in"):
+        require_vllm(python)
+
+
+def test_an_interpreter_that_is_none() -> None:
+    with pytest.raises(EngineError, match="--engine-python /nowhere/python: "):
+        find_vllm("/nowhere/python")

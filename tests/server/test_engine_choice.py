@@ -1,0 +1,169 @@
+"""Which engine serves, and which arguments of vLLM a model may send. No vLLM needed."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.errors import ConfigError, EngineError
+from hone.server import engine_choice
+from hone.server.art_requests import ArtModel, model_spec
+from hone.server.engine_choice import EngineChoice, Plan
+from hone.server.model_args import checked_spec
+from hone.server.settings import Settings
+from hone.server.state import State
+from hone.types import ModelSpec
+
+ARGS = """
+class EngineArgs:
+    model: str = ""
+    max_num_seqs: int = 1
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    max_lora_rank: int = 16
+    _private: int = 0
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter that finds a package called vllm, of which only the source is read."""
+    package = tmp_path / "packages"
+    (package / "vllm" / "engine").mkdir(parents=True)
+    (package / "vllm" / "__init__.py").write_text("raise ImportError('it must not be imported')")
+    (package / "vllm" / "engine" / "arg_utils.py").write_text(ARGS)
+    info = package / "vllm-0.30.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.1\n")
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    link = tmp_path / "python"  # another path for every test: what it has is remembered
+    link.symlink_to(sys.executable)
+    return link
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Any:
+    state = State.open(Settings(root=tmp_path / "hone", device="cpu"))
+    yield state
+    state.store.close()
+
+
+def choice(state: State, **settings: Any) -> EngineChoice:
+    return EngineChoice(Settings(root=state.settings.root, **settings), state.models)
+
+
+def spec(name: str = "agent", **fields: Any) -> ModelSpec:
+    return ModelSpec(name=name, base_model="tiny", **fields)
+
+
+def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_there(
+    state: State, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choice(state, engine_python=python).describe() == "embedded"  # no GPU
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 1)
+    assert choice(state, engine_python=python).describe() == f"vLLM 0.30.1 of {python}"
+    assert choice(state, engine_python=python, engine="embedded").describe() == "embedded"
+    monkeypatch.delenv("PYTHONPATH")
+    without = python.with_name("other")
+    without.symlink_to(sys.executable)
+    assert choice(state, engine_python=without).describe() == "embedded"
+
+
+def test_vllm_without_a_gpu_is_served_where_it_is_asked_for(state: State, python: Path) -> None:
+    assert choice(state, engine="vllm", engine_python=python).vllm is not None
+    url = choice(state, engine_url="http://10.0.0.1:8000")
+    assert (url.is_vllm, url.describe()) == (True, "vLLM at http://10.0.0.1:8000")
+
+
+def test_a_version_that_was_never_tried_is_refused(state: State, python: Path) -> None:
+    metadata = python.parent / "packages" / "vllm-0.30.1.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0\n")
+    with pytest.raises(EngineError, match=r"has vLLM 0\.40\.0; hone supports 0\.20 to 0\.32"):
+        choice(state, engine="vllm", engine_python=python).describe()
+
+
+def test_engine_args_are_kept_for_vllm_and_named_for_the_embedded_engine(
+    state: State, python: Path
+) -> None:
+    sent = spec(engine_args={"max_num_seqs": 8, "gpu_memory_utilization": 0.5, "model": "tiny"})
+    vllm = choice(state, engine="vllm", engine_python=python).check_arg()
+    settled = checked_spec(sent, vllm)
+    assert settled.engine_args == {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}
+    assert settled.not_applicable == [] and checked_spec(settled, vllm) == settled
+    embedded = checked_spec(sent, choice(state, engine="embedded").check_arg())
+    assert embedded.engine_args == {}
+    assert embedded.not_applicable == [
+        "engine_args.gpu_memory_utilization",
+        "engine_args.max_num_seqs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"max_num_sqs": 8}, "engine_args.max_num_sqs: this vLLM has no such argument. Did you"),
+        ({"_private": 1}, "engine_args._private: this vLLM has no such argument."),
+        ({"logprobs_mode": "raw_logits"}, "engine_args.logprobs_mode: 'raw_logits' cannot be set"),
+        ({"model": "other"}, "engine_args.model: 'other' is not in this version"),
+    ],
+)
+def test_engine_args_that_cannot_be_honoured_are_refused(
+    state: State, python: Path, args: dict[str, Any], says: str
+) -> None:
+    check_arg = choice(state, engine="vllm", engine_python=python).check_arg()
+    with pytest.raises(ConfigError) as refused:
+        checked_spec(spec(engine_args=args), check_arg)
+    assert str(refused.value).startswith(says)
+
+
+def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
+    check_arg = choice(state, engine_url="http://10.0.0.1:8000").check_arg()
+    with pytest.raises(ConfigError, match="for a vLLM that runs already"):
+        checked_spec(spec(engine_args={"max_num_seqs": 8}), check_arg)
+
+
+def test_arts_clients_send_engine_args_and_gpu_ids(state: State, python: Path) -> None:
+    internal = {
+        "engine_args": {"gpu_memory_utilization": 0.7},
+        "inference_gpu_ids": [1],
+        "trainer_gpu_ids": [0],
+    }
+    body = {"name": "agent", "base_model": "tiny", "_internal_config": internal}
+    check_arg = choice(state, engine="vllm", engine_python=python).check_arg()
+    sent = model_spec(ArtModel.model_validate(body), check_arg)
+    assert sent.engine_args == {"gpu_memory_utilization": 0.7, "inference_gpu_ids": [1]}
+    assert sent.not_applicable == ["trainer_gpu_ids"]
+
+
+def test_more_gpus_than_there_are(state: State, python: Path) -> None:
+    vllm = choice(state, engine="vllm", engine_python=python)
+    with pytest.raises(ConfigError, match="is 2, and 0 GPUs are present; lower it"):
+        vllm.register(spec(engine_args={"tensor_parallel_size": 2}), in_use=False)
+
+
+def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, python: Path) -> None:
+    vllm = choice(state, engine="vllm", engine_python=python, max_seq_length=4096)
+    assert vllm._plan("tiny", None) == Plan({}, 8, 4096)
+    first = spec(rank=32, defaults={"max_seq_length": 512}, engine_args={"max_num_seqs": 8})
+    second = spec("other", rank=4, defaults={"max_seq_length": 9999}, engine_args={})
+    assert vllm.register(first, in_use=False) is False
+    state.models.register(first)
+    assert vllm._plan("tiny", None) == Plan({"max_num_seqs": 8}, 32, 512)
+    vllm._opened["tiny"] = vllm._plan("tiny", None)
+    assert vllm.register(first, in_use=True) is False
+    with pytest.raises(ConfigError, match="is answering for 'tiny' with other engine_args"):
+        vllm.register(second, in_use=True)
+    assert vllm.register(second, in_use=False) is True
+    state.models.register(second)
+    assert vllm._plan("tiny", None) == Plan({}, 32, 4096)
+
+
+def test_a_larger_rank_fits_up_to_vllms_next_limit() -> None:
+    plan = Plan({}, 9, 512)
+    assert plan.covers(Plan({}, 16, 512)) and not plan.covers(Plan({}, 17, 512))
+    assert not plan.covers(Plan({}, 9, 513))
+    assert Plan({"max_lora_rank": 64}, 9, 512).covers(Plan({"max_lora_rank": 64}, 60, 512))
