@@ -35,7 +35,7 @@ from hone.server.telemetry import Metrics
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.failpoints import failpoint
-from hone.store.jobs import JobStore, Pin
+from hone.store.jobs import JobStore
 from hone.store.models import ModelRecord, ModelStore
 from hone.types import JobInfo, ModelKey
 
@@ -119,7 +119,7 @@ class TrainingService:
         The learner begins to load at the same time, and may still be loading on return.
         """
         self._learners.launch_ahead(await self._serving.template(record.spec.base_model))
-        newest = await self._newest(record)
+        newest, _ = await self._newest(record)
         await self._serving.resolve(str(record.key))
         return newest
 
@@ -184,11 +184,13 @@ class TrainingService:
         # Take the job: it starts from the newest step, or from what an earlier attempt saved.
         # Loading comes after it, so that a load that exhausts memory counts as an attempt.
         record = await asyncio.to_thread(self._models.find, job.model)
-        newest = await self._newest(record)
+        newest, tokenizer = await self._newest(record)
         checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
+        pin = None
         if checkpoint is None:
             await asyncio.to_thread(check_disk_space, newest)
-        pin = None if checkpoint else await self._pin(record, newest)
+            start = (newest, record.spec, tokenizer, self._settings)
+            pin = await asyncio.to_thread(learning.pin, *start)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
         await serving.resolve(str(record.key))
@@ -237,21 +239,18 @@ class TrainingService:
         except StorageError:  # unknown just now: assume that there is one
             return True
 
-    async def _newest(self, record: ModelRecord) -> Checkpoint:
+    async def _newest(self, record: ModelRecord) -> tuple[Checkpoint, BaseTokenizer]:
         """The newest step; step 0 is drawn from the model's seed where there is none."""
         tokenizer = await self._serving.template(record.spec.base_model)
-        newest = await asyncio.to_thread(self._newest_or_first, record, tokenizer)
+
+        def newest_or_first() -> Checkpoint:
+            with self._writing_first:
+                newest = self._checkpoints.newest(record.key)
+                return newest or learning.save_first(self._checkpoints, record.spec, tokenizer)
+
+        newest = await asyncio.to_thread(newest_or_first)
         tokenizer.check_made_for(newest)
-        return newest
-
-    async def _pin(self, record: ModelRecord, newest: Checkpoint) -> Pin:
-        tokenizer = await self._serving.template(record.spec.base_model)
-        return await asyncio.to_thread(learning.pin, newest, record.spec, tokenizer, self._settings)
-
-    def _newest_or_first(self, record: ModelRecord, tokenizer: BaseTokenizer) -> Checkpoint:
-        with self._writing_first:
-            newest = self._checkpoints.newest(record.key)
-            return newest or learning.save_first(self._checkpoints, record.spec, tokenizer)
+        return newest, tokenizer
 
     async def _learn_and_save(
         self, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey

@@ -65,18 +65,16 @@ def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
         record = ModelStore(store).find(match["name"])
     finally:
         store.close()
-    checkpoints = Checkpoints(root)
-    step = match["at"]
-    if step == "best":
-        step = checkpoints.best(record.key)
-        if step is None:
-            raise NotFound(f"{name!r}: no val/reward was logged for any step that is kept")
-    if step in (None, "latest"):
+    checkpoints, at = Checkpoints(root), match["at"]
+    if at in (None, "latest"):
         newest = checkpoints.newest(record.key)
         if newest is None:
             raise NotFound(f"{name!r}: the model has no step yet; train it first")
         return record, newest
-    return record, checkpoints.get(record.key, int(step))
+    step = checkpoints.best(record.key) if at == "best" else int(at)
+    if step is None:
+        raise NotFound(f"{name!r}: no val/reward was logged for any step that is kept")
+    return record, checkpoints.get(record.key, step)
 
 
 def _write_adapter(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
