@@ -25,7 +25,7 @@ from hone.report.examples import Example, pick, request
 from hone.report.headline import headline, plot_title
 from hone.report.history import History
 from hone.report.outcome import Outcome, PolicyReward, measure
-from hone.report.text import counted, duration, interval, number, signed
+from hone.report.text import counted, duration, ends, number, signed
 
 SHORTEST_S = 0.05
 """A phase that would be shown as 0.0 s is not shown."""
@@ -47,7 +47,8 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
     outcome, plot = measure(output_dir), output_dir / "reward_plot.png"
     examples = _examples(output_dir, outcome)
     pictures = {} if brief else _draw(outcome, plot)
-    if plot.exists() and (pictures or plot.stat().st_mtime >= _newest_reward_at(outcome.history)):
+    newest_at = _newest_reward_at(outcome.history)
+    if not brief or (plot.exists() and plot.stat().st_mtime >= newest_at):
         pictures["rewards"] = plot.read_bytes()
     embedded = {k: f"data:image/png;base64,{b64encode(v).decode()}" for k, v in pictures.items()}
     values = content(outcome) | {
@@ -119,16 +120,16 @@ def _tiles(outcome: Outcome) -> list[tuple[str, str, str]]:
     first, last, gain = outcome.baseline, outcome.tuned, outcome.gain
     if first is None or last is None or gain is None:
         return []
-    ends = interval(gain).partition("95% interval ")[2].rstrip(")")
-    tiles = [_tile("before", first), _tile("after", last), ("change", signed(gain.mean), ends)]
+    change = "change", signed(gain.mean), ends(gain)
+    tiles = [_tile("before", first), _tile("after", last), change]
     return [*tiles, _tile("newest", outcome.newest)] if outcome.newest else tiles
 
 
 def _tile(label: str, policy: PolicyReward) -> tuple[str, str, str]:
-    ends = "" if policy.low is None else f"{number(policy.low)} to {number(policy.high)}; "
+    interval = "" if policy.low is None else f"{number(policy.low)} to {number(policy.high)}; "
     place = f"epoch {policy.epoch + 1}" if policy.step is None else f"step {policy.step}"
     failed = f"; {policy.failure_rate:.0%} failed" if policy.failure_rate else ""
-    return label, number(policy.mean), f"{ends}{place}{failed}"
+    return label, number(policy.mean), f"{interval}{place}{failed}"
 
 
 def _commands(outcome: Outcome, body: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -197,11 +198,13 @@ def _details(outcome: Outcome) -> dict[str, str]:
 
 
 def _draw(outcome: Outcome, plot: Path) -> dict[str, bytes]:
+    """The pictures beside the reward plot, which has its own file."""
     plots.reward_plot(outcome.history, plot)
-    pictures = {"rewards": plot.read_bytes(), "learning": plots.learning(outcome.history)}
+    learning = plots.learning(outcome.history)
+    pictures = {} if learning is None else {"learning": learning}
     if len(outcome.deltas) > 1 and outcome.held_out:
         pictures["changes"] = plots.example_changes(outcome.deltas)
-    return {name: picture for name, picture in pictures.items() if picture}
+    return pictures
 
 
 def _newest_reward_at(history: History) -> float:

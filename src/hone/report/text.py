@@ -24,10 +24,15 @@ def signed(value: float) -> str:
 
 def interval(change: Estimate) -> str:
     """A change with its interval."""
+    known = f" (95% interval {ends(change)})" if ends(change) else ""
+    return f"{signed(change.mean)}{known}"
+
+
+def ends(change: Estimate) -> str:
+    """The interval of a change; empty if it has none."""
     if change.low is None or change.high is None:
-        return signed(change.mean)
-    ends = f"{signed(change.low)} to {signed(change.high)}"
-    return f"{signed(change.mean)} (95% interval {ends})"
+        return ""
+    return f"{signed(change.low)} to {signed(change.high)}"
 
 
 def p_value(change: Estimate) -> str:
