@@ -12,21 +12,17 @@ the event loop, and limited to `max_small_body_bytes`, unless its route accepts 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from hone.server.chat_tasks import Invalid
 from hone.server.settings import Settings
 
 AnswerRaw = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
 """Answers a body; calls its second argument when the body is no longer in memory."""
-T = TypeVar("T")
 
 MIN_BYTES_PER_S = 64 * 2**10
 """Each byte adds to the time a body may take, at this rate."""
@@ -72,7 +68,8 @@ class BodyReader:
         self._read = 0
         self._complete = False
         self._started: float | None = None
-        self._is_large_accepted = False
+        self.accepts_large = False
+        """Whether the route parses large bodies in another process."""
         length = headers.get("content-length", "")
         self._announced = int(length) if length.isdigit() and len(length) < 20 else 0
         if self._announced > settings.max_body_bytes or len(length) >= 20:
@@ -103,10 +100,6 @@ class BodyReader:
         self._reserve(self._read)
         return message
 
-    def accept_large(self) -> None:
-        """The route parses large bodies in another process."""
-        self._is_large_accepted = True
-
     def release(self) -> None:
         """The body is no longer in memory."""
         self._budget.release(self._reserved)
@@ -121,14 +114,14 @@ class BodyReader:
         settings = self._settings
         if size > settings.max_body_bytes:
             raise _too_large(settings.max_body_bytes, "max_body_bytes")
-        if size > settings.max_small_body_bytes and not self._is_large_accepted:
+        if size > settings.max_small_body_bytes and not self.accepts_large:
             raise _too_large(settings.max_small_body_bytes, "max_small_body_bytes")
 
 
 def accept_large_body(request: Request) -> None:
     """Call it before the body is read, in a route that parses large bodies in another process."""
     if reader := request.scope.get("hone.body"):
-        reader.accept_large()
+        reader.accepts_large = True
 
 
 def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
@@ -150,13 +143,6 @@ def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
             return handle
 
     return RawBodyRoute
-
-
-def checked(result: T | Invalid) -> T:
-    """A worker's result; raises RequestValidationError where the body did not validate."""
-    if isinstance(result, Invalid):
-        raise RequestValidationError(result.errors)
-    return result
 
 
 def _too_large(limit: int, setting: str) -> HTTPException:

@@ -8,9 +8,6 @@ never by the size of the body: unpickling a million values stops the event loop 
 would.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from hone.chat.bridge import HashedMessages, NextPrompt, UnrenderedPrompt
 from hone.chat.messages import check_messages
 from hone.errors import BadRequest
@@ -22,13 +19,6 @@ BYTES_PER_TOKEN = 256
 VALUES_PER_TOKEN = 16
 """Commas and brackets of a body for each such token; a real one has fewer than 2."""
 MIN_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Invalid:
-    """The body of a job that does not validate, with pydantic's errors."""
-
-    errors: list[dict[str, Any]]
 
 
 def read_request(

@@ -81,7 +81,7 @@ class RolloutHistory:
         """Requests in progress; while there are any, the history stays in memory."""
         self.counted = 0
         """Its tokens when they were last added up."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._by_weights: dict[str, _ModelHistory] = {}
         self._stored: list[RecordedCall] | None = None
         self._next = 0
@@ -109,7 +109,7 @@ class RolloutHistory:
     ) -> Match:
         """The recorded calls that a request may continue. Blocking, but renders nothing."""
         with self._lock:
-            self._load(calls)
+            self.load(calls)
             return self._of_weights(tokenizer).match_recorded(messages, tools)
 
     def add(self, tokenizer: BaseTokenizer, calls: Sequence[RecordedCall]) -> None:
@@ -129,12 +129,9 @@ class RolloutHistory:
     def load(self, calls: CallStore) -> None:
         """Read the calls of the rollout before it was last in memory. Blocking."""
         with self._lock:
-            self._load(calls)
-
-    def _load(self, calls: CallStore) -> None:
-        if self._stored is None:
-            self._stored = calls.rollout(self.rollout) if self.rollout else []
-            self._next = max((call.index + 1 for call in self._stored), default=0)
+            if self._stored is None:
+                self._stored = calls.rollout(self.rollout) if self.rollout else []
+                self._next = max((call.index + 1 for call in self._stored), default=0)
 
     def _of_weights(self, tokenizer: BaseTokenizer) -> _ModelHistory:
         key = tokenizer.weights_sha256

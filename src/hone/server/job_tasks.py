@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from hone.errors import BadRequest
 from hone.learner.packed import pack_groups, unpack_groups
 from hone.server.art_requests import LogRequest, TrainRequest
-from hone.server.chat_tasks import Invalid
 from hone.server.choice_calls import Start
 from hone.server.model_args import json_text
 from hone.server.resolved_job import resolve_groups
@@ -30,6 +29,13 @@ from hone.store.calls import CallStore
 from hone.store.checkpoints import log_groups
 from hone.trajectory import JobRequest, TrajectoryGroup, means
 from hone.types import JobInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """A body that does not validate, with pydantic's errors."""
+
+    errors: list[dict[str, Any]]
 
 
 @dataclass(slots=True)

@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+
 from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
-from hone.server.bodies import checked
 from hone.server.choice_calls import Start
-from hone.server.job_tasks import Head, PackedJob, Parsed
+from hone.server.job_tasks import Head, Invalid, PackedJob, Parsed
 from hone.server.model_args import train_config
 from hone.server.state import State
 from hone.trajectory import JobRequest
@@ -36,13 +37,19 @@ async def reading(
     run: Any
     if len(body) <= state.settings.large_body_bytes:
         run = partial(asyncio.to_thread, job_tasks.call, Parsed())
-        yield run, checked(await run(job_tasks.read, kind, body))
+        yield run, _checked(await run(job_tasks.read, kind, body))
         return
     async with state.workers.worker() as worker:
         run = partial(worker.run, job_tasks.call, None)
-        head = checked(await run(job_tasks.read, kind, body))
+        head = _checked(await run(job_tasks.read, kind, body))
         release()
         yield run, head
+
+
+def _checked(head: Head | Invalid) -> Head:
+    if isinstance(head, Invalid):
+        raise RequestValidationError(head.errors)
+    return head
 
 
 async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> JobInfo:
