@@ -312,30 +312,6 @@ class Bench:
             top=[f"{ms:.1f} ms x{count} {key[:90]}" for ms, count, key in kernels[:30]],
         )
 
-    def variants(self) -> None:
-        """Other ways to compile the layers and to run the attention."""
-        from hone.learner import flex
-
-        options: dict[str, dict[str, Any]] = {
-            "flex 64/64 backward": {
-                "BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64,
-            },
-            "flex 64/128 backward": {
-                "BLOCK_M1": 64, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 64,
-            },
-            "flex 128/128 backward": {
-                "BLOCK_M1": 128, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 128,
-            },
-        }  # fmt: skip
-        for what, chosen in options.items():
-            flex.KERNEL_OPTIONS.clear()
-            flex.KERNEL_OPTIONS.update(chosen)
-            self._guarded(lambda what=what: self.trie(what=f"hone trie, {what}"))
-        flex.KERNEL_OPTIONS.clear()
-        self._guarded(
-            lambda: self.trie(what="hone trie, dynamic lengths", compile_options={"dynamic": True})
-        )
-
     # ---- how --------------------------------------------------------------------------------------
 
     def _rows(self, what: str, learner: Any, batch: Any, memory: float | None) -> None:
@@ -563,7 +539,6 @@ def learner(options: argparse.Namespace) -> None:
             "causal": bench.causal,
             "peft": bench.peft,
             "profile": bench.profile,
-            "variants": bench.variants,
             "gradients": shallow.gradients,
             "recompiles": shallow.recompiles,
         }

@@ -10,6 +10,7 @@ from tests.learner.test_forward import random_samples
 from torch import Tensor
 
 from hone.learner import flex
+from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
 
 
@@ -85,3 +86,58 @@ def test_ragged_rows_compile_once():
             torch.testing.assert_close(actual, expected)
     assert counter.frame_count == 2
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_padding_lets_subtrees_begin_a_block_and_changes_no_path(seed, monkeypatch):
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    (row,) = pack(random_samples(seed), row_tokens=10**6, fill=True).rows
+    length = -(-len(row) // 16) * 16 + 64
+    result = flex.padded(row, length)
+    assert len(result) == len(result.leave) == len(result.positions) == length
+    seen, expected = (dense(x.leave, x.positions, None) for x in (result, row))
+    for new, old in zip(result.query_node.tolist(), row.query_node.tolist(), strict=True):
+        assert torch.equal(result.token_ids[seen[new]], row.token_ids[expected[old]])
+        assert torch.equal(result.positions[seen[new]], row.positions[expected[old]])
+    assert seen.diagonal().all()
+
+
+def test_completions_one_token_short_of_a_block_are_aligned(monkeypatch):
+    """Two prompts of two blocks, three completions of 15 each: 16 after padding, so 10 blocks in all."""
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 90, 32) for _ in range(2)]
+    calls = [np.concatenate((p, rng.integers(3, 90, 16))) for p in prompts for _ in range(3)]
+    made = [
+        Sample(0, i, (LabelledCall(
+            ids=ids, prompt=32, places=np.arange(16), logprobs=None, exact=True, temperature=1.0,
+            advantage=1.0,
+        ),))
+        for i, ids in enumerate(calls)
+    ]  # fmt: skip
+    (row,) = pack(made, row_tokens=1000, fill=True).rows
+    assert len(row) == 154
+    result = flex.padded(row, 160)
+    mask = flex.block_mask(result.leave, result.positions, None)
+    # Per prompt: its own two blocks see 1 and 2, each completion its own and the prompt's two.
+    blocks = mask.kv_num_blocks + mask.full_kv_num_blocks
+    assert blocks[0, 0].tolist() == [1, 2, 3, 3, 3, 1, 2, 3, 3, 3]
+    assert mask.kv_num_blocks[0, 0].tolist() == [1] * 10
+    plain = torch.nn.functional.pad(row.leave, (0, 6))
+    plain[-6:] = torch.arange(155, 161)
+    assert flex.block_mask(plain, torch.zeros(160).long(), None).kv_num_blocks.sum() > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_blocks_are_those_that_torch_makes_of_every_pair(seed):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    leave, depth = padded(seed, 1024)
+    actual = flex.block_mask(leave, depth, None)
+    wanted = create_block_mask(flex.trie_mask(leave), None, None, 1024, 1024, device="cpu")
+    assert torch.equal(actual.to_dense(), wanted.to_dense())
+    assert actual.full_kv_num_blocks is not None and wanted.full_kv_num_blocks is not None
+    assert torch.equal(actual.full_kv_num_blocks, wanted.full_kv_num_blocks)
+    assert torch.equal(actual.kv_num_blocks, wanted.kv_num_blocks)
+    assert torch.equal(actual.q_num_blocks, wanted.q_num_blocks)
+    assert torch.equal(actual.full_q_num_blocks, wanted.full_q_num_blocks)

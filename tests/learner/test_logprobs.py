@@ -98,3 +98,34 @@ def test_the_gradient_of_a_nearly_certain_token_is_exact_in_float32(p: float):
         assert ours.grad is not None and expected.grad is not None
         assert (ours.grad - expected.grad).norm() < 1e-4 * expected.grad.norm()
         assert values[label].item() == pytest.approx(full[label].item(), rel=1e-4)
+
+
+def test_the_fused_passes_of_cuda_give_the_plain_numbers():
+    """Uncompiled, in float32: log-probabilities, entropy, and the weights as two bfloat16 numbers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(6, 300, generator=generator)
+    logits[0, 7] = 60.0  # all but certain
+    temperature = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0, 0.7])[:, None]
+    query, target = torch.tensor([0, 0, 1, 3, 3, 5]), torch.tensor([7, 4, 9, 0, 299, 3])
+    sums = logprobs.Sums(*logprobs.sums_of(logits, temperature))
+    exact = (logits.double() / temperature).log_softmax(-1)
+    torch.testing.assert_close(
+        sums.logprobs(logits, temperature, query, target).double(),
+        exact[query, target],
+        rtol=1e-6,
+        atol=1e-6,
+    )
+    entropy = -(exact.exp() * exact).sum(-1)
+    torch.testing.assert_close(sums.entropy().double(), entropy, rtol=1e-5, atol=1e-6)
+    assert torch.equal(sums.best[:, 0], logits.argmax(-1))
+    high, low = logprobs.split_weights(logits, temperature, *sums)
+    assert high.dtype == low.dtype == torch.bfloat16
+    others = exact.exp().scatter(1, sums.best, 0.0)
+    weights = (-others).scatter(1, sums.best, others.sum(-1, keepdim=True))
+    torch.testing.assert_close(high.double() + low.double(), weights, rtol=2**-15, atol=1e-30)
+    assert (high.double() - weights).abs().max() > 2**-11  # one number alone would not do
+
+
+@pytest.mark.parametrize(("count", "most", "size"), [(10, 4, 4), (9, 4, 3), (4, 4, 4), (1, 4, 1)])
+def test_chunks_on_cuda_are_of_equal_size(count: int, most: int, size: int):
+    assert logprobs._even(count, most) == size

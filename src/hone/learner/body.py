@@ -60,8 +60,12 @@ class Body(Protocol):
         """Whether unrelated subtrees in one row cost nothing, so that long rows are faster."""
         ...
 
+    def arranged(self, row: PackedRow) -> PackedRow:
+        """The row as this body computes it: the same nodes, perhaps with padding between them."""
+        ...
+
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
-        """Hidden states before the head, [L, hidden]; no adapter: the base model.
+        """Hidden states of an arranged row before the head, [L, hidden]; no adapter: the base model.
 
         Under `torch.no_grad` the same kernels run and give the same bits.
         """
@@ -110,6 +114,9 @@ class DecoderBody:
     @property
     def head(self) -> Head:
         return Head(self.decoder.head)
+
+    def arranged(self, row: PackedRow) -> PackedRow:
+        return row
 
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
         decoder, device = self.decoder, self.device

@@ -1,7 +1,8 @@
 """Trie attention on CUDA: FlexAttention with block masks made from a row's subtrees.
 
-In:   a PackedRow, padded to one of a few lengths
-Out:  one BlockMask per sliding window; `attention`, the function that transformers calls
+In:   a PackedRow
+Out:  the row padded to one of a few lengths; one BlockMask per sliding window; `attention`, the function
+      that transformers calls
 
 A query q sees a key k if k <= q < leave[k]: the row is in depth-first order and leave[k] ends the
 subtree of k. Masks of one kind share their code, and lengths come from a short list, so that a compiled
@@ -10,18 +11,19 @@ memory, so past the limit of recompilations torch must raise instead of falling 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from hone.learner.trie import PackedRow
 
 BLOCK = 128
 """Tokens of a block of the mask, in both directions: the kernel's own granularity."""
 RECOMPILES = 64
 """Versions of a layer: kinds of layers x lengths x with and without adapter."""
-
-KERNEL_OPTIONS: dict[str, Any] = {}
-"""Options of the FlexAttention kernels."""
 
 BlockMasks = dict[int, Any]
 """Window -> BlockMask; FULL: no window. A plain dictionary, because compiled code looks into it."""
@@ -66,6 +68,43 @@ def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], T
     return capped
 
 
+def padded(row: PackedRow, length: int) -> PackedRow:
+    """The row with padding up to `length`, put before subtrees as long as it lets them begin a block.
+
+    A block that holds the end of one subtree and the beginning of another is computed for the queries
+    of both. A padding token sees itself and the path around it, and is seen by itself alone. The result
+    has no segments.
+    """
+    starts = np.array([segment.start for segment in row.segments])
+    lengths = np.diff(np.append(starts, len(row)))
+    subtrees = row.leave.numpy()[starts] - starts
+    spare, moved, shift = length - len(row), 0, np.zeros_like(starts)
+    for i, (start, subtree) in enumerate(zip(starts, subtrees, strict=True)):
+        gap = -(start + moved) % BLOCK
+        if 2 * subtree > BLOCK and gap <= spare:
+            moved, spare = moved + gap, spare - gap
+        shift[i] = moved
+    place = np.arange(len(row)) + np.repeat(shift, lengths)
+    before = np.zeros(length, dtype=np.int64)  # the node at or before each place
+    before[place] = np.arange(len(row))
+    before = torch.from_numpy(np.maximum.accumulate(before))
+    places = torch.from_numpy(place)
+    token_ids, leave = torch.zeros(length, dtype=torch.int64), torch.arange(1, length + 1)
+    token_ids[places] = row.token_ids
+    # A subtree may end with its last block: padding that sees it costs nothing, and blocks stay full.
+    ends = (places[row.leave - 1] // BLOCK + 1) * BLOCK
+    following = torch.cat((places, torch.tensor([length])))[row.leave]
+    leave[places] = torch.minimum(ends, following)
+    return replace(
+        row,
+        token_ids=token_ids,
+        positions=row.positions[before],
+        leave=leave,
+        segments=(),
+        query_node=places[row.query_node],
+    )
+
+
 def block_mask(leave: Tensor, depth: Tensor, window: int | None) -> Any:
     """The BlockMask of a row whose length is a multiple of BLOCK.
 
@@ -90,10 +129,14 @@ def block_mask(leave: Tensor, depth: Tensor, window: int | None) -> Any:
         whole &= deep[:, None] - shallow[None, :] < window
     partial_count, partial_blocks = _ordered(some & ~whole)
     whole_count, whole_blocks = _ordered(whole)
+    leave, depth = (
+        leave.int(),
+        depth.int(),
+    )  # the kernels read them for every pair of a partial block
     visible = (
         trie_mask(leave)
         if window is None
-        else windowed_trie_mask(leave, depth, torch.tensor(window, device=leave.device))
+        else windowed_trie_mask(leave, depth, torch.tensor(window, device=leave.device).int())
     )
     return BlockMask.from_kv_blocks(
         partial_count,
@@ -135,7 +178,6 @@ def attention(
         "block_mask": block_masks[getattr(module, "trie_window", FULL)],
         "scale": scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
-        "kernel_options": KERNEL_OPTIONS or None,
     }
     if s_aux is None:
         out = call(query, key, value, **options)

@@ -24,13 +24,12 @@ def row_logprobs(
     The log-probabilities have gradients, unless the caller runs this under `torch.no_grad`.
     """
     body = as_body(model)
-    device = body.device
-    hidden = body.hidden(row, lora)
+    row = body.arranged(row)
     queries = Queries(
-        node=row.query_node.to(device),
-        temperature=row.query_temperature.to(device),
-        label_query=row.label_query.to(device),
-        target=labels.target[row.label].to(device),
+        node=row.query_node,
+        temperature=row.query_temperature,
+        label_query=row.label_query,
+        target=labels.target[row.label],
     )
-    logprobs, entropy = label_logprobs(hidden, body.head, queries)
-    return logprobs, entropy[queries.label_query]
+    logprobs, entropy = label_logprobs(body.hidden(row, lora), body.head, queries)
+    return logprobs, entropy[row.label_query.to(entropy.device)]

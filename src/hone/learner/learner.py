@@ -214,16 +214,17 @@ class _Job:
         if self.keep:
             self.old_logprobs.append(torch.empty(len(batch.labels), dtype=torch.float64))
         optimizer.zero_grad()
-        norm = torch.zeros(())
+        norms: list[Tensor] = []  # of the gradient so far, after every row
         loss_of_step = 0.0
         for r, row in enumerate(batch.rows):
             self._report("train", index, r)
-            where = f"optimizer step {index}, micro-batch {r}"
             with self.clock.phase("forward"):
                 new, entropy = row_logprobs(body, row, batch.labels, lora)
-                cpu = new.cpu()
+                # The only wait for the device in a row: what the loss needs, at once.
+                values, entropies = torch.stack((new.detach(), entropy)).cpu()
+                values.requires_grad_()
                 picked = RowLabels(
-                    old=cpu.detach().double() if old is None else old[row.label],
+                    old=values.detach().double() if old is None else old[row.label],
                     sampler=batch.labels.sampler_logprob[row.label],
                     exact=batch.labels.exact[row.label],
                     advantage=advantage[row.label],
@@ -232,19 +233,22 @@ class _Job:
                 )
                 if self.keep:
                     self.old_logprobs[index][row.label] = picked.old
-                loss, sums = row_loss(cpu, picked, config)
-                value = _finite(float(loss.detach()), "the loss", where)
+                loss, sums = row_loss(values, picked, config)
+                loss_of_step += _finite(loss.item(), "the loss", index, r)
             with self.clock.phase("backward"):
-                loss.backward()
-                norm = get_total_norm(optimizer.grads)
-                _finite(float(norm), "the gradient's norm", where)
-            loss_of_step += value
-            self.totals.add(sums | {"entropy": entropy.double().sum()})
+                (slope,) = torch.autograd.grad(loss, values)
+                new.backward(slope.to(new.device))
+                norms.append(get_total_norm(optimizer.grads))
+            self.totals.add(sums | {"entropy": entropies.double().sum()})
+        with self.clock.phase("backward"):
+            grad_norms = torch.stack(norms).tolist()
+            for r, norm in enumerate(grad_norms):
+                _finite(norm, "the gradient's norm", index, r)
         with self.clock.phase("optimizer"):
             leaves = [leaf for _, leaf in optimizer.parameters]
-            clip_grads_with_norm_(leaves, config.max_grad_norm, norm)
+            clip_grads_with_norm_(leaves, config.max_grad_norm, norms[-1])
             optimizer.step(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
-        self.totals.close_step(batch.labels, loss=loss_of_step, grad_norm=float(norm))
+        self.totals.close_step(batch.labels, loss=loss_of_step, grad_norm=grad_norms[-1])
 
     @torch.no_grad()
     def _score(self, index: int, phase: str, lora: Lora | None) -> Tensor:
@@ -269,10 +273,10 @@ class _Job:
             self._on_progress(Progress(phase, step, len(self.batches), row, rows))
 
 
-def _finite(value: float, what: str, where: str) -> float:
+def _finite(value: float, what: str, step: int, row: int) -> float:
     if value - value != 0:
         raise NonFinite(
-            f"{where}: {what} is {value!r}; adapter and optimizer are as they were before the job. "
+            f"optimizer step {step}, micro-batch {row}: {what} is {value!r}; adapter and optimizer are as they were before the job. "
             "Lower learning_rate, or look for extreme rewards or logprobs in this job."
         )
     return value

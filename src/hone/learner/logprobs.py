@@ -14,18 +14,21 @@ head[target] - head[f] + pull. All of it is float32 or wider until the last sum.
 its logits, every row of the head is multiplied by the cap's slope at its logit.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hone.models.layers import wide_combination, wide_product
+from hone.models.layers import COARSE, wide_combination, wide_product
 
 CHUNK_BYTES = 48 << 20
 """Logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the matmul."""
-CUDA_CHUNK_BYTES = 512 << 20
+CUDA_CHUNK_BYTES = 1 << 30
+"""The same on CUDA, where every chunk reads the whole head three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,20 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
-    """Nodes with their temperatures, and the labels to score there."""
+    """Nodes with their temperatures, and the labels to score there; on any device."""
 
     node: Tensor  # [Q] int64, row of the hidden states
     temperature: Tensor  # [Q] float
     label_query: Tensor  # [m] int64, ascending
     target: Tensor  # [m] int64
+
+    def to(self, device: torch.device) -> "Queries":
+        return Queries(
+            node=self.node.to(device),
+            temperature=self.temperature.to(device),
+            label_query=self.label_query.to(device),
+            target=self.target.to(device),
+        )
 
 
 def label_logprobs(hidden: Tensor, head: Tensor | Head, queries: Queries) -> tuple[Tensor, Tensor]:
@@ -77,6 +88,15 @@ class _LabelLogprobs(torch.autograd.Function):
         queries: Queries,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        row_bytes = len(weight) * wide.itemsize
+        size = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // row_bytes)
+        if hidden.is_cuda:
+            size = _even(len(queries.node), size)
+        # Where labels are split is computed before they are moved: reading it back would wait for
+        # the whole model.
+        edges = torch.arange(0, len(queries.node) + size, size, device=queries.node.device)
+        ends = torch.searchsorted(queries.label_query, edges).tolist()
+        queries = queries.to(hidden.device)
         temperature = queries.temperature.to(wide)
         rows = hidden[queries.node]
         logprobs = torch.empty(len(queries.target), dtype=wide, device=hidden.device)
@@ -86,14 +106,20 @@ class _LabelLogprobs(torch.autograd.Function):
         slopes = None
         if head.softcap is not None and pull is not None:
             slopes = torch.empty_like(logprobs), torch.empty_like(entropy)  # of target and of top
-        most_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
-        size = max(1, most_bytes // (len(weight) * wide.itemsize))
-        edges = torch.arange(0, len(rows) + size, size, device=hidden.device)
-        ends = torch.searchsorted(queries.label_query, edges).tolist()
+        fused = hidden.is_cuda and hidden.dtype in COARSE and head.softcap is None
         for i, start in enumerate(range(0, len(rows), size)):
             here, labels = slice(start, start + size), slice(ends[i], ends[i + 1])
             query, target = queries.label_query[labels] - start, queries.target[labels]
             logits = head.logits(rows[here])
+            if fused and len(logits) > 1:  # torch compiles a size of 1 as a graph of its own
+                scaled = temperature[here, None]
+                sums = Sums(*_fused(sums_of, logits, scaled))
+                logprobs[labels] = sums.logprobs(logits, scaled, query, target)
+                entropy[here], top[here] = sums.entropy(), sums.best[:, 0]
+                if pull is not None:
+                    high, low = _fused(split_weights, logits, scaled, *sums)
+                    pull[here] = wide_product(high, weight).add_(wide_product(low, weight))
+                continue
             slope = None
             if slopes is not None and head.softcap is not None:
                 slope = 1 - (logits / head.softcap).square_()
@@ -146,3 +172,69 @@ class _LabelLogprobs(torch.autograd.Function):
         out = rows.new_zeros(ctx.shape)
         out.index_add_(0, q.node[q.label_query], rows)
         return out.to(ctx.dtype), None, None, None
+
+
+# ---- the same in a few passes over the logits, for CUDA ---------------------------------------------
+
+
+class Sums(NamedTuple):
+    """What the log-probabilities of a chunk need of its logits; [n, 1] each."""
+
+    most: Tensor
+    best: Tensor
+    """The most likely token."""
+    rest: Tensor
+    """Sum of the other tokens' probabilities, relative to its own."""
+    moment: Tensor
+    """Sum of the same, each times its logarithm."""
+
+    def logprobs(
+        self, logits: Tensor, temperature: Tensor, query: Tensor, target: Tensor
+    ) -> Tensor:
+        shifted = logits[query, target] / temperature[query, 0] - self.most[query, 0]
+        return shifted - self.rest[query, 0].log1p()
+
+    def entropy(self) -> Tensor:
+        return (self.rest.log1p() - self.moment / (1 + self.rest))[:, 0]
+
+
+def sums_of(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of a chunk."""
+    scaled = logits / temperature
+    most, best = scaled.max(-1, keepdim=True)
+    shifted = scaled - most
+    odds = torch.where(_is_best(logits, best), 0.0, shifted.exp())
+    return most, best, odds.sum(-1, keepdim=True), (shifted * odds).sum(-1, keepdim=True)
+
+
+def split_weights(
+    logits: Tensor, temperature: Tensor, most: Tensor, best: Tensor, rest: Tensor, _: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weight of every row of the head in `pull`, as the sum of two bfloat16 numbers."""
+    odds = (logits / temperature - most).exp()
+    weights = torch.where(_is_best(logits, best), rest, -odds) / (1 + rest)
+    # By bits and not by a cast: a compiler may leave out a cast to bfloat16 and back.
+    high = (weights.view(torch.int32) & -65536).view(torch.float32)
+    return high.to(torch.bfloat16), (weights - high).to(torch.bfloat16)
+
+
+def _is_best(logits: Tensor, best: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device) == best
+
+
+def _even(count: int, most: int) -> int:
+    """The size of equal chunks of at most `most`."""
+    chunks = max(1, -(-count // most))
+    return max(1, -(-count // chunks))
+
+
+def _fused(function: Callable[..., Any], *rows: Tensor) -> Any:
+    """Call the compiled function: one graph for any number of rows."""
+    for tensor in rows:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled(function)(*rows)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hone.errors import ConfigError
+from hone.models.lora import on_host
 
 FILE = "optimizer.safetensors"
 
@@ -76,7 +77,11 @@ class AdamW:
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the parameters and of the state."""
         leaves = {name: leaf.detach() for name, leaf in self.parameters}
-        return {name: tensor.clone() for name, tensor in (leaves | self.state()).items()}
+        tensors = leaves | self.state()
+        copies = [torch.empty_like(tensor) for tensor in tensors.values()]
+        # A few kernels on CUDA instead of 1,500.
+        torch._foreach_copy_(copies, list(tensors.values()))  # pyright: ignore[reportPrivateImportUsage]
+        return dict(zip(tensors, copies, strict=True))
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Set parameters and state to a snapshot."""
@@ -124,5 +129,4 @@ def _fresh(leaf: Tensor) -> dict[str, Tensor]:
 
 
 def _write(state: dict[str, Tensor], directory: Path) -> None:
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
-    save_file(tensors, directory / FILE, metadata={"format": "hone-adamw-1"})
+    save_file(on_host(state), directory / FILE, metadata={"format": "hone-adamw-1"})

@@ -145,6 +145,9 @@ class TransformersBody:
             learner=self._memory,
         )
 
+    def arranged(self, row: PackedRow) -> PackedRow:
+        return flex.padded(row, fit.padded_length(len(row))) if self._flex else row
+
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
         self._lora.attach(lora)
         # A pass without gradients runs as one with them and drops what the backward pass would need:
@@ -158,17 +161,10 @@ class TransformersBody:
         return hidden.detach() if scoring else hidden
 
     def _forward(self, row: PackedRow) -> Tensor:
-        device, tokens = self.device, len(row)
+        device = self.device
         token_ids, positions = row.token_ids.to(device), row.positions.to(device)
         if self._flex:
             leave = row.leave.to(device)
-            padding = fit.padded_length(tokens) - tokens
-            if padding:
-                ends = torch.arange(tokens + 1, tokens + padding + 1, device=device)
-                leave = torch.cat((leave, ends))
-                token_ids, positions = (
-                    nn.functional.pad(x, (0, padding)) for x in (token_ids, positions)
-                )
             masks = {w: flex.block_mask(leave, positions, w or None) for w in self.windows}
             trie: dict[str, Any] = {"block_masks": masks}
         else:
@@ -176,7 +172,7 @@ class TransformersBody:
         out = self._stack(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **trie
         )
-        return out.last_hidden_state[0, :tokens]
+        return out.last_hidden_state[0]
 
     def _recomputed_layers(self, row: PackedRow, lora: Lora | None) -> int:
         """Layers whose activations do not fit into the learner's memory for a row of this length."""
@@ -184,7 +180,7 @@ class TransformersBody:
             return 0
         return fit.recomputed_layers(
             self._raw,
-            tokens=fit.padded_length(len(row)),
+            tokens=len(row),
             dtype_bytes=self.dtype.itemsize,
             rank=0 if lora is None else lora.rank,
             device=str(self.device),

@@ -98,8 +98,11 @@ class Lora:
     def save(self, directory: Path, *, base_model: str) -> None:
         """Write PEFT's two files; equal adapters give equal bytes."""
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.named()}
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(
+            on_host(dict(self.named())),
+            directory / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
         modules = {path for parts in self.config.adapted.values() for path, _, _ in parts}
         settings = {
             "base_model_name_or_path": base_model,
@@ -192,11 +195,24 @@ def _block_diagonal(b: Sequence[Tensor]) -> Tensor:
     return blocks
 
 
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in main memory, contiguous; those of a device are moved in one copy per type."""
+    result = {name: tensor.detach() for name, tensor in tensors.items()}
+    for dtype in {tensor.dtype for tensor in result.values() if not tensor.is_cpu}:
+        moved = {n: t for n, t in result.items() if not t.is_cpu and t.dtype == dtype}
+        flat = torch.cat([tensor.flatten() for tensor in moved.values()]).cpu()
+        parts = flat.split([tensor.numel() for tensor in moved.values()])
+        result |= {
+            name: part.clone().view(tensor.shape)
+            for (name, tensor), part in zip(moved.items(), parts, strict=True)
+        }
+    return {name: tensor.contiguous() for name, tensor in result.items()}
+
+
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
     """One hash over named tensors, whatever their order."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+    for name, tensor in sorted(on_host(tensors).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.numpy().data)
     return digest.hexdigest()
