@@ -168,6 +168,44 @@ class Bench:
                 peak=peak(),
             )
 
+    def sequence(self, rounds: int = 3) -> None:
+        """The trie and HF + PEFT in turn, both in memory, and the ratio of their medians."""
+        import torch
+
+        from hone.learner.forward import row_logprobs
+        from hone.learner.trie import pack
+
+        learner = self._learner(None)
+        samples = self._samples(PROMPTS, COMPLETIONS, PROMPT, COMPLETION)
+        batch = pack(samples, row_tokens=2 * self._n(ROW), fill=True)
+        model = self._peft_model()
+        length, trained, calls = self._n(PROMPT + COMPLETION), self._n(COMPLETION), 4
+        ids = torch.randint(5, self.sizes["vocab_size"], (calls, length), device=self.device)
+
+        def trie() -> None:
+            for row in batch.rows:
+                logprobs, _ = row_logprobs(learner.body, row, batch.labels, learner.lora)
+                logprobs.sum().backward()
+            learner.optimizer.zero_grad()
+
+        def peft() -> None:
+            out = model(input_ids=ids, use_cache=False, logits_to_keep=trained + 1).logits
+            logits = out[:, -trained - 1 : -1].float().flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits, ids[:, -trained:].flatten()).backward()
+            model.zero_grad()
+
+        ours, theirs = [], []
+        for _ in range(rounds):
+            ours.append(batch.logical_tokens / self._timed(trie))
+            theirs.append(calls * length / self._timed(peft))
+        ratio = sorted(ours)[rounds // 2] / sorted(theirs)[rounds // 2]
+        self.say(
+            "trie and HF + PEFT in turn, logical tokens/s",
+            trie=[round(x) for x in ours],
+            peft=[round(x) for x in theirs],
+            ratio=ratio,
+        )
+
     def recompiles(self) -> None:
         """Graphs compiled by fifty ragged jobs after a warm-up of every length."""
         import torch
@@ -239,7 +277,7 @@ class Bench:
         def unshared(dtype: Any) -> tuple[Any, Any]:
             with torch.device(self.device):
                 model = AutoModelForCausalLM.from_config(self._config(), dtype=dtype)
-            plain = {name.replace(".layer.", "."): tensor for name, tensor in state.items()}
+            plain = {name.replace(".part.", "."): tensor for name, tensor in state.items()}
             model.load_state_dict(plain)
             model.requires_grad_(False)
             factors = dict(lora.named())
@@ -318,13 +356,10 @@ class Bench:
         from hone.learner.forward import row_logprobs
 
         body, lora = learner.body, learner.lora
-        recomputed: list[int] = []
 
         def run() -> None:
-            recomputed.clear()
             for row in batch.rows:
                 logprobs, _ = row_logprobs(body, row, batch.labels, lora)
-                recomputed.append(sum(layer.recompute for layer in body._layers))
                 logprobs.sum().backward()
             for _, leaf in lora.parameters():
                 leaf.grad = None
@@ -340,7 +375,7 @@ class Bench:
             pairs=sum(int((row.positions + 1).sum()) for row in batch.rows),
             peak=peak(),
             rows=[len(row) for row in batch.rows],
-            recomputed_layers=recomputed,
+            recomputed=[str(body.recomputation(body.arranged(row))) for row in batch.rows],
             budget_gb=memory,
         )
 
@@ -538,6 +573,7 @@ def learner(options: argparse.Namespace) -> None:
             "trie17": lambda bench=bench: bench.trie(17.0),
             "causal": bench.causal,
             "peft": bench.peft,
+            "sequence": bench.sequence,
             "profile": bench.profile,
             "gradients": shallow.gradients,
             "recompiles": shallow.recompiles,

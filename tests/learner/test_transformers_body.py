@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tests.learner.families import FAMILIES
+from tests.learner.test_families import gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
 from hone.learner.body import BODY, DecoderBody, load_body
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import TransformersBody
+from hone.learner.trie import pack
 from hone.models.decoder import Decoder
+from hone.models.fit import Recomputation
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
@@ -112,3 +115,36 @@ def test_a_head_that_is_not_understood_is_refused(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(ModelUnsupported, match="its logits are not those of its head"):
         TransformersBody(model, raw=raw)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "Phi-4", "OLMo 2"])
+def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
+    model = BY_NAME[name].model()
+    body = TransformersBody(model, raw=model.config.to_dict())
+    lora = random_lora(body, torch.float32)
+    (row,) = pack(samples(3), row_tokens=400, fill=True).rows
+    kept: dict[Recomputation, int] = {}
+    grads = []
+    for chosen in (
+        Recomputation(),
+        Recomputation(feed_forward=1),
+        Recomputation(feed_forward=2),
+        Recomputation(feed_forward=2, layers=1),
+        Recomputation(layers=2),
+    ):
+        body.recomputation = lambda row, chosen=chosen: chosen
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = body.hidden(row, lora)
+        kept[chosen] = sum(sizes.values())
+        hidden.square().sum().backward()
+        grads.append(gradients(lora))
+    assert all(torch.equal(grads[0], other) for other in grads[1:])
+    assert list(kept.values()) == sorted(kept.values(), reverse=True)
+    assert len(set(kept.values())) == len(kept)

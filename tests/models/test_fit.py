@@ -10,12 +10,13 @@ from hone.models.files import ModelFiles
 from hone.models.find import find
 from hone.models.fit import (
     CUDA_LOGITS,
+    Recomputation,
     available_memory,
     cgroup_available,
     cgroup_limit,
     estimate,
     padded_length,
-    recomputed_layers,
+    recomputation,
     require_fit,
     row_tokens,
     total_memory,
@@ -177,19 +178,39 @@ def test_the_total_is_that_of_the_tightest_control_group(tmp_path):
 
 
 def test_rows_on_cuda_have_few_lengths_and_recompute_what_does_not_fit():
-    # Kept per token and layer: 0.8 x 144 = 115 numbers; of a recomputed layer its input of 8.
-    fixed, kept, passed = 4 * 1992 + 16 * 768 + CUDA_LOGITS, 4 * 115, 4 * 8
+    # Kept per token and layer: 0.75 x 144 = 108 numbers, 3 x 16 of them by the feed-forward part; of
+    # a recomputed layer its input of 8.
+    fixed, kept, feed_forward, passed = 4 * 1992 + 16 * 768, 4 * 108, 4 * 48, 4 * 8
     wanted = {"dtype_bytes": 4, "rank": 3, "device": "cuda:1"}
-    roomy = fixed + 2 * kept * 20_000
+    roomy = fixed + CUDA_LOGITS + 2 * kept * 20_000
     assert row_tokens(CONFIG, **wanted, total=2 * roomy) == 16_384
-    assert recomputed_layers(CONFIG, **wanted, tokens=16_384, learner=roomy) == 0
-    # 6,000 tokens fit with all kept. With both layers recomputed: 5,520,000 / (2 x 32 + 460) = 10,534.
-    tight = fixed + 2 * kept * 6_000
-    assert 2 * passed + kept == 524
+    assert recomputation(CONFIG, **wanted, tokens=16_384, learner=roomy) == Recomputation()
+    # 6,000 tokens fit with all kept: 5,184,000 bytes. With a feed-forward part less, 672 each, 7,714;
+    # with both, 480 each, 10,800; the logits are larger than a layer that is computed again.
+    tight = fixed + CUDA_LOGITS + 2 * kept * 6_000
+    assert 2 * kept - feed_forward == 672 and 2 * passed == 64
+
+    def chosen(tokens: int) -> Recomputation:
+        return recomputation(CONFIG, **wanted, tokens=tokens, learner=tight)
+
+    assert chosen(6000) == Recomputation()
+    assert chosen(6001) == chosen(7714) == Recomputation(feed_forward=1)
+    assert chosen(7715) == chosen(10_800) == Recomputation(feed_forward=2)
+    # One whole layer and the other's feed-forward part: 32 + 240 = 272 each, 19,058. Both: 81,000.
+    assert chosen(19_058) == Recomputation(feed_forward=2, layers=1)
+    assert chosen(19_059) == chosen(10**9) == Recomputation(feed_forward=2, layers=2)
     assert row_tokens(CONFIG, **wanted, learner=tight) == 8192
-    assert recomputed_layers(CONFIG, **wanted, tokens=6000, learner=tight) == 0
-    # With one: 5,520,000 / (460 + 32 + 460) = 5,798, less than with none, for it exists twice.
-    assert recomputed_layers(CONFIG, **wanted, tokens=8192, learner=tight) == 2
+
+
+def test_the_plan_agrees_with_measured_peaks():
+    """Qwen2.5-3B, bf16, one row of 8,192 on an H200."""
+    config = KNOWN["Qwen/Qwen2.5-3B-Instruct"].config
+    wanted = {"dtype_bytes": 2, "rank": 8, "device": "cuda", "tokens": 8192}
+    assert recomputation(config, **wanted, learner=int(36.1e9)) == Recomputation()
+    assert 1 <= recomputation(config, **wanted, learner=int(35e9)).feed_forward <= 3
+    # 28 whole layers were 15.8 GB; all feed-forward parts are enough for 17.
+    assert recomputation(config, **wanted, learner=int(17e9)).layers == 0
+    assert 0 < recomputation(config, **wanted, learner=int(12e9)).layers <= 36
 
 
 def test_lengths_of_rows():

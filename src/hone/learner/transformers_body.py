@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hone.errors import ModelUnsupported
 from hone.learner import flex
@@ -35,6 +36,8 @@ SEGMENTS, FLEX, INSPECT = "hone_segments", "hone_flex", "hone_inspect"
 
 SHARED_LAYERS = frozenset(["full_attention", "sliding_attention"])
 """Kinds of layers that see ancestors only."""
+FEED_FORWARD = frozenset(["up_proj", "gate_up_proj"])
+"""Linear layers that only the feed-forward part has."""
 LENGTH_ROPES = frozenset(["dynamic", "longrope"])
 """Rotary embeddings whose angles depend on the length of the text."""
 
@@ -73,6 +76,8 @@ class TransformersBody:
         self.layout: Layout = adapted_linears(raw, model, target_modules)
         self._lora = LoraModules(model, self.layout)
         self._layers = _wrap_layers(self._stack, self._text.num_hidden_layers)
+        self._feed_forward = [_wrap_feed_forward(layer.part) for layer in self._layers]
+        self._rank = 0
         self._flex = (attention or (FLEX if self.device.type == "cuda" else SEGMENTS)) == FLEX
         model.set_attn_implementation(FLEX if self._flex else SEGMENTS)
         if self._flex:
@@ -81,7 +86,7 @@ class TransformersBody:
                 # Which experts run depends on the tokens, so their code is compiled by no one.
                 module.forward = torch.compiler.disable(module.forward)
             for layer in self._layers:
-                layer.layer.compile(**({"dynamic": False} | dict(compile_options or {})))
+                layer.part.compile(**({"dynamic": False} | dict(compile_options or {})))
         self._embedding.register_forward_hook(_needs_gradient)
 
     @classmethod
@@ -153,9 +158,13 @@ class TransformersBody:
         # A pass without gradients runs as one with them and drops what the backward pass would need:
         # the same compiled code, so its log-probabilities differ by weights and by nothing else.
         scoring = not torch.is_grad_enabled()
-        recomputed = len(self._layers) if scoring else self._recomputed_layers(row, lora)
+        if lora is not None:
+            self._rank = lora.rank
+        plan, count = self.recomputation(row), len(self._layers)
         for index, layer in enumerate(self._layers):
-            layer.recompute = _is_among(index, recomputed, len(self._layers))
+            layer.recompute = scoring or _is_among(index, plan.layers, count)
+            for part in self._feed_forward[index]:
+                part.recompute = _is_among(index, plan.feed_forward, count)
         with torch.enable_grad():
             hidden = self._forward(row)
         return hidden.detach() if scoring else hidden
@@ -174,48 +183,46 @@ class TransformersBody:
         )
         return out.last_hidden_state[0]
 
-    def _recomputed_layers(self, row: PackedRow, lora: Lora | None) -> int:
-        """Layers whose activations do not fit into the learner's memory for a row of this length."""
+    def recomputation(self, row: PackedRow) -> fit.Recomputation:
+        """What of a row does not fit into the learner's memory; the same for every pass over it."""
         if self.device.type != "cuda":
-            return 0
-        return fit.recomputed_layers(
+            return fit.Recomputation()
+        return fit.recomputation(
             self._raw,
             tokens=len(row),
             dtype_bytes=self.dtype.itemsize,
-            rank=0 if lora is None else lora.rank,
+            rank=self._rank,
             device=str(self.device),
             learner=self._memory,
         )
 
 
-class _Layer(nn.Module):
-    """A decoder layer that may be compiled, and that may compute its activations twice."""
+class _Recomputed(nn.Module):
+    """A part of the model that may be computed again in the backward pass instead of kept."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
+        self.part = part
         self.recompute = False
 
     def __getattr__(self, name: str) -> Any:  # models read attributes of their layers
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
+            return getattr(super().__getattr__("part"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recompute:
-            return self.layer(*args, **kwargs)
-        from torch.utils.checkpoint import checkpoint
-
-        call = partial(self.layer, **kwargs)
+            return self.part(*args, **kwargs)
+        call = partial(self.part, **kwargs) if kwargs else self.part
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _wrap_layers(stack: nn.Module, count: int) -> list[_Layer]:
+def _wrap_layers(stack: nn.Module, count: int) -> list[_Recomputed]:
     """Wrap the layers of the stack in place."""
     for module in stack.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            layers = [_Layer(layer) for layer in module]
+            layers = [_Recomputed(layer) for layer in module]
             for index, layer in enumerate(layers):
                 module[index] = layer
             return layers
@@ -223,6 +230,17 @@ def _wrap_layers(stack: nn.Module, count: int) -> list[_Layer]:
         f"{type(stack).__name__}: found no list of {count} layers in it, so hone cannot train it. "
         "Choose another model."
     )
+
+
+def _wrap_feed_forward(layer: nn.Module) -> list[_Recomputed]:
+    """Wrap the feed-forward part of a layer, which keeps most, for a third of the operations."""
+    for name, child in layer.named_children():
+        linears = {path.rpartition(".")[2] for path, _ in child.named_modules()}
+        if FEED_FORWARD & linears and not expert_modules(child):
+            part = _Recomputed(child)
+            setattr(layer, name, part)
+            return [part]
+    return []
 
 
 def _is_among(index: int, chosen: int, count: int) -> bool:

@@ -36,9 +36,9 @@ FULL_SPEED = 8192
 
 SHORTEST_ROW = 512
 
-COMPILED_SHARE = 0.8
+COMPILED_SHARE = 0.75
 """Activations of compiled layers, of those that shape.activations counts. Qwen2.5-3B, bf16, one row of
-8,192: 34.8 GB in all (one H200)."""
+8,192 on one H200: 0.754 GB per layer, 35.95 GB in all, 15.8 GB with 28 of 36 layers recomputed."""
 
 CUDA_LOGITS = 2 << 30
 """Logits of a chunk, their exponentials, and what cuBLAS and the allocator hold."""
@@ -102,8 +102,8 @@ def row_tokens(
         learner = int(there * LEARNER_SHARE[kind])
     if kind == "cuda":
         plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
-        plain = plan.most_tokens(learner, recomputed=0)
-        recomputed = min(FULL_SPEED, plan.most_tokens(learner, recomputed=plan.layers))
+        plain = plan.most_tokens(learner, Recomputation())
+        recomputed = min(FULL_SPEED, plan.most_tokens(learner, Recomputation(layers=plan.layers)))
         return _shorter_length(max(plain, recomputed, MIN_ROW_TOKENS))
 
     def needed(tokens: int) -> int:
@@ -118,7 +118,16 @@ def row_tokens(
     return MIN_ROW_TOKENS + max(0, spare // each)
 
 
-def recomputed_layers(
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """Layers of which a row computes a part twice, because what the first pass kept would not fit."""
+
+    feed_forward: int = 0
+    layers: int = 0
+    """Whole layers; of them only the input is kept."""
+
+
+def recomputation(
     config_json: Mapping[str, Any],
     *,
     tokens: int,
@@ -126,15 +135,18 @@ def recomputed_layers(
     rank: int,
     device: str,
     learner: int | None = None,
-) -> int:
-    """Layers of a CUDA row whose activations are computed a second time, because they do not fit."""
+) -> Recomputation:
+    """The least that must be recomputed of a CUDA row; feed-forward parts first, whole layers then."""
     if learner is None:
         learner = int(total_memory(device) * LEARNER_SHARE["cuda"])
     plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
-    return next(
-        (n for n in range(plan.layers) if plan.most_tokens(learner, recomputed=n) >= tokens),
-        plan.layers,
-    )
+    all_layers = range(plan.layers + 1)
+    choices = [Recomputation(feed_forward=n) for n in all_layers]
+    if not plan.feed_forward:
+        choices = choices[:1]
+    # What is left of the others' feed-forward parts then no longer matters.
+    choices += [Recomputation(choices[-1].feed_forward, layers=n) for n in all_layers]
+    return next((c for c in choices if plan.most_tokens(learner, c) >= tokens), choices[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,28 +155,35 @@ class _CudaPlan:
 
     layers: int
     fixed: int
-    """Weights, adapter with its optimizer, logits."""
+    """Weights, adapter with its optimizer."""
     kept: int
     """Per token and layer, for the backward pass."""
+    feed_forward: int
+    """Of these, what the feed-forward part keeps."""
     passed: int
     """Per token and layer, if the layer is recomputed: its input."""
 
     @classmethod
     def of(cls, config_json: Mapping[str, Any], *, dtype_bytes: int, rank: int) -> "_CudaPlan":
         shape = shape_of(config_json)
+        kept = int(shape.activations * COMPILED_SHARE)
         return cls(
             layers=shape.layers,
-            fixed=shape.parameters * dtype_bytes
-            + rank * shape.adapter_width * ADAPTER_BYTES
-            + CUDA_LOGITS,
-            kept=int(shape.activations * COMPILED_SHARE) * dtype_bytes,
+            fixed=shape.parameters * dtype_bytes + rank * shape.adapter_width * ADAPTER_BYTES,
+            kept=kept * dtype_bytes,
+            feed_forward=min(shape.feed_forward, kept - shape.hidden) * dtype_bytes,
             passed=shape.hidden * dtype_bytes,
         )
 
-    def most_tokens(self, memory: int, *, recomputed: int) -> int:
-        each = (self.layers - recomputed) * self.kept + recomputed * self.passed
-        # One layer's activations exist while it is computed again.
-        return max(0, memory - self.fixed) // (each + (self.kept if recomputed else 0))
+    def most_tokens(self, memory: int, chosen: Recomputation) -> int:
+        """The longest row that fits."""
+        whole = self.layers - chosen.layers
+        each = whole * self.kept + chosen.layers * self.passed
+        each -= self.feed_forward * min(chosen.feed_forward, whole)
+        spare = memory - self.fixed
+        # While the head is computed its logits exist; afterwards, one layer that is computed again.
+        again = self.kept if chosen.layers else self.feed_forward if chosen.feed_forward else 0
+        return max(0, min((spare - CUDA_LOGITS) // each, spare // (each + again)))
 
 
 def padded_length(tokens: int) -> int:

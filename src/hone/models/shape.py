@@ -42,6 +42,8 @@ class Shape:
     parameters: int
     activations: int
     """Elements that the backward pass of one layer needs, per token."""
+    feed_forward: int
+    """Of these, those between the feed-forward part's linear layers: gate, up and their product."""
     layout: "Layout"
 
     @property
@@ -96,6 +98,7 @@ def _of_decoder(config: DecoderConfig) -> Shape:
         # after rotation, gate, up, their activation and product. Qwen2.5-3B, bf16, one row of 8,192:
         # 36 GB by this count; 36 GB measured beyond the weights (own LoRA linear, eager, one H200).
         activations=6 * config.hidden + 2 * (q + 2 * kv) + 4 * config.intermediate,
+        feed_forward=3 * config.intermediate,
         layout=config,
     )
 
@@ -120,6 +123,7 @@ def _of_transformers(raw: dict[str, Any], where: str) -> Shape:
         max_positions=text.max_position_embeddings,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         activations=6 * text.hidden_size + linears + experts,
+        feed_forward=0 if experts else 3 * (getattr(text, "intermediate_size", None) or 0),
         layout=layout,
     )
 
