@@ -1,0 +1,298 @@
+"""`python -m bench.gpu_serve`: rollouts through `hone serve` beside plain `vllm serve`, on a GPU.
+
+In:   a Python with vLLM, and a model directory or the shape of one (random weights)
+Out:  one JSON object per line, as soon as it is measured
+
+Both servers run the same vLLM with the same arguments, one after the other, and answer the same
+chats with the same adapter: log-probabilities and token ids are asked for, every client sends its
+next chat when the last is answered. hone records every call besides. The adapter is trained here,
+by one job of hone's server.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.gpu import SHAPES
+
+PROMPTS = 64
+"""Different prompts; each is asked again and again, as the rollouts of a group are."""
+PROMPT_WORDS, ANSWER_TOKENS = 420, 128
+MAX_SEQ_LENGTH = 2048
+START_S = 600.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.client:
+        url, model, clients, seconds = options.client
+        print(json.dumps(asyncio.run(_closed_loop(url, model, int(clients), float(seconds)))))
+        return
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    model = options.model or _random_model(options)
+    with _hone(options) as url:
+        adapter = asyncio.run(_train_one_step(url, model, options))
+        ours = _measure("hone serve", url + "/v1", "bench/policy", options)
+    with _vllm(options, model, adapter) as url:
+        plain = _measure("vllm serve", url + "/v1", "policy", options)
+    for clients in options.clients:
+        _say(
+            "rollouts, hone serve beside vllm serve",
+            clients=clients,
+            ratio=ours[clients] / plain[clients],
+            hone_tokens_per_s=ours[clients],
+            vllm_tokens_per_s=plain[clients],
+        )
+
+
+def _measure(name: str, url: str, model: str, options: argparse.Namespace) -> dict[int, float]:
+    """Tokens/s by number of clients; the clients are a process of their own."""
+    rates = {}
+    for clients in options.clients:
+        for seconds in (5.0, options.seconds):  # the first warms up
+            command = [sys.executable, "-m", "bench.gpu_serve", "--client", url, model]
+            run = subprocess.run(
+                [*command, str(clients), str(seconds)], capture_output=True, text=True
+            )
+            if run.returncode:
+                raise RuntimeError(f"{name}: the clients failed: {run.stderr[-2000:]}")
+            measured = json.loads(run.stdout.splitlines()[-1])
+        rates[clients] = measured["tokens_per_s"]
+        _say(name, clients=clients, **measured)
+    return rates
+
+
+# ---- clients -----------------------------------------------------------------------------------
+
+
+async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> dict[str, float]:
+    """Completion tokens per second of so many clients, each with one chat at a time."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=clients)
+    headers = {"Authorization": "Bearer default"}
+    prompts = _prompts()
+    tokens = answers = 0
+    latencies: list[float] = []
+    end = 0.0
+
+    async def talk(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal tokens, answers
+        at = number
+        while (began := time.perf_counter()) < end:
+            reply = await client.post(
+                f"{url}/chat/completions",
+                json={
+                    "model": model,
+                    "messages": [{"role": "user", "content": prompts[at % len(prompts)]}],
+                    "max_tokens": ANSWER_TOKENS,
+                    "temperature": 1.0,
+                    "logprobs": True,
+                    "return_token_ids": True,
+                },
+            )
+            reply.raise_for_status()
+            answer = reply.json()
+            now = time.perf_counter()
+            assert answer["choices"][0]["logprobs"]["content"], "no log-probabilities"
+            if now < end:
+                tokens += answer["usage"]["completion_tokens"]
+                answers += 1
+                latencies.append(now - began)
+            at += clients
+
+    async with httpx.AsyncClient(timeout=600, limits=limits, headers=headers) as client:
+        end = time.perf_counter() + seconds
+        await asyncio.gather(*(talk(client, number) for number in range(clients)))
+    return {
+        "tokens_per_s": tokens / seconds,
+        "answers_per_s": answers / seconds,
+        "median_latency_s": median(latencies),
+    }
+
+
+def _prompts() -> list[str]:
+    generator = random.Random(0)
+    words = [
+        "the",
+        "a",
+        "river",
+        "stone",
+        "light",
+        "house",
+        "runs",
+        "sees",
+        "small",
+        "old",
+        "new",
+        "under",
+        "over",
+        "green",
+    ]
+    return [" ".join(generator.choices(words, k=PROMPT_WORDS)) for _ in range(PROMPTS)]
+
+
+# ---- servers -----------------------------------------------------------------------------------
+
+
+def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
+    return {"gpu_memory_utilization": options.gpu_memory_utilization, "max_num_seqs": 256}
+
+
+@contextmanager
+def _hone(options: argparse.Namespace) -> Iterator[str]:
+    port = _free_port()
+    command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(options.scratch / "root")]
+    command += ["--port", str(port), "--inference-port", "-1", "--engine", "vllm"]
+    command += ["--engine-python", options.engine_python]
+    with _server(command, options.scratch / "hone.log", f"http://127.0.0.1:{port}") as url:
+        yield url
+
+
+@contextmanager
+def _vllm(options: argparse.Namespace, model: Path, adapter: Path) -> Iterator[str]:
+    port = _free_port()
+    command = [options.engine_python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "base", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--max-model-len", str(MAX_SEQ_LENGTH), "--enable-lora"]
+    command += ["--max-loras", "3", "--max-lora-rank", "8", "--generation-config", "vllm"]
+    command += ["--logprobs-mode", "processed_logprobs", "--lora-modules", f"policy={adapter}"]
+    for key, value in _engine_args(options).items():
+        command += [f"--{key.replace('_', '-')}", str(value)]
+    with _server(command, options.scratch / "vllm.log", f"http://127.0.0.1:{port}") as url:
+        yield url
+
+
+@contextmanager
+def _server(command: list[str], log: Path, url: str) -> Iterator[str]:
+    """A server that answers /health; ended with its children."""
+    import httpx
+
+    began = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        while True:
+            if process.poll() is not None or time.perf_counter() > began + START_S:
+                raise RuntimeError(f"{command[:4]} did not start: {log.read_text()[-3000:]}")
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        _say(f"{log.stem} started", seconds=time.perf_counter() - began)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _train_one_step(url: str, model: Path, options: argparse.Namespace) -> Path:
+    """Train one step by hone's server; the directory of its adapter."""
+    import hone
+    from hone.backends.remote import RemoteBackend
+
+    async with RemoteBackend(url) as backend:
+        policy = hone.TrainableModel(
+            name="policy",
+            project="bench",
+            base_model=str(model),
+            engine_args=_engine_args(options),
+            init_args={"max_seq_length": MAX_SEQ_LENGTH},
+        )
+        began = time.perf_counter()
+        await policy.register(backend)
+        _say("hone's engine started", seconds=time.perf_counter() - began)
+        messages: Any = [{"role": "user", "content": _prompts()[0]}]
+        reply = await policy.openai_client().chat.completions.create(
+            model=policy.get_inference_name(),
+            messages=messages,
+            n=8,
+            max_tokens=ANSWER_TOKENS,
+            logprobs=True,
+        )
+        group = hone.TrajectoryGroup(
+            hone.Trajectory(messages_and_choices=[*messages, choice], reward=float(i % 2))
+            for i, choice in enumerate(reply.choices)
+        )
+        began = time.perf_counter()
+        result = await policy.train([group], learning_rate=1e-3)
+        _say("one job", seconds=time.perf_counter() - began, step=result.step, **result.metrics)
+        await policy.close()
+    steps = options.scratch / "root" / "bench" / "models" / "policy" / "checkpoints"
+    return max(path.parent for path in steps.glob("*/adapter_config.json"))
+
+
+# ---- a model of random weights -----------------------------------------------------------------
+
+
+def _random_model(options: argparse.Namespace) -> Path:
+    """Random weights in the shape of Qwen2.5, with the vocabulary of another model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    directory = options.scratch / f"random-{options.random}"
+    if (directory / "config.json").is_file():
+        return directory
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    sizes = SHAPES[options.random] | {"vocab_size": len(tokenizer)}
+    config = Qwen2Config(
+        **sizes,
+        max_position_embeddings=32768,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _say(what: str, **values: Any) -> None:
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+    print(json.dumps({"what": what, **rounded}), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_serve", description=__doc__)
+    parser.add_argument("--engine-python", default=sys.executable, help="a Python with vLLM")
+    parser.add_argument("--model", type=Path, help="a model directory; else --random")
+    parser.add_argument("--random", choices=sorted(SHAPES), default="3b", help="shape of Qwen2.5")
+    parser.add_argument("--tokenizer", help="directory of a tokenizer with a chat template")
+    parser.add_argument("--scratch", type=Path, default=Path("bench-gpu-serve"))
+    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of every measurement")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
