@@ -16,6 +16,7 @@ the digests of the tensors in vLLM's own buffers are compared with those of the 
 import asyncio
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -45,6 +46,10 @@ CONTROL_S = 600.0
 """Deadline of requests that load adapters, or put vLLM to sleep."""
 DEATH_S = 10.0
 """After a broken connection: time for the process to end, so that the error can say why."""
+TIES = 10
+"""Tokens that may share the best score where log-probabilities are checked."""
+IMPOSSIBLE = -1000.0
+"""vLLM writes minus infinity as -9999."""
 _FINISH = {"stop": "stop", "length": "length"}
 
 
@@ -550,18 +555,19 @@ class VllmEngine:
 def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
     """Refuse a server whose log-probabilities are not those of the draw.
 
-    At temperature 2 with top_k 1 the drawn token is certain; a server that reports log-probabilities
-    of the raw logits says otherwise.
+    At temperature 2 with top_k 1 only the best token can be drawn, or those that share the best score;
+    a server that reports log-probabilities of the raw logits gives others a chance.
     """
     # Not token 0 alone: where that is padding, every next token may be equally likely.
     body = {"model": name, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 2.0, "top_k": 1}
-    body |= {"logprobs": 0, "seed": 0, "ignore_eos": True}
+    body |= {"logprobs": TIES, "seed": 0, "ignore_eos": True}
     response = client.post(f"{url}/v1/completions", json=body, timeout=CONTROL_S)
     (choice,) = response.raise_for_status().json()["choices"]
-    (value,) = choice["logprobs"]["token_logprobs"]
-    if abs(value) > 1e-4:
+    (entries,) = choice["logprobs"]["top_logprobs"]
+    possible = [value for value in entries.values() if value > IMPOSSIBLE]
+    if any(abs(value + math.log(len(possible))) > 1e-4 for value in possible):
         raise EngineError(
-            f"{url} gives log-probability {value:.3g} to a token that is certain. Start vLLM with "
+            f"{url} gives a chance to tokens that it cannot draw. Start vLLM with "
             "--logprobs-mode processed_logprobs."
         )
 

@@ -34,6 +34,7 @@ IGNORED = {
     "service_tier": "there is one tier",
     "prompt_cache_key": "prefixes are cached by their tokens",
     "safety_identifier": "names the end user; there are no accounts here",
+    "return_token_ids": "vLLM's key; the ids are always returned",
 }
 """Keys that many clients send, accepted with any value, and why they change nothing."""
 
