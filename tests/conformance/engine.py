@@ -16,7 +16,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +107,14 @@ class EngineConformance:
     knows_both = True
     """Narrowed draws have the log-probability before the narrowing beside the one after it."""
 
+    def replays(self, served: Served) -> bool:
+        """Whether a request that is sent again gets the same tokens.
+
+        Otherwise not: the second time the prompt is in the prefix cache, and coarse arithmetic then
+        gives other last bits.
+        """
+        return self.own_sampler or served.tolerance.exact
+
     @pytest.fixture
     def served(self) -> Served:
         raise NotImplementedError("a subclass starts its engine here")
@@ -152,7 +160,7 @@ class EngineConformance:
         sampling = Sampling(n=4, max_tokens=20, seed=7)
         once = await complete(served.engine, PROMPT, sampling, served.first)
         again = await complete(served.engine, PROMPT, sampling, served.first)
-        assert [d.ids for d in once] == [d.ids for d in again]
+        assert not self.replays(served) or [d.ids for d in once] == [d.ids for d in again]
         assert len({tuple(d.ids) for d in once}) == 4, "the samples of one request must differ"
 
     async def test_another_batch_gives_the_same_tokens(self, served):
@@ -182,23 +190,24 @@ class EngineConformance:
                 served.assert_agree(done.logprobs, served.expected(prompt, done, served.first))
 
     async def test_stop_ids_end_the_answer_and_carry_their_logprob(self, served):
-        (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
-        end = free.ids[5]
-        stop = Sampling(max_tokens=16, seed=3, stop_ids=(end,))
-        (done,) = await complete(served.engine, PROMPT, stop)
-        first = free.ids.index(end)
-        assert done.ids == free.ids[: first + 1]
-        assert (done.finish, done.stop) == ("stop", end)
+        ends = tuple(range(0, 512, 8))
+        free = Sampling(max_tokens=64, seed=3)
+        (done,) = await complete(served.engine, PROMPT, replace(free, stop_ids=ends))
+        assert done.ids[-1] in ends and not {*done.ids[:-1]} & {*ends}
+        assert (done.finish, done.stop) == ("stop", done.ids[-1])
         served.assert_agree(done.logprobs, served.expected(PROMPT, done, None))
+        (whole,) = await complete(served.engine, PROMPT, free)
+        assert not self.replays(served) or done.ids == whole.ids[: len(done.ids)]
 
     async def test_stop_strings_end_the_answer_across_tokens(self, served):
-        (free,) = await complete(served.engine, PROMPT, Sampling(max_tokens=16, seed=3))
-        # The tiny model's text is "<id>" per token, so this string spans two of them.
-        text = f"{free.ids[5]}><{free.ids[6]}"
-        (done,) = await complete(
-            served.engine, PROMPT, Sampling(max_tokens=16, seed=3, stop=("nowhere", text))
-        )
-        assert done.ids == free.ids[:7] and (done.finish, done.stop) == ("stop", text)
+        # The tiny model's text is "<id>" per token, so these strings span two of them.
+        free, stops = Sampling(max_tokens=64, seed=3), ("nowhere", "5><", "7><")
+        (done,) = await complete(served.engine, PROMPT, replace(free, stop=stops))
+        texts = ["".join(f"<{i}>" for i in ids) for ids in (done.ids[:-1], done.ids)]
+        assert done.finish == "stop" and done.stop in stops[1:]
+        assert done.stop in texts[1] and not any(stop in texts[0] for stop in stops)
+        (whole,) = await complete(served.engine, PROMPT, free)
+        assert not self.replays(served) or done.ids == whole.ids[: len(done.ids)]
 
     async def test_length_ends_the_answer(self, served):
         (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=3, seed=0))
@@ -207,14 +216,16 @@ class EngineConformance:
     async def test_deltas_arrive_as_they_are_drawn(self, served):
         sampling = Sampling(n=2, max_tokens=6, seed=5)
         deltas = [d async for d in served.engine.generate(PROMPT, sampling)]
-        assert len(deltas) >= 12
+        # A server beside this process may send two tokens of a sample at once, but not all.
+        assert len(deltas) >= (12 if self.own_sampler else 4)
         assert [d.finish for d in deltas].count("length") == 2
-        (one, two) = await complete(served.engine, PROMPT, sampling)
-        for i, done in enumerate((one, two)):
-            tokens = [token for delta in deltas if delta.sample == i for token in delta.tokens]
-            assert [token.id for token in tokens] == done.ids
-            streamed = [token.logprob for token in tokens]
-            served.assert_agree(streamed, served.expected(PROMPT, done, None))
+        streamed = [Completion(), Completion()]
+        for delta in deltas:
+            streamed[delta.sample].add(delta)
+        for done in streamed:
+            served.assert_agree(done.logprobs, served.expected(PROMPT, done, None))
+        whole = await complete(served.engine, PROMPT, sampling)
+        assert not self.replays(served) or [d.ids for d in streamed] == [d.ids for d in whole]
 
     @pytest.mark.parametrize(
         ("way", "kept"),
@@ -228,11 +239,12 @@ class EngineConformance:
         p = served.reference(PROMPT, None)[-1].exp()
         allowed = kept(p)
         done = await complete(served.engine, PROMPT, Sampling(n=32, max_tokens=1, seed=0, **way))
-        mass = float(p[list(allowed)].sum())
+        mass, lowest = float(p[list(allowed)].sum()), float(p[list(allowed)].min().log())
         for sample in done:
-            assert sample.ids[0] in allowed
             plain = float(p[sample.ids[0]].log())
             near = 1e-4 if served.tolerance.exact else served.tolerance.most
+            inside = sample.ids[0] in allowed
+            assert inside if served.tolerance.exact else plain > lowest - 2 * near
             assert sample.masked_logprobs == pytest.approx([plain - np.log(mass)], abs=near)
             assert sample.exact == self.knows_both
             known = [plain] if self.knows_both else sample.masked_logprobs

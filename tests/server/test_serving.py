@@ -441,6 +441,20 @@ async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
     assert engine._awake.is_set()
 
 
+async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_it(
+    world: World,
+) -> None:
+    engines, other = world.serving._engines, ScriptedEngine(tokenizer=world.tokenizer)
+    first = (await world.serving.base(world.tiny)).engine
+    engines._open_engine = lambda _: other
+    engines.outdated.add(world.tiny)
+    with world.serving.holding(world.tiny):
+        assert (await world.serving.base(world.tiny)).engine is first
+    assert isinstance(first, ScriptedEngine) and not first.closed
+    assert (await world.serving.base(world.tiny)).engine is other
+    assert first.closed and not engines.outdated
+
+
 async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:
     with world.serving.admitted(), world.serving.admitted():
         with pytest.raises(Busy, match="max_concurrent") as raised, world.serving.admitted():
