@@ -188,6 +188,8 @@ class ModelSpec(Strict):
     alpha: float = Field(default=16.0, gt=0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the adapter's initial weights."""
+    target_modules: list[str] = []
+    """Names of the linear layers that the adapter covers; empty: all. Others need vLLM as engine."""
     token_ids_as_text: bool = False
     """Log-probabilities name tokens `token_id:N`, as ART's clients expect."""
     chat_template_kwargs: dict[str, JsonValue] = {}

@@ -18,6 +18,7 @@ from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
 from hone.models.lora import Lora
+from hone.models.shape import restricted
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
 
@@ -94,17 +95,34 @@ def test_which_body_is_loaded(
 def test_some_linear_layers_only(groups: list[TrajectoryGroup], tmp_path: Path):
     model = BY_NAME["Granite"].model()
     raw = model.config.to_dict()
-    body = TransformersBody(model, raw=raw, target_modules=["q_proj", "down_proj"])
-    learner = learner_of(body)
+    body = TransformersBody(model, raw=raw)
+    layout = restricted(body.layout, ["q_proj", "down_proj"])
+    learner = Learner(body, Lora.init(layout, rank=4, seed=3), base_model="tiny")
     result = learner.train(groups, CONFIG)
     assert result.steps == 3 and result.sha256 == learner.lora.sha256
     learner.save(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["down_proj", "q_proj"]
+    other = learner_of(TransformersBody(BY_NAME["Granite"].model(), raw=raw))
+    other.load(tmp_path)  # which is trained on as it is, and continues with the same bits
+    assert other.lora.sha256 == learner.lora.sha256
+    again = [one.train(groups, CONFIG).sha256 for one in (learner, other)]
+    assert again[0] == again[1] != result.sha256
     with pytest.raises(
         ConfigError, match=r"no linear layer called 'w1'. It has: down_proj, gate_proj"
     ):
-        TransformersBody(BY_NAME["Granite"].model(), raw=raw, target_modules=["w1"])
+        restricted(body.layout, ["w1"])
+
+
+def test_the_decoder_trains_all_linear_layers_or_none(
+    tiny_llama_dir: Path, groups: list[TrajectoryGroup], tmp_path: Path
+):
+    body = TransformersBody.load(tiny_llama_dir)
+    part = Lora.init(restricted(body.layout, ["q_proj"]), rank=4)
+    Learner(body, part, base_model="tiny").save(tmp_path)
+    own = learner_of(DecoderBody(Decoder.load(tiny_llama_dir)))
+    with pytest.raises(ConfigError, match="on a CPU hone trains all linear layers"):
+        own.load(tmp_path)
 
 
 def test_a_head_that_is_not_understood_is_refused(monkeypatch: pytest.MonkeyPatch):

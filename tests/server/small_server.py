@@ -40,13 +40,13 @@ class LearnerHere(LearnerProcess):
     def __init__(self, spec: LearnerSpec, **_: object) -> None:
         import torch
 
+        from hone.learner.body import load_body
         from hone.learner.learner import Learner
-        from hone.models.decoder import Decoder
         from hone.models.lora import Lora
 
         torch.set_num_threads(spec.threads)
-        decoder = Decoder.load(spec.model_dir, dtype=getattr(torch, spec.dtype))
-        self.learner = Learner(decoder, Lora.init(decoder.config), base_model=spec.base_model)
+        body = load_body(spec.model_dir, device="cpu", dtype=getattr(torch, spec.dtype))
+        self.learner = Learner(body, Lora.init(body.layout), base_model=spec.base_model)
         self.closed = False
         self.info = WorkerInfo(
             pid=os.getpid(),
@@ -56,6 +56,7 @@ class LearnerHere(LearnerProcess):
             dtype=spec.dtype,
             deterministic=False,
             sha256=self.learner.lora.sha256,
+            notes=body.notes,
         )
 
     @property

@@ -25,7 +25,7 @@ from time import perf_counter, sleep
 
 import torch
 
-from hone.errors import EngineError, EngineFailed
+from hone.errors import EngineError, EngineFailed, ModelUnsupported
 from hone.inference.adapter_merge import MERGE_AFTER, has_memory_for_copy
 from hone.inference.background import run_in_background
 from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
@@ -34,6 +34,7 @@ from hone.inference.requests import Request, deliver
 from hone.inference.runner import ModelRunner
 from hone.inference.scheduler import Scheduler
 from hone.inference.scoring import Scorer
+from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Decoder
 from hone.models.files import load_tokenizer
 from hone.models.find import find
@@ -104,6 +105,13 @@ class EmbeddedEngine:
         The default device and number type are those of `models.machine.choose`.
         """
         files = find(name)
+        try:
+            DecoderConfig.parse(files.config, where=str(files.path / "config.json"))
+        except ModelUnsupported as error:
+            raise ModelUnsupported(
+                f"{error}\nThis is about the embedded engine: vLLM serves more families. Install "
+                "vLLM and start the server with --engine vllm."
+            ) from None
 
         def load() -> Decoder:
             where, chosen = choose(device)

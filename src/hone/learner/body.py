@@ -9,19 +9,21 @@ runs on CUDA and knows every family. Both take the same adapters and write the s
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hone.errors import ConfigError
 from hone.learner.attention import ancestors_attention
 from hone.learner.logprobs import Head
 from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.decoder import Decoder
 from hone.models.lora import Layout, Lora
-from hone.models.shape import own_decoder
+from hone.models.shape import own_decoder, restricted
 
 BODY = "HONE_LEARNER_BODY"
 """Environment variable that replaces the choice of `load_body`: decoder or transformers."""
@@ -45,6 +47,10 @@ class Body(Protocol):
     @property
     def layout(self) -> Layout:
         """The linear layers that an adapter of this model covers."""
+        ...
+
+    def layout_of(self, target_modules: Collection[str]) -> Layout:
+        """The linear layers of an adapter that covers these only; ConfigError if it cannot."""
         ...
 
     @property
@@ -114,6 +120,15 @@ class DecoderBody:
     @property
     def head(self) -> Head:
         return Head(self.decoder.head)
+
+    def layout_of(self, target_modules: Collection[str]) -> Layout:
+        if restricted(self.layout, target_modules) is not self.layout:
+            raise ConfigError(
+                f"target_modules: on a CPU hone trains all linear layers of this model, not only "
+                f"{', '.join(sorted(target_modules))}. Leave target_modules out, or set "
+                f"{BODY}=transformers for the server."
+            )
+        return self.layout
 
     def arranged(self, row: PackedRow) -> PackedRow:
         return row

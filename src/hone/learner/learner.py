@@ -27,7 +27,7 @@ from hone.learner.probe import Movement, ProbeCalls
 from hone.learner.samples import Samples, by_optimizer_step, make_samples
 from hone.learner.trie import Batch, pack
 from hone.models.decoder import Decoder
-from hone.models.lora import Lora
+from hone.models.lora import Lora, target_modules
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
 
@@ -146,7 +146,8 @@ class Learner:
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint."""
-        lora = Lora.load(directory, self.body.layout, device=self.body.device).trainable_()
+        layout = self.body.layout_of(target_modules(directory))
+        lora = Lora.load(directory, layout, device=self.body.device).trainable_()
         state = AdamW(lora.parameters())
         if optimizer:
             state.load(directory)

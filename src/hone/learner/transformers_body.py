@@ -11,7 +11,7 @@ rotary angles that depend on the length) is computed path by path.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.lora import Layout, Lora
 from hone.models.lora_linear import LoraModules, expert_modules
-from hone.models.shape import adapted_linears
+from hone.models.shape import adapted_linears, restricted
 
 SEGMENTS, FLEX, INSPECT = "hone_segments", "hone_flex", "hone_inspect"
 """Names of the attention functions, as transformers calls them."""
@@ -50,7 +50,6 @@ class TransformersBody:
         model: Any,
         *,
         raw: Mapping[str, Any],
-        target_modules: Sequence[str] | None = None,
         memory: int | None = None,
         attention: str | None = None,
         compile_options: Mapping[str, Any] | None = None,
@@ -73,7 +72,7 @@ class TransformersBody:
             module.trie_window = window  # pyright: ignore[reportArgumentType]
         experts = expert_modules(model)
         self._frozen_experts = sum(p.numel() for module in experts for p in module.parameters())
-        self.layout: Layout = adapted_linears(raw, model, target_modules)
+        self.layout: Layout = adapted_linears(raw, model)
         self._lora = LoraModules(model, self.layout)
         self._layers = _wrap_layers(self._stack, self._text.num_hidden_layers)
         self._feed_forward = [_wrap_feed_forward(layer.part) for layer in self._layers]
@@ -96,7 +95,6 @@ class TransformersBody:
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        target_modules: Sequence[str] | None = None,
         memory: int | None = None,
     ) -> "TransformersBody":
         """Load an HF directory."""
@@ -106,7 +104,7 @@ class TransformersBody:
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
-        return cls(model.to(device), raw=raw, target_modules=target_modules, memory=memory)
+        return cls(model.to(device), raw=raw, memory=memory)
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +147,9 @@ class TransformersBody:
             device=str(self.device),
             learner=self._memory,
         )
+
+    def layout_of(self, target_modules: Collection[str]) -> Layout:
+        return restricted(self.layout, target_modules)
 
     def arranged(self, row: PackedRow) -> PackedRow:
         return flex.padded(row, fit.padded_length(len(row))) if self._flex else row

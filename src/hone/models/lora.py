@@ -195,6 +195,12 @@ def _block_diagonal(b: Sequence[Tensor]) -> Tensor:
     return blocks
 
 
+def target_modules(directory: Path) -> list[str]:
+    """Names of the linear layers that an adapter on disk covers; empty: all of them."""
+    named = json.loads((directory / "adapter_config.json").read_text()).get("target_modules")
+    return list(named) if isinstance(named, list) else []  # PEFT also takes "all-linear"
+
+
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in main memory, contiguous; those of a device are moved in one copy per type."""
     result = {name: tensor.detach() for name, tensor in tensors.items()}

@@ -41,28 +41,28 @@ class LoraModules:
     """The LoraLinear modules of one model."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._parts: list[tuple[str, int, LoraLinear]] = []
+        self._modules: dict[str, LoraLinear] = {}
         self._attached: Lora | None = None
-        for key, parts in layout.adapted.items():
-            for i, (path, _, _) in enumerate(parts):
-                parent, _, name = path.rpartition(".")
-                base = model.get_submodule(path)
-                assert isinstance(base, nn.Linear), f"{path} is a {type(base).__name__}"
-                adapted = LoraLinear(base)
-                setattr(model.get_submodule(parent), name, adapted)
-                self._parts.append((key, i, adapted))
+        for path, _, _ in (part for parts in layout.adapted.values() for part in parts):
+            parent, _, name = path.rpartition(".")
+            base = model.get_submodule(path)
+            assert isinstance(base, nn.Linear), f"{path} is a {type(base).__name__}"
+            self._modules[path] = LoraLinear(base)
+            setattr(model.get_submodule(parent), name, self._modules[path])
 
     def attach(self, lora: Lora | None) -> None:
-        """Use this adapter from now on; None: the base model."""
+        """Use this adapter from now on, on the layers that it covers; None: the base model."""
         if lora is self._attached:
             return
-        for key, i, module in self._parts:
-            if lora is None:
-                module.a = module.b = None
-                continue
+        for module in self._modules.values():
+            module.a = module.b = None
+        for key, parts in () if lora is None else lora.config.adapted.items():
+            assert lora is not None
             a, b = lora.factors(key)
-            module.a, module.b = a, b[i]
-            module.first, module.scale = i * lora.rank, lora.scale
+            for i, (path, _, _) in enumerate(parts):
+                module = self._modules[path]
+                module.a, module.b = a, b[i]
+                module.first, module.scale = i * lora.rank, lora.scale
         self._attached = lora
 
 

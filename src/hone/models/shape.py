@@ -8,7 +8,7 @@ model without weights is built and measured.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ def _of_decoder(config: DecoderConfig) -> Shape:
 def _of_transformers(raw: dict[str, Any], where: str) -> Shape:
     model = empty_model(raw, where)
     text = model.config.get_text_config()
-    layout = adapted_linears(raw, model, None)
+    layout = adapted_linears(raw, model)
     parts = [part for group in layout.adapted.values() for part in group]
     heads = text.num_attention_heads
     # Every linear layer's output and its input; experts that a token visits besides.
@@ -152,30 +152,30 @@ def empty_model(raw: Mapping[str, Any], where: str) -> Any:
         ) from error
 
 
-def adapted_linears(
-    raw: Mapping[str, Any], model: Any, target_modules: Sequence[str] | None
-) -> "Layout":
-    """The linear layers of a transformers model that an adapter covers.
+def adapted_linears(raw: Mapping[str, Any], model: Any) -> "Layout":
+    """The linear layers of a transformers model that an adapter covers by default.
 
     Where hone's own decoder knows the model, in the decoder's order, so that adapter, optimizer state
-    and hash are the same for both. `target_modules` are last parts of paths, as in PEFT.
+    and hash are the same for both.
     """
     decoder = own_decoder(raw)
-    if decoder is not None and target_modules is None:
+    if decoder is not None:
         return decoder
     from hone.models.lora_linear import linear_layers
 
     linears = linear_layers(model, model.get_output_embeddings())
-    if target_modules is not None:
-        names = {path.rpartition(".")[2] for path in linears}
-        if unknown := sorted(set(target_modules) - names):
-            raise ConfigError(
-                f"target_modules: this model has no linear layer called {unknown[0]!r}. "
-                f"It has: {', '.join(sorted(names))}."
-            )
-        linears = {
-            path: size
-            for path, size in linears.items()
-            if path.rpartition(".")[2] in target_modules
-        }
     return Linears({path: ((path, *size),) for path, size in linears.items()})
+
+
+def restricted(layout: "Layout", target_modules: Collection[str]) -> "Layout":
+    """The linear layers with these names (last parts of paths, as in PEFT); none or all: the layout."""
+    parts = [part for group in layout.adapted.values() for part in group]
+    names = {path.rpartition(".")[2] for path, _, _ in parts}
+    if unknown := sorted(set(target_modules) - names):
+        raise ConfigError(
+            f"target_modules: this model has no linear layer called {unknown[0]!r}. "
+            f"It has: {', '.join(sorted(names))}."
+        )
+    if not target_modules or names == set(target_modules):
+        return layout
+    return Linears({p[0]: (p,) for p in parts if p[0].rpartition(".")[2] in target_modules})

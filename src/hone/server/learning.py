@@ -61,6 +61,8 @@ class _Slot:
     """Why there is none, if the last one died; until the next has loaded."""
     deaths: int = 0
     """How many in a row died without a job."""
+    noted: LearnerProcess | None = None
+    """The learner whose notes are in the log."""
 
 
 class Learners:
@@ -88,8 +90,11 @@ class Learners:
         slot.busy = True
         try:
             learner = await self._launched(slot, tokenizer, gives_way=False)
-            await asyncio.to_thread(learner.ready)
+            info = await asyncio.to_thread(learner.ready)
             slot.died, slot.deaths = None, 0
+            for note in info.notes if learner is not slot.noted else ():
+                say(note, base_model=tokenizer.name)
+            slot.noted = learner
             yield learner
         except LearnerDied as error:
             slot.died = str(error).partition("\n")[0]
@@ -244,11 +249,13 @@ def save_first(checkpoints: Checkpoints, spec: ModelSpec, tokenizer: BaseTokeniz
     def fill(directory: Path) -> str:
         # Here, because torch takes seconds to load and `hone serve` is up without it.
         from hone.learner.optim import AdamW
-        from hone.models.architecture import DecoderConfig
         from hone.models.lora import Lora
+        from hone.models.shape import restricted, shape_of
 
-        config = DecoderConfig.read(tokenizer.files.path)
-        lora = Lora.init(config, rank=spec.rank, alpha=spec.alpha, seed=spec.seed)
+        files = tokenizer.files
+        shape = shape_of(files.config, where=str(files.path / "config.json"))
+        layout = restricted(shape.layout, spec.target_modules)
+        lora = Lora.init(layout, rank=spec.rank, alpha=spec.alpha, seed=spec.seed)
         lora.save(directory, base_model=spec.base_model)
         AdamW.save_fresh(lora.parameters(), directory)
         return lora.sha256

@@ -51,6 +51,8 @@ _DEFAULTS = {
 }
 """Keys that are fields of TrainConfig: defaults of every job."""
 
+TARGETS = "peft_args.target_modules"
+
 DEVICES = dict.fromkeys(
     ("engine_args.tensor_parallel_size", "engine_args.pipeline_parallel_size"), (1, "1")
 )
@@ -64,7 +66,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "peft_args.modules_to_save": ([],),
     "peft_args.layers_to_transform": ([],),
     "peft_args.layers_pattern": (),
-    "peft_args.target_modules": ("all-linear", PROJECTIONS),
+    TARGETS: ("all-linear", PROJECTIONS),
     "peft_args.loftq_config": ({},),
     "init_args.full_finetuning": (False,),
     "init_args.revision": (),
@@ -138,6 +140,11 @@ def read_args(
     engine_args: dict[str, Any] = {}
     for name, value in flat(sections, SECTIONS, root):
         section, _, key = name.rpartition(".")
+        if check_arg and name == TARGETS:
+            # The embedded engine takes adapters on all linear layers, vLLM on any of them.
+            all_linear = value == "all-linear" or _sorted(value) == PROJECTIONS
+            spec.take(name, [] if all_linear else value, {TARGETS: "target_modules"})
+            continue
         if check_arg and name not in _MODELS and (section == "engine_args" or key == GPU_IDS):
             check_arg(".".join(map(str, (*root, name))), key, value)
             engine_args[key] = value
@@ -167,9 +174,13 @@ def flat(sections: Mapping[str, Any], nested: tuple[str, ...], root: Path) -> li
 
 def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse any other value; lists may be in any order."""
-    if (sorted(value, key=str) if isinstance(value, list) else value) not in allowed:
+    if _sorted(value) not in allowed:
         fix = f"leave it out or send {allowed[0]!r}" if allowed else "leave it out"
         raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}")
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, list) else value
 
 
 # ---- one model ------------------------------------------------------------------------------
@@ -197,6 +208,8 @@ def settled(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpec:
     """The same model with hone's own keys only; two keys that disagree are refused."""
     sections = {name: getattr(spec, name) for name in OWN_SECTIONS}
     own, defaults = read_args(sections, base_model=spec.base_model, check_arg=check_arg)
+    if check_arg is None:
+        check_only("target_modules", spec.target_modules, ([], PROJECTIONS))
     fields = spec.model_dump(exclude=set(OWN_SECTIONS))
     # A field at its default does not count as set: clients send whole models.
     sent = {k: v for k, v in fields.items() if v != ModelSpec.model_fields[k].default}

@@ -24,7 +24,7 @@ from typing import Any
 
 from hone.chat.choice_tokens import FieldPath, InvalidField, first_outside, wrong_logprob
 from hone.errors import Unprocessable
-from hone.models.architecture import DecoderConfig
+from hone.models.shape import shape_of
 from hone.server.choice_calls import ChoiceReader, Start, check_fresh
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
@@ -77,7 +77,7 @@ class _Resolver:
         record, config = start.record, start.config
         tokenizer = tokenizer.with_kwargs(record.spec.chat_template_kwargs)
         config_file = tokenizer.files.path / "config.json"
-        shape = DecoderConfig.parse(tokenizer.files.config, where=str(config_file))
+        shape = shape_of(tokenizer.files.config, where=str(config_file))
         self._record, self._config, self._start = record, config, start
         self._calls = calls
         self._fingerprint = tokenizer.fingerprint

@@ -297,7 +297,8 @@ class TrainingService:
             tell=lambda at: self._jobs.progress(job.id, at),
             check_cancelled=lambda: self._check_cancelled(job),
         )
-        learned = {"metrics": result["metrics"], "reason": result["reason"]}
+        notes = list(learner.info.notes) if learner.info else []
+        learned = {"metrics": result["metrics"], "reason": result["reason"], "notes": notes}
         self._jobs.emit(job.id, "learned", learned)
         return result
 
