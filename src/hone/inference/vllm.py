@@ -44,6 +44,7 @@ BASE_SHA256 = "base"
 CONNECT_S = 30.0
 CONTROL_S = 600.0
 """Deadline of requests that load adapters, or put vLLM to sleep."""
+KEEP_ALIVE_S = 2.0
 DEATH_S = 10.0
 """After a broken connection: time for the process to end, so that the error can say why."""
 TIES = 10
@@ -322,6 +323,10 @@ class VllmEngine:
         try:
             known = set() if self._url else set(await self._held_ids())
             body = {"lora_name": name, "lora_path": str(staged.path)}
+            if (
+                self._url is not None
+            ):  # an earlier server of ours may have left it, from another path
+                await self._drop(name)
             await self._post("/v1/load_lora_adapter", body)
             if self._url is None:
                 new = set(await self._held_ids()) - known
@@ -345,9 +350,13 @@ class VllmEngine:
 
     async def _discard(self, staged: StagedAdapter) -> None:
         """Take back a load that failed; vLLM may not have got as far as knowing the name."""
-        with suppress(EngineError):
-            await self._post("/v1/unload_lora_adapter", {"lora_name": staged.ref.sha256})
+        await self._drop(staged.ref.sha256)
         await self._forget(staged)
+
+    async def _drop(self, name: str) -> None:
+        """Unload a name that vLLM may not know."""
+        with suppress(EngineError):
+            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def unload(self, adapter: AdapterRef) -> None:
         async with self._changing:
@@ -469,6 +478,9 @@ class VllmEngine:
         self._awake.set()
 
     async def close(self) -> None:
+        if self._url is not None and self.failure is None and not self._closed:
+            for name in self._adapters:  # their files go with this engine
+                await self._drop(name)
         self._closed = True
         self._awake.set()
         if self._process is not None:
@@ -483,7 +495,10 @@ class VllmEngine:
         self._check_open()
         if self._client is None:
             socket = None if self._process is None else str(self._process.socket)
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            # Idle connections end here first: vLLM might close one just as a request is sent on it.
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
+            )
             self._client = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
                 base_url=self._url or "http://vllm",
@@ -519,8 +534,13 @@ class VllmEngine:
             return False
 
     async def _ended(self, why: str) -> EngineError:
-        """Why a request was not finished: closed, or broken, with the end of vLLM's log."""
+        """Why a request was not finished: closed, or broken, with the end of vLLM's log.
+
+        A server that still answers has only lost the connection: it is not restarted for that.
+        """
         if not self._closed and self.failure is None:
+            if await self._is_healthy():
+                return EngineFailed(f"vLLM broke the connection ({why}). Send the request again.")
             if self._process is not None:
                 await asyncio.to_thread(self._process.wait, DEATH_S)
             if self.failure is None and not self._closed:

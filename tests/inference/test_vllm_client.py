@@ -1,0 +1,187 @@
+"""The vLLM engine as a client of a server that runs already; a small server stands in for vLLM."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from tests.inference.test_embedded import write_adapter
+
+from hone.errors import EngineError, EngineFailed
+from hone.inference.base import AdapterRef, Sampling, complete
+from hone.inference.vllm import VllmEngine
+from hone.models.decoder import Decoder
+
+
+class Standin:
+    """Answers as vLLM does, with token 7 always; `broken` requests get no answer."""
+
+    def __init__(self) -> None:
+        self.version, self.healthy, self.broken = "0.31.0", True, False
+        self.top = {"token_id:7": 0.0, "token_id:8": -9999.0}
+        self.loaded: dict[str, str] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.app = FastAPI()
+        self.app.get("/version")(lambda: {"version": self.version})
+        self.app.get("/health")(lambda: Response(status_code=200 if self.healthy else 503))
+        self.app.get("/v1/models")(self.models)
+        self.app.post("/v1/completions")(self.complete)
+        self.app.post("/v1/load_lora_adapter")(self.load)
+        self.app.post("/v1/unload_lora_adapter")(self.unload)
+
+    def models(self) -> dict[str, Any]:
+        adapters = [{"id": name, "parent": "tiny"} for name in self.loaded]
+        return {"data": [*adapters, {"id": "tiny", "parent": None, "max_model_len": 300}]}
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.broken:
+            transport: Any = request.scope["extensions"]["test.transport"]
+            transport.abort()
+        if body["model"] not in {"tiny", *self.loaded}:
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
+        logprobs = {"token_logprobs": [self.top["token_id:7"]], "top_logprobs": [self.top]}
+        choice = {"index": 0, "token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
+        return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": 3}})
+
+    async def load(self, request: Request) -> Response:
+        body = await request.json()
+        if body["lora_name"] in self.loaded:
+            return JSONResponse({"error": {"message": "has already been loaded"}}, 400)
+        self.loaded[body["lora_name"]] = body["lora_path"]
+        return Response("Success")
+
+    async def unload(self, request: Request) -> Response:
+        known = self.loaded.pop((await request.json())["lora_name"], None)
+        return Response("Success", status_code=200 if known else 404)
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[Standin, str]]:
+    standin = Standin()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            transport = getattr(getattr(send, "__self__", None), "transport", None)
+            scope.setdefault("extensions", {})["test.transport"] = transport
+        await standin.app(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield standin, f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+def connect(model: Path, url: str, directory: Path) -> VllmEngine:
+    return VllmEngine.connect(str(model), url, directory=directory, max_length=8192)
+
+
+@pytest.fixture
+def adapter(tiny_llama_dir: Path, tmp_path: Path) -> tuple[AdapterRef, Path]:
+    return write_adapter(tmp_path / "a", Decoder.load(tiny_llama_dir), step=1), tmp_path / "a"
+
+
+@pytest.fixture
+def model(tiny_llama_dir: Path, tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in tiny_llama_dir.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+async def test_every_sampling_parameter_is_sent(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, f"{url}/v1/", tmp_path / "shared")
+    assert engine.max_length == 300
+    way = Sampling(max_tokens=999, temperature=0.5, top_p=0.9, seed=3, stop_ids=(5,), stop=("x",))
+    (done,) = await complete(engine, [1, 2, 3], way)
+    assert (done.ids, done.masked_logprobs, done.exact) == ([7], [0.0], False)
+    sent = dict(standin.bodies[-1])
+    assert sent.pop("seed") not in (3, None)
+    assert sent == {
+        "model": "tiny",
+        "prompt": [1, 2, 3],
+        "n": 1,
+        "max_tokens": 297,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": ["x"],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
+        "add_special_tokens": False,
+    }
+    await complete(engine, [1], Sampling(max_tokens=1, temperature=0, top_p=0.5, top_k=3))
+    assert {k: standin.bodies[-1][k] for k in ("top_p", "top_k")} == {"top_p": 1.0, "top_k": 0}
+    await engine.close()
+
+
+async def test_a_server_whose_logprobs_are_of_raw_logits_is_refused(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    standin, url = vllm
+    standin.top = {"token_id:7": -0.5, "token_id:8": -1.5}
+    with pytest.raises(EngineError, match=r"Start vLLM with --logprobs-mode processed_logprobs"):
+        await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    standin.version = "0.19.1"
+    with pytest.raises(EngineError, match=r"has vLLM 0\.19\.1; hone supports"):
+        await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    with pytest.raises(EngineError, match="no vLLM server with a model answers"):
+        await asyncio.to_thread(connect, model, "http://127.0.0.1:9", tmp_path / "shared")
+
+
+async def test_an_adapter_that_an_earlier_server_left_is_loaded_anew(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path, adapter: tuple[AdapterRef, Path]
+) -> None:
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    ref, directory = adapter
+    standin.loaded[ref.sha256] = "/gone"
+    await engine.publish(ref, directory)
+    assert standin.loaded == {ref.sha256: str(tmp_path / "shared" / ref.sha256)}
+    assert (await engine.probe([], ref)).sha256 is None
+    (done,) = await complete(engine, [1], Sampling(max_tokens=1), ref)
+    assert done.ids == [7] and standin.bodies[-1]["model"] == ref.sha256
+    await engine.close()
+    assert standin.loaded == {} and not (tmp_path / "shared").exists()
+
+
+async def test_a_lost_connection_breaks_no_engine_that_still_answers(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    standin.broken = True
+    with pytest.raises(EngineFailed, match=r"broke the connection .* Send the request again"):
+        await complete(engine, [1], Sampling(max_tokens=1))
+    assert engine.failure is None
+    standin.broken = False
+    assert len(await complete(engine, [1], Sampling(max_tokens=1))) == 1
+    standin.broken, standin.healthy = True, False
+    with pytest.raises(EngineFailed, match="does not answer"):
+        await complete(engine, [1], Sampling(max_tokens=1))
+    assert isinstance(engine.failure, EngineFailed)
+    await engine.close()
