@@ -580,7 +580,7 @@ def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
     """
     # Not token 0 alone: where that is padding, every next token may be equally likely.
     body = {"model": name, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 2.0, "top_k": 1}
-    body |= {"logprobs": TIES, "seed": 0, "ignore_eos": True}
+    body |= {"logprobs": TIES, "return_tokens_as_token_ids": True, "seed": 0, "ignore_eos": True}
     response = client.post(f"{url}/v1/completions", json=body, timeout=CONTROL_S)
     (choice,) = response.raise_for_status().json()["choices"]
     (entries,) = choice["logprobs"]["top_logprobs"]
