@@ -253,7 +253,7 @@ def _random_model(options: argparse.Namespace) -> Path:
     if (directory / "config.json").is_file():
         return directory
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    sizes = SHAPES[options.random] | {"vocab_size": len(tokenizer)}
+    sizes: dict[str, Any] = SHAPES[options.random] | {"vocab_size": len(tokenizer)}
     config = Qwen2Config(
         **sizes,
         max_position_embeddings=32768,
