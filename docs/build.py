@@ -2,7 +2,7 @@
 
 In:   the schema of the YAML, TrainConfig and the server's Settings with their attribute docstrings;
       the help of the command line; the routes of the server's two apps; the events of a run; the
-      first line of every module
+      list of model families that the tests run over; the first line of every module
 Out:  docs/reference/*.md; the tree in docs/architecture.md. `make docs` writes them; `make check`
       runs this file with --check and fails if they are stale
 
@@ -76,6 +76,15 @@ CLI_INTRO = "This page lists every command of hone, with its arguments and optio
 RUN_INTRO = (
     "This page lists the files that `hone finetune` writes into `finetuning.output_dir`, and their "
     "fields. Epochs, rounds and generations are numbered from 0."
+)
+FAMILIES_INTRO = (
+    "This page lists what the tests prove of each model family. Each is a tiny random model of the real "
+    "configuration class. Learner: log-probabilities and the adapter's gradient equal those of unshared "
+    "passes through transformers (`tests/learner/test_families.py`). Embedded: hone's own decoder, which "
+    "the embedded engine and the learner on a CPU use, runs the configuration; it refuses the others. "
+    "vLLM: the architecture is served in `make test-vllm`, adapters proved. Template, bridging: prompts "
+    "equal the model's own template, and turns are continued with their sampled ids (`tests/chat`). A dash "
+    "means that no test covers it, not that it fails."
 )
 HTTP_INTRO = (
     "This page lists the routes and the settings of `hone serve`. Routes marked * are also on the "
@@ -184,6 +193,24 @@ def run_directory_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+def families_reference() -> str:
+    """What the tests prove of which model family, from the list that they run over."""
+    sys.path.insert(0, str(DOCS.parent))
+    from tests.learner.families import FAMILIES
+
+    lines = ["# Model families", "", GENERATED, "", FAMILIES_INTRO, ""]
+    columns = ("family", "tested with", "learner", "embedded", "vLLM", "template, bridging")
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for family in FAMILIES:
+        learner = "paths share prefixes" if family.shared else "path by path"
+        learner += ", experts frozen" if family.experts else ""
+        embedded = "yes" if family.embedded else "refused"
+        vllm, chat = ("tested" if tested else "-" for tested in (family.vllm, family.chat))
+        cells = (family.name, family.peculiar, learner, embedded, vllm, chat)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _fields(model: type[BaseModel], skip: tuple[str, ...] = ()) -> list[str]:
     rows = []
     for key, field in model.model_fields.items():
@@ -287,6 +314,7 @@ def main(check: bool) -> None:
         REFERENCE / "cli.md": cli_reference(),
         REFERENCE / "http.md": http_reference(),
         REFERENCE / "run_directory.md": run_directory_reference(),
+        REFERENCE / "families.md": families_reference(),
         DOCS / "architecture.md": architecture(),
     }
     REFERENCE.mkdir(exist_ok=True)

@@ -1,4 +1,7 @@
-"""Tiny random models of every family, with sizes at which its peculiarities change the result."""
+"""Tiny random models of every family, with sizes at which its peculiarities change the result.
+
+docs/build.py makes docs/reference/families.md of them; tests check every field that it prints.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +38,12 @@ class Family:
     shared: bool = True
     """Whether paths share their prefixes."""
     experts: bool = False
+    embedded: bool = False
+    """Whether hone's own decoder, and with it the embedded engine, runs this configuration."""
+    vllm: bool = False
+    """Whether the tests of the vLLM engine serve its architecture."""
+    chat: str = ""
+    """Its chat template in tests/chat, if rendering and bridging are tested with it."""
 
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         """The model, in which every parameter is random: norms, sinks and biases too."""
@@ -82,10 +91,34 @@ LONGROPE = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES = (
-    Family("Llama 3", _config("LlamaConfig", rope_parameters=LLAMA3_ROPE), "llama3 rope"),
-    Family("Qwen2.5", _config("Qwen2Config"), "biases of q, k and v"),
     Family(
-        "Qwen3", _config("Qwen3Config", head_dim=16), "norms of q and k; heads wider than hidden"
+        "SmolLM2",
+        _config("LlamaConfig", tie_word_embeddings=True),
+        "one matrix for embeddings and head",
+        embedded=True,
+        vllm=True,
+        chat="smollm2-instruct",
+    ),
+    Family(
+        "Llama 3",
+        _config("LlamaConfig", rope_parameters=LLAMA3_ROPE),
+        "llama3 rope",
+        embedded=True,
+        vllm=True,
+    ),
+    Family(
+        "Qwen2.5",
+        _config("Qwen2Config"),
+        "biases of q, k and v",
+        embedded=True,
+        chat="qwen2.5-instruct",
+    ),
+    Family(
+        "Qwen3",
+        _config("Qwen3Config", head_dim=16),
+        "norms of q and k; heads wider than hidden",
+        embedded=True,
+        chat="qwen3",
     ),
     Family(
         "Gemma 3",
@@ -112,7 +145,12 @@ FAMILIES = (
         ),
         "window 5 on every other layer, capped scores, capped logits",
     ),
-    Family("Mistral", _config("MistralConfig", sliding_window=6), "window 6 on every layer"),
+    Family(
+        "Mistral",
+        _config("MistralConfig", sliding_window=6),
+        "window 6 on every layer",
+        embedded=True,
+    ),
     Family(
         "Phi-4",
         _config("Phi3Config", sliding_window=9, partial_rotary_factor=0.5),
@@ -122,6 +160,7 @@ FAMILIES = (
         "SmolLM3",
         _config("SmolLM3Config", no_rope_layers=[1, 0]),
         "a layer without positions",
+        embedded=True,
     ),
     Family(
         "Granite",

@@ -97,7 +97,7 @@ def test_recomputed_layers_change_nothing():
         ("layers", Recomputation(layers=2)),
         ("feed-forward", Recomputation(feed_forward=2)),
     ):
-        model = FAMILIES[1].model(torch.bfloat16).to("cuda")
+        model = FAMILIES[2].model(torch.bfloat16).to("cuda")
         body = TransformersBody(model, raw=model.config.to_dict())
         body.recomputation = lambda row, chosen=chosen: chosen
         lora = random_lora(body, torch.float32)

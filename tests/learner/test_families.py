@@ -4,19 +4,23 @@ The oracle is the model as transformers computes it (eager attention, its own ma
 call at a time, with PEFT's formula for the adapter added by hooks.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.chat.test_bridge import FAMILIES as CHAT_FAMILIES
 from tests.learner.families import FAMILIES, VOCAB, Family
 from torch import Tensor
 
 from hone.learner.forward import row_logprobs
 from hone.learner.samples import LabelledCall, Sample
-from hone.learner.transformers_body import TransformersBody
+from hone.learner.transformers_body import SEGMENTS, TransformersBody, _segment_attention
 from hone.learner.trie import pack
 from hone.models.lora import Lora
+from hone.models.shape import own_decoder
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
@@ -98,10 +102,14 @@ def gradients(lora: Lora) -> Tensor:
     return torch.cat(grads)
 
 
-def compared(family: Family, dtype: torch.dtype) -> tuple[float, float]:
+def compared(
+    family: Family, dtype: torch.dtype, mutate: Callable[[TransformersBody], object] | None = None
+) -> tuple[float, float]:
     """Largest error of a log-probability; error of the gradient relative to its norm."""
     model, plain = family.model(dtype), family.model(dtype)
     body = TransformersBody(model, raw=model.config.to_dict())
+    if mutate is not None:
+        mutate(body)
     lora = random_lora(body, dtype)
     made = samples(3)
     calls = [call for sample in made for call in sample.calls]
@@ -138,5 +146,64 @@ def test_what_the_body_says(family: Family):
     body = TransformersBody(model, raw=model.config.to_dict())
     assert bool(body.unshared) is not family.shared, body.unshared
     assert any("experts" in note for note in body.notes) is family.experts
+    assert (own_decoder(model.config.to_dict()) is not None) is family.embedded
+    assert not family.chat or family.chat in CHAT_FAMILIES
+    assert not family.vllm or type(model).__name__ == "LlamaForCausalLM"  # as in test_vllm.py
     paths = [path for parts in body.layout.adapted.values() for path, _, _ in parts]
     assert paths and not any("experts." in path and "shared" not in path for path in paths)
+
+
+# ---- what the oracle must notice ---------------------------------------------------------------------
+
+
+def _wider_windows(body: TransformersBody) -> None:
+    for module in body.model.modules():
+        if getattr(module, "trie_window", 0):
+            module.trie_window += 1
+
+
+def _plain_head(body: TransformersBody) -> None:
+    body.head = replace(body.head, scale=1.0, softcap=None)
+
+
+def _no_sinks(body: TransformersBody) -> None:
+    from transformers import AttentionInterface
+
+    def attention(*args: Any, s_aux: Any = None, **more: Any) -> Any:
+        return _segment_attention(*args, **more)
+
+    AttentionInterface.register(SEGMENTS, attention)
+
+
+def _uncapped_scores(body: TransformersBody) -> None:
+    from transformers import AttentionInterface
+
+    def attention(*args: Any, softcap: Any = None, **more: Any) -> Any:
+        return _segment_attention(*args, **more)
+
+    AttentionInterface.register(SEGMENTS, attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [
+        ("Mistral", _wider_windows),
+        ("Gemma 3", _wider_windows),
+        ("gpt-oss", _wider_windows),
+        ("Granite", _plain_head),
+        ("Cohere", _plain_head),
+        ("Gemma 2", _plain_head),
+        ("gpt-oss", _no_sinks),
+        ("Gemma 2", _uncapped_scores),
+    ],
+)
+def test_the_oracle_notices(name: str, mutate: Callable[[TransformersBody], object]):
+    """A window one too wide, a factor left out: a hundred times the tolerance of the tests above."""
+    from transformers import AttentionInterface
+
+    family = next(family for family in FAMILIES if family.name == name)
+    try:
+        error, gradient = compared(family, torch.float32, mutate)
+    finally:
+        AttentionInterface.register(SEGMENTS, _segment_attention)
+    assert error > 1e-2 and gradient > 1e-3, (error, gradient)
