@@ -42,6 +42,8 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("trust_remote_code", True, "True cannot be set: it can load code"),
         ("worker_cls", "x.Y", "'x.Y' cannot be set: it can load code"),
         ("lora_target_modules", ["q_proj"], "adapters are on every linear layer"),
+        ("download_dir", "/etc", "'/etc' cannot be set: it reaches beyond the server's root"),
+        ("max_num_seqs", [1, "--trust-remote-code"], "has an item that begins with '-'"),
         ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
         ("max_loras", 1, "1; hone needs 3 or more"),
         ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
@@ -73,7 +75,8 @@ def options(line: list[str]) -> dict[str, list[str]]:
     parsed: dict[str, list[str]] = {}
     for word in line[1:]:
         if word.startswith("--"):
-            parsed[word] = []
+            name, equals, value = word.partition("=")
+            parsed[name] = [value] if equals else []
         else:
             parsed[list(parsed)[-1]].append(word)
     return parsed
@@ -129,6 +132,13 @@ def test_the_user_may_raise_what_hone_needs() -> None:
     assert "--lora-target-modules" not in given
     assert given["--max-loras"] == ["12"] and given["--max-cpu-loras"] == ["40"]
     assert given["--max-lora-rank"] == ["256"] and "--no-enable-sleep-mode" in given
+
+
+def test_no_value_is_read_as_an_option() -> None:
+    args = {"dtype": "--trust-remote-code", "max_model_len": -1}
+    line = server_arguments("/m", "base", args, modules=(), max_adapters=8, rank=8, sleeps=False)
+    assert "--dtype=--trust-remote-code" in line and "--max-model-len=-1" in line
+    assert "--trust-remote-code" not in line
 
 
 def test_ranks() -> None:

@@ -28,6 +28,7 @@ _SAMPLING = "it would change the log-probabilities that jobs are trained with; l
 _PUBLISH = "hone loads the adapters; leave it out"
 _MODEL = "the base model of the registered model is served; leave it out"
 _TOKENS = "hone sends and receives token ids; leave it out"
+_OUTSIDE = "it reaches beyond the server's root, which a client must not; leave it out"
 _ONE = "hone runs one vLLM server per base model; leave it out"
 
 OWNED: dict[str, str] = {
@@ -66,6 +67,13 @@ OWNED: dict[str, str] = {
     "ec_transfer_config": _CODE,
     "additional_config": _CODE,
     "distributed_executor_backend": _CODE,
+    "structured_outputs_config": _CODE,
+    "weight_transfer_config": _CODE,
+    "download_dir": _OUTSIDE,
+    "profiler_config": _OUTSIDE,
+    "otlp_traces_endpoint": _OUTSIDE,
+    "kv_events_config": _OUTSIDE,
+    "hf_token": _OUTSIDE,
 }
 """Arguments that are refused, with the reason."""
 _SAME: dict[str, Any] = {
@@ -90,6 +98,8 @@ def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
         raise ConfigError(f"{where}: {value!r} cannot be set: {OWNED[key]}")
     if key not in known and key not in OWNED:
         raise ConfigError(f"{where}: this vLLM has no such argument.{did_you_mean(key, known)}")
+    if isinstance(value, list) and any(str(item).startswith("-") for item in value):
+        raise ConfigError(f"{where}: {value!r} has an item that begins with '-'")
     if key == "max_loras" and (type(value) is not int or value < MIN_LORAS):
         raise ConfigError(
             f"{where}: {value!r}; hone needs {MIN_LORAS} or more, else requests of a new step wait "
@@ -176,4 +186,5 @@ def _option(key: str, value: Any) -> list[str]:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, list):
         return [flag, *(v if isinstance(v, str) else json.dumps(v) for v in value)]
-    return [flag, value if isinstance(value, str) else json.dumps(value)]
+    # In one word: a value that begins with a dash is never read as another option.
+    return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
