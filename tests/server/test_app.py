@@ -113,6 +113,28 @@ async def test_a_body_that_is_not_said_to_be_json(
         assert answer.status_code == 201
 
 
+@pytest.mark.parametrize("sent", ["text/json", "text/plain; charset=json"])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/training/jobs", {"model": "agent", "groups": []}, 404),
+        ("/_log", {"model": {"name": "agent", "project": "p"}, "trajectory_groups": []}, 200),
+    ],
+)
+async def test_a_route_for_large_bodies_takes_the_types_that_others_take(
+    make_state: MakeState, path: str, body: dict[str, Any], status: int, sent: str
+):
+    """A page of another site may send text/plain with any parameter, and without asking first."""
+    control, _ = create_apps(make_state())
+    content = json.dumps(body).encode()
+    async with client(control) as http:
+        answer = await http.post(path, content=content, headers={"Content-Type": sent})
+        assert answer.status_code == 415, answer.text
+        headers = {"Content-Type": "application/JSON"}
+        answer = await http.post(path, content=content, headers=headers)
+        assert answer.status_code == status, answer.text
+
+
 async def test_a_defect_gives_json_and_its_trace_goes_to_the_log(
     make_state: MakeState, caplog: pytest.LogCaptureFixture
 ):

@@ -28,7 +28,7 @@ from hone import errors
 from hone.errors import HoneError
 from hone.logs import log, say
 from hone.server import art, auth, openai_chat, training
-from hone.server.bodies import BodyReader
+from hone.server.bodies import BodyReader, is_json
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
 from hone.wire.errors import error_body, error_response
@@ -135,8 +135,7 @@ def _validation_error(
     content_type: str, error: RequestValidationError
 ) -> tuple[int, dict[str, Any]]:
     """A body that does not validate. `input` is left out: it may be megabytes, or a secret."""
-    # FastAPI parses a body only under a JSON Content-Type: web pages may send any other unasked.
-    if "json" not in content_type and any(e["loc"] == ("body",) for e in error.errors()):
+    if not is_json(content_type) and any(e["loc"] == ("body",) for e in error.errors()):
         sent = (
             f"the body's Content-Type is {content_type[:100]!r}"
             if content_type

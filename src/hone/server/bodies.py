@@ -12,6 +12,7 @@ the event loop, and limited to `max_small_body_bytes`, unless its route accepts 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from email.message import Message as MimeHeaders
 
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -124,6 +125,16 @@ def accept_large_body(request: Request) -> None:
         reader.accepts_large = True
 
 
+def is_json(content_type: str) -> bool:
+    """Whether FastAPI would parse the body; a web page may send any other type unasked."""
+    headers = MimeHeaders()
+    headers["content-type"] = content_type
+    if headers.get_content_maintype() != "application":
+        return False
+    subtype = headers.get_content_subtype()
+    return subtype == "json" or subtype.endswith("+json")
+
+
 def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
     """A route that FastAPI documents by its endpoint, and that leaves JSON bodies to `answer`."""
 
@@ -133,7 +144,7 @@ def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
 
             async def handle(request: Request) -> Response:
                 accept_large_body(request)
-                if "json" not in request.headers.get("content-type", ""):
+                if not is_json(request.headers.get("content-type", "")):
                     return await refuse(request)
                 # Not `request` itself: it would keep the body for as long as it is answered.
                 body = await Request(request.scope, request.receive).body()
