@@ -261,6 +261,21 @@ async def test_a_server_that_stops_lets_nobody_wait(queue, agent):
     assert not queue._events._listeners
 
 
+def test_an_id_that_a_crash_lost_is_not_used_again_when_the_clock_goes_back(
+    queue, agent, store, monkeypatch: pytest.MonkeyPatch
+):
+    """A client that saw it goes on after it, and would wait for the end of the job for ever."""
+    job = reach(queue, add(queue, agent), "running")
+    for row in range(50):
+        queue.progress(job.id, {"phase": "train", "row": row})
+    seen = last(queue, job)
+    yesterday = time.time() - 86400
+    monkeypatch.setattr(time, "time", lambda: yesterday)
+    restarted = JobStore(store)
+    restarted.move(job.id, "done")
+    assert [event.type for event in restarted.events(job.id, after=seen)] == ["done"]
+
+
 # ---- pruning ----------------------------------------------------------------------------------
 
 
@@ -326,6 +341,18 @@ def test_what_the_disk_does_not_take_counts_from_memory_and_is_written_later(
     ]
     assert found.oldest("tiny") == back
     opened.close()
+
+
+def test_the_newest_of_a_state_are_found_while_the_disk_takes_no_changes(queue, agent, store):
+    first, second, *_ = [add(queue, agent) for _ in range(4)]
+    for job in queue.list(limit=2):
+        reach(queue, job, "done")
+    store._writer.execute("PRAGMA query_only = ON")
+    queue.request_cancel(second.id)
+    assert [job.id for job in queue.list(state="queued", limit=1)] == [first.id]
+    assert [job.id for job in queue.list(state="cancelled", limit=1)] == [second.id]
+    assert queue.list(model=ModelKey("default", "other")) == []
+    assert len(queue.list(limit=3)) == 3
 
 
 # ---- progress and growth -----------------------------------------------------------------------

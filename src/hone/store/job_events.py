@@ -4,8 +4,9 @@ In:   events of jobs, inside the transaction that changes the job; progress, out
 Out:  JobEvents by ascending ids; listeners are woken, nobody polls
 
 A listener never sees a change that a crash could undo. Progress changes nothing and is never
-written. Ids count up from the time at which the server started, in microseconds: an id that a crash
-lost is not used again, and a client that saw it misses nothing that follows.
+written. Ids count up from the time at which the server started, in microseconds, and from far above
+the last that was written where the clock went back: an id that a crash lost is not used again, and
+a client that saw it misses nothing that follows.
 """
 
 import asyncio
@@ -30,6 +31,9 @@ CREATE TABLE IF NOT EXISTS job_events (
 ) WITHOUT ROWID;
 """
 
+LOST = 2**24
+"""More ids than a server can have sent since it wrote its last event."""
+
 Events = list[JobEvent]
 
 
@@ -43,7 +47,7 @@ class JobEvents:
         self.lock = threading.RLock()
         """Held from choosing an event's id to storing it, so that ids appear in order."""
         (row,) = store.query("SELECT coalesce(max(id), 0) AS id FROM job_events")
-        self._last = max(row["id"], int(time.time() * 1e6))
+        self._last = max(row["id"] + LOST, int(time.time() * 1e6))
         self._progress: deque[JobEvent] = deque(maxlen=keep_progress)
         self.unwritten: Events = []
         """Durable events that a failing disk refused."""

@@ -9,6 +9,7 @@ cancelled, changes in memory, for all readers, and on disk as soon as that works
 """
 
 import asyncio
+import json
 import secrets
 import time
 from collections import Counter
@@ -58,7 +59,7 @@ FINAL = tuple(state for state in get_args(JobState) if state not in NEXT)
 ATTEMPTS = 3
 """A job that was running at so many consecutive deaths of the server is taken to be their cause."""
 KEEP_PROGRESS = 1000
-"""Default number of progress events kept of a job."""
+"""Default number of progress events that are kept in memory."""
 HEARTBEAT_S = 15.0
 """A stream of events shows that it is alive after so much silence."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
@@ -125,18 +126,26 @@ class JobStore:
         self, *, model: ModelKey | None = None, state: JobState | None = None, limit: int = 100
     ) -> Jobs:
         """The newest first."""
-        columns = {
-            "model": None if model is None else str(model),
-            "state": None if self._pending else state,  # the disk does not know it then
-        }
+        pending = dict(self._pending)  # of these the disk has another state
+        columns = {"model": None if model is None else str(model), "state": state}
         where = " AND ".join(["1", *(f"{name} = :{name}" for name, v in columns.items() if v)])
         rows = self._store.query(
-            f"SELECT info FROM jobs WHERE {where} ORDER BY place DESC LIMIT :limit",
-            {**columns, "limit": limit},
+            f"SELECT info FROM jobs WHERE {where} OR id IN (SELECT value FROM json_each(:pending)) "
+            "ORDER BY place DESC LIMIT :limit",
+            {
+                **columns,
+                "pending": json.dumps(list(pending)),
+                "limit": limit if limit < 0 else limit + len(pending),
+            },
         )
         jobs = [JobInfo.model_validate_json(row["info"]) for row in rows]
-        jobs = [self._pending.get(job.id, job) for job in jobs]
-        return [job for job in jobs if state in (None, job.state)]
+        jobs = [pending.get(job.id, job) for job in jobs]
+        jobs = [
+            job
+            for job in jobs
+            if state in (None, job.state) and columns["model"] in (None, job.model)
+        ]
+        return jobs if limit < 0 else jobs[:limit]
 
     def waiting(self) -> dict[str, int]:
         """Number of queued jobs, by base model."""
