@@ -254,6 +254,23 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
         journal.submitted(0, 0)
 
 
+def test_a_text_that_a_plugin_wrote_is_the_same_after_a_restart(tmp_path: Path):
+    """Whatever the server or the journal has of its rollout."""
+    text = [EpisodeItem(role=EpisodeItemRole.USER, content="as the agent said it")]
+    edited = [EpisodeItem(role=EpisodeItemRole.USER, content="shorter")]
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(trained("a"))
+        journal.add(record("b", rollout="r:b", episode=text))
+        trajectories = [one.trajectory() for one in journal.records("train", 0)]
+        for trajectory in trajectories:
+            trajectory.episode = edited
+        sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
+        journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
+    with Journal.open(tmp_path, FACTS) as journal:
+        noted = journal.submitted(0, 0)
+        assert noted is not None and noted.collection == sent
+
+
 def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path: Path):
     """As hone wrote them before a rollout was recorded once."""
     item = {"role": "user", "content": "hi", "logprobs": None, "metadata": None}

@@ -15,7 +15,7 @@ read once and indexed; every later one is added to the index.
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -185,7 +185,7 @@ class Journal:
         """Written whole, before it is sent."""
         path, sent = self._submission(epoch, round), submission.collection
         path.parent.mkdir(exist_ok=True)
-        known = {record.rollout for record in self.records("train", epoch, round)}
+        known = {record.rollout: record for record in self.records("train", epoch, round)}
         groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
         file = {"collected": submission.collected, **sent.model_dump(exclude={"trajectories"})}
         write_atomic(path, to_json(file | {"groups": groups}))
@@ -342,10 +342,14 @@ def _locked(directory: Path) -> LockFile:
 # ---- references and lines -----------------------------------------------------------------------
 
 
-def _reference(trajectory: Trajectory, known: Collection[str]) -> dict[str, Any]:
-    """A reference to a rollout that the journal has; the whole trajectory of any other."""
+def _reference(trajectory: Trajectory, known: Mapping[str, RolloutRecord]) -> dict[str, Any]:
+    """A reference to a rollout that the journal has; a trajectory with a text of its own, whole."""
     rollout = (trajectory.metadata or {}).get("rollout")
-    if rollout not in known:
+    record, text = known.get(rollout or ""), vars(trajectory).get("episode")
+    if record is None or (
+        text is not None
+        and (text, trajectory.metadata) != (record.episode, record.trajectory().metadata)
+    ):
         return trajectory.model_dump(mode="json")
     return {"rollout": rollout, **trajectory.model_dump(include={"reward", "shaped_rewards"})}
 
