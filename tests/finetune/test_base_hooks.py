@@ -1,6 +1,7 @@
 """The seed's hooks are on the path of a run: overriding one changes what the run does."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ async def test_builder_and_adapter_log_each_round_into_the_output_directory(benc
 
 
 class Half(ARTTrajectoryBuilder):
-    """Gives half of the evaluator's score, and none to example b."""
+    """Gives half of the evaluator's score, none to example b, and no number to example d."""
 
     async def compute_reward(
         self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None
@@ -108,18 +109,25 @@ class Half(ARTTrajectoryBuilder):
         assert meta is not None and meta["rollout"].startswith("r:")
         if output_item.id == "c":
             raise KeyError("no rule for c")
+        if output_item.id == "d":
+            return math.nan
         return None if output_item.id == "b" else float(output_item.score) / 2
 
 
 async def test_an_own_reward_is_what_is_recorded(tmp_path: Path):
     builder = Half(ARTTrajectoryBuilderConfig())
     await builder.initialize(finetuning(reward_function={"name": "score"}, rollout_retries=0))
-    builder.bind_evaluation(evaluation("abc", lambda input: "0.8"))
+    builder.bind_evaluation(evaluation("abcd", lambda input: "0.8"))
     with EventLog(tmp_path / "events.jsonl") as events:
         await builder.start_run("r", {"events": events})
         await builder.finalize("r")
     lines = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     rewards = {(line["example"], line["failure_reason"]): line["reward"] for line in lines}
-    assert rewards == {("a", None): 0.4, ("b", None): None, ("c", "evaluator"): None}
+    assert rewards == {
+        ("a", None): 0.4,
+        ("b", None): None,
+        ("c", "evaluator"): None,
+        ("d", "evaluator"): None,
+    }
     # Example a has a reward and no call that could be trained.
-    assert builder.dropped == {"no_reward": 2, "infrastructure/evaluator": 2, "no_calls": 2}
+    assert builder.dropped == {"no_reward": 2, "infrastructure/evaluator": 4, "no_calls": 2}

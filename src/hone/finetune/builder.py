@@ -13,6 +13,7 @@ episode is made when somebody reads it.
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
@@ -311,6 +312,11 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         meta = record.model_dump(include={"epoch", "round", "rollout", "generation"})
         try:
             reward = await self.compute_reward(output, meta)
+            if reward is not None and not math.isfinite(reward := float(reward)):
+                raise ValueError(
+                    f"compute_reward returned {reward}; return a finite number, or None where "
+                    "there is no reward"
+                )
         except Exception as error:  # noqa: BLE001  # a plugin's code: whatever it raises is data
             return _failed(record, "evaluator", error)
         metadata = {"reasoning": plain(score.reasoning)}
