@@ -43,6 +43,28 @@ def test_the_first_cancels_the_task_and_its_cleanup_is_not_disturbed(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_it_ends_in_order_where_nobody_reads_stderr():
+    """As in `hone finetune 2>&1 | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+
+    async def run(interrupts: Interrupts) -> None:
+        interrupts.end_this()
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.Event().wait()
+
+    os.dup2(writer, 2)
+    try:
+        with Interrupts() as interrupts, pytest.raises(asyncio.CancelledError):
+            asyncio.run(run(interrupts))
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(writer)
+    assert interrupts.received
+
+
 def test_what_asyncio_would_say_is_left_to_debug(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):

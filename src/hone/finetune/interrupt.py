@@ -65,7 +65,8 @@ class Interrupts:
         self.received, self._received_at = True, now
         if self._running is None:
             raise KeyboardInterrupt
-        os.write(2, MESSAGE)  # past the console, whose lock this thread may hold
+        with contextlib.suppress(OSError):  # nobody reads it any more: the run ends all the same
+            os.write(2, MESSAGE)  # past the console, whose lock this thread may hold
         loop, task = self._running
         loop.set_exception_handler(to_debug)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
