@@ -28,7 +28,7 @@ from hone.models.layers import COARSE, wide_combination, wide_product
 CHUNK_BYTES = 48 << 20
 """Logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the matmul."""
 CUDA_CHUNK_BYTES = 1 << 30
-"""The same on CUDA, where every chunk reads the whole head three times."""
+"""The same on CUDA, where every chunk reads the whole head twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class _LabelLogprobs(torch.autograd.Function):
                 logprobs[labels] = sums.logprobs(logits, scaled, query, target)
                 entropy[here], top[here] = sums.entropy(), sums.best[:, 0]
                 if pull is not None:
-                    high, low = _fused(split_weights, logits, scaled, *sums)
-                    pull[here] = wide_product(high, weight).add_(wide_product(low, weight))
+                    weights = _fused(other_weights, logits, scaled, *sums[:3])
+                    pull[here] = sums.pull(weights, weight)
                 continue
             slope = None
             if slopes is not None and head.softcap is not None:
@@ -194,6 +194,13 @@ class Sums(NamedTuple):
         shifted = logits[query, target] / temperature[query, 0] - self.most[query, 0]
         return shifted - self.rest[query, 0].log1p()
 
+    def pull(self, weights: Tensor, head: Tensor) -> Tensor:
+        """The gradient of the most likely token's log-probability, times the temperature."""
+        # All weights add up to zero. As the sum of the others after rounding, what all rows of the
+        # head have in common still cancels.
+        own = weights.sum(-1, keepdim=True, dtype=self.rest.dtype)
+        return wide_product(weights, head).sub_(own * head[self.best[:, 0]])
+
     def entropy(self) -> Tensor:
         return (self.rest.log1p() - self.moment / (1 + self.rest))[:, 0]
 
@@ -207,15 +214,16 @@ def sums_of(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor
     return most, best, odds.sum(-1, keepdim=True), (shifted * odds).sum(-1, keepdim=True)
 
 
-def split_weights(
-    logits: Tensor, temperature: Tensor, most: Tensor, best: Tensor, rest: Tensor, _: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The weight of every row of the head in `pull`, as the sum of two bfloat16 numbers."""
+def other_weights(
+    logits: Tensor, temperature: Tensor, most: Tensor, best: Tensor, rest: Tensor
+) -> Tensor:
+    """The weight of every row of the head in `pull` but the most likely token's, in bfloat16.
+
+    Their rounding is less than that of the gradient itself, which is bfloat16 too (SmolLM2's head on
+    English text: 0.04% and 0.17% of its norm).
+    """
     odds = (logits / temperature - most).exp()
-    weights = torch.where(_is_best(logits, best), rest, -odds) / (1 + rest)
-    # By bits and not by a cast: a compiler may leave out a cast to bfloat16 and back.
-    high = (weights.view(torch.int32) & -65536).view(torch.float32)
-    return high.to(torch.bfloat16), (weights - high).to(torch.bfloat16)
+    return torch.where(_is_best(logits, best), 0.0, -odds / (1 + rest)).to(torch.bfloat16)
 
 
 def _is_best(logits: Tensor, best: Tensor) -> Tensor:
