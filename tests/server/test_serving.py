@@ -12,7 +12,7 @@ from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
 from tests.server.conftest import MakeState, write_model
 
-from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel
+from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel, Unreachable
 from hone.inference.base import AdapterRef, Engine, Sampling
 from hone.server.serving import Serving
 from hone.server.state import State
@@ -453,6 +453,20 @@ async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_i
     assert isinstance(first, ScriptedEngine) and not first.closed
     assert (await world.serving.base(world.tiny)).engine is other
     assert first.closed and not engines.outdated
+
+
+class _Unclosable(ScriptedEngine):
+    async def close(self) -> None:
+        raise Unreachable("the vLLM server that it used is gone")
+
+
+async def test_an_engine_that_does_not_close_is_replaced_all_the_same(world: World) -> None:
+    engines, other = world.serving._engines, ScriptedEngine(tokenizer=world.tokenizer)
+    engines._open_engine = lambda _: _Unclosable(tokenizer=world.tokenizer)
+    assert isinstance((await world.serving.base(world.tiny)).engine, _Unclosable)
+    engines._open_engine = lambda _: other
+    engines.outdated.add(world.tiny)
+    assert (await world.serving.base(world.tiny)).engine is other
 
 
 async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:

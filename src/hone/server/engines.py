@@ -230,7 +230,10 @@ class Engines:
         tokenizer = await self.template(base_model)
         usage = self._usage_of(base_model)
         if usage.old is not None:
-            await usage.old.close()
+            try:
+                await usage.old.close()
+            except Exception as error:  # noqa: BLE001  it is given up: the next one is opened anyway
+                log.error("an engine did not close", exc_info=error)
             usage.old = None
         say("loading", base_model=base_model)
         engine = await asyncio.to_thread(self._open_engine, base_model)
