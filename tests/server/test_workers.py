@@ -1,6 +1,7 @@
 """Large bodies are read by another process: the event loop answers others meanwhile."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,10 +17,10 @@ import psutil
 import pytest
 from tests.fakes import ScriptedEngine
 from tests.server.api import JOBS, Open, group, job
-from tests.server.conftest import Server
+from tests.server.conftest import MakeState, Server
 
 from hone.chat import chatml
-from hone.errors import Unavailable, Unprocessable
+from hone.errors import DiskFull, Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
 from hone.server import chat_tasks, job_tasks
 from hone.server.settings import Settings
@@ -242,6 +243,44 @@ async def test_a_task_beyond_its_deadline_is_stopped() -> None:
         with pytest.raises(Unavailable, match=r"more than 0\.1 s"):
             await pool.run(time.sleep, 600)
         assert pool.pids == []
+    finally:
+        pool.close()
+
+
+def _files(body: bytes, directory: Path) -> list[bytes]:
+    return [file.read_bytes() for file in directory.rglob("*") if file.is_file()]
+
+
+async def test_bodies_on_their_way_are_under_the_root_and_none_stays(
+    tmp_path: Path, make_state: MakeState
+) -> None:
+    make_state().store.close()
+    left = tmp_path / "hone" / ".bodies" / "hone-body-x" / "0"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of a server that was killed")
+    state = make_state()
+    assert not left.exists()
+    try:
+        assert await state.workers.run(_files, b"a body", left.parents[1]) == [b"a body"]
+        assert list(left.parents[1].iterdir()) == []
+    finally:
+        state.workers.close()
+        state.store.close()
+
+
+async def test_a_full_disk_is_no_death_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, body: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    pool = WorkerPool(1, directory=tmp_path / "bodies")
+    try:
+        worker = await pool.run(os.getpid)
+        with monkeypatch.context() as patch, pytest.raises(DiskFull, match="the disk is full"):
+            patch.setattr(Path, "write_bytes", full)
+            await pool.run(_files, b"a body", tmp_path)
+        assert pool.pids == [worker]
     finally:
         pool.close()
 

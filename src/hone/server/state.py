@@ -95,7 +95,8 @@ class State:
             serving=serving,
             service=service,
             metrics=metrics,
-            workers=WorkerPool(settings.body_processes),
+            # No project can have a name that begins with a dot.
+            workers=WorkerPool(settings.body_processes, directory=settings.root / ".bodies"),
             bodies=BodyBudget(settings.max_bodies_bytes),
         )
 

@@ -6,6 +6,7 @@ Out:  its return value, or the HoneError it raises
 Parsing JSON, validating it and tokenizing hold the interpreter's lock, so in a thread they would
 stop the event loop too. The processes start with the first large body, run at a low priority, and
 end with the server, however that ends. One that dies is replaced; its request is answered with 503.
+Bodies reach them as files, and what a killed server left of those is removed at the next start.
 
 A `Worker` keeps state between two calls: a parsed body stays in its process, and only what the
 event loop needs comes back.
@@ -17,6 +18,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
@@ -27,7 +29,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from hone.errors import HoneError, ServerError, Unavailable
+from hone.disk import storage
+from hone.errors import HoneError, ServerError, StorageError, Unavailable
 from hone.logs import say
 from hone.niceness import give_way
 
@@ -42,7 +45,14 @@ DEADLINE_S = 300.0
 class WorkerPool:
     """At most `processes` workers, each started when it is first needed. For one event loop."""
 
-    def __init__(self, processes: int, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self, processes: int, *, directory: Path | None = None, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """`directory`: for bodies on their way, of this pool alone; emptied now."""
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory
         self._free = asyncio.Semaphore(processes)
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
@@ -70,7 +80,7 @@ class WorkerPool:
         async with self._free:
             if self._closed:
                 raise Unavailable("the server is stopping; send the request again later")
-            worker = self._idle.pop() if self._idle else Worker(self._deadline_s)
+            worker = self._idle.pop() if self._idle else Worker(self._directory, self._deadline_s)
             self._all.add(worker)
             try:
                 yield worker
@@ -94,9 +104,10 @@ class WorkerPool:
 class Worker:
     """One process, started by its first call."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, directory: Path | None, deadline_s: float) -> None:
         self.busy = False
         """A task runs, or has not returned: it was given up, or the process died."""
+        self._directory = directory
         self._deadline_s = deadline_s
         # Not forked: a fork of a process with threads and torch in it may deadlock.
         spawn = multiprocessing.get_context("spawn")
@@ -111,7 +122,7 @@ class Worker:
     async def run(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self.busy = True
         with tempfile.TemporaryDirectory(
-            prefix="hone-body-", ignore_cleanup_errors=True
+            prefix="hone-body-", dir=self._directory, ignore_cleanup_errors=True
         ) as directory:
             try:
                 async with asyncio.timeout(self._deadline_s):
@@ -122,6 +133,9 @@ class Worker:
                     f"reading this request took more than {self._deadline_s:g} s and was stopped; "
                     "send less at once"
                 ) from None
+            except StorageError:  # of the body's file, which is no fault of the process
+                self.busy = False
+                raise
             except (BrokenProcessPool, OSError) as error:
                 say("a worker process died", level=logging.WARNING, error=str(error))
                 raise Unavailable(
@@ -152,7 +166,8 @@ class Worker:
         call = pickle.dumps((task, wrapped, kwargs), protocol=5, buffer_callback=bodies.append)
         files = [directory / str(i) for i in range(len(bodies))]
         for file, body in zip(files, bodies, strict=True):
-            file.write_bytes(body)
+            with storage(file):
+                file.write_bytes(body)
         return self._executor.submit(_call, call, files)
 
 
