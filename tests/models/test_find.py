@@ -14,7 +14,7 @@ import pytest
 
 from hone.errors import ModelNotFound
 from hone.models.files import load_tokenizer
-from hone.models.find import find
+from hone.models.find import canonical, find
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -28,6 +28,12 @@ def test_a_directory_is_taken_as_it_is(tmp_path, make_directory, monkeypatch):
     assert (files.source, files.path, files.note) == ("directory", tmp_path / "tiny", "")
     assert files.config["num_hidden_layers"] == 2
     assert files.template is not None and "<|im_start|>" in files.template
+
+
+def test_the_home_of_nobody_is_a_name_like_any_other():
+    assert canonical("~nobody-at-all/tiny") == "~nobody-at-all/tiny"
+    with pytest.raises(ModelNotFound, match="~nobody-at-all/tiny"):
+        find("~nobody-at-all/tiny", download=False)
 
 
 def test_fingerprints_are_of_the_bytes(tmp_path, make_directory):

@@ -9,6 +9,7 @@ or a block that is wrong, hides nothing of the others.
 """
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -349,7 +350,7 @@ def _base_model(document: Document) -> Mistakes:
     from hone.models.known import KNOWN  # here, because only this needs it
 
     name = adapter.backend.base_model
-    path, wrong = Path(name).expanduser(), None
+    path, wrong = Path(os.path.expanduser(name)), None
     if path.is_dir():
         if not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
             wrong = (

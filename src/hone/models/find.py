@@ -8,6 +8,7 @@ missing file: to search on would load other weights than the ones the user named
 """
 
 import difflib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +58,7 @@ def find(name: str, *, download: bool = True, progress: Progress | None = None) 
 
 def canonical(name: str) -> str:
     """The one spelling of a model's name: the path of a directory or file, else the name itself."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # which leaves the name of nobody's home as it is
     try:
         if _holds_model(path):
             return str(path.resolve())
@@ -90,7 +91,7 @@ def check_exists(name: str) -> None:
 def _in_directory(
     name: str, tried: list[str], progress: Progress | None, *, convert: bool = True
 ) -> ModelFiles | None:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, path.stem, "gguf", name, progress, convert=convert)
     if not path.is_dir():
