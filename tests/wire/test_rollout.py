@@ -41,7 +41,7 @@ def test_outside_a_rollout_there_is_nothing_to_read():
     ("headers", "segment", "message"),
     [
         ({"X-Hone-Rollout": "a"}, "b", "the address says rollout 'b' and X-Hone-Rollout 'a'; send"),
-        ({"X-Hone-Rollout": "a b"}, None, "rollout is 'a b'; use letters"),
+        ({"X-Hone-Rollout": "a b"}, None, "at most 200, and begin with a letter or a digit"),
         ({"X-Hone-Step": "1"}, None, "X-Hone-Step is for rollouts, and this request names none"),
         ({"X-Hone-Step": "1"}, "r,step=2", "the address says step '2' and X-Hone-Step '1'"),
         ({}, "r,temperature=1e9", "temperature is '1e9'; use 0 for greedy"),

@@ -27,6 +27,7 @@ from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm,
 from hone.server.settings import Settings
 from hone.store.models import ModelStore
 from hone.types import ModelSpec
+from hone.wire.errors import brief
 
 CheckArg = Callable[[str, str, Any], None]
 """Refuses one argument of the engine: where it stands, its key, its value."""
@@ -207,7 +208,8 @@ def num_gpus(device: str | None) -> int:
 
 def _refuse_for_url(where: str, key: str, value: Any) -> None:
     raise ConfigError(
-        f"{where}: {value!r} cannot be set for a vLLM that runs already (--engine-url); set it there"
+        f"{where}: {brief(value)} cannot be set for a vLLM that runs already (--engine-url); set it "
+        "there"
     )
 
 

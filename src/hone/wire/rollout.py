@@ -27,7 +27,7 @@ _HEADERS = {"rollout": ROLLOUT_HEADER, "temperature": TEMPERATURE_HEADER, "step"
 _FORMS = {
     "rollout": (
         ROLLOUT_ID,
-        "use letters, digits and '._~:-', at most 200, beginning with a letter",
+        "use letters, digits and '._~:-', at most 200, and begin with a letter or a digit",
     ),
     "temperature": (
         re.compile(r"(100|[0-9]{1,2})(\.[0-9]{0,40})?(e-?[0-9]{1,3})?"),
