@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hone.errors import ConfigError
-from hone.models.lora import on_host
+from hone.models.lora import own_copies
 
 FILE = "optimizer.safetensors"
 
@@ -129,4 +129,4 @@ def _fresh(leaf: Tensor) -> dict[str, Tensor]:
 
 
 def _write(state: dict[str, Tensor], directory: Path) -> None:
-    save_file(on_host(state), directory / FILE, metadata={"format": "hone-adamw-1"})
+    save_file(own_copies(state), directory / FILE, metadata={"format": "hone-adamw-1"})

@@ -99,7 +99,7 @@ class Lora:
         """Write PEFT's two files; equal adapters give equal bytes."""
         directory.mkdir(parents=True, exist_ok=True)
         save_file(
-            on_host(dict(self.named())),
+            own_copies(dict(self.named())),
             directory / "adapter_model.safetensors",
             metadata={"format": "pt"},
         )
@@ -202,17 +202,22 @@ def target_modules(directory: Path) -> list[str]:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in main memory, contiguous; those of a device are moved in one copy per type."""
+    """The tensors in main memory, contiguous; those of a device as views of one copy per type."""
     result = {name: tensor.detach() for name, tensor in tensors.items()}
     for dtype in {tensor.dtype for tensor in result.values() if not tensor.is_cpu}:
         moved = {n: t for n, t in result.items() if not t.is_cpu and t.dtype == dtype}
         flat = torch.cat([tensor.flatten() for tensor in moved.values()]).cpu()
         parts = flat.split([tensor.numel() for tensor in moved.values()])
         result |= {
-            name: part.clone().view(tensor.shape)
+            name: part.view(tensor.shape)
             for (name, tensor), part in zip(moved.items(), parts, strict=True)
         }
     return {name: tensor.contiguous() for name, tensor in result.items()}
+
+
+def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in main memory, each in storage of its own: safetensors refuses to save views."""
+    return {name: tensor.clone() for name, tensor in on_host(tensors).items()}
 
 
 def tensors_sha256(tensors: dict[str, Tensor]) -> str:
