@@ -272,7 +272,7 @@ async def test_a_probe_shows_weights_that_changed_after_the_publish(
     source = served.adapters[served.first if "old" in mutant else second]
     path = source if "old" in mutant else mutate(source, tmp_path / "mutant", **mutant)
     body = {"lora_name": second.sha256, "lora_path": str(path), "load_inplace": True}
-    await engine._post("/v1/load_lora_adapter", body)
+    await engine._client.post("/v1/load_lora_adapter", body)
     probe = await engine.probe([PROMPT], second)
     assert probe.sha256 != second.sha256 and (probe.sha256 or "").startswith("vllm-")
 
@@ -308,7 +308,7 @@ async def test_a_server_that_runs_already_is_proved_by_logprobs_alone(
     engine: VllmEngine, model: Path, adapters: dict[AdapterRef, Path], tmp_path: Path
 ) -> None:
     proxy = subprocess.Popen(
-        [sys.executable, "-c", PROXY, str(engine._process.socket)],  # pyright: ignore[reportOptionalMemberAccess]
+        [sys.executable, "-c", PROXY, str(engine._client.process.socket)],  # pyright: ignore[reportOptionalMemberAccess]
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -445,8 +445,8 @@ async def test_a_server_that_cannot_start_says_why(model: Path, tmp_path: Path) 
 async def test_a_crashed_engine_is_a_failure_that_says_why(
     engine: VllmEngine, adapters: dict[AdapterRef, Path]
 ) -> None:
-    assert engine._process is not None
-    pid = engine._process.pid
+    assert engine._client.process is not None
+    pid = engine._client.process.pid
     assert pid is not None
     running = asyncio.ensure_future(complete(engine, PROMPT, Sampling(max_tokens=450)))
     await asyncio.sleep(0.5)

@@ -14,12 +14,9 @@ the digests of the tensors in vLLM's own buffers are compared with those of the 
 """
 
 import asyncio
-import hashlib
-import json
-import math
 import shutil
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
@@ -27,11 +24,19 @@ from typing import Any
 
 import httpx
 
-from hone.errors import EngineError, EngineFailed
-from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, SampledToken, Sampling
+from hone.errors import EngineError
+from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.checks import check_request, check_sequences
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
 from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
+from hone.inference.vllm_client import (
+    COMPLETIONS,
+    CONNECT_S,
+    VllmClient,
+    check_logprobs,
+    completion_body,
+    read_delta,
+)
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
 from hone.logs import say
 from hone.models.files import linear_names
@@ -41,17 +46,7 @@ BASE_NAME = "base"
 """The name of the base model in vLLM."""
 BASE_SHA256 = "base"
 """The hash of the base model without an adapter."""
-CONNECT_S = 30.0
-CONTROL_S = 600.0
-"""Deadline of requests that load adapters, or put vLLM to sleep."""
-KEEP_ALIVE_S = 2.0
-DEATH_S = 10.0
-"""After a broken connection: time for the process to end, so that the error can say why."""
-TIES = 10
-"""Tokens that may share the best score where log-probabilities are checked."""
-IMPOSSIBLE = -1000.0
-"""vLLM writes minus infinity as -9999."""
-_FINISH = {"stop": "stop", "length": "length"}
+GREEDY = Sampling(max_tokens=1, temperature=0)
 
 
 class VllmEngine:
@@ -73,16 +68,13 @@ class VllmEngine:
 
         `directory` is for copies of adapters; vLLM must see it under the same path.
         """
-        assert (process is None) != (url is None), (process, url)
         self._vocab = vocab
         self._max_length = max_length
         self._max_rank = max_rank
         self._directory = directory
-        self._process = process
-        self._url = url
         self._sleeps = sleeps
         self._base = name
-        self._client: httpx.AsyncClient | None = None
+        self._client = VllmClient(process, url)
         self._adapters: dict[str, StagedAdapter] = {}
         self._unloaded: dict[str, StagedAdapter] = {}
         """Adapters that were unloaded while requests used them."""
@@ -95,10 +87,8 @@ class VllmEngine:
         self._asleep = False
         """Whether vLLM's memory is freed."""
         self._running = self._waiting = 0
-        self._prompt_tokens = self._prefilled_tokens = self._sampled_tokens = 0
+        self._prompt_tokens = self._sampled_tokens = 0
         self._held_s = 0.0
-        self._closed = False
-        self._failure: BaseException | None = None
 
     @classmethod
     def open(
@@ -184,9 +174,7 @@ class VllmEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        if self._failure is None and self._process is not None and not self._closed:
-            self._failure = self._process.failure
-        return self._failure
+        return self._client.failure
 
     @property
     def max_length(self) -> int:
@@ -204,21 +192,23 @@ class VllmEngine:
     ) -> AsyncIterator[Delta]:
         name = self._name(adapter)
         check_request(prompt_ids, sampling, self._vocab, self._max_length)
-        body = self._body(name, prompt_ids, sampling)
+        body = completion_body(name, prompt_ids, sampling, self._max_length)
         await self._admit()
         self._users[name] += 1
         self._prompt_tokens += len(prompt_ids)
         unfinished = sampling.n
         try:
-            deltas = self._streamed(body) if stream else self._whole(body)
+            deltas = (self._client.streamed if stream else self._client.whole)(body)
             async with aclosing(deltas):
                 async for choice in deltas:
-                    delta = _delta(choice, sampling)
+                    delta = read_delta(choice, sampling)
+                    if delta.finish == "abort" or self._client.closed:  # the server is ending
+                        raise await self._client.ended("vLLM aborted the request")
                     self._sampled_tokens += len(delta.tokens)
                     unfinished -= delta.finish is not None
                     yield delta
             if unfinished:
-                raise await self._ended("vLLM ended its answer early")
+                raise await self._client.ended("vLLM ended its answer early")
         finally:
             self._users[name] -= 1
             self._leave()
@@ -233,7 +223,7 @@ class VllmEngine:
                 await self._awake.wait()
         finally:
             self._waiting -= 1
-        self._check_open()
+        self._client.check_open()
         self._running += 1
         self._idle.clear()
 
@@ -241,64 +231,6 @@ class VllmEngine:
         self._running -= 1
         if not self._running:
             self._idle.set()
-
-    def _body(
-        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, **more: Any
-    ) -> dict[str, Any]:
-        """A request with every sampling parameter, so that no default of the server applies."""
-        narrows = sampling.narrowed
-        return {
-            "model": name,
-            "prompt": list(prompt_ids),
-            "n": sampling.n,
-            "max_tokens": min(sampling.max_tokens, self._max_length - len(prompt_ids)),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p if narrows else 1.0,
-            "top_k": sampling.top_k if narrows else 0,
-            "min_p": sampling.min_p if narrows else 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "seed": None if sampling.seed is None else _spread(sampling.seed),
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_ids),
-            "ignore_eos": True,
-            "logprobs": sampling.top_logprobs,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "skip_special_tokens": False,
-            "add_special_tokens": False,
-            **more,
-        }
-
-    async def _whole(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        answer = await self._post("/v1/completions", body)
-        self._count_prefilled(answer.get("usage"))
-        for choice in answer["choices"]:
-            yield choice
-
-    async def _streamed(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        try:
-            async with self._http().stream("POST", "/v1/completions", json=body) as response:
-                if response.status_code != 200:
-                    raise await self._refused(response, await response.aread())
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise EngineError(f"vLLM: {_message(event)}")
-                    self._count_prefilled(event.get("usage"))
-                    for choice in event["choices"]:
-                        yield choice
-        except httpx.HTTPError as error:
-            raise await self._ended(repr(error)) from None
-
-    def _count_prefilled(self, usage: Mapping[str, Any] | None) -> None:
-        if usage:
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            self._prefilled_tokens += usage["prompt_tokens"] - cached
 
     # ---- adapters -----------------------------------------------------------------------------
 
@@ -321,14 +253,13 @@ class VllmEngine:
         old = self._unloaded.pop(name, None)  # still in use: it goes on under the same name
         started = perf_counter()
         try:
-            known = set() if self._url else set(await self._held_ids())
+            known = set() if self._client.url else set(await self._held_ids())
             body = {"lora_name": name, "lora_path": str(staged.path)}
-            if (
-                self._url is not None
-            ):  # an earlier server of ours may have left it, from another path
+            if self._client.url is not None:
+                # An earlier server of ours may have left it there, from another path.
                 await self._drop(name)
-            await self._post("/v1/load_lora_adapter", body)
-            if self._url is None:
+            await self._client.post("/v1/load_lora_adapter", body)
+            if self._client.url is None:
                 new = set(await self._held_ids()) - known
                 if len(new) != 1:
                     raise EngineError(
@@ -356,15 +287,15 @@ class VllmEngine:
     async def _drop(self, name: str) -> None:
         """Unload a name that vLLM may not know."""
         with suppress(EngineError):
-            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def unload(self, adapter: AdapterRef) -> None:
         async with self._changing:
-            self._check_open()
+            self._client.check_open()
             staged = self._adapters.pop(adapter.sha256, None)
             if staged is None:
                 return
-            await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.sha256})
+            await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.sha256})
             if self._users[adapter.sha256]:
                 self._unloaded[adapter.sha256] = staged
             else:
@@ -372,13 +303,13 @@ class VllmEngine:
 
     async def _forget(self, staged: StagedAdapter) -> None:
         """Free an unloaded adapter. vLLM reads its files again if a request needs it: they go last."""
-        if staged.id is not None and self._failure is None and not self._closed:
+        if staged.id is not None and self.failure is None and not self._client.closed:
             with suppress(EngineError):
                 await self._remove(staged.id)
         await asyncio.to_thread(shutil.rmtree, staged.path, ignore_errors=True)
 
     async def _remove(self, adapter_id: int) -> None:
-        await self._rpc("remove_lora", adapter_id)
+        await self._client.rpc("remove_lora", adapter_id)
 
     # ---- what it serves -----------------------------------------------------------------------
 
@@ -402,8 +333,8 @@ class VllmEngine:
         """The log-probability of every token but the first, at temperature 1."""
         if len(ids) < 2:
             return ()
-        body = self._body(name, ids, Sampling(max_tokens=1, temperature=0), prompt_logprobs=0)
-        (choice,) = (await self._post("/v1/completions", body))["choices"]
+        body = completion_body(name, ids, GREEDY, self._max_length, prompt_logprobs=0)
+        (choice,) = (await self._client.post(COMPLETIONS, body))["choices"]
         return tuple(
             entry[str(token)]["logprob"]
             for token, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
@@ -411,7 +342,7 @@ class VllmEngine:
 
     async def _served_sha256(self, staged: StagedAdapter) -> str | None:
         """The adapter's hash if vLLM holds its tensors, else a hash of what it holds."""
-        if self._url is not None:
+        if self._client.url is not None:
             return None
         held = await self._digests(staged)
         return combined(held) if staged.compare(held) else staged.ref.sha256
@@ -419,21 +350,17 @@ class VllmEngine:
     async def _digests(self, staged: StagedAdapter) -> list[dict[str, Any]]:
         """Per worker, the digests of the tensors it holds."""
         assert staged.id is not None, staged
-        held = await self._rpc("hone_digests", staged.id)
+        held = await self._client.rpc("hone_digests", staged.id)
         if not all(worker["held"] for worker in held):
             # Evicted from vLLM's cache: any request loads it again, from its files.
-            body = self._body(staged.ref.sha256, [0], Sampling(max_tokens=1, temperature=0))
-            await self._post("/v1/completions", body)
-            held = await self._rpc("hone_digests", staged.id)
+            body = completion_body(staged.ref.sha256, [0], GREEDY, self._max_length)
+            await self._client.post(COMPLETIONS, body)
+            held = await self._client.rpc("hone_digests", staged.id)
         return held
 
     async def _held_ids(self) -> list[int]:
-        (ids, *_) = await self._rpc("hone_adapters")
+        (ids, *_) = await self._client.rpc("hone_adapters")
         return ids
-
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        body = {"method": method, "args": list(args)}
-        return (await self._post("/collective_rpc", body))["results"]
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -441,7 +368,7 @@ class VllmEngine:
             waiting=self._waiting,
             adapters=tuple(self._adapters),
             prompt_tokens=self._prompt_tokens,
-            prefilled_tokens=self._prefilled_tokens,
+            prefilled_tokens=self._client.prefilled_tokens,
             decoded_tokens=self._sampled_tokens,
             sampled_tokens=self._sampled_tokens,
             kv_budget_bytes=0,
@@ -454,111 +381,37 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Finish what runs and hold new requests; on a GPU vLLM's memory is freed (level 1)."""
-        self._check_open()
+        self._client.check_open()
         self._awake.clear()
         await self._idle.wait()
         if self._awake.is_set():  # woken meanwhile
             return
         if self._sleeps:
             self._asleep = True
-            await self._post("/sleep?level=1", {})
-        elif self._url is None:
-            await self._post("/reset_prefix_cache", {})
+            await self._client.post("/sleep?level=1", {})
+        elif self._client.url is None:
+            await self._client.post("/reset_prefix_cache", {})
 
     async def wake(self) -> None:
         """Go on; adapters that vLLM lost in its sleep are an engine failure."""
-        if self._asleep and not self._closed:
-            await self._post("/wake_up", {})
+        if self._asleep and not self._client.closed:
+            await self._client.post("/wake_up", {})
             self._asleep = False
             for staged in list(self._adapters.values()):
                 wrong = staged.compare(await self._digests(staged))
                 if wrong:
-                    self._failure = EngineFailed(f"after vLLM's sleep, {staged}: {wrong}")
+                    self._client.fail(f"after vLLM's sleep, {staged}: {wrong}")
                     break
         self._awake.set()
 
     async def close(self) -> None:
-        if self._url is not None and self.failure is None and not self._closed:
+        if self._client.url is not None and self.failure is None and not self._client.closed:
             for name in self._adapters:  # their files go with this engine
                 await self._drop(name)
-        self._closed = True
+        self._client.closed = True  # before those who wait are let in
         self._awake.set()
-        if self._process is not None:
-            await asyncio.to_thread(self._process.stop)
-        if self._client is not None:
-            await self._client.aclose()
+        await self._client.close()
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
-
-    # ---- HTTP ---------------------------------------------------------------------------------
-
-    def _http(self) -> httpx.AsyncClient:
-        self._check_open()
-        if self._client is None:
-            socket = None if self._process is None else str(self._process.socket)
-            # Idle connections end here first: vLLM might close one just as a request is sent on it.
-            limits = httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
-            )
-            self._client = httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
-                base_url=self._url or "http://vllm",
-                # Answers take as long as they take; a dead server closes the connection.
-                timeout=httpx.Timeout(None, connect=CONNECT_S),
-            )
-        return self._client
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        try:
-            response = await self._http().post(path, json=body)
-        except httpx.HTTPError as error:
-            raise await self._ended(repr(error)) from None
-        if response.status_code != 200:
-            raise await self._refused(response, response.content)
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        return response.json() if is_json else None
-
-    async def _refused(self, response: httpx.Response, content: bytes) -> EngineError:
-        """What vLLM answered instead; a server error may be the end of it."""
-        try:
-            message = _message(json.loads(content))
-        except ValueError:
-            message = content.decode(errors="replace")[:500]
-        if response.status_code >= 500 and not await self._is_healthy():
-            return await self._ended(message)
-        return EngineError(f"vLLM refused {response.request.url.path}: {message}")
-
-    async def _is_healthy(self) -> bool:
-        try:
-            return (await self._http().get("/health")).status_code == 200
-        except (httpx.HTTPError, EngineError):
-            return False
-
-    async def _ended(self, why: str) -> EngineError:
-        """Why a request was not finished: closed, or broken, with the end of vLLM's log.
-
-        A server that still answers has only lost the connection: it is not restarted for that.
-        """
-        if not self._closed and self.failure is None:
-            if await self._is_healthy():
-                return EngineFailed(f"vLLM broke the connection ({why}). Send the request again.")
-            if self._process is not None:
-                await asyncio.to_thread(self._process.wait, DEATH_S)
-            if self.failure is None and not self._closed:
-                where = self._url or "vLLM"
-                self._failure = EngineFailed(f"{where} does not answer ({why})")
-        return self._end_error()
-
-    def _end_error(self) -> EngineError:
-        if self._closed:
-            return EngineError("the engine was closed; the request was not finished")
-        return EngineFailed(
-            f"the engine failed and the request was not finished. Send it again: the server "
-            f"restarts its engine.\n{self.failure}"
-        )
-
-    def _check_open(self) -> None:
-        if self._closed or self.failure is not None:
-            raise self._end_error()
 
     def _name(self, adapter: AdapterRef | None) -> str:
         if adapter is None:
@@ -572,66 +425,9 @@ class VllmEngine:
         return adapter.sha256
 
 
-def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
-    """Refuse a server whose log-probabilities are not those of the draw.
-
-    At temperature 2 with top_k 1 only the best token can be drawn, or those that share the best score;
-    a server that reports log-probabilities of the raw logits gives others a chance.
-    """
-    # Not token 0 alone: where that is padding, every next token may be equally likely.
-    body = {"model": name, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 2.0, "top_k": 1}
-    body |= {"logprobs": TIES, "return_tokens_as_token_ids": True, "seed": 0, "ignore_eos": True}
-    response = client.post(f"{url}/v1/completions", json=body, timeout=CONTROL_S)
-    (choice,) = response.raise_for_status().json()["choices"]
-    (entries,) = choice["logprobs"]["top_logprobs"]
-    possible = [value for value in entries.values() if value > IMPOSSIBLE]
-    if any(abs(value + math.log(len(possible))) > 1e-4 for value in possible):
-        raise EngineError(
-            f"{url} gives a chance to tokens that it cannot draw. Start vLLM with "
-            "--logprobs-mode processed_logprobs."
-        )
-
-
-def _spread(seed: int) -> int:
-    """Another seed for every seed: vLLM adds the sample's number, so those of neighbours overlap."""
-    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
 def _vocab(config: Mapping[str, Any]) -> int:
     return int({**config, **config.get("text_config", {})}["vocab_size"])
 
 
 def _positions(config: Mapping[str, Any]) -> int:
     return int({**config, **config.get("text_config", {})}["max_position_embeddings"])
-
-
-def _delta(choice: Mapping[str, Any], sampling: Sampling) -> Delta:
-    ids, logprobs = choice["token_ids"] or [], choice["logprobs"] or {}
-    values = logprobs.get("token_logprobs") or []
-    tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
-    narrowed = sampling.narrowed
-    tokens = tuple(
-        SampledToken(
-            id=token,
-            logprob=value,
-            masked_logprob=value if narrowed else None,
-            exact=not narrowed,
-            top=() if tops is None else _best(tops[i], sampling.top_logprobs),
-        )
-        for i, (token, value) in enumerate(zip(ids, values, strict=True))
-    )
-    reason = choice.get("finish_reason")
-    finish = None if reason is None else _FINISH.get(reason, "abort")
-    return Delta(choice["index"], tokens, finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]
-
-
-def _best(entries: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens; vLLM adds the sampled one to them."""
-    pairs = [(int(name.removeprefix("token_id:")), value) for name, value in entries.items()]
-    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
-
-
-def _message(body: Any) -> str:
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)

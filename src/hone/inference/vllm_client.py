@@ -1,0 +1,263 @@
+"""HTTP to a vLLM server: requests with every parameter, answers as deltas, errors that say why.
+
+In:   prompt ids and Sampling; paths and bodies of vLLM's other routes
+Out:  Deltas; JSON; EngineFailed with the end of vLLM's log if the server is gone
+
+A request has every sampling parameter, so that no default of the server or of the model applies.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from hone.errors import EngineError, EngineFailed
+from hone.inference.base import Delta, SampledToken, Sampling
+from hone.inference.vllm_process import VllmProcess
+
+CONNECT_S = 30.0
+CONTROL_S = 600.0
+"""Deadline of requests that load adapters, or put vLLM to sleep."""
+KEEP_ALIVE_S = 2.0
+DEATH_S = 10.0
+"""After a broken connection: time for the process to end, so that the error can say why."""
+COMPLETIONS = "/v1/completions"
+TIES = 10
+"""Tokens that may share the best score where log-probabilities are checked."""
+IMPOSSIBLE = -1000.0
+"""vLLM writes minus infinity as -9999."""
+_FINISH = {"stop": "stop", "length": "length"}
+
+
+class VllmClient:
+    """A client of one vLLM server, of hone's own or not. For one event loop."""
+
+    def __init__(self, process: VllmProcess | None, url: str | None) -> None:
+        """`process` for a server of hone's own, or the `url` of one that runs already."""
+        assert (process is None) != (url is None), (process, url)
+        self.process = process
+        self.url = url
+        self.closed = False
+        self.prefilled_tokens = 0
+        """Prompt tokens that were not in vLLM's prefix cache."""
+        self._client: httpx.AsyncClient | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the server; None while it works."""
+        if self._failure is None and self.process is not None and not self.closed:
+            self._failure = self.process.failure
+        return self._failure
+
+    def fail(self, message: str) -> None:
+        """Count the server as broken from now on."""
+        self._failure = EngineFailed(message)
+
+    async def close(self) -> None:
+        """Stop a server of hone's own; requests under way get an error."""
+        self.closed = True
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop)
+        if self._client is not None:
+            await self._client.aclose()
+
+    def check_open(self) -> None:
+        if self.closed or self.failure is not None:
+            raise self._end_error()
+
+    async def whole(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The choices of a completion, once all of them are sampled."""
+        answer = await self.post(COMPLETIONS, body)
+        self._count_prefilled(answer.get("usage"))
+        for choice in answer["choices"]:
+            yield choice
+
+    async def streamed(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The choices of a completion as they grow."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with self._http().stream("POST", COMPLETIONS, json=body) as response:
+                if response.status_code != 200:
+                    raise await self._refused(response, await response.aread())
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise EngineError(f"vLLM: {_message(event)}")
+                    self._count_prefilled(event.get("usage"))
+                    for choice in event["choices"]:
+                        yield choice
+        except httpx.HTTPError as error:
+            raise await self.ended(repr(error)) from None
+
+    def _count_prefilled(self, usage: Mapping[str, Any] | None) -> None:
+        if usage:
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            self.prefilled_tokens += usage["prompt_tokens"] - cached
+
+    def _http(self) -> httpx.AsyncClient:
+        self.check_open()
+        if self._client is None:
+            socket = None if self.process is None else str(self.process.socket)
+            # Idle connections end here first: vLLM might close one just as a request is sent on it.
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
+            )
+            self._client = httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
+                base_url=self.url or "http://vllm",
+                timeout=httpx.Timeout(None, connect=CONNECT_S),
+            )
+        return self._client
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        # Answers take as long as they take; a dead server closes the connection.
+        timeout_s = None if path == COMPLETIONS else CONTROL_S
+        try:
+            response = await self._http().post(
+                path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S)
+            )
+        except httpx.HTTPError as error:
+            raise await self.ended(repr(error)) from None
+        if response.status_code != 200:
+            raise await self._refused(response, response.content)
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json else None
+
+    async def _refused(self, response: httpx.Response, content: bytes) -> EngineError:
+        """What vLLM answered instead; a server error may be the end of it."""
+        try:
+            message = _message(json.loads(content))
+        except ValueError:
+            message = content.decode(errors="replace")[:500]
+        if response.status_code >= 500 and not await self._is_healthy():
+            return await self.ended(message)
+        return EngineError(f"vLLM refused {response.request.url.path}: {message}")
+
+    async def _is_healthy(self) -> bool:
+        try:
+            return (await self._http().get("/health", timeout=CONNECT_S)).status_code == 200
+        except (httpx.HTTPError, EngineError):
+            return False
+
+    async def ended(self, why: str) -> EngineError:
+        """Why a request was not finished: closed, or broken, with the end of vLLM's log.
+
+        A server that still answers has only lost the connection: it is not restarted for that.
+        """
+        if not self.closed and self.failure is None:
+            if await self._is_healthy():
+                return EngineFailed(f"vLLM broke the connection ({why}). Send the request again.")
+            if self.process is not None:
+                await asyncio.to_thread(self.process.wait, DEATH_S)
+            if self.failure is None and not self.closed:
+                where = self.url or "vLLM"
+                self.fail(f"{where} does not answer ({why})")
+        return self._end_error()
+
+    def _end_error(self) -> EngineError:
+        if self.closed:
+            return EngineError("the engine was closed; the request was not finished")
+        return EngineFailed(
+            f"the engine failed and the request was not finished. Send it again: the server "
+            f"restarts its engine.\n{self.failure}"
+        )
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """What every worker of vLLM returns from a method."""
+        return (await self.post("/collective_rpc", {"method": method, "args": list(args)}))[
+            "results"
+        ]
+
+
+def completion_body(
+    name: str, prompt_ids: Sequence[int], sampling: Sampling, max_length: int, **more: Any
+) -> dict[str, Any]:
+    """A request with every sampling parameter, so that no default of the server applies."""
+    narrows = sampling.narrowed
+    return {
+        "model": name,
+        "prompt": list(prompt_ids),
+        "n": sampling.n,
+        "max_tokens": min(sampling.max_tokens, max_length - len(prompt_ids)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p if narrows else 1.0,
+        "top_k": sampling.top_k if narrows else 0,
+        "min_p": sampling.min_p if narrows else 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": None if sampling.seed is None else _spread(sampling.seed),
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,
+        "logprobs": sampling.top_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
+        "add_special_tokens": False,
+        **more,
+    }
+
+
+def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
+    """Refuse a server whose log-probabilities are not those of the draw.
+
+    At temperature 2 with top_k 1 only the best token can be drawn, or those that share the best score;
+    a server that reports log-probabilities of the raw logits gives others a chance.
+    """
+    # Not token 0 alone: where that is padding, every next token may be equally likely.
+    body = {"model": name, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 2.0, "top_k": 1}
+    body |= {"logprobs": TIES, "return_tokens_as_token_ids": True, "seed": 0, "ignore_eos": True}
+    response = client.post(f"{url}/v1/completions", json=body, timeout=CONTROL_S)
+    (choice,) = response.raise_for_status().json()["choices"]
+    (entries,) = choice["logprobs"]["top_logprobs"]
+    possible = [value for value in entries.values() if value > IMPOSSIBLE]
+    if any(abs(value + math.log(len(possible))) > 1e-4 for value in possible):
+        raise EngineError(
+            f"{url} gives a chance to tokens that it cannot draw. Start vLLM with "
+            "--logprobs-mode processed_logprobs."
+        )
+
+
+def _spread(seed: int) -> int:
+    """Another seed for every seed: vLLM adds the sample's number, so those of neighbours overlap."""
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def read_delta(choice: Mapping[str, Any], sampling: Sampling) -> Delta:
+    ids, logprobs = choice["token_ids"] or [], choice["logprobs"] or {}
+    values = logprobs.get("token_logprobs") or []
+    tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
+    narrowed = sampling.narrowed
+    tokens = tuple(
+        SampledToken(
+            id=token,
+            logprob=value,
+            masked_logprob=value if narrowed else None,
+            exact=not narrowed,
+            top=() if tops is None else _best(tops[i], sampling.top_logprobs),
+        )
+        for i, (token, value) in enumerate(zip(ids, values, strict=True))
+    )
+    reason = choice.get("finish_reason")
+    finish = None if reason is None else _FINISH.get(reason, "abort")
+    return Delta(choice["index"], tokens, finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]
+
+
+def _best(entries: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens; vLLM adds the sampled one to them."""
+    pairs = [(int(name.removeprefix("token_id:")), value) for name, value in entries.items()]
+    return tuple(sorted(pairs, key=lambda pair: -pair[1])[:count])
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
