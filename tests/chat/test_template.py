@@ -1,5 +1,6 @@
 """ChatTemplate: which renderer is chosen, what is refused, and how completions are read back."""
 
+from copy import deepcopy
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,26 @@ property_test = settings(
 )
 def test_the_renderer_is_chosen_by_what_the_template_does(make_tokenizer, family, name, chosen):
     assert ChatTemplate.load(make_tokenizer(family), name).renderer_name == chosen
+
+
+class _Forgets(dict[str, ChatTemplate]):
+    """Variants that another thread clears as soon as one is stored."""
+
+    def __setitem__(self, key: str, value: ChatTemplate) -> None:
+        pass
+
+
+def test_requests_with_other_arguments_do_not_take_each_other_s_templates(make_tokenizer):
+    template = ChatTemplate.load(make_tokenizer("smollm2-instruct"))
+    template._variants = _Forgets()
+    assert template.with_kwargs({"tone": "kind"}).kwargs == {"tone": "kind"}
+
+
+def test_a_server_of_many_base_models_spells_out_each_vocabulary_once(make_tokenizer):
+    tokenizer = make_tokenizer("smollm2-instruct")
+    templates = [ChatTemplate.load(deepcopy(tokenizer)) for _ in range(6)]
+    spelled = [template.pieces for template in templates]
+    assert all(t.pieces is pieces for t, pieces in zip(templates, spelled, strict=True))
 
 
 def test_an_unknown_template_is_rendered_as_it_is(make_tokenizer):

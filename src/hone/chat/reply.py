@@ -285,7 +285,7 @@ def _partition(text: str, tag: str) -> tuple[str, str, str]:
     return text.partition(tag) if "<" in text else (text, "", "")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)  # a server keeps the tokenizer of every base model it has used
 def byte_pieces(tokenizer: Any) -> list[bytes] | None:
     """The bytes of every token of a byte-level vocabulary; None for any other kind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

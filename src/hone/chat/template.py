@@ -120,17 +120,19 @@ class ChatTemplate:
         if not kwargs and today == self.today:
             return self
         key = json.dumps([kwargs, today], sort_keys=True, default=repr)
-        if key not in self._variants:
-            if len(self._variants) >= 64:  # arguments come from clients; do not keep them all
-                self._variants.clear()
-            self._variants[key] = ChatTemplate.load(
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = ChatTemplate.load(
                 self.tokenizer,
                 self.name,
                 chat_template_kwargs={**self.kwargs, **(kwargs or {})},
                 today=today,
                 end_ids=self._end_ids,
             )
-        return self._variants[key]
+            if len(self._variants) >= 64:  # arguments come from clients; do not keep them all
+                self._variants.clear()
+            self._variants[key] = variant
+        return variant  # another thread may have cleared them since
 
     @property
     def renderer_name(self) -> str:
@@ -282,7 +284,7 @@ def _agreeing(
     return renderer
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _vocabulary_digest(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
