@@ -290,7 +290,9 @@ def test_a_project_is_not_called_like_a_file_of_the_root(server: Server, tiny_mo
         for path in ("/v1/training/models", "/register"):
             refused = httpx.post(server.control_url + path, json=model)
             assert refused.status_code == 422, project
-            assert "a file of the server's own" in refused.text
+            # No project begins with a dot, as .bodies does.
+            reason = "body.project" if project.startswith(".") else "a file of the server's own"
+            assert reason in refused.text
     assert {path.name for path in server.state.settings.root.iterdir()} == files
     allowed = {"name": "logs", "project": "logs2", "base_model": str(tiny_model)}
     made = httpx.post(f"{server.control_url}/v1/training/models", json=allowed)
