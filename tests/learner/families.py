@@ -12,7 +12,7 @@ import torch
 VOCAB = 128
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -84,8 +84,8 @@ LLAMA3_ROPE = {
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "short_factor": [1.0 + 0.04 * i for i in range(8)],
+    "long_factor": [2.0 + 0.4 * i for i in range(8)],
     "original_max_position_embeddings": 16,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -11,7 +11,7 @@ from tests.learner.families import FAMILIES
 from tests.learner.test_families import gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
-from hone.learner.body import BODY, DecoderBody, load_body
+from hone.learner.body import BODY, DecoderBody, load_body, runs_own_decoder
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import TransformersBody
 from hone.learner.trie import pack
@@ -166,3 +166,20 @@ def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
     assert all(torch.equal(grads[0], other) for other in grads[1:])
     assert list(kept.values()) == sorted(kept.values(), reverse=True)
     assert len(set(kept.values())) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "device", "own"),
+    [
+        ("Qwen2.5", 4, "cpu", True),
+        ("Qwen2.5", 4, "cuda", False),
+        ("Qwen2.5", 8, "cuda:1", True),  # heads of 8, which FlexAttention does not compute
+        ("Granite", 8, "cpu", False),
+    ],
+)
+def test_the_own_decoder_runs_on_cpus_and_where_flex_attention_cannot(
+    family: str, heads: int, device: str, own: bool
+):
+    config = next(f for f in FAMILIES if f.name == family).model().config.to_dict()
+    config |= {"num_attention_heads": heads, "head_dim": config["hidden_size"] // heads}
+    assert runs_own_decoder(config, device) is own

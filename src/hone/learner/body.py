@@ -9,9 +9,9 @@ runs on CUDA and knows every family. Both take the same adapters and write the s
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from hone.models.shape import own_decoder, restricted
 
 BODY = "HONE_LEARNER_BODY"
 """Environment variable that replaces the choice of `load_body`: decoder or transformers."""
+MIN_HEAD_DIM = 16
+"""Narrowest heads that FlexAttention computes on CUDA."""
 
 
 class Body(Protocol):
@@ -152,12 +154,18 @@ class DecoderBody:
 def load_body(directory: Path, *, device: str, dtype: torch.dtype) -> Body:
     """The body of an HF directory: on a CPU hone's own decoder where it knows the model."""
     raw = json.loads((directory / "config.json").read_text())
-    own = device.startswith("cpu") and own_decoder(raw) is not None
+    own = runs_own_decoder(raw, device)
     if os.environ.get(BODY, "decoder" if own else "transformers") == "decoder":
         return DecoderBody(Decoder.load(directory, device=device, dtype=dtype))
     from hone.learner.transformers_body import TransformersBody  # takes seconds to import
 
     return TransformersBody.load(directory, device=device, dtype=dtype)
+
+
+def runs_own_decoder(raw: Mapping[str, Any], device: str) -> bool:
+    """Whether hone's own decoder is the body: on a CPU, and where FlexAttention cannot run."""
+    decoder = own_decoder(raw)
+    return decoder is not None and (device.startswith("cpu") or decoder.head_dim < MIN_HEAD_DIM)
 
 
 def as_body(model: Decoder | Body) -> Body:
