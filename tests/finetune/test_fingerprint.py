@@ -175,11 +175,11 @@ def test_two_evaluators_of_one_name_are_told_apart(tmp_path: Path):
     assert evaluators_of("reward", shaped, same) == {"evaluator": "reward"}
     exact = document("val.yml", '{_type: python, target: "agent.py:exact"}')
     assert evaluators_of("reward", shaped, exact) == {
-        "evaluator": "reward (train.yml)",
-        "validation_evaluator": "reward (val.yml)",
+        "evaluator": "reward (agent.py:shaped)",
+        "validation_evaluator": "reward (agent.py:exact)",
     }
     other = document("val.yml", "{_type: exact_match}")
-    assert evaluators_of("reward", shaped, other)["validation_evaluator"] == "reward (val.yml)"
+    assert evaluators_of("reward", shaped, other)["validation_evaluator"] == "reward (exact_match)"
     # The same words in another directory name another file.
     elsewhere = document("other/val.yml", '{_type: python, target: "agent.py:shaped"}')
     assert evaluators_of("reward", shaped, elsewhere) == {

@@ -214,10 +214,11 @@ def test_another_evaluator_of_the_validation_is_told(command: Command):
     (command.directory / "agent.py").write_text(AGENT + "\ndef half(item):\n    return 0.25\n")
     assert command(validation_config_file=Path("val.yml")) == 0
     (started,) = command.events("run_started")
-    assert started["evaluator"] == "score (train.yml)"
-    assert started["validation_evaluator"] == "score (val.yml)"
-    both = "score (train.yml); held out score (val.yml)"
-    assert both in (command.out / "report.md").read_text()
+    assert started["evaluator"] == "score (agent.py:score)"
+    assert started["validation_evaluator"] == "score (agent.py:half)"
+    report = (command.out / "report.md").read_text()
+    assert "score (agent.py:score); held out score (agent.py:half)" in report
+    assert "heights cannot be compared" in report
 
 
 def test_the_time_counts_from_the_command(command: Command):

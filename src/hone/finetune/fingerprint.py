@@ -140,7 +140,10 @@ def evaluators_of(name: str, training: "Document", validation: "Document | None"
     places = {one.file.resolve().parent for one in documents if is_file}
     if len(documents) < 2 or (configs[0] == configs[1] and len(places) < 2):
         return {"evaluator": name}
-    labels = [f"{name} ({document.file.name})" for document in documents]
+    names = [getattr(config, "target", config.type_name) for config in configs]
+    if names[0] == names[1]:
+        names = [document.file.name for document in documents]
+    labels = [f"{name} ({one})" for one in names]
     return {"evaluator": labels[0], "validation_evaluator": labels[1]}
 
 
