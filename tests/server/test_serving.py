@@ -1,6 +1,7 @@
 """Serving: which weights answer to which name, what is loaded, and what is let go."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from datetime import date
@@ -120,6 +121,18 @@ async def test_the_fingerprint_is_of_weights_and_template(
     # Qwen2.5's template has no such argument, so it is still the same template.
     assert variant.fingerprint == language.fingerprint
     assert len(language.fingerprint.split("-")) == len(PARTS)
+
+
+async def test_the_language_model_of_a_multimodal_model_has_its_sizes_in_text_config(
+    world: World, tmp_path: Path, tokenizer: Any
+) -> None:
+    model = write_model(tmp_path / "nested", tokenizer, positions=384)
+    config = json.loads((model / "config.json").read_text())
+    nested = {"text_config": config, "model_type": "gemma3", "eos_token_id": config["eos_token_id"]}
+    (model / "config.json").write_text(json.dumps(nested))
+    loaded = BaseTokenizer.load(str(model), world.state.settings.root)
+    assert loaded.max_positions == 384
+    assert loaded.files.text_config["vocab_size"] == config["vocab_size"]
 
 
 @pytest.mark.parametrize(

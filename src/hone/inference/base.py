@@ -14,6 +14,9 @@ from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 
+BASE_SHA256 = "base"
+"""The hash of the base model without an adapter."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:

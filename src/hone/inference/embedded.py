@@ -28,7 +28,7 @@ import torch
 from hone.errors import EngineError, EngineFailed, ModelUnsupported
 from hone.inference.adapter_merge import MERGE_AFTER, has_memory_for_copy
 from hone.inference.background import run_in_background
-from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
+from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.checks import check_request, check_sequences
 from hone.inference.requests import Request, deliver
 from hone.inference.runner import ModelRunner
@@ -48,8 +48,6 @@ GATHER_S, MAX_GATHER_S = 0.003, 0.02
 """An idle engine waits so long for more requests, so that one pass prefills all of their prompts."""
 PAUSE_S = 0.002
 """Pause between the layers of an adapter that is loaded while samples decode."""
-BASE_SHA256 = "base"
-"""The hash of the base model without an adapter."""
 
 
 class EmbeddedEngine:

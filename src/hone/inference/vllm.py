@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from hone.errors import EngineError
-from hone.inference.base import AdapterRef, Delta, EngineStats, Probe, Sampling
+from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.checks import check_request, check_sequences
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
 from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
@@ -44,8 +44,6 @@ from hone.models.find import find
 
 BASE_NAME = "base"
 """The name of the base model in vLLM."""
-BASE_SHA256 = "base"
-"""The hash of the base model without an adapter."""
 GREEDY = Sampling(max_tokens=1, temperature=0)
 
 
@@ -113,7 +111,8 @@ class VllmEngine:
         files = find(name)
         sleeps = on_gpu and args.get("enable_sleep_mode") is not False
         args = {"dtype": dtype, **args}
-        length = min(int(args.get("max_model_len") or max_length), _positions(files.config))
+        positions = int(files.text_config["max_position_embeddings"])
+        length = min(int(args.get("max_model_len") or max_length), positions)
         arguments = server_arguments(
             str(files.path),
             BASE_NAME,
@@ -139,7 +138,7 @@ class VllmEngine:
             process.stop()
             raise
         return cls(
-            vocab=_vocab(files.config),
+            vocab=int(files.text_config["vocab_size"]),
             max_length=length,
             max_rank=int(args.get("max_lora_rank") or rank_limit(rank)),
             directory=directory / "adapters",
@@ -164,7 +163,7 @@ class VllmEngine:
             ) from None
         say("vLLM of others: a publish is proved by log-probabilities alone", url=url)
         return cls(
-            vocab=_vocab(files.config),
+            vocab=int(files.text_config["vocab_size"]),
             max_length=min(card["max_model_len"], max_length),
             max_rank=RANKS[-1],
             directory=directory,
@@ -423,11 +422,3 @@ class VllmEngine:
                 f"served. Served: {served}."
             )
         return adapter.sha256
-
-
-def _vocab(config: Mapping[str, Any]) -> int:
-    return int({**config, **config.get("text_config", {})}["vocab_size"])
-
-
-def _positions(config: Mapping[str, Any]) -> int:
-    return int({**config, **config.get("text_config", {})}["max_position_embeddings"])

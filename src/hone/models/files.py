@@ -38,6 +38,11 @@ class ModelFiles:
     def config(self) -> dict[str, Any]:
         return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The configuration of the language model; multimodal models nest it."""
+        return {**self.config, **self.config.get("text_config", {})}
+
     @cached_property
     def template(self) -> str | None:
         """The chat template; None for a model that has none."""

@@ -140,7 +140,7 @@ def token_page(
         job.id,
         unpack_groups(packed),
         job.config,
-        vocab=tokenizer.files.config["vocab_size"],
+        vocab=tokenizer.files.text_config["vocab_size"],
         max_positions=tokenizer.max_positions,
         text=lambda token: tokenizer.template.piece(token).decode(errors="replace"),
         learner_logprobs=picture_dir and read_logprobs(picture_dir / LOGPROBS),

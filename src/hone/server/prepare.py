@@ -118,7 +118,7 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
     if isinstance(prompt, str):
         run = context.state.workers.run if context.large else asyncio.to_thread
         return await run(render, base, prompt, context.max_length)
-    vocab = base.files.config["vocab_size"]
+    vocab = base.files.text_config["vocab_size"]
     # Refused now: the engine would fail once the call has begun.
     if wrong := first_outside(prompt, vocab):
         place, token = wrong

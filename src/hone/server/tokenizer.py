@@ -50,7 +50,7 @@ class BaseTokenizer:
         """Find the model (downloading it if need be) and read its tokenizer. Blocking."""
         files = find(base_model)
         template = _read_template(files, base_model, today)
-        positions = files.config.get("max_position_embeddings")
+        positions = files.text_config.get("max_position_embeddings")
         if not isinstance(positions, int):
             raise ModelUnsupported(
                 f"{files.path / 'config.json'}: max_position_embeddings is {positions!r}; "
