@@ -2,6 +2,7 @@
 
 A marker names the need (pyproject.toml lists them); everything else always runs. `make test` runs as many processes as
 there are cores (at most MOST_PROCESSES), each with one thread: two pools of two threads on two cores wait for each other.
+The properties draw the same examples in every run; `make test ARGS=--hypothesis-profile=search` draws new ones, ten times as many.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from hone import LocalBackend
@@ -24,6 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for wha
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in its background; what the tests start must hear Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("search", max_examples=1000)
+settings.load_profile("same")
 
 
 def pytest_xdist_auto_num_workers() -> int:

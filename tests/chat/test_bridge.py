@@ -141,8 +141,9 @@ def test_a_bridged_prompt_begins_with_the_ids_fed_and_sampled(
             if family == "qwen3" and call.completion_ids[-1:] == [0]:
                 close = []  # the library lets <|endoftext|> stand for the end of a turn
             answer = template.tokenizer.decode(call.completion_ids)
-            if close and family == "qwen3" and answer.rfind("<think>") > answer.rfind("</think>"):
-                close = [*encode(template, "</think>"), *close]  # and it ends a reasoning first
+            ended = encode(template, "</think>")
+            if answer.rfind("<think>") > answer.rfind("</think>") and new[: len(ended)] == ended:
+                close = [*ended, *close]  # the library ends a reasoning that began the answer
             assert new[: len(close)] == close
             stand_in = [*messages, {"role": "assistant", "content": "x"}, *added]
             whole = template.render(stand_in, tools)
