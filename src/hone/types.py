@@ -324,6 +324,8 @@ class RecordedCall(Strict):
     messages: list[dict[str, Any]] | None
     """None for /v1/completions."""
     tools: list[dict[str, Any]] | None = None
+    request_fields: dict[str, Any] | None = None
+    """Fields of a /v1/responses request, while that response is stored; None in other dialects."""
     reply: dict[str, Any]
     finish: str
     outcome: str = "first"

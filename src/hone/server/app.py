@@ -4,11 +4,13 @@ In:   State
 Out:  the control app, which has every route, and the app of the OpenAI API alone
 
 Every request passes the same middleware, in this order: body size, key, route, log line. Errors
-have one JSON shape; a stack trace goes to the log and never into a response.
+have the JSON shape of the OpenAI API, or of the dialect the path belongs to; a stack trace goes to
+the log and never into a response.
 """
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +33,11 @@ from hone.server import art, auth, openai_chat, training
 from hone.server.bodies import BodyReader, is_json
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
+from hone.wire.base import Dialect
 from hone.wire.errors import error_body, error_response
+
+DIALECTS: tuple[Dialect, ...] = (openai_chat.CHAT, openai_chat.TEXT)
+"""Each writes the errors of its path."""
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
@@ -128,7 +134,15 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     if status == 500:
         log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
     scope["hone.refusal"] = body["error"]["message"]
+    if dialect := _dialect_at(scope["path"]):
+        body = dialect.error_body(status, body)
     return JSONResponse(body, status, headers=getattr(error, "headers", None))
+
+
+def _dialect_at(path: str) -> Dialect | None:
+    """The dialect whose clients send requests to this path, by itself or inside a rollout."""
+    path = re.sub(r"^/rollout/[^/]+", "", path)
+    return next((d for d in DIALECTS if f"{path}/".startswith(f"{d.path}/")), None)
 
 
 def _validation_error(

@@ -1,4 +1,4 @@
-"""Read OpenAI requests and tokenize their prompts, in this process or in a worker.
+"""Read requests of any dialect and tokenize their prompts, in this process or in a worker.
 
 In:   the bytes of a body; a prompt to render, and the tokenizer to use
 Out:  checked requests and token ids
@@ -12,7 +12,10 @@ from hone.chat.bridge import HashedMessages, NextPrompt, UnrenderedPrompt
 from hone.chat.messages import check_messages
 from hone.errors import BadRequest
 from hone.server.tokenizer import BaseTokenizer
-from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
+from hone.wire.base import Dialect, Request
+from hone.wire.openai_chat import CompletionRequest, read_json
+
+ParsedRequest = Request | CompletionRequest
 
 BYTES_PER_TOKEN = 256
 """Bytes of a body for each token of the longest prompt; a real one has about 5."""
@@ -22,29 +25,32 @@ MIN_TOKENS = 4096
 
 
 def read_request(
-    kind: type[ChatRequest] | type[CompletionRequest],
-    body: bytes,
-    *,
-    max_n: int,
-    max_seq_length: int,
-) -> tuple[ChatRequest | CompletionRequest, HashedMessages | None]:
+    dialect: Dialect, body: bytes, *, max_n: int, max_seq_length: int
+) -> tuple[ParsedRequest, HashedMessages | None]:
     """The request, and the messages of a chat. Raises BadRequest or TemplateError."""
     tokens, values = max(MIN_TOKENS, max_seq_length), sum(map(body.count, (b",", b"[", b"{")))
     if len(body) > BYTES_PER_TOKEN * tokens or values > VALUES_PER_TOKEN * tokens:
-        param = "messages" if kind is ChatRequest else "prompt"
+        param = dialect.prompt_key
         raise BadRequest(
             f"{param}: the body has {len(body)} bytes and about {values} values, more than "
             f"{max_seq_length} tokens (max_seq_length) can hold; shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
-    request = kind.parse(read_json(body), max_n=max_n)
+    request: ParsedRequest = dialect.parse(read_json(body), max_n=max_n)
+    return request, hashed_messages(request)
+
+
+def hashed_messages(request: ParsedRequest) -> HashedMessages | None:
+    """The messages of a chat, checked; None for a completion. Raises TemplateError."""
     if isinstance(request, CompletionRequest):
-        return request, None
-    return request, HashedMessages.of(check_messages(request.messages))
+        return None
+    return HashedMessages.of(check_messages(request.chat.messages))
 
 
-def render(tokenizer: BaseTokenizer, prompt: UnrenderedPrompt | str, limit: int) -> NextPrompt:
+def render(
+    tokenizer: BaseTokenizer, prompt: UnrenderedPrompt | str, limit: int, prompt_key: str
+) -> NextPrompt:
     """The ids of a prompt; BadRequest where they are more than `limit`. Blocking."""
     if isinstance(prompt, str):
         ids = tokenizer.template.tokenizer.encode(prompt, verbose=False)
@@ -52,8 +58,7 @@ def render(tokenizer: BaseTokenizer, prompt: UnrenderedPrompt | str, limit: int)
     else:
         rendered = prompt.render(tokenizer.template)
     if len(rendered.ids) > limit:
-        param = "prompt" if isinstance(prompt, str) else "messages"
-        raise too_long(tokenizer, param, len(rendered.ids), 1, limit)
+        raise too_long(tokenizer, prompt_key, len(rendered.ids), 1, limit)
     return rendered
 
 

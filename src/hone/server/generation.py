@@ -39,6 +39,8 @@ class RequestContext:
     run: RunSpec | None
     large: bool
     """Its body is too large to be tokenized in the server's process."""
+    prompt_key: str = "messages"
+    """The key of its body that holds the prompt."""
 
     @property
     def max_length(self) -> int:
@@ -118,6 +120,8 @@ class Generation:
     """Ids that every answer is made to begin with."""
     not_applicable: list[str] = field(default_factory=list)
     """Keys of the request that change nothing for this model; named in the response."""
+    request_fields: dict[str, Any] | None = None
+    """Fields of the request that are recorded with the call."""
     id: str = field(default_factory=lambda: secrets.token_hex(10))
     created_at: float = field(default_factory=time.time)
     choices: list[Choice] = field(init=False)
@@ -193,6 +197,7 @@ class Generation:
             created_at=self.created_at,
             messages=self.messages,
             tools=self.tools or None,
+            request_fields=self.request_fields,
             reply=reply.message,
             finish=reply.finish,
             outcome=self.prompt.outcome,

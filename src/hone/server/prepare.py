@@ -1,7 +1,7 @@
 """Build the prompt and sampling parameters of a request; refuse what cannot be answered.
 
-In:   a ChatRequest or CompletionRequest, and its RequestContext
-Out:  the response, ready to be generated
+In:   a request of any dialect, or a CompletionRequest, and its RequestContext
+Out:  the Generation, ready to run
 
 Refused here, before a token is sampled: prompts and answers that do not fit, tools that the template
 cannot show, tool calls that cannot be forced. Only a request that passed takes an index in its
@@ -20,26 +20,25 @@ from hone.inference.base import Sampling
 from hone.server.chat_tasks import render, too_long
 from hone.server.conversations import Match, request_seed
 from hone.server.generation import Generation, RequestContext
-from hone.server.responses import CompletionResponse, LogprobWriter
 from hone.server.tokenizer import BaseTokenizer
 from hone.types import RecordedCall
+from hone.wire.base import Request
 from hone.wire.errors import brief
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temperature
 
-Request = ChatRequest | CompletionRequest
-
 
 async def prepare_chat(
-    context: RequestContext, request: ChatRequest, messages: HashedMessages
-) -> CompletionResponse:
+    context: RequestContext, dialect_request: Request, messages: HashedMessages
+) -> Generation:
+    request = dialect_request.chat
     tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages)
     template = tokenizer.template
     forced = choice.forced_ids(template, prompt.ids)
-    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, len(forced), "messages")
+    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, len(forced))
     kwargs = request.chat_template_kwargs or {}
     ignored = [key for key in template.ignored_kwargs if key in kwargs]
     index = context.history.next_index()
-    generation = Generation(
+    return Generation(
         context=context,
         prompt=prompt,
         parent=parent,
@@ -53,19 +52,16 @@ async def prepare_chat(
         tools=choice.tools,
         forced=forced,
         not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
+        request_fields=dialect_request.request_fields,
     )
-    writer = _logprob_writer(context, request) if _wants_logprobs(context, request) else None
-    return CompletionResponse(generation, writer, chat=True)
 
 
-async def prepare_completion(
-    context: RequestContext, request: CompletionRequest
-) -> CompletionResponse:
+async def prepare_completion(context: RequestContext, request: CompletionRequest) -> Generation:
     base = context.policy.base
     prompt = await _completion_prompt(context, request.text_or_ids)
-    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, 0, "prompt")
+    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, 0)
     index = context.history.next_index()
-    generation = Generation(
+    return Generation(
         context=context,
         prompt=prompt,
         index=index,
@@ -75,8 +71,6 @@ async def prepare_completion(
         ),
         fingerprint=base.fingerprint,
     )
-    writer = None if request.logprobs is None else _logprob_writer(context, request)
-    return CompletionResponse(generation, writer, chat=False)
 
 
 # ---- prompts -----------------------------------------------------------------------------------
@@ -103,12 +97,13 @@ async def _chat_prompt(
         )
         tools = tokenizer.template.check_tools(choice.tools)
         matched = context.history.match(calls, context.policy.base, messages, tools)
-        prompt = None if context.large else render(tokenizer, matched[0], limit)
+        prompt = None if context.large else render(tokenizer, matched[0], limit, context.prompt_key)
         return tokenizer, choice, matched, prompt
 
     tokenizer, choice, (unrendered, parents), prompt = await asyncio.to_thread(match)
     if prompt is None:
-        prompt = await context.state.workers.run(render, tokenizer, unrendered, limit)
+        key = context.prompt_key
+        prompt = await context.state.workers.run(render, tokenizer, unrendered, limit, key)
     return tokenizer, choice, prompt, parents[prompt.source]
 
 
@@ -117,7 +112,7 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
     await asyncio.to_thread(context.history.load, context.state.calls)
     if isinstance(prompt, str):
         run = context.state.workers.run if context.large else asyncio.to_thread
-        return await run(render, base, prompt, context.max_length)
+        return await run(render, base, prompt, context.max_length, context.prompt_key)
     vocab = base.files.text_config["vocab_size"]
     # Refused now: the engine would fail once the call has begun.
     if wrong := first_outside(prompt, vocab):
@@ -133,14 +128,12 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
 # ---- sampling ----------------------------------------------------------------------------------
 
 
-def _max_tokens(
-    context: RequestContext, prompt: int, requested: int | None, forced: int, param: str
-) -> int:
+def _max_tokens(context: RequestContext, prompt: int, requested: int | None, forced: int) -> int:
     """How many tokens may be sampled; BadRequest where prompt and answer cannot fit."""
     limit, settings = context.max_length, context.state.settings
     answer = max(requested or 1, forced + 1)
     if prompt + answer > limit:
-        raise too_long(context.policy.base, param, prompt, answer, limit)
+        raise too_long(context.policy.base, context.prompt_key, prompt, answer, limit)
     if requested is None:
         answer = min(limit - prompt, settings.max_tokens or limit)
     return max(answer - forced, 1)
@@ -148,7 +141,7 @@ def _max_tokens(
 
 def _sampling(
     context: RequestContext,
-    request: Request,
+    request: ChatRequest | CompletionRequest,
     index: int,
     max_tokens: int,
     template: ChatTemplate,
@@ -173,17 +166,14 @@ def _sampling(
     )
 
 
-def _wants_logprobs(context: RequestContext, request: ChatRequest) -> bool:
+def wants_logprobs(context: RequestContext, request: ChatRequest | CompletionRequest) -> bool:
     """ART's scripts train on choices and never request their log-probabilities.
 
     Inside a rollout only a request gets them: the rollout is trained by its id.
     """
+    if isinstance(request, CompletionRequest):
+        return request.logprobs is not None
     if request.logprobs or context.spec("token_ids_as_text", False):
         return True
     registered = context.policy.record is not None
     return registered and request.logprobs is None and not context.scope.rollout
-
-
-def _logprob_writer(context: RequestContext, request: Request) -> LogprobWriter:
-    as_ids = request.return_tokens_as_token_ids or context.spec("token_ids_as_text", False)
-    return LogprobWriter(context.policy.base.template.piece, as_ids=bool(as_ids))

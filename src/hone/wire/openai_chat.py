@@ -223,6 +223,14 @@ class ChatRequest(_Request):
     def alternatives(self) -> int:
         return self.top_logprobs or 0
 
+    @property
+    def chat(self) -> Self:
+        return self
+
+    @property
+    def request_fields(self) -> None:
+        return None
+
 
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""

@@ -8,14 +8,18 @@ choice that it does not know. hone's servers and vLLM send `token_ids` there.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
+from hone.wire.base import Event
 from hone.wire.json import object_or_empty, write_json
 
 
-def write_event(value: dict[str, Any] | Literal["[DONE]"]) -> bytes:
-    data = value.encode() if isinstance(value, str) else write_json(value)
-    return b"data: " + data + b"\n\n"
+def write_event(value: Event, *, named: bool = False) -> bytes:
+    """The bytes of an event; `named`: its `type` is also its name."""
+    if isinstance(value, str):
+        return b"data: " + value.encode() + b"\n\n"
+    name = f"event: {value['type']}\n".encode() if named else b""
+    return name + b"data: " + write_json(value) + b"\n\n"
 
 
 def read_events(body: bytes) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,276 @@
+"""Answer one request in any dialect, whole or streamed, for as long as its client is connected.
+
+In:   an HTTP request, and the Dialect (wire/base.py) of its route
+Out:  the dialect's response or events; every choice recorded
+
+One request: parse (wire/) -> admit -> resolve the model's name (serving.py) -> build the prompt
+(prepare.py) -> sample and record (generation.py) -> write (wire/). A client that disconnects
+cancels its request at any point.
+
+Nothing is sent before there is something to send: until the first event an error still becomes an
+HTTP status. After it, an error becomes an event, and the stream ends without its usual last event.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hone.chat.bridge import HashedMessages
+from hone.errors import HoneError
+from hone.inference.base import SampledToken
+from hone.logs import log
+from hone.server.bodies import accept_large_body
+from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
+from hone.server.generation import Choice, Generation, Piece, RequestContext
+from hone.server.prepare import prepare_chat, prepare_completion, wants_logprobs
+from hone.server.state import State
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, AnswerWriter, Dialect, Event, Logprobs
+from hone.wire.errors import error_response
+from hone.wire.json import write_json
+from hone.wire.openai_chat import CompletionRequest, finite
+from hone.wire.rollout import RolloutScope
+from hone.wire.stream import write_event
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that buffers the stream would undo it
+]
+
+IN_ROLLOUT = "/rollout/{rollout_id}"
+"""The API of a rollout: every route of a dialect exists there too."""
+
+Resume = Callable[[Any], Any]
+"""Adds to a request the messages of an earlier one that it names. Blocking."""
+
+
+def add_dialect(
+    router: APIRouter, dialect: Dialect, endpoint: Callable[..., Awaitable[Response]]
+) -> None:
+    """The route of a dialect. /openapi.json lists it once, under its first address."""
+    body = {"required": True, "content": {"application/json": {"schema": dialect.schema}}}
+    for prefix in ("", IN_ROLLOUT):
+        router.add_api_route(
+            prefix + dialect.path,
+            endpoint,
+            methods=["POST"],
+            openapi_extra={"requestBody": body},
+            include_in_schema=not prefix,
+        )
+
+
+async def respond(
+    state: State, request: Request, dialect: Dialect, *, resume: Resume | None = None
+) -> Response:
+    rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
+    accept_large_body(request)
+    body = await request.body()
+    settings = state.settings
+    limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
+    large = len(body) > settings.large_body_bytes
+    if large:
+        parsed, messages = await state.workers.run(read_request, dialect, body, **limits)
+    else:
+        parsed, messages = read_request(dialect, body, **limits)
+    if resume is not None:
+        parsed, messages = await asyncio.to_thread(_resumed, resume, parsed, messages)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        out = EventStream(send, named=dialect.named_events)
+        try:
+            response = await _answer(state, dialect, parsed, messages, rollout, out, large=large)
+        except Exception as error:
+            if out.writer is None:
+                raise
+            fields = {"path": request.url.path}
+            log.error("a stream failed", exc_info=error, extra={"fields": fields})
+            await out.send(*out.writer.error(*error_response(error, settings.log_file)))
+            await out.end()
+            return
+        if response is not None:
+            body = write_json(response)
+            await Response(body, media_type="application/json")(scope, receive, send)
+
+    return UntilDisconnect(answer)
+
+
+def _resumed(
+    resume: Resume, parsed: ParsedRequest, messages: HashedMessages | None
+) -> tuple[ParsedRequest, HashedMessages | None]:
+    resumed = resume(parsed)
+    return resumed, messages if resumed is parsed else hashed_messages(resumed)
+
+
+async def _answer(
+    state: State,
+    dialect: Dialect,
+    request: ParsedRequest,
+    messages: HashedMessages | None,
+    scope: RolloutScope,
+    out: "EventStream",
+    *,
+    large: bool,
+) -> dict[str, Any] | None:
+    """The response, or None where it was streamed."""
+    serving = state.serving
+    with (
+        serving.admitted(),
+        state.metrics.running.track_inprogress(),
+        state.conversations.history(scope.rollout) as history,
+    ):
+        await serving.ready()
+        run = state.calls.run_of(scope.rollout)
+        policy = await serving.resolve(request.model, run=run, step=scope.step)
+        async with serving.using(policy):
+            context = RequestContext(
+                state=state,
+                policy=policy,
+                scope=scope,
+                history=history,
+                run=run,
+                large=large,
+                prompt_key=dialect.prompt_key,
+            )
+            if isinstance(request, CompletionRequest):
+                sampling = request
+                generation = await prepare_completion(context, request)
+            else:
+                assert messages is not None
+                sampling = request.chat
+                generation = await prepare_chat(context, request, messages)
+            logprobs = (
+                _LogprobWriter(context, sampling) if wants_logprobs(context, sampling) else None
+            )
+            writer = dialect.writer(request, _head(generation))
+            if request.stream:
+                await _stream(generation, writer, logprobs, out)
+                return None
+            await generation.run()
+            return writer.whole([_finished(c, logprobs) for c in generation.choices])
+
+
+async def _stream(
+    generation: Generation,
+    writer: AnswerWriter,
+    logprobs: "_LogprobWriter | None",
+    out: "EventStream",
+) -> None:
+    """Generate, sending events; the last ones follow when every choice is recorded."""
+
+    async def send(piece: Piece) -> None:
+        entries = None if logprobs is None else logprobs.write(piece.tokens)
+        delta = AnswerDelta(index=piece.choice.index, deltas=piece.deltas, logprobs=entries)
+        if events := writer.delta(delta):
+            out.writer = writer
+            await out.send(*events)
+
+    await generation.run(send)
+    # Their log-probabilities were sent; a response that repeats them takes them from its writer.
+    await out.send(*writer.end([_finished(choice, None) for choice in generation.choices]))
+    await out.end()
+
+
+def _head(generation: Generation) -> AnswerHead:
+    policy = generation.context.policy
+    return AnswerHead(
+        id=generation.id,
+        call_id=generation.choices[0].id,
+        created_at=generation.created_at,
+        model=policy.asked,
+        fingerprint=policy.adapter.sha256 if policy.adapter else generation.fingerprint,
+        policy_step=policy.step,
+        prompt_ids=generation.prompt.ids,
+        not_applicable=generation.not_applicable,
+    )
+
+
+def _finished(choice: Choice, logprobs: "_LogprobWriter | None") -> Answer:
+    reply = choice.reply()
+    return Answer(
+        index=choice.index,
+        call_id=choice.id,
+        message=reply.message,
+        finish=reply.finish,
+        token_ids=choice.ids,
+        logprobs=None if logprobs is None else logprobs.write(choice.tokens),
+        malformed=reply.malformed,
+    )
+
+
+class _LogprobWriter:
+    """Writes sampled tokens as entries of `logprobs.content`."""
+
+    def __init__(self, context: RequestContext, request: Any) -> None:
+        as_ids = request.return_tokens_as_token_ids or context.spec("token_ids_as_text", False)
+        self._piece = context.policy.base.template.piece
+        self._as_ids = bool(as_ids)
+
+    def write(self, tokens: Sequence[SampledToken]) -> Logprobs:
+        return [
+            {
+                **self._entry(token.id, token.logprob),
+                "top_logprobs": [self._entry(other, logprob) for other, logprob in token.top],
+            }
+            for token in tokens
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._piece(token)
+        name = f"token_id:{token}" if self._as_ids else piece.decode(errors="replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(piece)}
+
+
+# ---- connections -------------------------------------------------------------------------------
+
+
+class UntilDisconnect(Response):
+    """Runs `answer(scope, receive, send)`, and cancels it when the client disconnects."""
+
+    def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.ensure_future(self._answer(scope, receive, send))
+        leaving = asyncio.create_task(_disconnect(receive))
+        leaving.add_done_callback(lambda _: answering.cancel())
+        try:
+            await answering
+        except (asyncio.CancelledError, HoneError):
+            if not leaving.done():
+                raise
+        finally:
+            leaving.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """Server-sent events over one ASGI response; the first event starts it."""
+
+    def __init__(self, send: Send, *, named: bool) -> None:
+        """`named`: each event is named by its `type`."""
+        self._send = send
+        self._named = named
+        self._started = False
+        self.writer: AnswerWriter | None = None
+        """Wrote the events that were sent; None before the first."""
+
+    async def send(self, *events: Event) -> None:
+        if not self._started:
+            self._started = True
+            start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+            await self._send(start)
+        body = b"".join(write_event(event, named=self._named) for event in events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

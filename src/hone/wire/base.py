@@ -1,0 +1,126 @@
+"""The seam between the server and a dialect of its chat API: a request, an answer, its writer.
+
+In:   the body of a request; an answer as it grows, and when it is finished
+Out:  the canonical ChatRequest; the JSON of the dialect's response, or its events
+
+A dialect is one module here, used by server and capture, and one with its routes in server/. The
+server samples, records and counts every dialect's requests alike: it sees the ChatRequest alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+from hone.wire.openai_chat import ChatRequest
+
+Event = dict[str, Any] | Literal["[DONE]"]
+"""The data of one server-sent event."""
+Logprobs = list[dict[str, Any]]
+"""One entry for each token, as in `logprobs.content` of a chat completion."""
+
+
+class Request(Protocol):
+    """A checked request of any dialect."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same request as a chat completion."""
+        ...
+
+    @property
+    def request_fields(self) -> dict[str, Any] | None:
+        """Fields that are recorded with the call, for requests that name this one later."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What is known of an answer before its first token."""
+
+    id: str
+    """20 hexadecimal digits; a dialect puts its own prefix before them."""
+    call_id: str
+    """Of the first choice."""
+    created_at: float
+    model: str
+    """As it was requested."""
+    fingerprint: str
+    """Of the weights that answer."""
+    policy_step: int
+    prompt_ids: list[int]
+    not_applicable: list[str] = field(default_factory=list)
+    """Keys of the request that change nothing for this model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerDelta:
+    """More of one choice. What its tokens add to the message may still be held back."""
+
+    index: int
+    deltas: Sequence[dict[str, Any]]
+    """As in the chunks of a chat completion: content, reasoning_content or tool_calls."""
+    logprobs: Logprobs | None = None
+    """Of the new tokens; None where the request wants none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One finished choice."""
+
+    index: int
+    call_id: str
+    message: dict[str, Any]
+    """The assistant message, as a chat completion has it."""
+    finish: str
+    """stop, length or tool_calls."""
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    malformed: tuple[str, ...] = ()
+    """Tool calls that do not parse; their text is in the content."""
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one request: `whole`, or `delta` for each piece and then `end`."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]: ...
+
+    def delta(self, delta: AnswerDelta) -> list[Event]:
+        """The events of a piece. The first one begins the stream; none: nothing is sent."""
+        ...
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        """The last events; `answers` are the finished choices."""
+        ...
+
+    def error(self, status: int, body: dict[str, Any]) -> list[Event]:
+        """The last events of a stream that failed; `body` is an error in OpenAI's shape."""
+        ...
+
+
+class Dialect(Protocol):
+    """One way to ask for an answer over HTTP."""
+
+    path: ClassVar[str]
+    """Of its requests, under the server's address or under /rollout/ID."""
+    prompt_key: ClassVar[str]
+    """The key of the body that holds the prompt, for error messages."""
+    named_events: ClassVar[bool]
+    """Whether each event of a stream is named by its `type`."""
+    schema: ClassVar[dict[str, Any]]
+    """JSON schema of the body."""
+
+    def parse(self, body: dict[str, Any], *, max_n: int) -> Any:
+        """The Request; raises BadRequest naming the first key that is wrong."""
+        ...
+
+    def writer(self, request: Any, head: AnswerHead) -> AnswerWriter: ...
+
+    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        """An error response; `body` is the error in OpenAI's shape."""
+        ...

@@ -1,0 +1,164 @@
+"""Chat completions and completions of the OpenAI API: whole, or as the chunks of a stream.
+
+In:   a ChatRequest or CompletionRequest, and its answers
+Out:  JSON objects
+
+Every sampled token has its log-probability in the response, the end token too, streamed or not, also
+while the text of a tool call is held back: a chunk carries the log-probabilities of all tokens
+since the last one, even where its delta is empty. `token_ids`, `prompt_token_ids` and `policy_step`
+are always there; in a stream they come with the last chunk of each choice.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event, Logprobs
+from hone.wire.openai_chat import ChatRequest, CompletionRequest, usage
+
+
+class ChatDialect:
+    """Chat completions."""
+
+    path: ClassVar[str] = "/v1/chat/completions"
+    prompt_key: ClassVar[str] = "messages"
+    named_events: ClassVar[bool] = False
+    schema: ClassVar[dict[str, Any]] = ChatRequest.model_json_schema()
+
+    def parse(self, body: dict[str, Any], *, max_n: int) -> ChatRequest:
+        return ChatRequest.parse(body, max_n=max_n)
+
+    def writer(self, request: ChatRequest, head: AnswerHead) -> "CompletionWriter":
+        return CompletionWriter(head, chat=True, include_usage=request.include_usage)
+
+    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+
+class TextDialect:
+    """Completions of a text or of token ids, without a chat template."""
+
+    path: ClassVar[str] = "/v1/completions"
+    prompt_key: ClassVar[str] = "prompt"
+    named_events: ClassVar[bool] = False
+    schema: ClassVar[dict[str, Any]] = CompletionRequest.model_json_schema()
+
+    def parse(self, body: dict[str, Any], *, max_n: int) -> CompletionRequest:
+        return CompletionRequest.parse(body, max_n=max_n)
+
+    def writer(self, request: CompletionRequest, head: AnswerHead) -> "CompletionWriter":
+        return CompletionWriter(head, chat=False, include_usage=request.include_usage)
+
+    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+
+class CompletionWriter:
+    """Writes a chat completion, or the completion of a text."""
+
+    def __init__(self, head: AnswerHead, *, chat: bool, include_usage: bool) -> None:
+        self._head = head
+        self._chat = chat
+        self._include_usage = include_usage
+        self._streamed: dict[int, int] = {}
+        """Characters that were sent of each choice, once it has begun."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for answer in answers:
+            content: dict[str, Any] = {"message": {**answer.message, "refusal": None}}
+            if not self._chat:
+                content = {"text": answer.message["content"]}
+            choices.append(self._end(answer, content, answer.logprobs))
+        head = self._fields("chat.completion" if self._chat else "text_completion")
+        return {**head, "choices": choices, "usage": self._usage(answers), **self._prompt()}
+
+    def delta(self, delta: AnswerDelta) -> list[Event]:
+        """One chunk for each delta of the message; the last has all log-probabilities."""
+        index, text = delta.index, "".join(d.get("content", "") for d in delta.deltas)
+        opening = [] if index in self._streamed else [{"role": "assistant", "content": ""}]
+        offset = self._streamed.get(index, 0)
+        self._streamed[index] = offset + len(text)
+        wanted = delta.logprobs is not None
+        contents: list[dict[str, Any]] = [{"text": text}] if text or wanted else []
+        if self._chat:
+            contents = [{"delta": part} for part in (*opening, *delta.deltas)]
+            contents = contents or ([{"delta": {}}] if wanted else [])
+        last = len(contents) - 1
+        return [
+            self._chunk(self._choice(index, content, delta.logprobs if i == last else None, offset))
+            for i, content in enumerate(contents)
+        ]
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        events: list[Event] = [
+            self._chunk(self._end(answer, empty, None)) | self._prompt() for answer in answers
+        ]
+        if self._include_usage:
+            head = self._fields("chat.completion.chunk" if self._chat else "text_completion")
+            events.append({**head, "choices": [], "usage": self._usage(answers)})
+        return [*events, "[DONE]"]
+
+    def error(self, status: int, body: dict[str, Any]) -> list[Event]:
+        return [body]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        head = self._fields("chat.completion.chunk" if self._chat else "text_completion")
+        no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        return {**head, "choices": [choice], **no_usage}
+
+    def _end(
+        self, answer: Answer, content: dict[str, Any], logprobs: Logprobs | None
+    ) -> dict[str, Any]:
+        """A whole choice, or its last chunk, with what hone adds."""
+        malformed = {"malformed": list(answer.malformed)} if answer.malformed else {}
+        written = self._choice(answer.index, content, logprobs, 0) | {
+            "finish_reason": answer.finish,
+            "token_ids": answer.token_ids,
+            "policy_step": self._head.policy_step,
+            "call_id": answer.call_id,
+        }
+        return written | malformed
+
+    def _choice(
+        self, index: int, content: dict[str, Any], logprobs: Logprobs | None, offset: int
+    ) -> dict[str, Any]:
+        written: dict[str, Any] | None = None
+        if logprobs:
+            chat = {"content": logprobs, "refusal": None}
+            written = chat if self._chat else text_logprobs(logprobs, offset)
+        return {"index": index, **content, "logprobs": written, "finish_reason": None}
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": ("chatcmpl-" if self._chat else "cmpl-") + head.id,
+            "object": kind,
+            "created": int(head.created_at),
+            "model": head.model,
+            "system_fingerprint": f"fp_{head.fingerprint[:12]}",
+        }
+
+    def _prompt(self) -> dict[str, Any]:
+        head = self._head
+        prompt = {"prompt_token_ids": head.prompt_ids, "policy_step": head.policy_step}
+        return prompt | ({"not_applicable": head.not_applicable} if head.not_applicable else {})
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        sampled = sum(len(answer.token_ids) for answer in answers)
+        return usage(len(self._head.prompt_ids), sampled)
+
+
+def text_logprobs(entries: Logprobs, offset: int) -> dict[str, Any]:
+    """`logprobs` of a text completion; `offset` is where the text of these tokens begins."""
+    lengths = [len(bytes(entry["bytes"]).decode(errors="replace")) for entry in entries]
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in entry["top_logprobs"]}
+            for entry in entries
+        ],
+        "text_offset": list(accumulate(lengths[:-1], initial=offset)),
+    }
