@@ -36,8 +36,9 @@
 A message says where (key, job, file), what (got and expected), and what to do.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 
 from hone.types import FieldError
 
@@ -184,6 +185,8 @@ class EngineFailed(EngineError):
 
 class Unavailable(ServerError):
     """Full, loading or closing; retry later."""
+
+    headers: Mapping[str, str] = MappingProxyType({"Retry-After": "1"})
 
 
 class Busy(Unavailable):

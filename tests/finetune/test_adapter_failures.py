@@ -121,6 +121,23 @@ async def test_a_job_that_takes_too_long_is_cancelled():
         assert standin.job.info.state == "cancelled"
 
 
+async def test_a_job_that_takes_too_long_at_a_server_that_cannot_cancel_it_has_failed_too():
+    standin = StandIn()
+    async with submitted(standin, patience_s=0.1, job_timeout_s=0.2) as (adapter, ref):
+
+        def refuse(request: Request) -> Response | None:
+            if request.url.path.endswith("/cancel"):
+                return refusal(503, "no", "Unavailable")
+            return None
+
+        standin.refuse = refuse
+        status = await adapter.wait_until_complete(ref)
+        assert status.status is FAILED and status.message is not None
+        assert "did not end within finetuning.job_timeout_s=0.2" in status.message
+        assert "and could not be cancelled" in status.message
+        assert standin.job.info.state == "queued"
+
+
 async def test_whoever_stops_waiting_does_not_stop_the_job():
     standin = StandIn()
     async with submitted(standin) as (adapter, ref):

@@ -162,6 +162,22 @@ def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, pyt
     assert vllm._plan("tiny", None) == Plan({}, 32, 4096)
 
 
+def test_arguments_registered_while_vllm_starts_open_it_again(
+    state: State, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = choice(state, engine="vllm", engine_python=python, device="cpu")
+    changed = []
+
+    def starting(*_: Any, args: dict[str, Any], **__: Any) -> None:
+        changed.append(vllm.register(spec(engine_args={"max_num_seqs": 4}), in_use=False))
+        assert args == {"max_num_seqs": 8}
+
+    monkeypatch.setattr("hone.inference.vllm.VllmEngine.open", starting)
+    assert vllm.register(spec(engine_args={"max_num_seqs": 8}), in_use=False) is False
+    vllm.open("tiny")
+    assert changed == [True]
+
+
 def test_a_larger_rank_fits_up_to_vllms_next_limit() -> None:
     plan = Plan({}, 9, 512)
     assert plan.covers(Plan({}, 16, 512)) and not plan.covers(Plan({}, 17, 512))

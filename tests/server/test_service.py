@@ -229,6 +229,21 @@ async def test_cancelling_a_running_job_leaves_the_step_before(open_server: Open
     await server.trained(tiny_model, 10)  # and the learner goes on
 
 
+async def test_whether_a_job_was_cancelled_is_not_read_from_the_disk_before_every_row(
+    open_server: Open, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    server = await open_server()
+    record = server.models.register(spec(tiny_model))
+    reads = []
+    monkeypatch.setattr(
+        server.jobs, "get", lambda job_id, get=server.jobs.get: reads.append(job_id) or get(job_id)
+    )
+    jobs = [await server.ended(server.submit(record, token_groups(n)).id) for n in (3, 40)]
+    rows = [job.metrics["learn/micro_batches"] for job in jobs]
+    assert rows[1] > 10 * rows[0] > 0
+    assert reads.count(jobs[0].id) == reads.count(jobs[1].id)
+
+
 async def test_cancelling_what_waits_or_has_ended(open_server: Open, tiny_model: Path):
     server = await open_server()
     record = server.models.register(spec(tiny_model))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from datetime import date
 from pathlib import Path
@@ -53,6 +54,11 @@ class World:
             self.write(record, step)
         return record
 
+    def hold(self, hold_s: float) -> None:
+        """Requests wait so long from now on."""
+        settings = self.state.settings.model_copy(update={"hold_s": hold_s})
+        self.serving._engines._settings = settings
+
     def write(self, record: ModelRecord, step: int) -> Any:
         def fill(directory: Path) -> str:
             (directory / "adapter_model.safetensors").write_text(f"{record.key} {step}")
@@ -67,7 +73,7 @@ def sha(record: ModelRecord, step: int) -> str:
 
 @pytest.fixture
 async def world(make_state: MakeState, tiny_model: Path, tokenizer: Any) -> AsyncIterator[World]:
-    state = make_state(max_adapters=2, hold_s=0.05, pause_s=0.1, max_concurrent=2)
+    state = make_state(max_adapters=2, pause_s=0.1, max_concurrent=2)
     world = World(state, tiny_model, tokenizer)
     yield world
     await world.serving.close()
@@ -396,6 +402,7 @@ async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> 
         await asyncio.sleep(0.01)
         assert not waiting.done()
     await waiting
+    world.hold(0.05)
     async with world.serving.paused():
         with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
             await world.serving.ready()
@@ -406,6 +413,7 @@ async def test_pauses_are_counted(world: World) -> None:
     """Two base models train at once: the first to end must not open the gate for the other."""
     engine = (await world.serving.base(world.tiny)).engine
     assert isinstance(engine, ScriptedEngine)
+    world.hold(0.05)
     async with world.serving.paused():
         async with world.serving.paused():
             pass
@@ -466,6 +474,61 @@ async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_i
     assert isinstance(first, ScriptedEngine) and not first.closed
     assert (await world.serving.base(world.tiny)).engine is other
     assert first.closed and not engines.outdated
+
+
+async def test_arguments_that_change_while_an_engine_loads_are_those_it_serves_with(
+    world: World,
+) -> None:
+    engines, opened = world.serving._engines, list[ScriptedEngine]()
+    loading, go_on = threading.Event(), threading.Event()
+
+    def open_engine(_: str) -> ScriptedEngine:
+        loading.set()
+        assert go_on.wait(60)
+        opened.append(ScriptedEngine(tokenizer=world.tokenizer))
+        return opened[-1]
+
+    engines._open_engine = open_engine
+    requests = [asyncio.create_task(world.serving.base(world.tiny)) for _ in range(3)]
+    assert await asyncio.to_thread(loading.wait, 60)
+    engines.outdated.add(world.tiny)  # a model with other engine_args was registered
+    go_on.set()
+    bases = await asyncio.gather(*requests)
+    assert len(opened) == 2 and opened[0].closed and not engines.outdated
+    assert all(base.engine is opened[1] for base in bases)
+
+
+async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world: World) -> None:
+    world.model(steps=1)
+    engines, other = world.serving._engines, ScriptedEngine(tokenizer=world.tokenizer)
+    policy = await world.serving.resolve("agent")
+    engines._open_engine = lambda _: other
+    engines.outdated.add(world.tiny)
+    await world.serving.base(world.tiny)  # of another request
+    async with world.serving.using(policy) as using:
+        assert using.base.engine is other and using.adapter == policy.adapter
+        assert using.adapter is not None and using.adapter.sha256 in other.published
+        assert (using.step, using.asked) == (policy.step, policy.asked)
+
+
+async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
+    world: World,
+) -> None:
+    engines, go_on = world.serving._engines, threading.Event()
+    await world.serving.template(world.tiny)
+
+    def open_engine(_: str) -> ScriptedEngine:
+        assert go_on.wait(60)
+        return ScriptedEngine(tokenizer=world.tokenizer)
+
+    engines._open_engine = open_engine
+    world.hold(0.05)
+    with pytest.raises(Unavailable, match=r"is still being loaded after 0\.05 s") as raised:
+        await world.serving.base(world.tiny)
+    assert raised.value.headers == {"Retry-After": "1"}
+    go_on.set()
+    world.hold(60)
+    assert isinstance((await world.serving.base(world.tiny)).engine, ScriptedEngine)
 
 
 class _Unclosable(ScriptedEngine):

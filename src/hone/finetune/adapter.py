@@ -285,10 +285,14 @@ class ARTTrainerAdapter(TrainerAdapter):
         try:
             job = await self.backend.wait(job_id, on_event=self._on_event, timeout_s=limit_s)
         except TimeoutError:
-            await self.backend.cancel(job_id)
+            ending = "was cancelled"
+            try:
+                await self.backend.cancel(job_id)
+            except HoneError as error:
+                ending = f"could not be cancelled ({error})"
             why = (
-                f"job {job_id} did not end within finetuning.job_timeout_s={limit_s:g} and was "
-                f"cancelled. Its log: {self.backend.log_place}"
+                f"job {job_id} did not end within finetuning.job_timeout_s={limit_s:g} and {ending}. "
+                f"Its log: {self.backend.log_place}"
             )
         except HoneError as error:
             why = f"{type(error).__name__}: {error}"

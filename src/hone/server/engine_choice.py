@@ -58,6 +58,7 @@ class EngineChoice:
         self._last: dict[str, ModelSpec] = {}
         """The model registered last, by base model."""
         self._opened: dict[str, Plan] = {}
+        """How vLLM is started, or was started last, by base model."""
         self._starting: set[VllmProcess] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -99,15 +100,17 @@ class EngineChoice:
         if not self.is_vllm:
             return False
         check_gpus(spec.engine_args, num_gpus(self._settings.device))
-        running = self._opened.get(spec.base_model)
-        changes = running is not None and not running.covers(self._plan(spec.base_model, spec))
-        if changes and in_use:
-            raise ConfigError(
-                f"engine_args: vLLM is answering for {spec.base_model!r} with other engine_args, "
-                "rank or max_seq_length. Register the model again when nothing is being answered."
-            )
-        self._last[spec.base_model] = spec
-        return changes
+        with self._lock:
+            opened = self._opened.get(spec.base_model)
+            changes = opened is not None and not opened.covers(self._plan(spec.base_model, spec))
+            if changes and in_use:
+                raise ConfigError(
+                    f"engine_args: vLLM is answering for {spec.base_model!r} with other "
+                    "engine_args, rank or max_seq_length. Register the model again when nothing is "
+                    "being answered."
+                )
+            self._last[spec.base_model] = spec
+            return changes
 
     def _plan(self, base_model: str, spec: ModelSpec | None) -> Plan:
         specs = [record.spec for record in self._models.on_base(base_model)]
@@ -134,7 +137,10 @@ class EngineChoice:
         from hone.models.machine import choose  # torch takes seconds to load
 
         device, dtype = choose(self._settings.device)
-        plan = self._plan(base_model, None)
+        with (
+            self._lock
+        ):  # before it opens: a model that is registered meanwhile is compared with it
+            plan = self._opened[base_model] = self._plan(base_model, None)
         directory = self._directory()
         url = self._settings.engine_url
         if url is not None:
@@ -142,7 +148,7 @@ class EngineChoice:
                 base_model, url, directory=directory, max_length=plan.max_length
             )
         assert self.vllm is not None
-        engine = VllmEngine.open(
+        return VllmEngine.open(
             base_model,
             environment=self.vllm,
             directory=directory,
@@ -154,8 +160,6 @@ class EngineChoice:
             on_gpu=device.startswith("cuda"),
             start=self._started,
         )
-        self._opened[base_model] = plan
-        return engine
 
     def _directory(self) -> Path:
         """A new directory for one engine; those of servers that were killed are removed."""

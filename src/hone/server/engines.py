@@ -147,23 +147,49 @@ class Engines:
         return await asyncio.shield(_started(self._tokenizers, base_model, load))
 
     async def get(self, base_model: str) -> Base:
-        """A base model with its engine. All callers share one load; a failed load may be retried."""
-        self._check(base_model)
-        usage = self._usage_of(base_model)
-        if base_model in self.outdated and not usage.users:
-            self.outdated.discard(base_model)
-            if (base := self.loaded().get(base_model)) is not None:
-                usage.old = base.engine  # closed before the next one opens
-                del self._bases[base_model]
-        wait_s = usage.retry_at - time.monotonic()
-        if wait_s > 0:
+        """A base model with its engine. All callers share one load; a failed load may be retried.
+
+        Raises Unavailable if it takes longer than `hold_s`; the load goes on.
+        """
+        hold_s = self._settings.hold_s
+        try:
+            async with asyncio.timeout(hold_s):
+                return await self._newest(base_model)
+        except TimeoutError:
             raise Unavailable(
-                f"the engine of {base_model!r} failed {usage.part.failures} times in a row "
-                f"({usage.part.reason}); it is started again in {wait_s:.0f} s"
-            )
-        base = await asyncio.shield(self._start(base_model))
-        usage.used_at = time.monotonic()
-        return base
+                f"the engine of {base_model!r} is still being loaded after {hold_s:g} s; try again "
+                "later"
+            ) from None
+
+    async def _newest(self, base_model: str) -> Base:
+        """The base model once its engine is loaded and has the newest arguments."""
+        usage = self._usage_of(base_model)
+        while True:
+            self._check(base_model)
+            self._drop_outdated(base_model)
+            wait_s = usage.retry_at - time.monotonic()
+            if wait_s > 0:
+                raise Unavailable(
+                    f"the engine of {base_model!r} failed {usage.part.failures} times in a row "
+                    f"({usage.part.reason}); it is started again in {wait_s:.0f} s"
+                )
+            load = self._start(base_model)
+            base = await asyncio.shield(load)
+            # Another may have replaced it, or its arguments may have changed, while it was loaded.
+            replaced = self._bases.get(base_model) is not load
+            if not replaced and (base_model not in self.outdated or usage.users):
+                usage.used_at = time.monotonic()
+                return base
+
+    def _drop_outdated(self, base_model: str) -> None:
+        """If nobody uses an engine with old arguments: let the next one be opened."""
+        load, usage = self._bases.get(base_model), self._usage_of(base_model)
+        if base_model not in self.outdated or usage.users or (load and not load.done()):
+            return
+        self.outdated.discard(base_model)
+        if (base := self.loaded().get(base_model)) is not None:
+            usage.old = base.engine  # closed before the next one opens
+            del self._bases[base_model]
 
     def __contains__(self, base_model: str) -> bool:
         """Whether it is loaded, or is being loaded."""

@@ -126,7 +126,7 @@ async def _answer(
         await serving.ready()
         run = state.calls.run_of(scope.rollout)
         policy = await serving.resolve(request.model, run=run, step=scope.step)
-        async with serving.using(policy):
+        async with serving.using(policy) as policy:
             context = RequestContext(
                 state=state,
                 policy=policy,

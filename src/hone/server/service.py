@@ -303,7 +303,7 @@ class TrainingService:
         return result
 
     def _check_cancelled(self, job: JobInfo) -> None:
-        if self._closing or self._jobs.get(job.id).cancel_requested:
+        if self._closing or self._jobs.is_cancelling(job.id):
             raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
 
     def _save(

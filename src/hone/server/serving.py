@@ -13,7 +13,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hone.errors import Busy, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
@@ -105,15 +105,16 @@ class Serving:
         base = await self.base(base_name)
         if record is None:
             return Policy(base, None, 0, None, name)
-        if at is None:
-            if record.key not in base.adapters.newest:
-                await self._load_newest(record, base)
-            return Policy(base, record, *base.adapters.newest[record.key], name)
-        adapter = None
-        if at > 0:
-            checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
-            adapter = await self._load(base, record, checkpoint)
-        return Policy(base, record, at, adapter, name)
+        with self.holding(base_name):
+            if at is None:
+                if record.key not in base.adapters.newest:
+                    await self._load_newest(record, base)
+                return Policy(base, record, *base.adapters.newest[record.key], name)
+            adapter = None
+            if at > 0:
+                checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
+                adapter = await self._load(base, record, checkpoint)
+            return Policy(base, record, at, adapter, name)
 
     def _look_up(
         self, name: str, run: RunSpec | None, step: int | None
@@ -216,12 +217,17 @@ class Serving:
         return checkpoint.step, AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
 
     @contextlib.asynccontextmanager
-    async def using(self, policy: Policy) -> AsyncIterator[None]:
-        """Keep a policy's engine open, and its adapter loaded, while the block runs."""
+    async def using(self, policy: Policy) -> AsyncIterator[Policy]:
+        """Keep a policy's engine open, and its adapter loaded, while the block runs.
+
+        Yields the policy in the engine that serves now: another may have replaced the one in which
+        it was resolved.
+        """
         adapter = policy.adapter
         with self.holding(policy.base.name):
+            policy = replace(policy, base=await self.base(policy.base.name))
             if adapter is None:
-                yield
+                yield policy
                 return
             assert policy.record is not None, policy
             adapters = policy.base.adapters
@@ -231,7 +237,7 @@ class Serving:
                 )
                 await self._load(policy.base, policy.record, checkpoint)
             with adapters.using(adapter):
-                yield
+                yield policy
 
     def base_models(self) -> dict[str, bool]:
         """Base models in use, and whether each is loaded. Blocking."""

@@ -71,7 +71,7 @@ class Settings(Strict):
     """Whether requests wait while a job trains. By default they do where engine and learner share one
     GPU."""
     hold_s: float = Field(default=1200.0, gt=0)
-    """Seconds a request waits while serving is paused before it gets 503."""
+    """Seconds a request waits while serving is paused, or while its engine loads, before it gets 503."""
     pause_s: float = Field(default=600.0, gt=0)
     """Seconds a job waits for running answers to end where serving pauses for it. Then serving goes
     on, and the job tries again later."""

@@ -98,6 +98,8 @@ class JobStore:
         self.events, self.progress = self._events.read, self._events.progress
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
+        self._cancelling: set[str] = set()
+        """Jobs that were changed here, have not ended, and are to be cancelled."""
 
     # ---- reading ----------------------------------------------------------------------------
 
@@ -108,6 +110,10 @@ class JobStore:
         if not rows:
             raise NotFound(f"no job is called {job_id!r}; GET /v1/training/jobs lists them")
         return JobInfo.model_validate_json(rows[0]["info"])
+
+    def is_cancelling(self, job_id: str) -> bool:
+        """Whether a job that was taken is to be cancelled. Reads no disk."""
+        return job_id in self._cancelling
 
     def packed_groups(self, job_id: str) -> bytes:
         """What it trains on, as it is stored; the learner unpacks it."""
@@ -365,6 +371,10 @@ class JobStore:
                     raise
                 self._pending[job_id] = job
                 self._events.unwritten.append(event)
+            if job.cancel_requested and job.state in NEXT:
+                self._cancelling.add(job_id)
+            else:
+                self._cancelling.discard(job_id)
         self._events.wake(job_id)
         return job
 
