@@ -14,6 +14,8 @@
     |   `-- Unauthorized                  no API key, or a wrong one
     |-- RolloutError (RuntimeError)       the agent or its environment must act
     |   |-- PolicyFailure                 the rollout failed because of the model
+    |   |-- AgentFailed                   the agent's program or service failed
+    |   |   `-- AgentTimeout              it did not end in time
     |   |-- RequestTooLarge               a request that does not fit into the engine
     |   `-- TemplateError                 messages that the chat template cannot render
     |-- TrainingError (RuntimeError)      the job must be changed
@@ -123,10 +125,31 @@ class PolicyFailure(RolloutError):
     Agents raise it; `finetuning.on_policy_failure` says what to do with the rollout.
     """
 
-    def __init__(self, message: str, *, reason: str = "policy") -> None:
-        """`reason` is one word, to count failures by, such as `step_limit`."""
+    def __init__(self, message: str, *, reason: str = "policy", details: str = "") -> None:
+        """`reason` is one word, to count failures by, such as `step_limit`.
+
+        `details` is shown in place of the traceback.
+        """
         super().__init__(message)
         self.reason = reason
+        self.details = details
+
+
+class AgentFailed(RolloutError):
+    """The agent's program or service failed, which need not be the model's fault."""
+
+    def __init__(self, message: str, *, reason: str = "agent_error", details: str = "") -> None:
+        """`reason` is one word, to count failures by; `details` is the agent's own output."""
+        super().__init__(message)
+        self.reason = reason
+        self.details = details
+
+
+class AgentTimeout(AgentFailed):
+    """The agent did not end in time: a failure of the policy if the model had answered it."""
+
+    def __init__(self, message: str, *, details: str = "") -> None:
+        super().__init__(message, reason="timeout", details=details)
 
 
 class RequestTooLarge(RolloutError):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran, why
 
-from hone.errors import PolicyFailure
+from hone.errors import AgentFailed, AgentTimeout, PolicyFailure
 
 
 class Move(BaseModel):
@@ -209,3 +209,42 @@ async def test_the_world_s_own_errors(error: Exception, reason: str):
         raise error
 
     assert why(await ran(agent)) == ("infrastructure", reason)
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "after"),
+    [
+        (
+            AgentFailed("x", reason="exit_status", details="its stderr"),
+            *[("infrastructure", "exit_status")] * 2,
+        ),
+        (
+            AgentTimeout("x", details="its stderr"),
+            ("infrastructure", "timeout"),
+            ("policy", "timeout"),
+        ),
+        (
+            PolicyFailure("x", reason="exit_status", details="its stderr"),
+            *[("policy", "exit_status")] * 2,
+        ),
+    ],
+)
+async def test_a_program_s_failure_is_the_policy_s_if_it_says_so_or_hangs_after_an_answer(
+    error: Exception, before: tuple[str, str], after: tuple[str, str]
+):
+    async with serving(Endpoint(Reply(finish="length"))) as url:
+        llm = model(url)
+
+        async def at_once(question: str) -> None:
+            raise error
+
+        async def later(question: str) -> None:
+            await llm.chat(ASK)
+            raise error
+
+        first, second = await ran(at_once), await ran(later)
+        await llm.close()
+    assert (why(first), why(second)) == (before, after)
+    assert second.failure is not None and second.failure.failure.traceback == "its stderr"
+    hint = "answers cut at the token limit before it: 1 of 1"
+    assert (hint in second.failure.failure.message) == (after[0] == "infrastructure")

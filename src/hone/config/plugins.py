@@ -16,6 +16,7 @@ GROUP = "hone.components"
 
 BUILT_IN = (
     "hone.workflow.python",
+    "hone.workflow.command",
     "hone.workflow.llm",
     "hone.evaluation.datasets",
     "hone.evaluation.evaluators",

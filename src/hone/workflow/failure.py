@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from hone.capture.base import SeenCall
-from hone.errors import PolicyFailure
+from hone.errors import AgentFailed, AgentTimeout, PolicyFailure
 from hone.trajectory import failure_of
 from hone.types import Failure
 
@@ -28,6 +28,12 @@ Kind = Literal["infrastructure", "policy"]
 _LATER = frozenset({408, 409, 429})
 """Statuses below 500 that are caused by the server's state, not by the request."""
 
+_TRUNCATED = {
+    "agent_error": "raises hone.errors.PolicyFailure",
+    "exit_status": "exits with one of policy_failure_exit_codes",
+}
+"""How an agent says that a truncated answer made it fail, by the reason of its failure."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailure:
@@ -35,8 +41,9 @@ class RolloutFailure:
 
     kind: Kind
     reason: str
-    """One word, to count by. Infrastructure: connection, server_error, timeout, agent_error.
-    Policy: token_limit, unparseable, timeout, or the `reason` of a PolicyFailure."""
+    """One word, to count by. Infrastructure: connection, server_error, timeout, agent_error, or the
+    `reason` of an AgentFailed. Policy: token_limit, unparseable, timeout, or the `reason` of a
+    PolicyFailure."""
     failure: Failure
 
 
@@ -46,12 +53,19 @@ def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
     # In a group of errors, the policy is the cause only if there is no other one.
     kind, reason = next((k for k in kinds if k[0] == "infrastructure"), kinds[0])
     failure = failure_of(error)
-    more = {"connection": _unreached(error), "agent_error": _truncated(calls)}.get(reason, "")
+    if isinstance(error, AgentFailed | PolicyFailure) and error.details:
+        # The agent is a program or a service: its own output says more than our stack.
+        failure = failure.model_copy(update={"traceback": error.details})
+    more = ""
+    if reason == "connection":
+        more = _unreached(error)
+    elif kind == "infrastructure" and reason in _TRUNCATED:
+        more = _truncated(calls, _TRUNCATED[reason])
     failure = failure.model_copy(update={"message": failure.message + more})
     return RolloutFailure(kind, reason, failure)
 
 
-def _truncated(calls: Sequence[SeenCall]) -> str:
+def _truncated(calls: Sequence[SeenCall], remedy: str) -> str:
     """How many answers ended at their token limit, which may be why the agent failed."""
     answers = [call for call in calls if call.choices]
     truncated = sum(call.finish == "length" for call in answers)
@@ -59,8 +73,7 @@ def _truncated(calls: Sequence[SeenCall]) -> str:
         return ""
     return (
         f" (answers cut at the token limit before it: {truncated} of {len(answers)}; an agent that "
-        "cannot "
-        "go on with such an answer raises hone.errors.PolicyFailure)"
+        f"cannot go on with such an answer {remedy})"
     )
 
 
@@ -91,6 +104,9 @@ def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
     if isinstance(error, PolicyFailure):
         return "policy", error.reason
     answers = [call for call in calls if call.choices]
+    if isinstance(error, AgentFailed):
+        is_policy = isinstance(error, AgentTimeout) and answers
+        return "policy" if is_policy else "infrastructure", error.reason
     for cause in _causes(error):
         if _is(cause, "openai", "APIStatusError") and getattr(cause, "code", None) == (
             "context_length_exceeded"

@@ -68,6 +68,11 @@ class LLM:
         self._clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
         self._sync: OpenAI | None = None
 
+    @property
+    def request_params(self) -> dict[str, Any]:
+        """The parameters of every request, as they stand in the body."""
+        return dict(self._params)
+
     @cached_property
     def params(self) -> dict[str, Any]:
         """The parameters of every request, as arguments of `chat.completions.create`."""

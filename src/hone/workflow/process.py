@@ -1,0 +1,189 @@
+"""Run one program: its input, its output up to a limit, and none of its processes left afterwards.
+
+In:   arguments, environment, working directory, the text for stdin, limits
+Out:  Ended: exit status, stdout, the end of stderr
+
+The program leads a process group of its own. Whatever ends it (its own exit, the timeout, too much
+output, cancellation, the death of this process) also ends its children: a child that went on would
+call the model in the name of a rollout that was scored without it.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.errors import AgentFailed, AgentTimeout
+from hone.workflow.function import in_thread
+from hone.workflow.guard import TOKEN, guard, kill_all, signal_group
+
+TERM_S = 2.0
+"""Time to end after SIGTERM; then comes SIGKILL."""
+KILL_S = 2.0
+"""Time to be gone after SIGKILL, and for the last output to arrive."""
+STDERR_BYTES = 16 * 1024
+"""The end of stderr that is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A program that has ended."""
+
+    status: int
+    """Exit status; -N if signal N killed it."""
+    stdout: bytes
+    stderr: bytes
+    """Its last STDERR_BYTES."""
+
+
+async def run_program(
+    arguments: Sequence[str],
+    *,
+    token: str,
+    env: Mapping[str, str],
+    directory: Path,
+    stdin: bytes | None,
+    timeout_s: float | None,
+    max_output_bytes: int,
+) -> Ended:
+    """Run the program to its end; raises AgentFailed if it cannot start or prints too much.
+
+    `token` marks its processes; the guard has it already. `stdin` None is an empty one. After
+    `timeout_s` the program is killed, and AgentTimeout is raised.
+    """
+    popen = _start(arguments, {**env, TOKEN: token}, directory, pipe=stdin is not None)
+    guard.add(token, str(directory), popen.pid)
+    running = _Running(popen, max_output_bytes)
+    try:
+        in_time = await running.wait(stdin, timeout_s)
+    finally:
+        try:
+            await running.stop(token)
+        finally:
+            # Again, at once: a second cancellation interrupts `stop`.
+            kill_all(token, popen.pid)
+            running.close()
+    name, stderr = Path(arguments[0]).name, bytes(running.stderr.kept)
+    details = stderr.decode(errors="replace")
+    if running.stdout.full.done():
+        raise AgentFailed(
+            f"{name} printed more than max_output_bytes={max_output_bytes} and was killed",
+            reason="output_too_large",
+            details=details,
+        )
+    if not in_time:
+        raise AgentTimeout(
+            f"{name} did not end within timeout_s={timeout_s:g} and was killed", details=details
+        )
+    status = popen.poll()
+    if status is None:
+        raise AgentFailed(f"{name} cannot be killed", reason="killed", details=details)
+    return Ended(status, bytes(running.stdout.kept), stderr)
+
+
+def _start(
+    arguments: Sequence[str], env: Mapping[str, str], directory: Path, *, pipe: bool
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            arguments,
+            env=env,
+            cwd=directory,
+            stdin=subprocess.PIPE if pipe else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        remedy = ""
+        if isinstance(error, ValueError) or error.errno == errno.E2BIG:
+            remedy = ". Leave {input} out of the command: the program then gets the input on stdin"
+        raise AgentFailed(
+            f"{arguments[0]} cannot be started: {error}{remedy}", reason="not_started"
+        ) from error
+
+
+class _Running:
+    """A started program and its three pipes."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], max_output_bytes: int) -> None:
+        self._popen = popen
+        self.stdout = _Output(max_output_bytes)
+        self.stderr = _Output(STDERR_BYTES, keep_end=True)
+        self._transports: dict[Any, asyncio.BaseTransport] = {}
+        # A thread: asyncio's own wait() also waits for the pipes, which children hold open.
+        self._exited = asyncio.ensure_future(in_thread(_wait_for, popen))
+
+    async def wait(self, stdin: bytes | None, timeout_s: float | None) -> bool:
+        """Until it exits or prints too much; False if the time is over before."""
+        loop, popen = asyncio.get_running_loop(), self._popen
+        for output, pipe in ((self.stdout, popen.stdout), (self.stderr, popen.stderr)):
+            self._transports[pipe], _ = await loop.connect_read_pipe(lambda o=output: o, pipe)
+        if popen.stdin is not None:
+            writer, _ = await loop.connect_write_pipe(asyncio.Protocol, popen.stdin)
+            self._transports[popen.stdin] = writer
+            writer.write(stdin or b"")
+            writer.write_eof()
+        done, _ = await asyncio.wait(
+            {self._exited, self.stdout.full},
+            timeout=timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        return bool(done)
+
+    async def stop(self, token: str) -> None:
+        """End all of its processes, and read what they had still printed."""
+        if not self._exited.done():
+            signal_group(self._popen.pid, signal.SIGTERM)
+            await asyncio.wait({self._exited}, timeout=TERM_S)
+        await in_thread(kill_all, token, self._popen.pid)
+        await asyncio.wait({self._exited}, timeout=KILL_S)
+        await asyncio.wait({self.stdout.ended, self.stderr.ended}, timeout=KILL_S)
+
+    def close(self) -> None:
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                self._transports.get(pipe, pipe).close()
+        self._popen.poll()
+
+
+class _Output(asyncio.Protocol):
+    """Reads a pipe to its end and keeps the first bytes, or the last ones."""
+
+    def __init__(self, limit: int, *, keep_end: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self.kept = bytearray()
+        self.full: asyncio.Future[None] = loop.create_future()
+        """More than the limit was printed."""
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._limit, self._keep_end = limit, keep_end
+
+    def data_received(self, data: bytes) -> None:
+        self.kept += data
+        if len(self.kept) <= self._limit:
+            return
+        if self._keep_end:
+            del self.kept[: -self._limit]
+            return
+        del self.kept[self._limit :]
+        if not self.full.done():
+            self.full.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+def _wait_for(popen: subprocess.Popen[bytes]) -> None:
+    """Wait for its exit; its id stays in use until `popen.poll()`, so its group can be killed."""
+    if hasattr(os, "waitid"):  # macOS: from Python 3.13 on
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        popen.wait()

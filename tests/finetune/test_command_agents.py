@@ -1,0 +1,97 @@
+"""32 programs at a time against one server, a third of them killed in the middle of an answer."""
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from tests.finetune.rehearsal import Rehearsal
+from tests.workflow.rollouts import why
+
+from hone.workflow.run import RolloutResult, run_rollout
+
+AGENTS = 32
+
+# Two turns with the standard library alone, so that it starts at once; "die" is killed in the
+# second one, after the first chunk of its answer.
+PROGRAM = """
+import http.client, json, os, signal, sys
+from urllib.parse import urlsplit
+
+question = sys.stdin.read()
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+
+def ask(messages, **more):
+    link = http.client.HTTPConnection(url.hostname, url.port)
+    body = {"model": os.environ["HONE_MODEL"], "messages": messages, **more}
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    link.request("POST", url.path + "/chat/completions", json.dumps(body), key)
+    return link.getresponse()
+
+talk = [{"role": "user", "content": question}]
+reply = json.loads(ask(talk, max_tokens=4).read())["choices"][0]["message"]
+talk += [reply, {"role": "user", "content": "again"}]
+if question.endswith("die"):
+    answer = ask(talk, max_tokens=60, stream=True)
+    assert answer.readline().startswith(b"data: "), "the answer has begun"
+    os.kill(os.getpid(), signal.SIGKILL)
+print(json.loads(ask(talk, max_tokens=4).read())["choices"][0]["message"]["content"])
+"""
+
+
+async def test_no_call_crosses_rollouts_although_a_third_of_the_agents_is_killed(
+    rehearsal: Rehearsal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    places = tmp_path / "places"
+    places.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(places))
+    program = {"_type": "command", "command": [sys.executable, "-I", "-S", "-c", PROGRAM]}
+    async with rehearsal.live(workflow={**program, "target": None}) as run:
+        workflow, served = await run.builder.get_workflow(), run.builder.served
+        assert served is not None and served.recorded is not None
+        questions = [f"number {i}, {'die' if i % 3 == 0 else 'live'}" for i in range(AGENTS)]
+
+        async def one(question: str) -> RolloutResult:
+            rollout = f"{run.id}:{question.split()[1].rstrip(',')}"
+            return await run_rollout(
+                workflow, question, id=rollout, host=served.host, recorded_calls=served.recorded
+            )
+
+        results = await asyncio.gather(*map(one, questions))
+        recorded = [await served.recorded(result.id) for result in results]
+        assert await run.adapter.unscoped_calls(run.id) == {}
+    killed = 0
+    for question, result, calls in zip(questions, results, recorded, strict=True):
+        # The prompt says whose call it is.
+        assert {call.messages[0]["content"] for call in calls if call.messages} == {question}
+        assert [call.rollout for call in calls] == [result.id] * len(calls)
+        assert [call.model for call in calls] == [run.adapter.model_name] * len(calls)
+        first, *rest = calls
+        assert not first.abandoned and first.index == 0
+        if question.endswith("die"):
+            killed += 1
+            assert why(result) == ("infrastructure", "killed")
+            assert "was killed by SIGKILL" in str(result.failure)
+            assert [call.index for call in rest] in ([], [1])
+        else:
+            assert result.failure is None and [call.index for call in rest] == [1]
+            assert result.output == (rest[0].reply["content"] or "").rstrip("\r\n")
+            assert [call.id for call in result.calls] == [call.id for call in calls]
+    assert killed == 11  # 0, 3, ... 30
+    assert list(places.iterdir()) == []
+    assert _processes(f"HONE_ROLLOUT={run.id}:") == []
+
+
+def _processes(variable: str) -> list[str]:
+    """Processes with this in their environment, which Linux shows."""
+    if sys.platform != "linux":
+        return []
+    held = []
+    for place in Path("/proc").iterdir():
+        try:
+            if place.name.isdigit() and variable.encode() in (place / "environ").read_bytes():
+                held.append(place.name)
+        except OSError:
+            continue
+    return held

@@ -1,0 +1,361 @@
+"""`_type: command`: what a program gets, what comes back, how it fails, and what it leaves behind."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.workflow.rollouts import why
+
+from hone.config.build import Builder, Served, build
+from hone.config.policy import Trained, address_of
+from hone.config.schema import read
+from hone.errors import ConfigError
+from hone.workflow.function import Function
+from hone.workflow.guard import guard
+from hone.workflow.run import RolloutResult, run_rollout
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+SHOW_ENV = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    places = tmp_path / "tmp"
+    places.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(places))
+    yield places
+    assert list(places.iterdir()) == []
+    assert guard.running == 0
+
+
+@contextlib.asynccontextmanager
+async def building(
+    directory: Path, workflow: dict[str, Any], *, url: str = "http://127.0.0.1:9/v1", **llm: Any
+) -> AsyncIterator[Builder]:
+    file = directory / "config.yml"
+    entry = {"_type": "openai", "model": "tiny", "base_url": url, "api_key": "secret", **llm}
+    document = {"llms": {"m": entry}, "workflow": {"_type": "command", **workflow}}
+    file.write_text(yaml.safe_dump(document))
+    async with build(read(file)) as builder:
+        trained = Trained("mine", frozenset({"mine"}), "base", frozenset({address_of(url)}))
+        builder.served = Served(url, "secret", "mine", "localhost", trained)
+        yield builder
+
+
+async def result_of(
+    directory: Path, workflow: dict[str, Any], input: Any = "x", **options: Any
+) -> RolloutResult:
+    async with building(directory, workflow) as builder:
+        function: Function = await builder.get_workflow()
+        return await run_rollout(function, input, id="run:1", **options)
+
+
+async def output_of(directory: Path, workflow: dict[str, Any], input: Any = "x") -> Any:
+    result = await result_of(directory, workflow, input)
+    assert result.failure is None, result.failure
+    return result.output
+
+
+# ---- what the program gets ----------------------------------------------------------------------
+
+
+async def test_the_environment_has_the_rollout_s_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {
+        "OTHER": "kept",
+        "GONE": "removed",
+        "OPENAI_API_KEY": "sk-real",
+        "ANTHROPIC_AUTH_TOKEN": "somebody's",
+        "HTTPS_PROXY": "http://proxy:3128",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    workflow = {
+        "command": [*PYTHON, SHOW_ENV],
+        "env": {"MY_URL": "{base_url}?m={model}", "GONE": None, "JSON": '{"a": {}}'},
+    }
+    env = json.loads(await output_of(tmp_path, workflow))
+    rollout = "http://127.0.0.1:9/rollout/run:1"
+    assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{rollout}/v1"
+    assert env["ANTHROPIC_BASE_URL"] == rollout  # its client appends /v1/messages
+    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == "secret"
+    assert env["HONE_MODEL"] == env["OPENAI_MODEL"] == env["ANTHROPIC_MODEL"] == "tiny"
+    assert (env["HONE_ROLLOUT"], env["MY_URL"]) == ("run:1", f"{rollout}/v1?m=tiny")
+    assert (env["OTHER"], env["JSON"]) == ("kept", '{"a": {}}')
+    assert "GONE" not in env and "ANTHROPIC_AUTH_TOKEN" not in env
+    assert env["NO_PROXY"] == env["no_proxy"] == "127.0.0.1,localhost,::1"
+    assert Path(env["PWD"]).parent == tmp_path / "tmp"
+
+
+async def test_parameters_of_the_llms_entry_are_passed_on_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    workflow = {"command": ["sh", "-c", 'printf %s "$HONE_MODEL_PARAMS"']}
+    async with building(tmp_path, workflow, temperature=0.5, max_tokens=7) as builder:
+        result = await run_rollout(await builder.get_workflow(), "x")
+    assert json.loads(result.output) == {"temperature": 0.5, "max_tokens": 7}
+    assert "llms.m: temperature, max_tokens: the program has to send these itself" in caplog.text
+
+
+EVIL = "$(touch /tmp/no) `id` \"'\n{model} {input} äö \N{SNOWMAN}"
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        {"command": ["cat"]},
+        {"command": [*PYTHON, "import sys; print(sys.argv[1])", "{input}"]},
+        {"command": ["cat", "in/question.txt"], "input_file": "in/question.txt"},
+        {"command": ["cat", "{input_file}"], "input_file": "q"},
+        {"command": ["sh", "-c", "cat > out/a.txt"], "output_file": "out/a.txt"},
+        {"command": ["sh", "-c", 'cat > "$1"; echo noise', "sh", "{output_file}"]}
+        | {"output_file": "a"},
+    ],
+)
+async def test_input_and_output_are_data_wherever_they_go(tmp_path: Path, workflow: dict[str, Any]):
+    assert await output_of(tmp_path, workflow, EVIL) == EVIL
+
+
+async def test_placeholders_of_the_address_and_of_directories(tmp_path: Path):
+    arguments = ["{base_url}", "{anthropic_base_url}", "{model}", "{api_key}", "{rollout}"]
+    arguments += ["{config_dir}", "{unknown}"]
+    lines = await output_of(tmp_path, {"command": ["printf", "%s\\n", *arguments]})
+    root = "http://127.0.0.1:9/rollout/run:1"
+    assert lines.splitlines() == [
+        *(f"{root}/v1", root, "tiny", "secret", "run:1", str(tmp_path), "{unknown}")
+    ]
+
+
+async def test_a_row_of_a_dataset_is_json(tmp_path: Path):
+    assert json.loads(await output_of(tmp_path, {"command": ["cat"]}, {"a": [1]})) == {"a": [1]}
+
+
+async def test_each_rollout_has_a_copy_of_the_files(tmp_path: Path):
+    (tmp_path / "repo" / "sub").mkdir(parents=True)
+    (tmp_path / "repo" / "sub" / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "tool.sh").write_text("#!/bin/sh\ncat sub/a.txt b.txt; echo changed > b.txt\n")
+    (tmp_path / "tool.sh").chmod(0o755)
+    workflow = {"command": ["./tool.sh"], "workdir": "repo", "files": ["b.txt"]}
+    assert [await output_of(tmp_path, workflow) for _ in range(2)] == ["ab", "ab"]
+    assert (tmp_path / "b.txt").read_text() == "b"
+
+
+async def test_a_directory_that_the_program_made_read_only_is_removed(tmp_path: Path):
+    await output_of(
+        tmp_path, {"command": ["sh", "-c", "mkdir -p a/b; touch a/b/c; chmod -R a-w a"]}
+    )
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("never", 0), ("failed", 1), ("always", 2)])
+async def test_working_directories_can_be_kept(
+    tmp_path: Path, nothing_is_left: Path, keep: str, kept: int
+):
+    workflow = {"command": ["sh", "-c", "echo $0 > note; exit $0", "{input}"], "keep_workdir": keep}
+    assert (await result_of(tmp_path, workflow, "0")).failure is None
+    failed = await result_of(tmp_path, workflow, "4")
+    places = sorted(nothing_is_left.iterdir())
+    assert len(places) == kept
+    if kept:
+        assert failed.failure is not None
+        place = failed.failure.failure.message.rpartition(" ")[2]
+        assert (Path(place) / "note").read_text() == "4\n"
+    for place in places:
+        (place / "note").unlink()
+        place.rmdir()
+
+
+# ---- how it fails -------------------------------------------------------------------------------
+
+
+async def test_exit_status_and_stderr_are_the_failure(tmp_path: Path):
+    script = "echo one >&2; echo 'two: no such tool' >&2; exit 3"
+    result = await result_of(tmp_path, {"command": ["sh", "-c", script]})
+    assert why(result) == ("infrastructure", "exit_status")
+    assert result.failure is not None
+    assert result.failure.failure.message == "sh exited with status 3: two: no such tool"
+    assert result.failure.failure.traceback == "one\ntwo: no such tool"
+
+    policy = {"command": ["sh", "-c", script], "policy_failure_exit_codes": [3]}
+    assert why(await result_of(tmp_path, policy)) == ("policy", "exit_status")
+
+    killed = await result_of(tmp_path, {"command": ["sh", "-c", "kill -9 $$"]})
+    assert why(killed) == ("infrastructure", "killed")
+    assert killed.failure is not None
+    assert killed.failure.failure.message == (
+        "sh was killed by SIGKILL, and printed nothing to stderr"
+    )
+
+
+async def test_a_program_that_does_not_end_in_time_is_killed(tmp_path: Path):
+    quiet = await result_of(tmp_path, {"command": ["sleep", "60"], "timeout_s": 0.2})
+    assert why(quiet) == ("infrastructure", "timeout")
+    assert quiet.failure is not None
+    assert quiet.failure.failure.message == "sleep did not end within timeout_s=0.2 and was killed"
+    # Of the harness's own deadline too, and the directory is gone when it returns.
+    harness = await result_of(tmp_path, {"command": ["sleep", "60"]}, timeout_s=0.2)
+    assert why(harness) == ("infrastructure", "timeout")
+
+
+async def test_output_is_bounded_and_may_be_any_bytes(tmp_path: Path):
+    endless = {"command": ["yes"], "max_output_bytes": 1000}
+    result = await result_of(tmp_path, endless)
+    assert why(result) == ("infrastructure", "output_too_large")
+    assert result.failure is not None
+    assert "yes printed more than max_output_bytes=1000 and was killed" in str(result.failure)
+
+    large = {"command": ["sh", "-c", "yes | head -c 3000 > o"], "output_file": "o"}
+    assert why(await result_of(tmp_path, {**large, "max_output_bytes": 1000})) == (
+        *("infrastructure", "output_too_large"),
+    )
+    assert len(await output_of(tmp_path, large)) == 2999  # without the last newline
+
+    noisy = {"command": ["sh", "-c", "yes | head -c 300000 >&2; echo end >&2; exit 1"]}
+    noise = await result_of(tmp_path, noisy)
+    assert noise.failure is not None
+    assert noise.failure.failure.traceback.endswith("y\nend")
+    assert len(noise.failure.failure.traceback) < 20_000
+
+    garbage = await output_of(tmp_path, {"command": ["printf", "a\\377\\000b"]})
+    assert garbage == "a\N{REPLACEMENT CHARACTER}\0b"
+
+
+async def test_a_program_that_reads_no_input_gets_a_large_one_anyway(tmp_path: Path):
+    assert await output_of(tmp_path, {"command": ["echo", "ok"]}, "x" * 5_000_000) == "ok"
+    argument = {"command": ["echo", "{input}"]}
+    for input in ("x" * 5_000_000, "a\0b"):
+        result = await result_of(tmp_path, argument, input)
+        assert why(result) == ("infrastructure", "not_started")
+        assert "Leave {input} out of the command" in str(result.failure)
+
+
+async def test_an_output_file_that_was_not_written_is_a_failure(tmp_path: Path):
+    result = await result_of(tmp_path, {"command": ["true"], "output_file": "answer.txt"})
+    assert why(result) == ("infrastructure", "no_output")
+    assert "its output_file 'answer.txt' cannot be read: No such file" in str(result.failure)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        ({"command": ["no-such-program-x1"]}, "command: there is no program 'no-such-program-x1'"),
+        ({"command": ["./missing.sh"]}, "command: there is no program '.*/missing.sh'"),
+        ({"command": "echo hi"}, "command: got 'echo hi'; expected a list"),
+        ({"command": []}, r"command: got \[\]; List should have at least 1 item"),
+        ({"command": ["cat", {"input": None}]}, 'write it in quotes: "{input}"'),
+        ({"command": ["cat", "{inputs}"]}, r"command\[1\]: no placeholder is called {inputs}. Did"),
+        (
+            {"command": ["cat", "{output_file}"]},
+            "command has {output_file}, and output_file is not",
+        ),
+        ({"command": ["cat"], "output_file": "../x"}, "'../x' must be a path inside the working"),
+        ({"command": ["cat"], "env": {"A": "{base_ur}"}}, "env.A: no placeholder is called"),
+        ({"command": ["cat"], "workdir": "nowhere"}, "workdir: .*nowhere is no directory"),
+        ({"command": ["cat"], "files": ["nothing"]}, "files: there is no .*nothing"),
+        ({"command": ["cat"], "llm": "mm"}, "llms has no 'mm'. Did you mean 'm'?"),
+    ],
+)
+async def test_mistakes_are_found_before_the_first_rollout(
+    tmp_path: Path, workflow: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        async with building(tmp_path, workflow) as builder:
+            await builder.get_workflow()
+
+
+# ---- what it leaves behind ----------------------------------------------------------------------
+
+FAMILY = """
+import os, subprocess, sys, time
+detached = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"],
+                            start_new_session=True)
+child = subprocess.Popen(["sleep", "600"])
+with open(sys.argv[1] + ".part", "w") as note:
+    note.write(f"{os.getpid()} {child.pid} {detached.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+if sys.argv[2] == "stay":
+    time.sleep(600)
+"""
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that run; a zombie has ended."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,stat=", "-p", ",".join(map(str, pids))], capture_output=True, text=True
+    )
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return [int(pid) for pid, state in rows if not state.startswith("Z")]
+
+
+async def written(note: Path) -> list[int]:
+    while not note.exists():
+        await asyncio.sleep(0.01)
+    return [int(pid) for pid in note.read_text().split()]
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows environments")
+
+
+@linux_only
+async def test_children_end_with_the_program_even_in_sessions_of_their_own(tmp_path: Path):
+    note = tmp_path / "pids"
+    workflow = {"command": [*PYTHON, FAMILY, str(note), "go"]}
+    assert (await result_of(tmp_path, workflow)).failure is None
+    pids = await written(note)
+    assert len(pids) == 3 and alive(pids) == []
+
+
+@linux_only
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+async def test_children_end_with_a_rollout_that_is_stopped(tmp_path: Path, how: str):
+    note = tmp_path / "pids"
+    workflow = {"command": [*PYTHON, FAMILY, str(note), "stay"]}
+    if how == "timeout":
+        result = await result_of(tmp_path, {**workflow, "timeout_s": 2})
+        assert why(result) == ("infrastructure", "timeout")
+    else:
+        task = asyncio.create_task(result_of(tmp_path, workflow))
+        await written(note)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    pids = await written(note)
+    assert len(pids) == 3 and alive(pids) == []
+
+
+@linux_only
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_nothing_outlives_a_hone_that_is_stopped(
+    tmp_path: Path, nothing_is_left: Path, number: int
+):
+    note, file = tmp_path / "pids", tmp_path / "config.yml"
+    workflow = {"_type": "command", "command": [*PYTHON, FAMILY, str(note), "stay"]}
+    llm = {"_type": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+    file.write_text(yaml.safe_dump({"llms": {"m": llm}, "workflow": workflow}))
+    run = ["run", "--config_file", str(file), "--input", "x"]
+    command = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "hone.cli", *run),
+        env={**os.environ, "TMPDIR": str(nothing_is_left)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pids = await written(note)
+    assert len(alive(pids)) == 3 and len(list(nothing_is_left.iterdir())) == 1
+    command.send_signal(number)
+    await command.wait()
+    # A process of its own cleans up after SIGKILL.
+    while alive(pids) or list(nothing_is_left.iterdir()):
+        await asyncio.sleep(0.05)
