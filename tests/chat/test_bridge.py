@@ -185,6 +185,22 @@ def test_the_message_as_returned_is_exact(qwen25):
     assert (bridged.outcome, bridged.reasons, bridged.source) == ("bridged", (Reason.EXACT,), 0)
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"n":1 ,"city": "\u4f60"}', '{"n": NaN}', '{"city": "the\ncity"}', '{"n": 1,}']
+)
+def test_arguments_as_the_model_spelt_them_are_exact(qwen25, arguments):
+    """Also if they do not parse: an agent that reports the error to the model continues its ids."""
+    said = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    call = answered(qwen25, HI, encode(qwen25, said), tools=TOOLS)
+    reply = sent_back(call.reply)
+    assert reply["tool_calls"][0]["function"]["arguments"] == arguments
+    bridged = ask(qwen25, call, reply)
+    assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.EXACT,))
+    assert continues(bridged, call)
+    reply["tool_calls"][0]["function"]["arguments"] = '{"n": 1, "n": }'
+    assert ask(qwen25, call, reply).reasons == (Reason.REPLY_REWRITTEN,)
+
+
 def test_ids_of_calls_parts_and_foreign_fields_do_not_count(qwen25):
     call = answered(qwen25, HI, encode(qwen25, "Look.\n" + CALL + "<|im_end|>"), tools=TOOLS)
     reply = sent_back(call.reply)

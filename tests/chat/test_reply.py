@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from hone.chat.messages import check_messages
 from hone.chat.reply import (
     ByteDecoder,
     Reply,
     WindowDecoder,
     byte_pieces,
+    call_id,
 )
 from hone.chat.template import ChatTemplate
 from hone.errors import TemplateError
@@ -62,28 +64,78 @@ def test_parallel_calls_after_text(smollm2):
     assert smollm2.parse(say(smollm2, text)).content == text.removesuffix("<|im_end|>")
 
 
+GOOD = '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ('{"name": "f", "arguments": {}', "Expecting ',' delimiter"),
         ('{"name": "f", "arguments": "x"}', "expected arguments to be an object, got 'x'"),
+        ('{"name": "f", "arguments": ["{"]}', "expected arguments to be an object, got ['{']"),
         ('{"arguments": {}}', "expected a name, got None"),
+        ('{"name": "", "arguments": {}}', "expected a name, got ''"),
+        ('{"name": "\\ud800", "arguments": {}}', "surrogates not allowed"),
+        ('{"arguments": {}, "name": "f"', "Expecting ',' delimiter"),
         ("[]", "expected a JSON object, got list"),
-        ('{"name": "f", "arguments": {"a": NaN}}', "NaN is not JSON"),
-        ('{"name": "f", "arguments": {"a": 1e999}}', "a number too large for JSON"),
-        ('{"name": "f", "arguments": {"a": "\\ud800"}}', "surrogates not allowed"),
-        ('{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}", "nested deeper"),
         ("", "Expecting value"),
     ],
 )
 def test_a_malformed_call_stays_in_the_text_and_is_reported(smollm2, body, says):
-    good = '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>'
     text = f"a <tool_call>{body}</tool_call> b"
-    reply = smollm2.parse(say(smollm2, text + good), tools=TOOLS)
+    reply = smollm2.parse(say(smollm2, text + GOOD), tools=TOOLS)
     assert reply.content == text
     assert [call.name for call in reply.tool_calls] == ["g"]
     assert len(reply.malformed) == 1
     assert says in reply.malformed[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end", "says"),
+    [
+        ("{}", "", "Expecting ',' delimiter"),
+        ("{}", "} or so", "Extra data"),
+        ('{"a": NaN}', "}", "NaN is not JSON"),
+        ('{"a": 1e999}', "}", "a number too large for JSON"),
+        ('{"a": "\\ud800"}', "}", "surrogates not allowed"),
+        ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "}", "nested deeper"),
+        ('{"code": "one\ntwo"}', "}", "Invalid control character"),
+        ('{"a": "never ended}}\n', "", "Invalid control character"),
+        ('{"a": "never ended}}', "", "Unterminated string"),
+        ("{}", ', "arguments": {"b": 1}}', "it has a key twice"),
+    ],
+)
+def test_a_call_that_breaks_after_it_began_has_its_arguments_as_sampled(
+    smollm2, arguments, end, says
+):
+    """They were streamed, so they stay: the agent's parser finds the error, and `malformed` names it."""
+    text = f'a <tool_call>{{"name": "f", "arguments": {arguments}{end}</tool_call> b '
+    reply = smollm2.parse(say(smollm2, text + GOOD), tools=TOOLS)
+    assert reply.content == "a\nb"
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [
+        ("f", arguments),
+        ("g", '{"a": 1}'),
+    ]
+    assert len(reply.malformed) == 1
+    assert says in reply.malformed[0]
+    # The agent sends it back: no prompt refuses what the model wrote, and the model sees it again.
+    (sent,) = check_messages([reply.message])
+    assert sent.tool_calls[0].arguments == arguments
+    rendered = whole_text(smollm2, smollm2.render([*HI, reply.message], TOOLS))
+    assert f'{{"name": "f", "arguments": {arguments}}}\n</tool_call>' in rendered
+
+
+def test_a_closing_tag_inside_a_string_does_not_end_the_call(smollm2):
+    arguments = '{"xml": "<tool_call>{\\"a\\": 1}</tool_call>\\n", "more": "</tool_call>"}'
+    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    reply = smollm2.parse(say(smollm2, text + GOOD), tools=TOOLS)
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [
+        ("write", arguments),
+        ("g", '{"a": 1}'),
+    ]
+    assert (reply.content, reply.malformed) == ("", ())
+    # Also where the call is held until it is closed.
+    turned = f'<tool_call>{{"arguments": {arguments}, "name": "write"}}</tool_call>'
+    assert smollm2.parse(say(smollm2, turned), tools=TOOLS).tool_calls[0].arguments == arguments
 
 
 def test_parameters_are_arguments(smollm2):
@@ -104,6 +156,11 @@ def test_a_call_cut_off_stays_in_the_text(smollm2):
     assert reply.content == text
     assert reply.malformed == ("<tool_call> was never closed by </tool_call>",)
     assert reply.finish == "length"
+    begun = 'a\n<tool_call>\n{"name": "f", "arguments": {"a": "the w'
+    reply = smollm2.parse(say(smollm2, begun), tools=TOOLS, finish="length")
+    assert [(c.name, c.arguments) for c in reply.tool_calls] == [("f", '{"a": "the w')]
+    assert reply.malformed == ("<tool_call> was never closed by </tool_call>",)
+    assert (reply.content, reply.finish) == ("a", "length")
 
 
 def test_reasoning_is_told_from_the_answer(qwen3, qwen25):
@@ -150,8 +207,9 @@ def test_the_library_reads_what_it_alone_knows(llama3):
     text = '{"name": "weather", "parameters": {"city": "\u4f60"}}<|eot_id|>'
     parser = llama3.parser(tools=TOOLS, seed="s")
     assert parser.feed(say(llama3, text)) == []  # its parsers want the whole answer
-    (event,) = parser.close()
-    assert event["tool_calls"][0]["index"] == 0
+    begin, more = parser.close()
+    assert begin["tool_calls"][0]["function"] == {"name": "weather", "arguments": ""}
+    assert more["tool_calls"][0]["function"] == {"arguments": '{"city": "\u4f60"}'}
     reply = parser.reply()
     assert [(c.name, c.arguments) for c in reply.tool_calls] == [("weather", '{"city": "\u4f60"}')]
     assert (reply.content, reply.finish) == ("", "tool_calls")
@@ -191,6 +249,13 @@ snippets = st.sampled_from(
         "</tool_call>",
         '<tool_call>\n{"name": "f", "arguments": {"a": "\u4f60 \U0001f600"}}\n</tool_call>',
         "<tool_call>{bad}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {',
+        '"a": "',
+        '"}',
+        "}}",
+        "[{",
+        '\\"',
+        '{"arguments": {"b": "</tool_call>"}, "name": "g"}</tool_call>',
         "<think>",
         "</think>",
         "<tool_",
@@ -222,26 +287,68 @@ def completions(template: ChatTemplate) -> st.SearchStrategy[list[int]]:
     )
 
 
-def read(text: str, stop: list[str], *, thinks: bool) -> tuple[str | None, str, list[str]]:
+def read(
+    text: str, stop: list[str], *, thinks: bool
+) -> tuple[str | None, str, list[tuple[str, str]]]:
     """What StreamParser must find, written another way: with the whole text at hand."""
     text = text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
-    reasoning, content, after, names = None, "", False, []
+    reasoning, content, after = None, "", False
+    calls: list[tuple[str, str]] = []
     if thinks and text.lstrip().startswith("<think>"):
         reasoning, _, text = text.lstrip().removeprefix("<think>").partition("</think>")
         reasoning, after = reasoning.strip("\n"), True
-    for piece in re.split(r"(<tool_call>.*?</tool_call>)", text, flags=re.DOTALL):
-        if piece.startswith("<tool_call>") and piece.endswith("</tool_call>"):
-            try:
-                names.append(str(load_object(piece[11:-12])["name"]))
-                content, after = content.rstrip(), True
-                continue
-            except (ValueError, KeyError):
-                pass
-        if after:
-            piece = piece.lstrip()
-            piece = "\n" + piece if piece and content else piece
-        content, after = content + piece, after and not piece
-    return reasoning, content.rstrip() if names else content, names
+    while text:
+        piece, tag, rest = text.partition("<tool_call>")
+        body, close, text = split_call(rest)
+        call = read_call(body, bool(close)) if tag else None
+        pieces = [piece] if call else [piece, tag + body + close]
+        for part in pieces:
+            if after:
+                part = part.lstrip()
+                part = "\n" + part if part and content else part
+            content, after = content + part, after and not part
+        if call:
+            calls.append(call)
+            content, after = content.rstrip(), True
+    return reasoning, content.rstrip() if calls else content, calls
+
+
+def split_call(rest: str) -> tuple[str, str, str]:
+    """At the first tag that leaves a JSON object before it; if there is none, at the first."""
+    ends = [m.start() for m in re.finditer("</tool_call>", rest)]
+    for end in ends:
+        try:
+            load_object(rest[:end])
+        except ValueError:
+            continue
+        return rest[:end], "</tool_call>", rest[end + 12 :]
+    return rest.partition("</tool_call>")
+
+
+def read_call(body: str, closed: bool) -> tuple[str, str] | None:
+    try:
+        value = load_object(body)
+        if closed:
+            spelt = re.search(r'"arguments"\s*:\s*(.*)\}\s*$', body, re.DOTALL)
+            if list(value) == ["name", "arguments"] and spelt:
+                return value["name"], spelt[1]
+            return value["name"], json.dumps(value["arguments"], ensure_ascii=False)
+    except (ValueError, KeyError):
+        pass
+    begun = re.match(r'\s*\{\s*"name"\s*:\s*"(\w+)"\s*,\s*"arguments"\s*:\s*(?=\{)', body)
+    if begun is None:
+        return None
+    depth, string, skip = 0, False, False
+    for at, letter in enumerate(rest := body[begun.end() :]):
+        if skip or letter == "\\":
+            skip = not skip and rest[at + 1 : at + 2] in ('"', "\\")
+        elif letter == '"':
+            string = not string
+        elif not string and letter in "{[}]":
+            depth += 1 if letter in "{[" else -1
+            if depth == 0:
+                return begun[1], rest[: at + 1]
+    return begun[1], rest
 
 
 def whole_text(template: ChatTemplate, ids: list[int]) -> str:
@@ -267,13 +374,21 @@ def test_a_stream_adds_up_to_the_answer_read_whole(qwen3, smollm2, family, data,
     # Read whole by the same parser, and from the whole text by another way of doing it.
     assert reply == template.parse(ids, tools=TOOLS, stop=stop, seed="s")
     expected = read(whole_text(template, ids), stop, thinks=family == "qwen3")
-    assert (reply.reasoning, reply.content, [c.name for c in reply.tool_calls]) == expected
+    calls = [(call.name, call.arguments) for call in reply.tool_calls]
+    assert (reply.reasoning, reply.content, calls) == expected
     assert "".join(e.get("content", "") for e in events) == reply.content
     thought = "".join(e.get("reasoning_content", "") for e in events)
     assert thought == (reply.reasoning or "")
-    calls = [call for e in events for call in e.get("tool_calls", ())]
-    assert [call.pop("index") for call in calls] == list(range(len(calls)))
-    assert calls == reply.message.get("tool_calls", [])
+    streamed: list[dict[str, Any]] = []
+    for part in [call for e in events for call in e.get("tool_calls", ())]:
+        if "id" in part:
+            assert (part.pop("index"), part["function"]["arguments"]) == (len(streamed), "")
+            streamed.append(part)
+        else:
+            assert (part["index"], list(part["function"])) == (len(streamed) - 1, ["arguments"])
+            assert part["function"]["arguments"]
+            streamed[-1]["function"]["arguments"] += part["function"]["arguments"]
+    assert streamed == reply.message.get("tool_calls", [])
 
 
 def test_text_is_streamed_as_soon_as_it_is_certain(qwen3):
@@ -288,9 +403,42 @@ def test_text_is_streamed_as_soon_as_it_is_certain(qwen3):
     assert parser.feed(say(qwen3, " <tool")) == []
     assert parser.feed(say(qwen3, "box")) == [{"content": " <toolbox"}]
     assert parser.feed(say(qwen3, "\n<tool_call>")) == []
-    (event,) = parser.feed(say(qwen3, '{"name": "f"}</tool_call>'))
-    assert event["tool_calls"][0]["index"] == 0
+    begin, more = parser.feed(say(qwen3, '{"name": "f"}</tool_call>'))
+    assert begin["tool_calls"][0]["index"] == 0
+    assert more["tool_calls"] == [{"index": 0, "function": {"arguments": "{}"}}]
     assert parser.close() == []
+
+
+def test_arguments_are_streamed_as_they_are_sampled(qwen3):
+    def feed(text: str) -> list[Any]:
+        return [call for e in parser.feed(say(qwen3, text)) for call in e["tool_calls"]]
+
+    def more(text: str) -> list[Any]:
+        return [{"index": 0, "function": {"arguments": text}}]
+
+    parser = qwen3.parser(tools=TOOLS, seed="s")
+    assert feed('<tool_call>\n{"name": "weather", "argum') == []
+    begin = {"index": 0, "id": call_id("s", 0), "type": "function"}
+    # The brace says that the arguments are an object: from here on it is a call.
+    assert feed('ents": {') == [
+        {**begin, "function": {"name": "weather", "arguments": ""}},
+        *more("{"),
+    ]
+    assert feed('"city":  "') == more('"city":  "')
+    assert feed("\u4f60 \\") == more("\u4f60 ")  # an escape is not cut
+    assert feed('"}') == more('\\"}')
+    assert feed("</tool") == []
+    assert feed("box") == more("</toolbox")
+    assert feed("</tool_call>") == []  # inside the string; certain once the string ends
+    assert feed('"} } \n') == []
+    assert feed("</tool_call>") == more('</tool_call>"}')
+    assert parser.close() == []
+    (call,) = parser.reply().tool_calls
+    assert call.arguments == '{"city":  "\u4f60 \\"}</toolbox</tool_call>"}'
+    # "arguments" before "name": nobody knows yet whose they are.
+    parser = qwen3.parser(tools=TOOLS, seed="s")
+    assert feed('<tool_call>{"arguments": {"a":1}, "name": "weather"}') == []
+    assert feed("</tool_call>")[1:] == more('{"a":1}')
 
 
 @given(ids=st.lists(st.integers(0, 430), max_size=12))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.server.conftest import MakeServer, MakeState, Server
 from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
 
 from hone.errors import EngineError
+from hone.inference.base import Delta
 from hone.server.settings import Settings
 from hone.server.state import State
 
@@ -61,6 +62,19 @@ def entries(said: list[Any], index: int = 0) -> list[Any]:
     return [entry for choice in found for entry in choice.logprobs.content]
 
 
+def streamed_calls(said: list[Any]) -> list[Any]:
+    """The tool calls of a stream, put together as the form of the chunks says."""
+    calls: list[Any] = []
+    for part in [part for c in said for part in c.choices[0].delta.tool_calls or ()]:
+        if part.id is not None:
+            assert (part.index, part.type, part.function.arguments) == (len(calls), "function", "")
+            calls.append(part)
+        else:
+            assert (part.index, part.function.name) == (len(calls) - 1, None)
+            calls[-1].function.arguments += part.function.arguments
+    return calls
+
+
 def wait_for(happened: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + 10
     while not happened():
@@ -101,6 +115,48 @@ def test_usage_comes_last_when_asked_for(chunks: Any) -> None:
     assert usage.usage.prompt_tokens == len(end.prompt_token_ids)
 
 
+class WaitingEngine(ScriptedEngine):
+    """Samples a token only when the client has received the one before."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.received = threading.Semaphore()
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Delta]:
+        async for delta in super().generate(*args, **options):
+            if not await asyncio.to_thread(self.received.acquire, timeout=20):
+                raise EngineError("the client did not receive the token before this one")
+            yield delta
+
+
+def test_arguments_arrive_while_the_call_is_being_sampled(
+    make_server: MakeServer, tokenizer: Any, tiny_model: Path
+) -> None:
+    engine = WaitingEngine([f"See. {CALL}"], tokenizer=tokenizer)
+    server = make_server(engine=engine)
+    said, arrived = [], []
+    for chunk in client(server).chat.completions.create(
+        model=str(tiny_model), messages=HELLO, tools=[LOOK], stream=True, logprobs=True
+    ):
+        said.append(chunk)
+        for part in chunk.choices[0].delta.tool_calls or ():
+            text = b"".join(bytes(e.bytes) for e in entries(said)).decode()
+            arrived.append((part.function.name or part.function.arguments, text))
+        if chunk.choices[0].logprobs:
+            engine.received.release()
+    (call,) = streamed_calls(said)
+    assert call.function.arguments == '{"word": "caf\u00e9"}'
+    name, *fragments = arrived
+    # The name comes as soon as the arguments are an object, before any of them is sampled.
+    assert name[0] == "look" and name[1].endswith('"arguments":')
+    assert len(fragments) > 3
+    read = ""
+    for fragment, text in fragments:
+        read += fragment
+        assert text.rstrip("}").endswith(read.rstrip("}")), "no more than one token behind"
+    assert "</tool_call>" not in fragments[-1][1]
+
+
 def test_logprobs_are_complete_also_while_a_tool_call_is_held_back(chunks: Any) -> None:
     """The defect ART's README warns of: the tokens of a call had none."""
     said = chunks(f"See. {CALL} {CALL}", tools=[LOOK, WEATHER], logprobs=True, top_logprobs=1)
@@ -112,7 +168,7 @@ def test_logprobs_are_complete_also_while_a_tool_call_is_held_back(chunks: Any) 
     silent = [c for c in said[:-1] if c.choices[0].delta.content is None]
     silent = [c for c in silent if c.choices[0].delta.tool_calls is None]
     assert len(silent) > 20, "chunks with an empty delta carry what would be lost"
-    calls = [call for c in said for call in c.choices[0].delta.tool_calls or ()]
+    calls = streamed_calls(said)
     assert [(call.index, call.function.name) for call in calls] == [(0, "look"), (1, "look")]
     assert json.loads(calls[0].function.arguments) == {"word": "caf\u00e9"}
     assert calls[0].id != calls[1].id
@@ -120,8 +176,10 @@ def test_logprobs_are_complete_also_while_a_tool_call_is_held_back(chunks: Any) 
 
 def test_without_logprobs_there_are_no_empty_chunks(chunks: Any) -> None:
     said = chunks(CALL, tools=[LOOK])
-    # The role, the call, the end.
-    assert len(said) == 3
+    first, *others, end = said
+    assert first.choices[0].delta.role == "assistant"
+    assert end.choices[0].finish_reason == "tool_calls"
+    assert all(chunk.choices[0].delta.tool_calls for chunk in others)
 
 
 def test_a_forced_call_streams_what_was_forced(chunks: Any, tokenizer: Any) -> None:
@@ -135,7 +193,7 @@ def test_a_forced_call_streams_what_was_forced(chunks: Any, tokenizer: Any) -> N
     found = [e.logprob for e in entries(said)]
     assert len(found) == len(end.token_ids)
     assert found[: len(forced)] == [0.0] * len(forced)
-    (call,) = [call for c in said for call in c.choices[0].delta.tool_calls or ()]
+    (call,) = streamed_calls(said)
     assert (call.function.name, call.function.arguments) == ("look", '{"word": "a"}')
 
 
@@ -167,7 +225,7 @@ def test_streamed_and_whole_are_the_same_answer(shared: Server, tiny_model: Path
     assert content(said) == choice.message.content
     assert said[-1].choices[0].token_ids == choice.token_ids
     assert [e.logprob for e in entries(said)] == [e.logprob for e in choice.logprobs.content]
-    (call,) = [call for c in said for call in c.choices[0].delta.tool_calls or ()]
+    (call,) = streamed_calls(said)
     assert call.function.arguments == choice.message.tool_calls[0].function.arguments
 
 

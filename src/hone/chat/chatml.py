@@ -79,7 +79,8 @@ def turns_text(messages: Sequence[Message], *, generation_prompt: bool) -> str:
 
 
 def _call_text(call: ToolCall) -> str:
-    arguments = json.dumps(call.values, ensure_ascii=False)
+    values = call.values
+    arguments = values if isinstance(values, str) else json.dumps(values, ensure_ascii=False)
     return f'\n<tool_call>\n{{"name": "{call.name}", "arguments": {arguments}}}\n</tool_call>'
 
 

@@ -10,7 +10,7 @@ their own framework, and a comparison of bytes would find no turn that continues
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -36,7 +36,7 @@ class ToolCall:
 
     name: str
     arguments: str = "{}"
-    """JSON of an object, as it was sent or returned."""
+    """JSON of an object, as it was sent or returned; or text that a model began as an object."""
     id: str = ""
 
     @model_validator(mode="before")
@@ -56,13 +56,23 @@ class ToolCall:
         # A function without parameters: several clients send nothing at all for it.
         if value is None or (isinstance(value, str) and not value.strip()):
             return "{}"
-        if isinstance(value, str):
-            load_object(value)
+        if isinstance(value, str) and not value.lstrip().startswith("{"):
+            load_object(value)  # raises; what a model began as an object and broke is not refused
+        return value
+
+    @field_validator("arguments")
+    @classmethod
+    def _whole_characters(cls, value: str) -> str:
+        value.encode()  # raises for half of a surrogate pair
         return value
 
     @property
-    def values(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(self.arguments))
+    def values(self) -> dict[str, Any] | str:
+        """The arguments; their text where a model wrote JSON that does not parse."""
+        try:
+            return load_object(self.arguments)
+        except ValueError:
+            return self.arguments
 
     def plain(self, arguments: str | dict[str, Any]) -> dict[str, Any]:
         """As messages carry it, with the arguments as JSON text or as an object."""
@@ -135,7 +145,7 @@ class Message:
         return json.dumps([self.role, self.content, calls], sort_keys=True)
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates expect it: arguments are objects, not JSON text."""
+        """The message as chat templates expect it: arguments are objects if they are valid JSON."""
         optional = {
             "tool_calls": [call.plain(call.values) for call in self.tool_calls] or None,
             "reasoning_content": self.reasoning,

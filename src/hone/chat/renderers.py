@@ -193,7 +193,7 @@ class WholeParser:
         except RecursionError:  # JSON nested without end, which the library does not guard against
             text = self._library.own.tokenizer.decode(self._ids, skip_special_tokens=True)
             self._reply = Reply(content=text, malformed=("JSON nested too deeply",))
-            return self._reply.deltas(Reply(content=""))
+            return self._reply.deltas()
         content, malformed = parsed.content, []
         calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
@@ -210,7 +210,7 @@ class WholeParser:
             tool_calls=tuple(calls),
             malformed=tuple(malformed),
         )
-        return self._reply.deltas(Reply(content=""))
+        return self._reply.deltas()
 
     def _tool_call(self, attempt: Any, index: int) -> ToolCall:
         if attempt.status != "ok" or not self._tools or not attempt.name:
@@ -219,9 +219,7 @@ class WholeParser:
         if not isinstance(text, str):
             text = json.dumps({} if text is None else text, ensure_ascii=False)
         load_object(text)
-        return ToolCall(
-            attempt.name, text, attempt.id or call_id(self._seed, index, attempt.name, text)
-        )
+        return ToolCall(attempt.name, text, attempt.id or call_id(self._seed, index))
 
     def reply(self, finish: FinishReason = "stop") -> Reply:
         return self._reply.ended(finish)

@@ -4,29 +4,34 @@ In:   ids as the engine samples them, in pieces of any size
 Out:  deltas as soon as they are certain, and one Reply at the end
 
 Whatever the pieces, the deltas add up to the same Reply: a whole answer is parsed by feeding it
-once. No delta carries half a character, a part of a tag or a part of a stop string. A tool call that
-does not parse stays in the text and is named in `malformed`; nothing here raises over what a model
-wrote, because a bad answer is data.
+once. No delta carries half a character, a part of a tag or a part of a stop string.
+
+A tool call streams from the first character of its arguments on, in the model's own spelling. A call
+that does not parse is named in `malformed`: if its arguments had begun it is a call with the arguments
+as they were sampled, as OpenAI and vLLM return it, and the agent's parser finds the error; else it stays
+in the text. Nothing here raises over what a model wrote, because a bad answer is data.
 """
 
 import codecs
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from hone.chat.hermes import CLOSE_CALL, OPEN_CALL, HermesCall, parse_call, without_partial
 from hone.chat.messages import ToolCall
 from hone.inference.base import FinishReason
-from hone.wire.json import load_object
 
-OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 
 
 Delta = dict[str, Any]
-"""More of a message, as a chunk of the API has it: content, reasoning_content or whole tool_calls."""
+"""More of a message, as a chunk of the API has it: content, reasoning_content or tool_calls.
+
+A tool call begins with its index, id, type and name; each further delta has more of its arguments.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +50,13 @@ class Reply:
         called = finish == "stop" and bool(self.tool_calls)
         return replace(self, finish="tool_calls" if called else finish)
 
-    def deltas(self, before: "Reply") -> list[Delta]:
-        """What this reply has more than the one before."""
-        reasoning = (self.reasoning or "")[len(before.reasoning or "") :]
-        content = self.content[len(before.content) :]
-        deltas = [{"reasoning_content": reasoning}] if reasoning else []
-        deltas += [{"content": content}] if content else []
-        return deltas + [
-            {"tool_calls": [{"index": i, **call.plain(call.arguments)}]}
-            for i, call in enumerate(self.tool_calls)
-            if i >= len(before.tool_calls)
-        ]
+    def deltas(self) -> list[Delta]:
+        """All of it, as if it had been streamed."""
+        deltas: list[Delta] = [{"reasoning_content": self.reasoning}] if self.reasoning else []
+        deltas += [{"content": self.content}] if self.content else []
+        for i, call in enumerate(self.tool_calls):
+            deltas += [_begin_call(i, call), _more_arguments(i, call.arguments)]
+        return deltas
 
     @property
     def message(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class WindowDecoder:
 class StreamParser:
     """Parses one completion. Feed it ids, then close it; `reply` is complete after that.
 
-    Each time it reads all of the text that is certain and returns what is new in the result.
+    It reads every character once: the time per token does not depend on the length of the answer.
     """
 
     def __init__(
@@ -131,14 +132,23 @@ class StreamParser:
         self._stop_ids = frozenset(stop_ids)
         self._stop = tuple(text for text in stop if text)
         self._tools = tools
-        self._thinks = thinks
         self._reasoning_open = reasoning_open
         self._seed = seed
-        self._text = ""
         self._ended = False
-        self._closed_calls: list[ToolCall | str] = []
-        """Every `<tool_call>` that was closed: the call, or why it is none."""
-        self._reply = Reply(content="")
+        self._final = False
+        self._unchecked = ""
+        """An end of the text that may be part of a stop string."""
+        self._text = ""
+        """What the current state has not read yet."""
+        self._read: Callable[[bool], bool] = self._read_opening if thinks else self._read_content
+        """Reads the text in the current state; returns whether another state reads on."""
+        self._reasoning: _Text | None = None
+        self._content = _Text()
+        self._calls: list[_Call] = []
+        self._call = HermesCall()
+        """The call that is being read."""
+        self._malformed: list[str] = []
+        self._deltas: list[Delta] = []
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         """The deltas that the new ids complete."""
@@ -148,141 +158,203 @@ class StreamParser:
         if stops:
             self._ended = True
             ids = ids[: stops[0]]
-        self._text += self._decoder.decode(ids)
-        return self._update(final=False)
+        return self._add(self._decoder.decode(ids), final=False)
 
     def close(self) -> list[Delta]:
         """The deltas held back; the completion is over."""
         self._ended = True
-        self._text += self._decoder.decode((), final=True)
-        return self._update(final=True)
+        return [] if self._final else self._add(self._decoder.decode((), final=True), final=True)
 
     def reply(self, finish: FinishReason = "stop") -> Reply:
-        return self._reply.ended(finish)
-
-    def _update(self, *, final: bool) -> list[Delta]:
-        text = self._text
-        cut = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
-        if cut >= 0:
-            text, self._ended, final = text[:cut], True, True
-        before, reply = (
-            self._reply,
-            self._read(text if final else _certain(text, self._stop), final=final),
-        )
-        self._reply = reply
-        return reply.deltas(before)
-
-    def _read(self, text: str, *, final: bool) -> Reply:
-        """What the text says. Unless it is final, nothing in it that more text could change."""
-        reasoning = None
-        if self._thinks:
-            start = text if self._reasoning_open else text.lstrip()
-            if self._reasoning_open or start.startswith(OPEN_THINK):
-                thought, tag, text = _partition(start.removeprefix(OPEN_THINK), CLOSE_THINK)
-                reasoning = (thought if tag or final else _certain(thought, (CLOSE_THINK,))).strip(
-                    "\n"
-                )
-                if not tag:
-                    unclosed = (f"the reasoning was never closed by {CLOSE_THINK}",)
-                    return Reply(
-                        content="", reasoning=reasoning, malformed=unclosed if final else ()
-                    )
-            elif not final and OPEN_THINK.startswith(start):
-                return Reply(content="")
-        content = _Content(trimmed=reasoning is not None)
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        before, tag, rest = _partition(text, OPEN_CALL) if self._tools else (text, "", "")
-        closed = 0
-        while tag:
-            content.add(before)
-            body, tag, text = rest.partition(CLOSE_CALL)
-            if not tag:
-                before = ""
-                if final:
-                    malformed.append(f"{OPEN_CALL} was never closed by {CLOSE_CALL}")
-                    before = OPEN_CALL + body
-                break
-            if closed == len(self._closed_calls):
-                self._closed_calls.append(self._tool_call(body, len(calls)))
-            call = self._closed_calls[closed]
-            closed += 1
-            if isinstance(call, ToolCall):
-                calls.append(call)
-                content.end()
-            else:
-                malformed.append(call)
-                content.add(OPEN_CALL + body + CLOSE_CALL)
-            before, tag, rest = _partition(text, OPEN_CALL)
-        else:
-            if self._tools and not final:
-                before = _certain(before, (OPEN_CALL,))
-        content.add(before)
-        if calls or not final:
-            content.text = content.text.rstrip()
         return Reply(
-            content=content.text,
-            reasoning=reasoning,
-            tool_calls=tuple(calls),
-            malformed=tuple(malformed),
+            content=self._content.text,
+            reasoning=None if self._reasoning is None else self._reasoning.text,
+            tool_calls=tuple(call.whole() for call in self._calls),
+            malformed=tuple(self._malformed),
+        ).ended(finish)
+
+    def _add(self, text: str, *, final: bool) -> list[Delta]:
+        text = self._unchecked + text
+        # The stop string that is complete first, as the engine sees it, not the one that begins first.
+        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if ends:
+            text, self._ended, final = text[: min(ends)[1]], True, True
+        elif not final and self._stop:
+            certain = without_partial(text, self._stop)
+            self._unchecked, text = text[len(certain) :], certain
+        self._final = final
+        self._text += text
+        while self._read(final):
+            pass
+        if final and not self._calls:
+            self._emit("content", self._content.add_held())
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _emit(self, key: str, text: str) -> None:
+        if text and self._deltas and key in self._deltas[-1]:
+            self._deltas[-1][key] += text
+        elif text:
+            self._deltas.append({key: text})
+
+    # ---- states ----------------------------------------------------------------------------
+
+    def _read_opening(self, final: bool) -> bool:
+        """Whether the answer begins with reasoning."""
+        start = self._text if self._reasoning_open else self._text.lstrip()
+        tagged = start.startswith(OPEN_THINK)
+        if not tagged and not final and OPEN_THINK.startswith(start):
+            return False
+        self._read = self._read_content
+        if tagged or self._reasoning_open:
+            self._text = start.removeprefix(OPEN_THINK)
+            self._reasoning = _Text("\n", trimmed=True)
+            self._content = _Text(trimmed=True)
+            self._read = self._read_reasoning
+        return True
+
+    def _read_reasoning(self, final: bool) -> bool:
+        assert self._reasoning is not None
+        thought, tag = self._take_until(CLOSE_THINK, final)
+        self._emit("reasoning_content", self._reasoning.add(thought))
+        if tag:
+            self._read = self._read_content
+        elif final:
+            self._malformed.append(f"the reasoning was never closed by {CLOSE_THINK}")
+        return tag
+
+    def _read_content(self, final: bool) -> bool:
+        text, tag = self._text, False
+        if self._tools:
+            text, tag = self._take_until(OPEN_CALL, final)
+        else:
+            self._text = ""
+        self._emit("content", self._content.add(text))
+        if tag:
+            self._call, self._read = HermesCall(), self._read_call
+        return tag
+
+    def _read_call(self, final: bool) -> bool:
+        call, text, self._text = self._call, self._text, ""
+        begun = call.name is not None
+        arguments = call.feed(text, final=final)
+        if call.name is not None and not begun:
+            self._begin_call(call.name)
+        if arguments:
+            self._add_arguments(arguments)
+        if call.rest is None and not final:
+            return False
+        self._end_call(call)
+        if call.rest is None:
+            return False
+        self._text, self._read = call.rest, self._read_content
+        return True
+
+    def _take_until(self, tag: str, final: bool) -> tuple[str, bool]:
+        """The text before the tag, and whether the tag is there."""
+        # str.partition takes long to find a tag in a text that has none.
+        before, found, rest = (
+            self._text.partition(tag) if "<" in self._text else (self._text, "", "")
         )
+        if not found and not final:
+            before = without_partial(before, (tag,))
+            rest = self._text[len(before) :]
+        self._text = rest
+        return before, bool(found)
 
-    def _tool_call(self, body: str, index: int) -> ToolCall | str:
+    # ---- tool calls ------------------------------------------------------------------------
+
+    def _begin_call(self, name: str) -> None:
+        self._content.end()
+        call = _Call(name, call_id(self._seed, len(self._calls)))
+        self._deltas.append(_begin_call(len(self._calls), call.whole()))
+        self._calls.append(call)
+
+    def _add_arguments(self, text: str) -> None:
+        self._calls[-1].arguments.append(text)
+        self._deltas.append(_more_arguments(len(self._calls) - 1, text))
+
+    def _end_call(self, call: HermesCall) -> None:
+        malformed, closed = "", call.rest is not None
         try:
-            value = load_object(body)
-            # Models that saw Llama's tool calls write `parameters`; neither is a call without any.
-            key = (
-                "parameters" if "parameters" in value and "arguments" not in value else "arguments"
-            )
-            name, arguments = value.get("name"), value.get(key, {})
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"expected a name, got {name!r}")
-            if not isinstance(arguments, dict):
-                raise ValueError(f"expected {key} to be an object, got {arguments!r}")
+            name, arguments = parse_call(call.body)
+            if call.name is None and closed:
+                self._begin_call(name)
+                self._add_arguments(arguments)
+                return
+            if closed and (name, arguments) != (call.name, self._calls[-1].whole().arguments):
+                raise ValueError("it has a key twice")
         except ValueError as error:
-            return f"tool call {body.strip()[:80]!r}: {error}"
-        text = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(name, text, call_id(self._seed, index, name, text))
+            malformed = f"tool call {call.body.strip()[:80]!r}: {error}"
+        if not closed:
+            malformed = f"{OPEN_CALL} was never closed by {CLOSE_CALL}"
+        if malformed:
+            self._malformed.append(malformed)
+        if call.name is None:
+            text = OPEN_CALL + call.body + (CLOSE_CALL if closed else "")
+            self._emit("content", self._content.add(text))
 
 
-class _Content:
-    """The answer's text around tool calls and after the reasoning."""
+class _Text:
+    """Text without the white space at its end and, once `trimmed`, at its beginning."""
 
-    def __init__(self, *, trimmed: bool) -> None:
-        self.text = ""
+    def __init__(self, strip: str | None = None, *, trimmed: bool = False) -> None:
+        self._strip = strip
         self._trimmed = trimmed
+        self._parts: list[str] = []
+        self._held = ""
+        """White space that is dropped if nothing follows."""
 
-    def add(self, text: str) -> None:
+    def add(self, text: str) -> str:
+        """What the text adds."""
         if self._trimmed:
-            # Between calls the template has line breaks of its own; text there keeps one.
-            text = text.lstrip()
+            text = text.lstrip(self._strip)
             self._trimmed = not text
-            text = "\n" + text if text and self.text else text
-        self.text += text
+            # Between calls the template has line breaks of its own; text there keeps one.
+            text = "\n" + text if text and self._parts else text
+        text = self._held + text
+        certain = text.rstrip(self._strip)
+        self._held = text[len(certain) :]
+        if certain:
+            self._parts.append(certain)
+        return certain
+
+    def add_held(self) -> str:
+        """Adds the white space at the end."""
+        held, self._held = self._held, ""
+        self._parts.append(held)
+        return held
 
     def end(self) -> None:
         """A tool call follows."""
-        self.text, self._trimmed = self.text.rstrip(), True
+        self._held, self._trimmed = "", True
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
 
 
-def call_id(seed: str, index: int, name: str, arguments: str) -> str:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    name: str
+    id: str
+    arguments: list[str] = field(default_factory=list)
+
+    def whole(self) -> ToolCall:
+        return ToolCall(self.name, "".join(self.arguments), self.id)
+
+
+def _begin_call(index: int, call: ToolCall) -> Delta:
+    return {"tool_calls": [{"index": index, **call.plain("")}]}
+
+
+def _more_arguments(index: int, text: str) -> Delta:
+    return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def call_id(seed: str, index: int) -> str:
     """The id of a tool call: the same for the same answer, however it was streamed."""
-    named = json.dumps([seed, index, name, arguments])
-    return f"call_{hashlib.sha256(named.encode()).hexdigest()[:24]}"
-
-
-def _certain(text: str, tags: Sequence[str]) -> str:
-    """The text without an end that may be the beginning of a tag."""
-    start = max(0, len(text) - max(map(len, tags), default=1) + 1)
-    for at in range(start, len(text)):
-        if any(text[at] == tag[0] and tag.startswith(text[at:]) for tag in tags):
-            return text[:at]
-    return text
-
-
-def _partition(text: str, tag: str) -> tuple[str, str, str]:
-    """As str.partition, which takes long to find a tag in a text that has none."""
-    return text.partition(tag) if "<" in text else (text, "", "")
+    return f"call_{hashlib.sha256(json.dumps([seed, index]).encode()).hexdigest()[:24]}"
 
 
 @lru_cache(maxsize=64)  # a server keeps the tokenizer of every base model it has used

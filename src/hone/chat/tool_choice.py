@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from hone.chat.hermes import CLOSE_CALL, OPEN_CALL
 from hone.chat.jinja import encode
 from hone.chat.messages import check_tools
-from hone.chat.reply import CLOSE_CALL, OPEN_CALL, OPEN_THINK
+from hone.chat.reply import OPEN_THINK
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, TemplateError
 

@@ -1,0 +1,202 @@
+"""Parse one Hermes tool call, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as it grows.
+
+In:   the text after `<tool_call>`, in pieces of any size
+Out:  the name and the arguments as soon as they are certain, and the text after the call
+
+The call ends at the first `</tool_call>` at which its body is a JSON object, and if there is none, at
+the first `</tool_call>`: a tag inside a JSON string does not end it. The call is begun once its body
+reads `{"name": "NAME", "arguments": {`. What was begun has been streamed and stays a call, also if it
+turns out to be malformed. A call in any other form is complete or is none.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from hone.wire.json import load_object
+
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_HEAD = re.compile(
+    r' \{ "name" : ("(?:[^"\\\x00-\x1f]|\\.)*") , "arguments" : '.replace(" ", _SPACE.pattern)
+)
+_MARK = re.compile(rf'\\["\\]|["{{}}\[\]\x00-\x1f]|{CLOSE_CALL}')
+
+
+class HermesCall:
+    """One call. Feed it text until `rest` is not None, or until the text is final."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """Known once the call is begun."""
+        self.body = ""
+        """All of it, known once the call has ended or the text is final."""
+        self.rest: str | None = None
+        """The text after the call, once it has ended."""
+        self._parts: list[str] = []
+        self._length = 0
+        """Characters in the parts."""
+        self._unread = ""
+        """An end of the text that may be part of a tag or of an escape."""
+        self._end: int | None = None
+        self._depth = 0
+        self._opened = 0
+        """Objects and lists seen so far."""
+        self._in_string = False
+        self._line_break = False
+        """The string holds a line break or another control character, which JSON does not allow."""
+        self._quoted_tag: int | None = None
+        """The first `</tool_call>`, if it is inside a string."""
+        self._string_ended = False
+        """A string has ended since the quoted tag, and what follows it is unread."""
+        self._arguments_end: int | None = None
+        self._sent = 0
+
+    def feed(self, text: str, *, final: bool) -> str:
+        """More of the arguments. `final`: no more text will come."""
+        text = self._unread + text
+        position = 0
+        while self._end is None:
+            if self._string_ended and not self._continues(text, position):
+                break
+            mark = _MARK.search(text, position)
+            if mark is None:
+                break
+            position = mark.end()
+            self._lex(mark[0], self._length + mark.start(), text)
+        if final and self._end is None:
+            self._end = self._quoted_tag
+        if self._end is None and not final:
+            certain = position + len(without_partial(text[position:], (CLOSE_CALL, '\\"')))
+            self._unread = text[certain:]
+            text = text[:certain]
+        before, self._length = self._length, self._length + len(text)
+        self._parts.append(text)
+        if self._end is not None or final:
+            whole = "".join(self._parts)
+            self.body = whole[: self._end]
+            self.rest = None if self._end is None else whole[self._end + len(CLOSE_CALL) :]
+        return self._new_arguments(before, text)
+
+    def _new_arguments(self, before: int, text: str) -> str:
+        """The arguments that were not returned yet; `text` was read last, after `before` others."""
+        if self.name is None:
+            return ""
+        bounds = (self._length, self._end, self._quoted_tag, self._arguments_end)
+        if self._end is not None:
+            bounds = (self._end, self._arguments_end)
+        start, end = self._sent, min(bound for bound in bounds if bound is not None)
+        self._sent = end
+        if start >= before:
+            return text[start - before : end - before]
+        return "".join(self._parts)[start:end]
+
+    def _lex(self, token: str, at: int, text: str) -> None:
+        if self._in_string:
+            self._lex_string(token, at)
+        elif token == CLOSE_CALL:
+            quoted = self._quoted_tag
+            is_object = quoted is None or _is_object(self._before(at, text))
+            self._end = at if is_object else quoted
+        elif self._opened and not self._depth:
+            pass  # after the object
+        elif token == '"':
+            self._in_string, self._line_break = self._depth > 0, False
+        elif token in "{[":
+            self._depth += 1
+            self._opened += 1
+            if self._opened == 2 and token == "{" and self._quoted_tag is None:
+                self._begin(self._before(at, text))
+        elif token in "}]":
+            self._depth = max(0, self._depth - 1)
+            if self._depth == 1 and self._arguments_end is None:
+                self._arguments_end = at + 1
+
+    def _lex_string(self, token: str, at: int) -> None:
+        if token == '"':
+            self._in_string = False
+            self._string_ended = self._quoted_tag is not None
+        elif token == CLOSE_CALL:
+            if self._line_break:
+                self._end = at
+            elif self._quoted_tag is None:
+                self._quoted_tag = at
+        elif token < " ":
+            self._line_break = True
+            self._end = self._quoted_tag
+
+    def _continues(self, text: str, position: int) -> bool:
+        """Whether to read on after the string; ends the call where the JSON is broken."""
+        space = _SPACE.match(text, position)
+        assert space is not None
+        if space.end() == len(text):
+            return False
+        self._string_ended = False
+        if text[space.end()] not in ",:}]":
+            self._end = self._quoted_tag
+        return self._end is None
+
+    def _begin(self, head: str) -> None:
+        """Begin the call if the text before its first inner object says so."""
+        match = _HEAD.fullmatch(head)
+        if match is None:
+            return
+        try:
+            name = json.loads(match[1])
+            name.encode()  # raises for half of a surrogate pair
+        except ValueError:
+            return
+        if name:
+            self.name, self._sent = name, len(head)
+
+    def _before(self, at: int, text: str) -> str:
+        return "".join(self._parts) + text[: at - self._length]
+
+
+def parse_call(body: str) -> tuple[str, str]:
+    """The name and the arguments, as they are spelt, of a whole call; raises ValueError."""
+    value = load_object(body)
+    # Models that saw Llama's tool calls write `parameters`; neither is a call without any.
+    key = "parameters" if "parameters" in value and "arguments" not in value else "arguments"
+    name, arguments = value.get("name"), value.get(key, {})
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"expected a name, got {name!r}")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"expected {key} to be an object, got {arguments!r}")
+    return name, dict(_members(body)).get(key, "{}")
+
+
+def _members(body: str) -> Iterator[tuple[str, str]]:
+    """The keys of a JSON object, each with the text of its value."""
+    decoder = json.JSONDecoder()
+    position = body.index("{")
+    while body[position] != "}":
+        key, position = decoder.raw_decode(body, _skip(body, position + 1))
+        start = _skip(body, _skip(body, position) + 1)
+        _, end = decoder.raw_decode(body, start)
+        yield key, body[start:end]
+        position = _skip(body, end)
+
+
+def _skip(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    assert space is not None
+    return space.end()
+
+
+def _is_object(text: str) -> bool:
+    try:
+        load_object(text)
+    except ValueError:
+        return False
+    return True
+
+
+def without_partial(text: str, tags: Sequence[str]) -> str:
+    """The text without an end that may be the beginning of a tag."""
+    start = max(0, len(text) - max(map(len, tags), default=1) + 1)
+    for at in range(start, len(text)):
+        if any(text[at] == tag[0] and tag.startswith(text[at:]) for tag in tags):
+            return text[:at]
+    return text
