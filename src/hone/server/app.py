@@ -11,6 +11,7 @@ the log and never into a response.
 import asyncio
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,21 +30,24 @@ import hone
 from hone import errors
 from hone.errors import HoneError
 from hone.logs import log, say
-from hone.server import art, auth, openai_chat, training
+from hone.server import anthropic_messages, art, auth, openai_chat, training
 from hone.server.bodies import BodyReader, is_json
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
 from hone.wire.base import Dialect
 from hone.wire.errors import error_body, error_response
 
-DIALECTS: tuple[Dialect, ...] = (openai_chat.CHAT, openai_chat.TEXT)
+DIALECTS: tuple[Dialect, ...] = (openai_chat.CHAT, openai_chat.TEXT, anthropic_messages.MESSAGES)
 """Each writes the errors of its path."""
+_REQUEST_ID = "hone.request_id"
+"""Key of the ASGI scope: an id that is in the log, in the headers and in errors of some dialects."""
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
     """The control plane, which has every route, and the OpenAI API alone."""
-    control = _app(state, "hone", (openai_chat.routes, training.routes, art.routes), control=True)
-    inference = _app(state, "hone: OpenAI API", (openai_chat.routes,), control=False)
+    dialects = (openai_chat.routes, anthropic_messages.routes)
+    control = _app(state, "hone", (*dialects, training.routes, art.routes), control=True)
+    inference = _app(state, "hone: OpenAI API", dialects, control=False)
     return control, inference
 
 
@@ -135,7 +139,7 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
         log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
     scope["hone.refusal"] = body["error"]["message"]
     if dialect := _dialect_at(scope["path"]):
-        body = dialect.error_body(status, body)
+        body = dialect.error_body(status, body | {"request_id": scope.get(_REQUEST_ID)})
     return JSONResponse(body, status, headers=getattr(error, "headers", None))
 
 
@@ -180,11 +184,15 @@ class _Middleware:
             return
         started = time.perf_counter()
         status = 0
+        request_id = scope[_REQUEST_ID] = f"req_{secrets.token_hex(10)}"
+        # OpenAI's clients read the first, Anthropic's the second.
+        own = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:
@@ -217,7 +225,7 @@ class _Middleware:
         metrics.request_s.labels(route).observe(seconds)
         level = logging.WARNING if status >= 500 else logging.INFO
         fields = {"method": scope["method"], "path": scope["path"], "status": status}
-        fields["ms"] = round(seconds * 1e3, 2)
+        fields |= {"ms": round(seconds * 1e3, 2), "id": scope[_REQUEST_ID]}
         if refusal := scope.get("hone.refusal"):  # some clients show their users the status alone
             fields["reason"] = refusal_text(refusal, self.state.settings.api_key)
         say("request", level=level, **fields)

@@ -35,7 +35,10 @@ access: ContextVar[Access] = ContextVar("access", default="operator")
 
 OPEN = frozenset({"/health", "/healthcheck"})
 """Paths that need no key."""
-_OPENAI = re.compile(r"(/rollout/[^/]+)?/v1/(chat/completions|completions|models(/.*)?)")
+_OPENAI = re.compile(
+    r"(/rollout/[^/]+)?/v1/"
+    r"(chat/completions|completions|messages(/count_tokens)?|models(/.*)?)"
+)
 """Paths that the inference key opens."""
 _LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """Names of this machine; ART's client connects to 0.0.0.0 by default."""
@@ -123,10 +126,12 @@ def inference_key(settings: Settings) -> str | None:
 
 
 def _has_key(key: str | None, headers: Mapping[str, str]) -> bool:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    if not key or scheme.lower() != "bearer":
+    """Whether `Authorization: Bearer` or `x-api-key` of Anthropic's clients holds the key."""
+    if not key:
         return False
-    return hmac.compare_digest(token.encode(), key.encode())
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    sent = (token if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+    return any(hmac.compare_digest(one.encode(), key.encode()) for one in sent)
 
 
 def _check_host(settings: Settings, headers: Mapping[str, str]) -> None:

@@ -70,14 +70,21 @@ class Choice:
         self.id = call_id
         self.tokens: list[SampledToken] = []
         """Forced ones first, then the sampled ones."""
+        self.stop: str | int | None = None
+        """The string or id that ended it, if one did."""
         self._finish: FinishReason | None = None
         self._parser = parser
         self._parsed = 0
         self._closed = False
 
-    def add(self, tokens: Sequence[SampledToken], finish: FinishReason | None = None) -> None:
+    def add(
+        self,
+        tokens: Sequence[SampledToken],
+        finish: FinishReason | None = None,
+        stop: str | int | None = None,
+    ) -> None:
         self.tokens += tokens
-        self._finish = finish
+        self._finish, self.stop = finish, stop
 
     def deltas(self) -> list[Delta]:
         """What the tokens since the last time add to the message."""
@@ -145,10 +152,8 @@ class Generation:
             raise
 
     async def _sample(self, send: Callable[[Piece], Awaitable[None]] | None) -> None:
-        async def grow(
-            choice: Choice, tokens: Sequence[SampledToken], finish: FinishReason | None = None
-        ) -> None:
-            choice.add(tokens, finish)
+        async def grow(choice: Choice, tokens: Sequence[SampledToken], *end: Any) -> None:
+            choice.add(tokens, *end)
             if send is not None:
                 await send(Piece(choice, tokens, choice.deltas()))
 
@@ -163,7 +168,8 @@ class Generation:
         )
         try:
             async for delta in stream:
-                await grow(self.choices[delta.sample], delta.tokens, delta.finish)
+                choice = self.choices[delta.sample]
+                await grow(choice, delta.tokens, delta.finish, delta.stop)
         finally:
             # An engine's iterator aborts its request when it is closed early.
             await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue] - Engine promises it

@@ -9,6 +9,7 @@ rollout, so that the seeds of later ones do not depend on it.
 """
 
 import asyncio
+import sys
 
 from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.choice_tokens import first_outside
@@ -31,10 +32,11 @@ async def prepare_chat(
     context: RequestContext, dialect_request: Request, messages: HashedMessages
 ) -> Generation:
     request = dialect_request.chat
-    tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages)
+    limit = context.max_length
+    tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages, limit)
     template = tokenizer.template
     forced = choice.forced_ids(template, prompt.ids)
-    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, len(forced))
+    max_tokens = _max_tokens(context, len(prompt.ids), request, len(forced))
     kwargs = request.chat_template_kwargs or {}
     ignored = [key for key in template.ignored_kwargs if key in kwargs]
     index = context.history.next_index()
@@ -59,7 +61,7 @@ async def prepare_chat(
 async def prepare_completion(context: RequestContext, request: CompletionRequest) -> Generation:
     base = context.policy.base
     prompt = await _completion_prompt(context, request.text_or_ids)
-    max_tokens = _max_tokens(context, len(prompt.ids), request.limit, 0)
+    max_tokens = _max_tokens(context, len(prompt.ids), request, 0)
     index = context.history.next_index()
     return Generation(
         context=context,
@@ -76,11 +78,19 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
 # ---- prompts -----------------------------------------------------------------------------------
 
 
-async def _chat_prompt(
+async def count_prompt_tokens(
     context: RequestContext, request: ChatRequest, messages: HashedMessages
+) -> int:
+    """The length of the prompt this request would have now, also where it does not fit."""
+    _, _, prompt, _ = await _chat_prompt(context, request, messages, limit=sys.maxsize)
+    return len(prompt.ids)
+
+
+async def _chat_prompt(
+    context: RequestContext, request: ChatRequest, messages: HashedMessages, limit: int
 ) -> tuple[BaseTokenizer, ToolChoice, NextPrompt, RecordedCall | None]:
     """Also returns the call that the prompt is stored as a continuation of."""
-    calls, limit = context.state.calls, context.max_length
+    calls = context.state.calls
 
     def match() -> tuple[BaseTokenizer, ToolChoice, Match, NextPrompt | None]:
         kwargs = {
@@ -128,9 +138,13 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
 # ---- sampling ----------------------------------------------------------------------------------
 
 
-def _max_tokens(context: RequestContext, prompt: int, requested: int | None, forced: int) -> int:
+def _max_tokens(
+    context: RequestContext, prompt: int, request: ChatRequest | CompletionRequest, forced: int
+) -> int:
     """How many tokens may be sampled; BadRequest where prompt and answer cannot fit."""
-    limit, settings = context.max_length, context.state.settings
+    limit, settings, requested = context.max_length, context.state.settings, request.limit
+    if request.fitted and requested is not None:
+        requested = min(requested, max(limit - prompt, 1))
     answer = max(requested or 1, forced + 1)
     if prompt + answer > limit:
         raise too_long(context.policy.base, context.prompt_key, prompt, answer, limit)

@@ -12,7 +12,8 @@ HTTP status. After it, an error becomes an event, and the stream ends without it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -67,16 +68,9 @@ def add_dialect(
 async def respond(
     state: State, request: Request, dialect: Dialect, *, resume: Resume | None = None
 ) -> Response:
+    """Answer a request of this dialect."""
     rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    accept_large_body(request)
-    body = await request.body()
-    settings = state.settings
-    limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
-    large = len(body) > settings.large_body_bytes
-    if large:
-        parsed, messages = await state.workers.run(read_request, dialect, body, **limits)
-    else:
-        parsed, messages = read_request(dialect, body, **limits)
+    parsed, messages, large = await read_body(state, request, dialect)
     if resume is not None:
         parsed, messages = await asyncio.to_thread(_resumed, resume, parsed, messages)
 
@@ -89,7 +83,7 @@ async def respond(
                 raise
             fields = {"path": request.url.path}
             log.error("a stream failed", exc_info=error, extra={"fields": fields})
-            await out.send(*out.writer.error(*error_response(error, settings.log_file)))
+            await out.send(*out.writer.error(*error_response(error, state.settings.log_file)))
             await out.end()
             return
         if response is not None:
@@ -97,6 +91,46 @@ async def respond(
             await Response(body, media_type="application/json")(scope, receive, send)
 
     return UntilDisconnect(answer)
+
+
+async def read_body(
+    state: State, request: Request, dialect: Dialect
+) -> tuple[ParsedRequest, HashedMessages | None, bool]:
+    """The checked request, the messages of a chat, and whether the body is large."""
+    accept_large_body(request)
+    body = await request.body()
+    settings = state.settings
+    limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
+    large = len(body) > settings.large_body_bytes
+    if large:
+        return *await state.workers.run(read_request, dialect, body, **limits), large
+    return *read_request(dialect, body, **limits), large
+
+
+@asynccontextmanager
+async def admitted(
+    state: State, dialect: Dialect, model: str, scope: RolloutScope, *, large: bool
+) -> AsyncIterator[RequestContext]:
+    """Count a request as being answered, and keep its model loaded, while the block runs."""
+    serving = state.serving
+    with (
+        serving.admitted(),
+        state.metrics.running.track_inprogress(),
+        state.conversations.history(scope.rollout) as history,
+    ):
+        await serving.ready()
+        run = state.calls.run_of(scope.rollout)
+        policy = await serving.resolve(model, run=run, step=scope.step)
+        async with serving.using(policy) as policy:
+            yield RequestContext(
+                state=state,
+                policy=policy,
+                scope=scope,
+                history=history,
+                run=run,
+                large=large,
+                prompt_key=dialect.prompt_key,
+            )
 
 
 def _resumed(
@@ -117,41 +151,22 @@ async def _answer(
     large: bool,
 ) -> dict[str, Any] | None:
     """The response, or None where it was streamed."""
-    serving = state.serving
-    with (
-        serving.admitted(),
-        state.metrics.running.track_inprogress(),
-        state.conversations.history(scope.rollout) as history,
-    ):
-        await serving.ready()
-        run = state.calls.run_of(scope.rollout)
-        policy = await serving.resolve(request.model, run=run, step=scope.step)
-        async with serving.using(policy) as policy:
-            context = RequestContext(
-                state=state,
-                policy=policy,
-                scope=scope,
-                history=history,
-                run=run,
-                large=large,
-                prompt_key=dialect.prompt_key,
-            )
-            if isinstance(request, CompletionRequest):
-                sampling = request
-                generation = await prepare_completion(context, request)
-            else:
-                assert messages is not None
-                sampling = request.chat
-                generation = await prepare_chat(context, request, messages)
-            logprobs = (
-                _LogprobWriter(context, sampling) if wants_logprobs(context, sampling) else None
-            )
-            writer = dialect.writer(request, _head(generation))
-            if request.stream:
-                await _stream(generation, writer, logprobs, out)
-                return None
-            await generation.run()
-            return writer.whole([_finished(c, logprobs) for c in generation.choices])
+    async with admitted(state, dialect, request.model, scope, large=large) as context:
+        if isinstance(request, CompletionRequest):
+            sampling = request
+            generation = await prepare_completion(context, request)
+        else:
+            assert messages is not None
+            sampling = request.chat
+            generation = await prepare_chat(context, request, messages)
+        wanted = wants_logprobs(context, sampling)
+        logprobs = _LogprobWriter(context, sampling) if wanted else None
+        writer = dialect.writer(request, _head(generation))
+        if request.stream:
+            await _stream(generation, writer, logprobs, out)
+            return None
+        await generation.run()
+        return writer.whole([_finished(c, logprobs) for c in generation.choices])
 
 
 async def _stream(
@@ -199,6 +214,7 @@ def _finished(choice: Choice, logprobs: "_LogprobWriter | None") -> Answer:
         token_ids=choice.ids,
         logprobs=None if logprobs is None else logprobs.write(choice.tokens),
         malformed=reply.malformed,
+        stop=choice.stop if isinstance(choice.stop, str) else None,
     )
 
 

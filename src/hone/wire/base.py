@@ -83,6 +83,8 @@ class Answer:
     logprobs: Logprobs | None = None
     malformed: tuple[str, ...] = ()
     """Tool calls that do not parse; their text is in the content."""
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
 
 class AnswerWriter(Protocol):

@@ -86,6 +86,8 @@ class _Request(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
     _kind: ClassVar[str]
+    fitted: ClassVar[bool] = False
+    """Lower max_tokens to what the context holds beside the prompt, instead of refusing it."""
 
     model: str = Field(min_length=1, max_length=512)
     """NAME, NAME@STEP, NAME@latest, NAME@best, PROJECT/NAME, or a base model."""

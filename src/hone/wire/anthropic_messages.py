@@ -1,0 +1,414 @@
+"""Requests of the Anthropic Messages API, checked and turned into chat requests.
+
+In:   the body of /v1/messages or /v1/messages/count_tokens
+Out:  MessagesRequest, and the same request as a ChatRequest; BadRequest names the first wrong key
+
+Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing. A
+content block that is sent back as it was received becomes the message that was recorded: texts are
+joined, `tool_use` becomes a tool call with its id, and each `tool_result` a message of its own.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from hone.errors import BadRequest
+from hone.wire.errors import brief
+from hone.wire.openai_chat import ChatRequest
+
+IGNORED = {
+    "metadata": "names the end user; there are no accounts here",
+    "cache_control": "prefixes are cached by their tokens; also in blocks and tools",
+    "service_tier": "there is one tier",
+    "speed": "there is one speed",
+    "inference_geo": "answers come from this server",
+    "context_management": "the prompt holds every message that was sent; nothing is cleared",
+    "diagnostics": "explains misses of Anthropic's prompt cache",
+    "user_profile_id": "there are no accounts here",
+    "workspace_id": "there are no accounts here",
+    "betas": "the header anthropic-beta; betas change nothing here",
+}
+"""Keys that clients send, accepted with any value, and why they change nothing.
+
+The same holds for `effort` in `output_config`, `budget_tokens` in `thinking`, and every key of a
+block or a tool that is not read, such as `citations` or `eager_input_streaming`.
+"""
+
+_REFUSED = {
+    "container": "there is no code execution",
+    "mcp_servers": "call MCP servers in the agent, and send their tools as tools",
+    "fallbacks": "name one model",
+    "fallback_credit_token": "there are no accounts here",
+    "compaction": "shorten the messages in the agent",
+    "thread": "send all messages of the conversation",
+}
+"""Keys that are not in this version, and what to do instead."""
+
+_CHAT_KEYS = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "chat_template_kwargs": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+"""Keys of the chat request whose name differs here, for error messages."""
+
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code begins its system prompt with a block that says this and differs in every request. It
+is no instruction, and with it no request would continue the one before."""
+
+_KINDS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Blocks that messages of each role may hold."""
+
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class _Part(BaseModel):
+    """An object inside the request. Keys that are not read are ignored."""
+
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class Tool(_Part):
+    """A tool that the agent runs itself."""
+
+    name: str = Field(min_length=1)
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    """The arguments must match the schema."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_client(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind not in (None, "custom"):
+            raise ValueError(
+                f"got a tool of type {brief(kind)}; this server runs no tools, and knows those of "
+                "Anthropic only with a name and an input_schema"
+            )
+        return value
+
+
+class ToolChoice(_Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """With type tool: the tool that must be called."""
+    disable_parallel_tool_use: bool | None = None
+    """True: the answer ends after its first call."""
+
+
+class Thinking(_Part):
+    type: Literal["enabled", "disabled", "adaptive"]
+    """The template's enable_thinking, where it has one."""
+    display: Literal["summarized", "omitted"] | None = None
+    """omitted: thinking blocks are empty; the recorded ids still hold the reasoning."""
+
+
+class OutputFormat(_Part):
+    model_config = ConfigDict(protected_namespaces=())
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    format: OutputFormat | None = None
+    """The JSON schema of the answer's text."""
+
+
+class _FittedRequest(ChatRequest):
+    """Clients of this API must send max_tokens, and many send a constant for every model."""
+
+    fitted: ClassVar[bool] = True
+
+
+class MessagesRequest(BaseModel):
+    """Body of POST /v1/messages."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    model: str = Field(min_length=1, max_length=512)
+    """NAME, NAME@STEP, NAME@latest, NAME@best, PROJECT/NAME, or a base model."""
+    messages: list[Any] = Field(min_length=1)
+    """The conversation so far, as text or as content blocks; it ends with the user's."""
+    system: str | list[Any] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Required, except by count_tokens. What does not fit into the context is cut off."""
+    stop_sequences: list[_Stop] = Field(default=[], max_length=16)
+    """Up to 16 strings that end the answer."""
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    """0 is greedy: the call is recorded at temperature 0, as context that is never trained on."""
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    """0 and -1 keep every token."""
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """auto (default), any, tool with a name, or none."""
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older place of output_config.format."""
+
+    @classmethod
+    def parse(cls, body: dict[str, Any], *, counting: bool = False) -> Self:
+        """The request; raises BadRequest naming the first key that is wrong."""
+        # Clients write null for a key they leave out.
+        sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
+        for key in sent:
+            if key in _REFUSED:
+                raise BadRequest(
+                    f"{key}: not in this version; {_REFUSED[key]}",
+                    param=key,
+                    code="unsupported_parameter",
+                )
+        try:
+            request = cls.model_validate(sent)
+        except ValidationError as error:
+            raise _bad_request(error) from None
+        if request.max_tokens is None and not counting:
+            raise BadRequest(
+                "max_tokens: missing; a message needs it",
+                param="max_tokens",
+                code="missing_parameter",
+            )
+        request.chat  # noqa: B018 - checks what is left to check
+        return request
+
+    @property
+    def request_fields(self) -> None:
+        return None
+
+    @cached_property
+    def chat(self) -> ChatRequest:
+        """The same request as a chat completion. Raises BadRequest in the words of this API."""
+        messages = chat_messages(self.system, self.messages)
+        if messages[-1]["role"] == "assistant":
+            raise BadRequest(
+                "messages: the last one is the assistant's, and answers that continue it (prefill) "
+                "are not in this version; end with a message of the user",
+                param="messages",
+            )
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "tools": None if self.tools is None else [_chat_tool(tool) for tool in self.tools],
+            **_chat_tool_choice(self.tool_choice),
+        }
+        if self.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        config = self.output_config
+        if form := (config.format if config else None) or self.output_format:
+            schema = {"name": "output", "schema": form.json_schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        try:
+            return _FittedRequest.parse(body, max_n=1)
+        except BadRequest as error:
+            key = error.param or ""
+            ours = _CHAT_KEYS.get(key, key)
+            text = str(error).replace(f"{key}:", f"{ours}:", 1)
+            raise BadRequest(text, param=ours, code=error.code) from None
+
+
+def _bad_request(error: ValidationError) -> BadRequest:
+    first = error.errors(include_url=False)[0]
+    key, *rest = first["loc"]
+    rest = [part for part in rest if part not in ("str", "list[any]")]  # which kind of a union
+    where = str(key)[:100] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
+    if first["type"] == "missing":
+        message, code = "missing; a message needs it", "missing_parameter"
+        if rest:
+            message = "missing"
+    elif first["type"] == "extra_forbidden":
+        code = "unknown_parameter"
+        close = difflib.get_close_matches(where, [*MessagesRequest.model_fields, *IGNORED], n=1)
+        guess = f" Did you mean {close[0]!r}?" if close else ""
+        message = f"a message has no such key.{guess}"
+    else:
+        message, code = first["msg"].removeprefix("Value error, "), "invalid_value"
+        if "got " not in message:
+            message += f", got {brief(first['input'])}"
+    return BadRequest(f"{where}: {message}", param=where, code=code)
+
+
+def _chat_tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    chosen: Any = {"any": "required"}.get(choice.type, choice.type)
+    if choice.type == "tool":
+        if choice.name is None:
+            raise BadRequest(
+                "tool_choice.name: missing; type tool needs it", param="tool_choice.name"
+            )
+        chosen = {"type": "function", "function": {"name": choice.name}}
+    single = choice.disable_parallel_tool_use
+    return {"tool_choice": chosen, "parallel_tool_calls": None if single is None else not single}
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+_Block = tuple[str, dict[str, Any]]
+"""A content block, and where it is in the request."""
+
+
+def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
+    """System prompt and messages as those of a chat; raises BadRequest naming the wrong block.
+
+    Consecutive messages of one role are one turn.
+    """
+    chat: list[dict[str, Any]] = []
+    if system:
+        blocks = [b for b in _blocks(system, "system", "system") if not _is_billing(b[1])]
+        chat += [{"role": "system", "content": _text(blocks)}] if blocks else []
+    roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for role, turn in groupby(enumerate(messages), key=lambda item: roles[item[0]]):
+        blocks = [
+            block
+            for i, message in turn
+            for block in _blocks(message.get("content"), role, f"messages[{i}].content")
+        ]
+        chat += _user_turn(blocks) if role == "user" else [_turn(role, blocks)]
+    return chat
+
+
+def _role(message: Any, where: str) -> str:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in _KINDS:
+        raise _wrong(
+            where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
+        )
+    return role
+
+
+def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:
+    """A message of the assistant, or of the system among the others."""
+    if role == "system":
+        return {"role": role, "content": _text(blocks)}
+    # Between two texts of one answer there was a tool call and nothing else.
+    text = "".join(_string(block, where, "text") for where, block in _of_type(blocks, "text"))
+    thoughts = [_string(b, where, "thinking") for where, b in _of_type(blocks, "thinking")]
+    message: dict[str, Any] = {"role": role, "content": text}
+    if calls := [_tool_call(block, where) for where, block in _of_type(blocks, "tool_use")]:
+        message |= {"content": text or None, "tool_calls": calls}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(filter(None, thoughts))
+    return message
+
+
+def _user_turn(blocks: list[_Block]) -> list[dict[str, Any]]:
+    """The results of tools, then what the user says."""
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": _string(block, where, "tool_use_id"),
+            "content": _tool_result(block, where),
+        }
+        for where, block in _of_type(blocks, "tool_result")
+    ]
+    texts = list(_of_type(blocks, "text"))
+    if texts or not results:
+        return [*results, {"role": "user", "content": _text(texts)}]
+    return results
+
+
+def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{where}.input", f"expected an object, got {brief(arguments)}")
+    function = {
+        "name": _string(block, where, "name"),
+        "arguments": json.dumps(arguments, ensure_ascii=False),
+    }
+    return {"id": _string(block, where, "id"), "type": "function", "function": function}
+
+
+def _tool_result(block: dict[str, Any], where: str) -> str:
+    content = block.get("content")
+    text = "" if content is None else _text(_blocks(content, "system", f"{where}.content"))
+    # Chat templates have no place for is_error, so the text says it.
+    if block.get("is_error") is True and not text.lower().startswith("error"):
+        text = f"Error: {text}" if text else "Error"
+    return text
+
+
+def _blocks(content: Any, role: str, where: str) -> list[_Block]:
+    """Content as blocks that a message of this role may hold."""
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise _wrong(where, f"expected text or a list of content blocks, got {brief(content)}")
+    if not content and role == "user":
+        raise _wrong(where, "expected at least one content block, got []")
+    blocks = [(f"{where}[{i}]", block) for i, block in enumerate(content)]
+    for at, block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("image", "document", "search_result", "container_upload"):
+            raise _wrong(
+                at,
+                f"got a block of type {kind!r}; this model reads text only, so describe or leave out "
+                "images and files",
+            )
+        if kind not in _KINDS[role]:
+            known = ", ".join(_KINDS[role])
+            raise _wrong(at, f"expected a block of type {known}, got {brief(block)}")
+    return blocks
+
+
+def _of_type(blocks: list[_Block], kind: str) -> Iterator[_Block]:
+    return (pair for pair in blocks if pair[1]["type"] == kind)
+
+
+def _text(blocks: list[_Block]) -> str:
+    # One line per block, as the parts of chat messages are joined.
+    return "\n".join(_string(block, where, "text") for where, block in blocks)
+
+
+def _string(block: dict[str, Any], where: str, key: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{key}", f"expected text, got {brief(value)}")
+    return value
+
+
+def _is_billing(block: dict[str, Any]) -> bool:
+    return str(block.get("text", "")).startswith(BILLING)
+
+
+def _wrong(where: str, message: str) -> BadRequest:
+    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")

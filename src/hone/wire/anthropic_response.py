@@ -1,0 +1,316 @@
+"""Messages of the Anthropic Messages API: whole, as the events of a stream, and read back.
+
+In:   a MessagesRequest, and its answer; the body of any server's response
+Out:  JSON objects; a response as a chat completion, for readers that know those alone
+
+`call_id`, `policy_step`, `prompt_token_ids` and `token_ids` are always there. In a stream the first
+three come with `message_start`, so that clients keep them in the message they put together, and
+`token_ids` with `message_delta`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from hone.wire.anthropic_messages import MessagesRequest
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event
+from hone.wire.json import object_or_empty
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_FINISH = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+}
+_RECORDED = ("call_id", "policy_step", "token_ids", "malformed")
+"""Fields of hone's responses that a choice of a chat completion has too."""
+
+
+class MessagesDialect:
+    """Anthropic Messages."""
+
+    path: ClassVar[str] = "/v1/messages"
+    prompt_key: ClassVar[str] = "messages"
+    named_events: ClassVar[bool] = True
+    schema: ClassVar[dict[str, Any]] = MessagesRequest.model_json_schema()
+
+    def parse(self, body: dict[str, Any], *, max_n: int) -> MessagesRequest:
+        return MessagesRequest.parse(body)
+
+    def writer(self, request: MessagesRequest, head: AnswerHead) -> "MessageWriter":
+        return MessageWriter(request, head)
+
+    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        return error_body(status, body)
+
+
+class CountDialect(MessagesDialect):
+    """Requests for the number of tokens of a prompt."""
+
+    path: ClassVar[str] = "/v1/messages/count_tokens"
+
+    def parse(self, body: dict[str, Any], *, max_n: int) -> MessagesRequest:
+        return MessagesRequest.parse(body, counting=True)
+
+
+def error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error of this API; `body` is the same in OpenAI's shape."""
+    error = body["error"]
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    known = {key: error[key] for key in ("param", "code") if error.get(key)}
+    wrong = {"type": kind, "message": error["message"], **known}
+    return {"type": "error", "error": wrong, "request_id": body.get("request_id")}
+
+
+class MessageWriter:
+    """Writes one message."""
+
+    def __init__(self, request: MessagesRequest, head: AnswerHead) -> None:
+        self._request = request
+        self._head = head
+        hidden = request.thinking is not None and request.thinking.display == "omitted"
+        self._blocks = _BlockWriter(signature=head.call_id, hidden=hidden)
+        self._started = False
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        message = self._start(len(answer.token_ids))
+        return message | {
+            "content": self._blocks.whole(answer.message),
+            **self._stop(answer),
+            "token_ids": answer.token_ids,
+            **_malformed(answer),
+        }
+
+    def delta(self, delta: AnswerDelta) -> list[Event]:
+        events: list[Event] = []
+        if not self._started:
+            self._started = True
+            events += [{"type": "message_start", "message": self._start(0)}, {"type": "ping"}]
+        return events + [event for part in delta.deltas for event in self._blocks.add(part)]
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        (answer,) = answers
+        sampled = len(answer.token_ids)
+        last = {
+            "type": "message_delta",
+            "delta": self._stop(answer),
+            "usage": self._usage(sampled),
+            "token_ids": answer.token_ids,
+            "policy_step": self._head.policy_step,
+            "call_id": answer.call_id,
+            **_malformed(answer),
+        }
+        opening = self.delta(AnswerDelta(index=0, deltas=()))
+        return [*opening, *self._blocks.close(), last, {"type": "message_stop"}]
+
+    def error(self, status: int, body: dict[str, Any]) -> list[Event]:
+        return [error_body(status, body)]
+
+    def _start(self, sampled: int) -> dict[str, Any]:
+        head = self._head
+        # The name under which this API knows the argument of the template.
+        ignored = [
+            "thinking" if key == "chat_template_kwargs.enable_thinking" else key
+            for key in head.not_applicable
+        ]
+        return {
+            "id": f"msg_{head.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": head.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(sampled),
+            "call_id": head.call_id,
+            "policy_step": head.policy_step,
+            "prompt_token_ids": head.prompt_ids,
+            **({"not_applicable": ignored} if ignored else {}),
+        }
+
+    def _stop(self, answer: Answer) -> dict[str, Any]:
+        if answer.finish == "tool_calls":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if answer.finish == "length":
+            full = len(answer.token_ids) < (self._request.max_tokens or 0)
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+            return {"stop_reason": reason, "stop_sequence": None}
+        if answer.stop in self._request.stop_sequences:
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+    def _usage(self, sampled: int) -> dict[str, int]:
+        return {
+            "input_tokens": len(self._head.prompt_ids),
+            "output_tokens": sampled,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        }
+
+
+def _malformed(answer: Answer) -> dict[str, Any]:
+    return {"malformed": list(answer.malformed)} if answer.malformed else {}
+
+
+class _BlockWriter:
+    """Writes the deltas of a chat message as events of content blocks."""
+
+    def __init__(self, *, signature: str, hidden: bool) -> None:
+        """`hidden`: thinking blocks are empty."""
+        self._signature = signature
+        self._hidden = hidden
+        self._index = -1
+        self._open: tuple[str, int] | None = None
+        """Type of the open block, and which tool call it is."""
+
+    def whole(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        blocks: list[dict[str, Any]] = []
+        if reasoning := message.get("reasoning_content"):
+            thinking = {"thinking": "" if self._hidden else reasoning, "signature": self._signature}
+            blocks.append({"type": "thinking", **thinking})
+        if text := message.get("content"):
+            blocks.append({"type": "text", "text": text})
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            used = {"id": call["id"], "name": function["name"], "input": arguments}
+            blocks.append({"type": "tool_use", **used})
+        return blocks
+
+    def add(self, delta: Mapping[str, Any]) -> list[Event]:
+        events: list[Event] = []
+        if reasoning := delta.get("reasoning_content"):
+            events += self._enter("thinking", {"thinking": "", "signature": ""})
+            if not self._hidden:
+                events.append(self._delta("thinking_delta", thinking=reasoning))
+        if text := delta.get("content"):
+            events += self._enter("text", {"text": ""})
+            events.append(self._delta("text_delta", text=text))
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            used = {"id": call.get("id"), "name": function.get("name"), "input": {}}
+            events += self._enter("tool_use", used, call["index"])
+            if arguments := function.get("arguments"):
+                events.append(self._delta("input_json_delta", partial_json=arguments))
+        return events
+
+    def close(self) -> list[Event]:
+        if self._open is None:
+            return []
+        signed: list[Event] = []
+        if self._open[0] == "thinking":
+            signed = [self._delta("signature_delta", signature=self._signature)]
+        self._open = None
+        return [*signed, {"type": "content_block_stop", "index": self._index}]
+
+    def _enter(self, kind: str, block: dict[str, Any], call: int = 0) -> list[Event]:
+        """Close the open block and start this one, unless it is the same."""
+        if self._open == (kind, call):
+            return []
+        closed = self.close()
+        self._index += 1
+        self._open = kind, call
+        start: Event = {
+            "type": "content_block_start",
+            "index": self._index,
+            "content_block": {"type": kind, **block},
+        }
+        return [*closed, start]
+
+    def _delta(self, kind: str, **fields: Any) -> Event:
+        delta = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+# ---- reading -----------------------------------------------------------------------------------
+
+
+def join_message(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The events of a stream as the message it would have been without streaming."""
+    message: dict[str, Any] = {}
+    blocks: dict[int, dict[str, Any]] = {}
+    for event in events:
+        kind, index = event.get("type"), event.get("index", 0)
+        if kind == "message_start":
+            message |= event.get("message") or {}
+        elif kind == "content_block_start":
+            blocks[index] = dict(event.get("content_block") or {})
+        elif kind == "content_block_delta":
+            _add_delta(blocks.setdefault(index, {}), event.get("delta") or {})
+        elif kind == "message_delta":
+            known = {k: v for k, v in event.items() if k not in ("type", "delta", "usage")}
+            used = {**(message.get("usage") or {}), **(event.get("usage") or {})}
+            message |= {**(event.get("delta") or {}), **known, "usage": used}
+    for block in blocks.values():
+        if written := block.pop("partial_json", ""):
+            block["input"] = object_or_empty(written.encode())
+    return message | {"content": [blocks[index] for index in sorted(blocks)]}
+
+
+def _add_delta(block: dict[str, Any], delta: dict[str, Any]) -> None:
+    for key, value in delta.items():
+        if key != "type" and isinstance(value, str):
+            block[key] = value if key == "signature" else block.get(key, "") + value
+
+
+def chat_completion(message: dict[str, Any]) -> dict[str, Any]:
+    """A message, of hone or of another server, in the shape of a chat completion."""
+    blocks = [block for block in message.get("content") or () if isinstance(block, dict)]
+    texts = [str(b.get("text") or "") for b in blocks if b.get("type") == "text"]
+    thoughts = [str(b.get("thinking") or "") for b in blocks if b.get("type") == "thinking"]
+    calls = [
+        {
+            "id": block.get("id"),
+            "type": "function",
+            "function": {
+                "name": block.get("name"),
+                "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
+            },
+        }
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    reply: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        reply |= {"content": "".join(texts) or None, "tool_calls": calls}
+    if any(thoughts):
+        reply["reasoning_content"] = "\n".join(filter(None, thoughts))
+    reason = message.get("stop_reason")
+    choice = {
+        "index": 0,
+        "message": reply,
+        "finish_reason": _FINISH.get(str(reason), reason),
+        **{key: message[key] for key in _RECORDED if key in message},
+    }
+    known = ("id", "model", "policy_step", "prompt_token_ids", "not_applicable")
+    return {
+        **{key: message[key] for key in known if key in message},
+        "choices": [choice],
+        "usage": _chat_usage(message.get("usage") or {}),
+    }
+
+
+def _chat_usage(used: Mapping[str, Any]) -> dict[str, int]:
+    """Cached tokens are tokens of the prompt that `input_tokens` does not count."""
+    counts = {key: value for key, value in used.items() if isinstance(value, int)}
+    inputs = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    prompt, answer = sum(counts.get(key, 0) for key in inputs), counts.get("output_tokens", 0)
+    if not counts:
+        return {}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+    }
