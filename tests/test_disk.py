@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone.disk import append_lines, open_lines, write_atomic
+from hone.errors import DiskFull
 
 LONG = b"y" * 3 * 2**20
 
@@ -21,10 +22,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskFull, match=r"f\.json: the disk is full .*No space left"):
         write_atomic(path, "newer")
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["f.json"]
+    with pytest.raises(DiskFull, match=r"log/f\.jsonl: the disk is full .*No space left"):
+        append_lines(tmp_path / "log" / "f.jsonl", b"{}\n")
 
 
 @pytest.mark.parametrize(

@@ -53,17 +53,22 @@ def move(path: Path, target: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file: after a crash it holds the old content or the new, never a part of either."""
+    """Replace a file: after a crash it holds the old content or the new, never a part of either.
+
+    Creates the directory if it is missing. Raises StorageError.
+    """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        move(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            move(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def open_lines(path: Path) -> BinaryIO:
@@ -74,14 +79,19 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """Append whole lines; they are on the disk on return. Several processes may do so at once."""
-    with path.open("ab+") as file:
-        with suppress(OSError):  # a file system without locks
-            lock_descriptor(file.fileno())
-        _cut_torn_line(file)
-        file.write(lines)
-        file.flush()
-        os.fsync(file.fileno())
+    """Append whole lines; they are on the disk on return. Several processes may do so at once.
+
+    Creates the directory if it is missing. Raises StorageError.
+    """
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            with suppress(OSError):  # a file system without locks
+                lock_descriptor(file.fileno())
+            _cut_torn_line(file)
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

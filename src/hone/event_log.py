@@ -21,7 +21,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 from pydantic_core import to_json, to_jsonable_python
 
-from hone.disk import open_lines
+from hone.disk import open_lines, storage
 from hone.errors import StateError
 from hone.events import Event, parse
 
@@ -65,14 +65,16 @@ class EventLog:
     def _emit(self, type: str, fields: dict[str, Any], *, written: bool) -> Event:
         # Listeners get what a reader of the file gets, so there is one way to read an event.
         plain = to_jsonable_python(fields, inf_nan_mode="null")
-        raw = {"at": time.time(), "type": type} | plain
+        own = {"at": time.time(), "type": type}
+        raw = own | plain | own  # first in the line, and not for a plugin's fields to change
         event = parse(raw)
         with self._writing:
             if written:
-                self._file.write(to_json(raw) + b"\n")
-                self._file.flush()
-                if type not in UNSYNCED:
-                    os.fsync(self._file.fileno())
+                with storage(self.path):
+                    self._file.write(to_json(raw) + b"\n")
+                    self._file.flush()
+                    if type not in UNSYNCED:
+                        os.fsync(self._file.fileno())
             for listener in tuple(self.listeners):
                 listener(event)
         return event

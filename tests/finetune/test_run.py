@@ -1,6 +1,8 @@
 """`hone finetune` from the command's options to its exit status, over parts that need no server."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from tests.fakes import SickAdapter
 from tests.finetune.command import AGENT, DOCUMENT, Command, Parts
 
 from hone.config.problems import ConfigProblems, dotted
-from hone.errors import ConfigError, Conflict
+from hone.errors import ConfigError, Conflict, DiskFull
 from hone.finetune.journal import Journal, RunFingerprint
 
 
@@ -397,3 +399,26 @@ def test_a_dry_run_sees_that_another_process_holds_the_run(
         assert command(dry_run=True) == 1
     assert "is in use by another `hone finetune`" in caplog.messages[-1]
     assert command(dry_run=True) == 0
+
+
+@pytest.mark.parametrize("writes", [1, 12, 20])
+def test_a_full_disk_ends_a_run_with_its_name(
+    command: Command, monkeypatch: pytest.MonkeyPatch, writes: int
+):
+    """After so many durable writes, whatever file is next."""
+    left, sync = [writes], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with (
+        monkeypatch.context() as full,
+        pytest.raises(DiskFull, match=r"out/.*: the disk is full .*Free some space"),
+    ):
+        full.setattr(os, "fsync", fsync)
+        command()
+    assert command() == 0
+    assert len(Parts.builder.ran) == len(set(Parts.builder.ran)) == 8

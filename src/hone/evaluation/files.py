@@ -23,7 +23,7 @@ from hone.config.base import EvalDatasetStructure
 from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
 from hone.config.secrets import Secrets
 from hone.disk import append_lines, open_lines, write_atomic
-from hone.errors import ConfigError, StateError
+from hone.errors import ConfigError, StateError, StorageError
 from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.results import ItemResult
 from hone.evaluation.steps import intermediate_steps, read_steps, seconds_of
@@ -177,7 +177,7 @@ class OutputDir:
         self._note(FINISHED)
         scores = {name: _score(one) for name, one in result.scores.items()}
         line = dumps({"entry": self.entry(result), "scores": scores})
-        with _writing(self.path / FINISHED):
+        with _writing():
             append_lines(self.path / FINISHED, (line + "\n").encode("utf-8", ESCAPED))
 
     def entry(self, result: ItemResult) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class OutputDir:
     def write_text(self, name: str, content: str) -> Path:
         """Write a file of the directory atomically."""
         self._note(name)
-        with _writing(self.path / name):
+        with _writing():
             write_atomic(self.path / name, content.encode("utf-8", ESCAPED))
         return self._shown(self.path / name)
 
@@ -235,8 +235,8 @@ class OutputDir:
         """Record that a file is hone's, before it exists."""
         written = self._written()
         if name not in written:
-            with _writing(self.path / WRITTEN):
-                (self.path / WRITTEN).write_text("\n".join([*written, name]) + "\n", "utf-8")
+            with _writing():
+                write_atomic(self.path / WRITTEN, "\n".join([*written, name]) + "\n")
 
     def _written(self) -> list[str]:
         return _written(self.path)
@@ -251,13 +251,13 @@ def effective(document: Document) -> str:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except StorageError as error:
         raise StateError(
-            f"{path}: cannot be written ({error.strerror}). The items that had finished are in "
-            f"{FINISHED} beside it: free some space, then go on with --skip_completed_entries."
+            f"{error} The items that had finished are in {FINISHED}; --skip_completed_entries goes "
+            "on from there."
         ) from error
 
 

@@ -285,7 +285,6 @@ class _Cache:
     def put(self, key: str, verdict: tuple[str, float], messages: list[dict[str, str]]) -> None:
         reasoning, score = verdict
         entry = {"score": score, "reasoning": reasoning, "messages": messages}
-        self._directory.mkdir(parents=True, exist_ok=True)
         content = json.dumps(entry, ensure_ascii=False, indent=1)
         write_atomic(self._directory / f"{key}.json", content)
 

@@ -244,10 +244,7 @@ class Checkpoints:
         line = {**named, "step": step, "recorded_at": datetime.now(UTC).isoformat()}
         if replace:
             line["replaces"] = True
-        path = self.model_dir(key) / HISTORY
-        with storage(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_lines(path, json.dumps(line).encode() + b"\n")
+        append_lines(self.model_dir(key) / HISTORY, json.dumps(line).encode() + b"\n")
 
     def history(self, key: ModelKey) -> Lines:
         """Every line that was logged, oldest first."""
@@ -358,9 +355,7 @@ def log_groups(model_dir: Path, split: str, step: int, groups: Iterable[dict[str
     """Append groups to the file of a step. Raises RecursionError if one is nested too deeply."""
     lines = "".join(json.dumps(group) + "\n" for group in groups)
     path = model_dir / "trajectories" / split / f"{step:04d}.jsonl"
-    with storage(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_lines(path, lines.encode())
+    append_lines(path, lines.encode())
     return path
 
 
