@@ -3,14 +3,16 @@
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from sqlite3 import Connection
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hone.errors import Conflict, NotFound
+from hone.errors import Conflict, DiskFull, NotFound
 from hone.store import calls as calls_module
 from hone.store.calls import CallStore
 from hone.store.database import Store
@@ -226,6 +228,29 @@ def test_a_rollout_of_a_run_needs_the_run_open(calls: CallStore, store: Store) -
         calls.run_of("run1:a")
     calls.open_run(spec)
     assert calls.run_of("run1:a") == spec
+
+
+class FullDisk(Store):
+    """A store whose commits find no room."""
+
+    @contextmanager
+    def transaction(self, *, durable: bool = False) -> Iterator[Connection]:
+        with super().transaction(durable=durable) as db:
+            yield db
+            raise DiskFull("no room")
+
+
+def test_a_run_that_could_not_be_opened_or_closed_stays_as_it_was(calls: CallStore, store: Store):
+    calls.open_run(RunSpec(id="run1"))
+    disk = FullDisk(store.path)
+    full = CallStore(disk)
+    for change in (lambda: full.open_run(RunSpec(id="run2")), lambda: full.close_run("run1")):
+        with pytest.raises(DiskFull):
+            change()
+    assert full.run_of("run1:0") == RunSpec(id="run1")
+    with pytest.raises(Conflict, match="'run2', which is not open"):
+        full.run_of("run2:0")
+    disk.close()
 
 
 def test_a_run_cannot_become_another(calls: CallStore) -> None:

@@ -105,32 +105,34 @@ class CallStore:
 
     def open_run(self, spec: RunSpec) -> None:
         """Keep this run's calls until it is closed. It may be opened again, but not with another spec."""
-        with self._lock, self._store.transaction() as db:
-            row = db.execute("SELECT spec, opened_at FROM runs WHERE id = ?", (spec.id,)).fetchone()
-            text, opened_at = row or (None, time.time())
-            known = None if text is None else RunSpec.model_validate_json(text)
-            if known is not None and known != spec:
-                raise Conflict(
-                    f"run {spec.id!r} exists with model {known.model!r} and seed {known.seed}, not "
-                    f"{spec.model!r} and {spec.seed}; choose another id, or open it as it was"
+        with self._lock:
+            with self._store.transaction() as db:
+                query = "SELECT spec, opened_at FROM runs WHERE id = ?"
+                text, opened_at = db.execute(query, (spec.id,)).fetchone() or (None, time.time())
+                known = None if text is None else RunSpec.model_validate_json(text)
+                if known is not None and known != spec:
+                    raise Conflict(
+                        f"run {spec.id!r} exists with model {known.model!r} and seed {known.seed}, "
+                        f"not {spec.model!r} and {spec.seed}; choose another id, or open it as it was"
+                    )
+                db.execute(
+                    "INSERT INTO runs (id, spec, opened_at) VALUES (?, ?, ?) "
+                    "ON CONFLICT (id) DO UPDATE SET closed_at = NULL",
+                    (spec.id, spec.model_dump_json(), opened_at),
                 )
-            db.execute(
-                "INSERT INTO runs (id, spec, opened_at) VALUES (?, ?, ?) "
-                "ON CONFLICT (id) DO UPDATE SET closed_at = NULL",
-                (spec.id, spec.model_dump_json(), opened_at),
-            )
             self._open[spec.id] = spec, opened_at
             self._opened[spec.id] = time.time()
 
     def close_run(self, run: str) -> None:
         """Allow its calls to be pruned. Closing twice changes nothing."""
-        with self._lock, self._store.transaction() as db:
-            if db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone() is None:
-                raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
-            db.execute(
-                "UPDATE runs SET closed_at = ? WHERE id = ? AND closed_at IS NULL",
-                (time.time(), run),
-            )
+        with self._lock:
+            with self._store.transaction() as db:
+                if db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone() is None:
+                    raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
+                db.execute(
+                    "UPDATE runs SET closed_at = ? WHERE id = ? AND closed_at IS NULL",
+                    (time.time(), run),
+                )
             self._open.pop(run, None)
             self._opened.pop(run, None)
 
