@@ -196,6 +196,10 @@ async def test_a_job_from_submission_to_step(
         assert again == ref
         assert (await adapter.wait_until_complete(again)).metadata == outcome
         assert await adapter.policy_step() == 1
+        # A later job of the run is another one.
+        later = await adapter.submit(await collected(adapter, run_id, epoch=1))
+        assert (await adapter.wait_until_complete(later)).metadata["step"] == 2  # pyright: ignore[reportOptionalSubscript]
+        assert await adapter.wait_until_complete(ref) == status
         # Another process knows it by its reference.
         other = adapter_for(server, tiny_model, name=adapter.model.name)
         assert await other.status(ref) == status == await other.wait_until_complete(ref)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes import MemoryAdapter, ScriptedBuilder
+from tests.finetune.command import Command, Parts
 from tests.finetune.trainers import Bench, evaluation, rising
 from tests.finetune.worlds import finetuning
 
 from hone.evaluation.base import EvalOutputItem
 from hone.event_log import EventLog
-from hone.finetune.base import TrainingJobRef, TrajectoryCollection
+from hone.finetune.base import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
 from hone.finetune.trainer import ARTTrainer
 
@@ -131,3 +132,39 @@ async def test_an_own_reward_is_what_is_recorded(tmp_path: Path):
     }
     # Example a has a reward and no call that could be trained.
     assert builder.dropped == {"no_reward": 2, "infrastructure/evaluator": 4, "no_calls": 2}
+
+
+class TalkativeAdapter(MemoryAdapter):
+    """Its statuses and its description hold more than hone knows of, under names that events use."""
+
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 10.0
+    ) -> TrainingJobStatus:
+        status = await super().wait_until_complete(ref, poll_interval)
+        more = {"type": "lora", "at": "noon", "seconds": None, "epoch": "first"}
+        metrics = {"learn/clip_frac": None, "note": "fine", "learn/loss": float("nan")}
+        metadata = {**(status.metadata or {}), **more, "metrics": metrics}
+        return status.model_copy(update={"metadata": metadata})
+
+
+async def test_what_an_adapter_adds_to_a_status_changes_no_event(bench: Bench):
+    bench.adapter = TalkativeAdapter()
+    bench.builder.reward = lambda epoch, example, generation: 0.5  # flat, so it is diagnosed
+    statuses = await bench.run(3)
+    assert [status.status for status in statuses] == ["completed"] * 3
+    done = bench.events("job_done")
+    assert [(e["epoch"], e["step"]) for e in done] == [(0, 1), (1, 2), (2, 3)]
+    assert all(e["seconds"] >= 0 for e in done)
+    (warning,) = (e["message"] for e in bench.events("warning"))
+    assert "clip_frac unknown" in warning
+
+
+def test_what_an_adapter_says_of_its_model_changes_nothing_else(command: Command):
+    class Described(MemoryAdapter):
+        def describe(self) -> dict[str, Any]:
+            return super().describe() | {"name": "mine", "step": 7, "type": "lora", "seed": "x"}
+
+    Parts.adapter = Described()
+    assert command() == 0
+    (started,) = command.events("run_started")
+    assert (started["name"], started["step"], started["seed"]) == ("mine", 0, 0)

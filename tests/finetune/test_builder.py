@@ -132,11 +132,12 @@ async def test_small_groups_are_dropped_and_counted(server: LocalBackend, tiny_m
 
 def test_its_own_log(tmp_path: Path):
     builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=4))
-    builder.log_progress("r1", {"avg": 0.5, "bad": float("nan")}, str(tmp_path))
+    metrics = {"avg": 0.5, "bad": float("nan"), "num_generations": 8, "name": "mine"}
+    builder.log_progress("r1", metrics, str(tmp_path))
     [line] = (tmp_path / "trajectory_builder_r1.jsonl").read_text().splitlines()
     entry = json.loads(line)
     assert entry.pop("timestamp")
-    assert entry == {"run_id": "r1", "num_generations": 4, "avg": 0.5, "bad": "NaN"}
+    assert entry == {"run_id": "r1", **metrics, "bad": "NaN"}
 
 
 # ---- targets ------------------------------------------------------------------------------------

@@ -111,9 +111,10 @@ def test_a_submission_is_the_same_after_a_restart(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         assert journal.submitted(3, 1) == noted
         assert journal.submitted(3, 0) is None
-        (tmp_path / "submissions" / "003_001.json").write_text("{")
-        with pytest.raises(StateError, match=r"003_001\.json: not a submission"):
-            journal.submitted(3, 1)
+        for damaged in ("{", "[]", '{"groups": [[1]], "run_id": "r"}'):
+            (tmp_path / "submissions" / "003_001.json").write_text(damaged)
+            with pytest.raises(StateError, match=r"003_001\.json: not a submission"):
+                journal.submitted(3, 1)
 
 
 def test_another_configuration_is_refused_and_says_what_differs(tmp_path: Path):
@@ -269,6 +270,22 @@ def test_a_text_that_a_plugin_wrote_is_the_same_after_a_restart(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         noted = journal.submitted(0, 0)
         assert noted is not None and noted.collection == sent
+
+
+def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Path):
+    """Otherwise another request would be sent under the key of the first."""
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(trained("a"))
+        journal.add(trained("b"))
+        trajectories = [one.trajectory() for one in journal.records("train", 0)]
+        metadata = trajectories[0].metadata = {**(trajectories[0].metadata or {}), "level": 3}
+        sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
+        journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
+    with Journal.open(tmp_path, FACTS) as journal:
+        noted = journal.submitted(0, 0)
+        assert noted is not None
+        assert noted.collection.trajectories[0][0].metadata == metadata
+        assert noted.collection.trajectories[0][1].metadata == trajectories[1].metadata
 
 
 def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path: Path):

@@ -244,6 +244,20 @@ async def test_examples_out_of_reach_are_not_paid_for(bench: Bench):
     assert {example for epoch, example, _ in bench.builder.ran if epoch == 1} == set("cd")
 
 
+async def test_an_epoch_of_examples_out_of_reach_runs_them_all(bench: Bench):
+    """The draw of an epoch may consist of examples that the curriculum would skip."""
+    bench.builder.reward = lambda e, example, g: 0.2 * (1 + "abcd".index(example)) + 0.2 * g - 0.1
+    curriculum = CurriculumLearningConfig(
+        enabled=True, initial_percentile=0.3, expansion_interval=50, skip_excluded=True
+    )
+    # With this seed two of the excluded examples are drawn together in the third epoch.
+    bench.keys = {"examples_per_epoch": 2, "seed": 3, "curriculum_learning": curriculum}
+    statuses = await bench.run(4)
+    assert [status.status for status in statuses] == [COMPLETED] * 4
+    ran = [{example for epoch, example, _ in bench.builder.ran if epoch == e} for e in range(4)]
+    assert all(ran) and len(ran[2]) == 2
+
+
 async def test_old_checkpoints_are_pruned_while_the_job_runs(bench: Bench):
     bench.keys = {"keep_checkpoints": 2}
     await bench.run(2)

@@ -405,6 +405,18 @@ def test_an_example_that_failed_once_is_neither_better_nor_worse(tmp_path: Path)
     assert shown_one.kind == "could not be scored"
 
 
+def test_a_line_of_a_killed_run_is_skipped_and_no_other(tmp_path: Path):
+    """Cut inside a character; the others hold separators of lines that JSON does not escape."""
+    fields = {"generation": 0, "reward": 1.0, "input": "caf\u00e9\u2028\u0085", "output": "x"}
+    lines = [
+        json.dumps({"example": example, **fields}, ensure_ascii=False).encode() for example in "ab"
+    ]
+    file = tmp_path / "epoch_000.jsonl"
+    file.write_bytes(lines[0] + b"\n" + lines[1][: lines[1].index(b"\xc3") + 1])
+    (example,) = pick(file, file)
+    assert (example.id, example.input) == ("a", fields["input"].strip())
+
+
 def test_examples_need_no_files(tmp_path: Path):
     assert pick(tmp_path / "none.jsonl", tmp_path / "none.jsonl") == []
 

@@ -100,7 +100,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.dropped: Counter[str] = Counter()
         """What the last `submit` left out, by reason."""
         self.training_jobs: dict[str, asyncio.Task[TrainingJobStatus]] = {}
-        """By run id, the newest job of each, as a task that ends with it."""
+        """By run id, the newest job of each, as a task that ends with it and has its id as name."""
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         )
         job = await self.backend.submit(request)
         ref = TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **place})
-        self.training_jobs[run_id] = asyncio.create_task(self._follow(ref), name=f"train-{job.id}")
+        self.training_jobs[run_id] = asyncio.create_task(self._follow(ref), name=job.id)
         count = sum(map(len, groups))
         logger.info("Submitted %d trajectories in %d groups for training", count, len(groups))
         used = job.config.model_dump(exclude_defaults=True) | {"beta": job.config.beta}
@@ -318,10 +318,8 @@ class ARTTrainerAdapter(TrainerAdapter):
     ) -> TrainingJobStatus:
         """Until its last event; a caller that stops waiting does not stop the job."""
         following = self.training_jobs.get(ref.run_id)
-        if following is None:
-            name = f"train-{_job_id(ref)}"
-            following = asyncio.create_task(self._follow(ref), name=name)
-            self.training_jobs[ref.run_id] = following
+        if following is None or following.get_name() != _job_id(ref):
+            return await self._follow(ref)  # another process submitted it, or it has ended
         await asyncio.wait([following])
         return following.result()
 
@@ -361,14 +359,12 @@ class ARTTrainerAdapter(TrainerAdapter):
         self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None
     ) -> None:
         """Append a line to trainer_adapter_RUN.jsonl."""
-        config = self.adapter_config.backend
+        config = self.adapter_config.backend.model_dump(include={"base_model", "project", "name"})
+        own = {"run_id": ref.run_id, "backend": ref.backend, "trainer_config": config}
         append_line(
             output_dir or "./.tmp/nat/finetuning/trainer_adapter",
             f"trainer_adapter_{ref.run_id}.jsonl",
-            run_id=ref.run_id,
-            backend=ref.backend,
-            trainer_config=config.model_dump(include={"base_model", "project", "name"}),
-            **metrics,
+            own | metrics,
         )
 
 

@@ -236,9 +236,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         append_line(
             output_dir or "./.tmp/nat/finetuning/trajectory_builder",
             f"trajectory_builder_{run_id}.jsonl",
-            run_id=run_id,
-            num_generations=self.num_generations,
-            **metrics,
+            {"run_id": run_id, "num_generations": self.num_generations, **metrics},
         )
 
     # ---- one rollout ----------------------------------------------------------------------------

@@ -79,9 +79,12 @@ class Curriculum:
             self.state.setdefault(key, value)
 
     def plan(self, examples: Sequence[str], epoch: int) -> list[str]:
-        """The examples to run this epoch: all of them, unless `skip_excluded` saves some."""
+        """The examples to run this epoch: all of them, unless `skip_excluded` saves some.
+
+        Where it would save all of them (`examples_per_epoch` drew no other), all are run.
+        """
         skipped = self._skipped(epoch)
-        return [example for example in examples if example not in skipped]
+        return [example for example in examples if example not in skipped] or list(examples)
 
     def select(
         self,

@@ -149,7 +149,6 @@ class Journal:
     def add(self, record: RolloutRecord) -> None:
         """On the disk when it returns."""
         path = self._rollouts(record.split, record.epoch)
-        path.parent.mkdir(exist_ok=True)
         append_lines(path, record.model_dump_json().encode() + b"\n")
         if self._indexed is not None and self._indexed[0] == path:
             _index(self._indexed[1], record)
@@ -184,7 +183,6 @@ class Journal:
     def note_submission(self, epoch: int, round: int, submission: Submission) -> None:
         """Written whole, before it is sent."""
         path, sent = self._submission(epoch, round), submission.collection
-        path.parent.mkdir(exist_ok=True)
         known = {record.rollout: record for record in self.records("train", epoch, round)}
         groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
         file = {"collected": submission.collected, **sent.model_dump(exclude={"trajectories"})}
@@ -204,7 +202,7 @@ class Journal:
             return Submission(TrajectoryCollection.model_validate(sent), file["collected"])
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"no {error}" if isinstance(error, KeyError) else error
             raise StateError(
                 f"{path}: not a submission ({why}). Start anew with --fresh."
@@ -346,19 +344,19 @@ def _reference(trajectory: Trajectory, known: Mapping[str, RolloutRecord]) -> di
     """A reference to a rollout that the journal has; a trajectory with a text of its own, whole."""
     rollout = (trajectory.metadata or {}).get("rollout")
     record, text = known.get(rollout or ""), vars(trajectory).get("episode")
-    if record is None or (
-        text is not None
-        and (text, trajectory.metadata) != (record.episode, record.trajectory().metadata)
-    ):
+    if record is None or text not in (None, record.episode):
         return trajectory.model_dump(mode="json")
-    return {"rollout": rollout, **trajectory.model_dump(include={"reward", "shaped_rewards"})}
+    fields = {"reward", "shaped_rewards"}
+    if trajectory.metadata != record.trajectory().metadata:
+        fields.add("metadata")  # a plugin changed it
+    return {"rollout": rollout, **trajectory.model_dump(include=fields)}
 
 
 def _resolved(one: dict[str, Any], known: Mapping[str, RolloutRecord]) -> Any:
     if "rollout" not in one:
         return one
-    values = {key: one[key] for key in ("reward", "shaped_rewards")}
-    return known[one["rollout"]].trajectory().model_copy(update=values)
+    update = {key: value for key, value in one.items() if key != "rollout"}
+    return known[one["rollout"]].trajectory().model_copy(update=update)
 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:

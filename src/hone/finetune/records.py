@@ -351,10 +351,9 @@ def reward_or_substitute(record: RolloutRecord, config: "FinetuneConfig") -> flo
     return None
 
 
-def append_line(directory: str | Path, name: str, **fields: Any) -> None:
-    """One more line of JSON in a file of a component's own, with the time."""
+def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> None:
+    """Append a line of JSON, with the time, to a component's own log."""
     line = {"timestamp": datetime.now(UTC).isoformat(), **plain(fields)}
-    Path(directory).mkdir(parents=True, exist_ok=True)
     append_lines(Path(directory) / name, json.dumps(line).encode() + b"\n")
 
 

@@ -200,26 +200,25 @@ class Run:
     async def _announce(self, adapter: TrainerAdapter, **sizes: int | None) -> None:
         resumed, step = self.journal.session > 1, await adapter.policy_step()
         arguments = self._secrets.hide_arguments(sys.argv[1:])
-        self.events.append(
-            "run_started",
-            run_id=self.journal.run_id,
-            session=self.journal.session,
-            began=self.began,
-            config_file=str(self.options.config_file),
-            command=shlex.join(["hone", *arguments]),
-            again=shlex.join(["hone", *resume_arguments(arguments, self.config.resume)]),
-            **adapter.describe(),
-            step=step,
-            epochs=self.config.num_epochs,
-            seed=self.config.seed,
+        fields = {
+            "run_id": self.journal.run_id,
+            "session": self.journal.session,
+            "began": self.began,
+            "config_file": str(self.options.config_file),
+            "command": shlex.join(["hone", *arguments]),
+            "again": shlex.join(["hone", *resume_arguments(arguments, self.config.resume)]),
+            "step": step,
+            "epochs": self.config.num_epochs,
+            "seed": self.config.seed,
             **sizes,
-            validation_interval=self.options.validation_interval,
-            validation_greedy=self.config.validation.greedy,
+            "validation_interval": self.options.validation_interval,
+            "validation_greedy": self.config.validation.greedy,
             **evaluators_of(self.reward, self.document, self.validation),
             **asdict(adapter.comparison),
-            output_dir=str(self.config.output_dir),
-            resumed=resumed,
-        )
+            "output_dir": str(self.config.output_dir),
+            "resumed": resumed,
+        }
+        self.events.append("run_started", **adapter.describe() | fields)
         if resumed:
             done = self.state.epochs_done(self.config.num_epochs)
             log.info("Going on with run %s: %s done", self.journal.run_id, done)

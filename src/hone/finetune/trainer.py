@@ -57,6 +57,8 @@ BACKEND = "openpipe-art"
 """What the originals call the backend of this trainer."""
 GRACE_S = 60.0
 """Beyond the adapter's own deadline, which cancels the job as well."""
+JOB_KEYS = frozenset({"job", "step", "metrics", "counts", "reason", "config", "seconds"})
+"""Metadata of a job's status that goes into its event."""
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
 
@@ -304,14 +306,17 @@ class ARTTrainer(Trainer):
         except TimeoutError:
             message = f"the adapter did not say within {limit_s:g} s how the job ended"
             status = self._status(epoch, FAILED, f"{message} (finetuning.job_timeout_s)")
-        outcome = {"job": None, "step": None, "metrics": {}} | (status.metadata or {})
+        known = {key: value for key, value in (status.metadata or {}).items() if key in JOB_KEYS}
+        outcome = {"job": None, "step": None, "metrics": {}} | known
         outcome |= {"epoch": epoch, "round": round}
         if status.status is not COMPLETED:
             message = status.message or f"the job was {status.status}"
             self.events.append("job_failed", **outcome | {"message": message})
             raise TrainingFailed(message)
         self._step = self._step if outcome["step"] is None else outcome["step"]
-        self.events.append("job_done", **{"seconds": time.monotonic() - started} | outcome)
+        if outcome.get("seconds") is None:
+            outcome["seconds"] = time.monotonic() - started
+        self.events.append("job_done", **outcome)
         progress = {key: outcome[key] for key in ("epoch", "round", "job", "step")}
         learned = {**progress, **(outcome["metrics"] or {})}
         self._adapter.log_progress(job, learned, str(self._config.output_dir))

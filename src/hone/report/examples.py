@@ -62,7 +62,7 @@ def request(folder: Path) -> dict[str, Any] | None:
 def _records(path: Path) -> dict[str, dict[str, Any]]:
     """The first generation of each example, in the order of the file; a later line counts."""
     records: dict[str, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         with suppress(ValueError, AttributeError, KeyError):
             record = json.loads(line)
             if record.get("generation") == 0:

@@ -56,8 +56,9 @@ class Round:
 
     @property
     def learned(self) -> dict[str, Any]:
-        """Metrics of the learner; empty without a job that ended well."""
-        return dict(self.job.metrics or {}) if isinstance(self.job, JobDone) else {}
+        """Metrics of the learner that are numbers; empty without a job that ended well."""
+        metrics = (self.job.metrics or {}) if isinstance(self.job, JobDone) else {}
+        return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
     @property
     def num_flat(self) -> int:
