@@ -27,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in its background; what the tests start must hear Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest.register_assert_rewrite("tests.conformance")  # its files are imported, not collected
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("search", max_examples=1000)

@@ -13,12 +13,9 @@ timeout of httpx, and from version 3 on that client is built on httpx2 and fails
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +23,10 @@ from typing import Any
 
 import httpx
 from tests.chat.conftest import build_tokenizer
+from tests.environments import NotInstalled, environment
 from tests.server.conftest import write_model
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
 CLIENT_S = 280.0
 """A client's whole script."""
 START_S = 30.0
@@ -37,7 +34,6 @@ NAT_PORT = 8000
 """NAT's adapter looks for the OpenAI API on this port and on no other."""
 
 
-ENVIRONMENT = ROOT / ".venv-art"
 REQUIREMENTS = ("openpipe-art==0.5.4", "nvidia-nat-openpipe-art==1.6.0", "openai<3")
 ART, NAT = "client_art.py", "client_nat.py"
 
@@ -52,11 +48,11 @@ def main() -> int:
         base = Path(scratch) / "tiny"
         write_model(base, build_tokenizer("smollm2-instruct"))
         try:
-            install()
+            python = environment("art", REQUIREMENTS, say=lambda line: say(f"        {line}"))
             with server(Path(scratch) / "root") as ready:
-                prove_art(ready, base)
-                prove_nat(ready, base)
-        except NotShown as error:
+                prove_art(python, ready, base)
+                prove_nat(python, ready, base)
+        except (NotShown, NotInstalled) as error:
             say(f"FAILED  {error}")
             return 1
     return 0
@@ -65,10 +61,10 @@ def main() -> int:
 # ---- what is proved ---------------------------------------------------------------------------
 
 
-def prove_art(ready: dict[str, Any], base: Path) -> None:
+def prove_art(python: Path, ready: dict[str, Any], base: Path) -> None:
     """openpipe-art 0.5.4: a whole training loop."""
     address = f"http://127.0.0.1:{ready['port']}"
-    saw = drive(ART, address, str(base), scratch=base.parent)
+    saw = drive(python, ART, address, str(base), scratch=base.parent)
     served = [f"http://127.0.0.1:{NAT_PORT}/v1", "default", "agent"]
     show("registers and knows its step without loading a model", saw["register_s"] < 5, saw)
     show("its step is 0 before any training", saw["first_step"] == 0, saw)
@@ -99,9 +95,9 @@ def _prove_files(directory: Path) -> None:
     show("logged trajectories keep their log-probabilities", whole, logged)
 
 
-def prove_nat(ready: dict[str, Any], base: Path) -> None:
+def prove_nat(python: Path, ready: dict[str, Any], base: Path) -> None:
     """NAT 1.6.0's ARTTrainerAdapter: initialize, submit, wait."""
-    saw = drive(NAT, str(ready["port"]), str(base), scratch=base.parent)
+    saw = drive(python, NAT, str(ready["port"]), str(base), scratch=base.parent)
     statuses = [status for status, _ in saw["jobs"]]
     show("NAT's adapter sees two jobs completed", statuses == ["completed"] * 2, saw)
     show("and the step rise from 0 to 2", [saw["first_step"], saw["step"]] == [0, 2], saw)
@@ -146,29 +142,12 @@ def say(line: str) -> None:
 # ---- what it takes ----------------------------------------------------------------------------
 
 
-def install() -> None:
-    """Make the clients' environment, unless it is there with just these requirements."""
-    stamp, wanted = ENVIRONMENT / ".installed", "\n".join(REQUIREMENTS)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    say(f"        installing {' '.join(REQUIREMENTS)} into {ENVIRONMENT.name}")
-    began = time.monotonic()
-    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    # No pip inside: the one that runs this installs for the other interpreter.
-    venv.create(ENVIRONMENT, with_pip=False)
-    pip = [sys.executable, "-m", "pip", "--python", ENVIRONMENT / "bin" / "python", "install"]
-    flags = ["--quiet", "--quiet", "--disable-pip-version-check", "--prefer-binary", "--no-compile"]
-    subprocess.run([*pip, *flags, *REQUIREMENTS], check=True)
-    stamp.write_text(wanted)
-    say(f"        installed in {time.monotonic() - began:.0f} s")
-
-
-def drive(script: str, *arguments: str, scratch: Path) -> dict[str, Any]:
+def drive(python: Path, script: str, *arguments: str, scratch: Path) -> dict[str, Any]:
     """Run a client's script; what it saw."""
     ours = ("PYTHON", "HONE", "OPENAI", "WANDB", "VIRTUAL_ENV")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     done = subprocess.run(
-        [ENVIRONMENT / "bin" / "python", HERE / script, *arguments],
+        [python, HERE / script, *arguments],
         cwd=scratch,  # the clients write beside where they run
         env=env,
         capture_output=True,
