@@ -160,6 +160,16 @@ def within(function: str) -> Iterator[None]:
 
 
 @contextmanager
+def not_captured() -> Iterator[None]:
+    """Requests inside are neither marked nor recorded, whatever their path."""
+    token = open_scope.set(None)
+    try:
+        yield
+    finally:
+        open_scope.reset(token)
+
+
+@contextmanager
 def keep_patched() -> Iterator[None]:
     """Keep libraries patched, even if another thread closes the scope meanwhile."""
     _taps.open()

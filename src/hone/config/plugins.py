@@ -17,6 +17,7 @@ GROUP = "hone.components"
 BUILT_IN = (
     "hone.workflow.python",
     "hone.workflow.command",
+    "hone.workflow.http",
     "hone.workflow.llm",
     "hone.evaluation.datasets",
     "hone.evaluation.evaluators",

@@ -18,8 +18,8 @@ from hone.errors import ConfigError
 from hone.evaluation import calls as _calls  # noqa: F401  # registers its evaluators
 from hone.evaluation import python as _python  # noqa: F401  # registers its evaluator
 from hone.evaluation.base import EvalInputItem
-from hone.evaluation.paths import json_path, values_at
 from hone.evaluation.rule import Rule, Verdict, expected_of, parsed, rule_evaluator, same, text
+from hone.workflow.paths import json_path, values_at
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")

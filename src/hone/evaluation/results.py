@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
-from hone.evaluation.paths import values_at
 from hone.types import Failure
 from hone.workflow.jsonable import as_text
+from hone.workflow.paths import values_at
 from hone.workflow.run import RolloutFailure, RolloutResult
 
 

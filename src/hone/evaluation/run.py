@@ -30,7 +30,6 @@ from hone.evaluation.base import (
 )
 from hone.evaluation.datasets import JsonDataset, as_target, load_items
 from hone.evaluation.files import FINISHED, OutputDir
-from hone.evaluation.paths import json_path
 from hone.evaluation.results import (
     EvalSummary,
     EvaluationRunOutput,
@@ -45,6 +44,7 @@ from hone.tally import run_together
 from hone.trajectory import failure_of
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
+from hone.workflow.paths import json_path
 from hone.workflow.run import RecordedCalls, run_rollout
 from hone.workflow.target import load_target
 

@@ -150,7 +150,7 @@ def _fitted(parameter: inspect.Parameter, input: Any) -> Any:
     if wanted is Any or wanted is object:
         return input
     if wanted is str:
-        return input if isinstance(input, str) else _as_text(input)
+        return input if isinstance(input, str) else as_text(input)
     if _is_model(wanted):
         return _as_model(wanted, input)
     try:
@@ -177,7 +177,8 @@ def _as_model(wanted: type[BaseModel], input: Any) -> BaseModel:
     return wanted.model_validate(input if fields is None else fields)
 
 
-def _as_text(input: Any) -> str:
+def as_text(input: Any) -> str:
+    """Text as it is; JSON of a model, a dict or a list; str() of anything else but None."""
     if isinstance(input, BaseModel):
         return input.model_dump_json()
     if isinstance(input, dict | list | tuple):

@@ -1,4 +1,4 @@
-"""JSONPath, as `result_json_path` and json_match use it.
+"""JSONPath, as `result_json_path`, json_match and http workflows use it.
 
 In:   a path (RFC 9535; the library's additions are allowed) and a value of JSON
 Out:  the values at the path, in order

@@ -1,4 +1,4 @@
-"""32 programs at a time against one server, a third of them killed in the middle of an answer."""
+"""Agents outside this process, many at a time, against one server: programs and a service."""
 
 import asyncio
 import sys
@@ -6,9 +6,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI, Request
+from openai import AsyncOpenAI
 from tests.finetune.rehearsal import Rehearsal
 from tests.workflow.rollouts import why
 
+from hone.server import listen
 from hone.workflow.run import RolloutResult, run_rollout
 
 AGENTS = 32
@@ -81,6 +84,52 @@ async def test_no_call_crosses_rollouts_although_a_third_of_the_agents_is_killed
     assert killed == 11  # 0, 3, ... 30
     assert list(places.iterdir()) == []
     assert _processes(f"HONE_ROLLOUT={run.id}:") == []
+
+
+async def test_a_service_is_trained_by_the_address_that_comes_with_each_request(
+    rehearsal: Rehearsal,
+):
+    app, busy, together = FastAPI(), [0], asyncio.Event()
+
+    @app.post("/solve")
+    async def solve(request: Request) -> dict[str, str]:
+        question = (await request.json())["question"]
+        busy[0] += 1
+        if busy[0] == 8:
+            together.set()
+        await together.wait()  # all rollouts are in the service before the first model call
+        client = AsyncOpenAI(base_url=request.headers["x-hone-base-url"], api_key="default")
+        async with client:
+            reply = await client.chat.completions.create(
+                model=request.headers["x-hone-model"],
+                messages=[{"role": "user", "content": question}],
+                max_tokens=4,
+            )
+        return {"answer": reply.choices[0].message.content or ""}
+
+    async with listen.serving(app, grace_s=1) as url:
+        service = {"_type": "http", "url": f"{url}/solve", "output_path": "$.answer"}
+        body = {"question": "{input}"}
+        workflow = {**service, "body": body, "target": None}
+        async with rehearsal.live(workflow=workflow) as run:
+            function, served = await run.builder.get_workflow(), run.builder.served
+            assert served is not None and served.recorded is not None
+
+            async def one(number: int) -> RolloutResult:
+                return await run_rollout(
+                    function,
+                    f"question {number}",
+                    id=f"{run.id}:{number}",
+                    host=served.host,
+                    recorded_calls=served.recorded,
+                )
+
+            results = await asyncio.gather(*map(one, range(8)))
+            assert await run.adapter.unscoped_calls(run.id) == {}
+    for number, result in enumerate(results):
+        [call] = result.calls
+        assert call.messages == [{"role": "user", "content": f"question {number}"}]
+        assert result.output == ((call.reply or {})["content"] or "")
 
 
 def _processes(variable: str) -> list[str]:
