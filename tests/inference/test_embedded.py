@@ -309,8 +309,14 @@ async def test_requests_beyond_the_budget_wait_and_are_all_answered(tiny_llama_d
     most = 0
     while not answers.done():
         stats = served.engine.stats()
-        most = max(most, stats.kv_reserved_bytes)
-        assert stats.kv_reserved_bytes + stats.kv_cached_bytes <= stats.kv_budget_bytes
+        reserved, cached, budget = (
+            stats.kv_reserved_bytes,
+            stats.kv_cached_bytes,
+            stats.kv_budget_bytes,
+        )
+        assert reserved is not None and cached is not None and budget is not None
+        most = max(most, reserved)
+        assert reserved + cached <= budget
         await asyncio.sleep(0.001)
     assert all(len(d.ids) == 32 for samples in await answers for d in samples)
     assert 512 * 256 <= most <= 512 * 600

@@ -150,6 +150,17 @@ async def test_a_prefix_warmed_under_one_step_is_read_anew_under_the_next(served
             served.assert_agree(done.logprobs, served.expected(long, done, ref))
 
 
+async def test_the_size_of_the_kv_cache_is_what_vllm_allocated(served: Served) -> None:
+    stats = served.engine.stats()
+    assert stats.kv_budget_bytes is not None
+    # 2 layers x keys and values x 2 heads of 32 numbers, in blocks of 16 tokens or a multiple.
+    block = 16 * 2 * 2 * 2 * 32 * (2 if ON_GPU else 4)
+    assert stats.kv_budget_bytes % block == 0
+    if not ON_GPU:  # VLLM_CPU_KVCACHE_SPACE is 1
+        assert 0.95 * 2**30 < stats.kv_budget_bytes <= 2**30
+    assert (stats.kv_reserved_bytes, stats.kv_cached_bytes) == (None, None)
+
+
 async def test_a_streamed_answer_is_the_whole_one(served: Served) -> None:
     sampling = Sampling(n=2, max_tokens=12, seed=3, top_logprobs=2)
     whole = await complete(served.engine, PROMPT, sampling, served.first)

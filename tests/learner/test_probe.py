@@ -1,10 +1,17 @@
 """Which tokens a publisher is told to look at."""
 
+from pathlib import Path
+from typing import ClassVar
+
 import numpy as np
 import torch
 
+from hone.learner.body import DecoderBody
 from hone.learner.probe import OTHERS, ProbeCalls
 from hone.learner.samples import LabelledCall, Sample
+from hone.learner.trie import PackedRow
+from hone.models.decoder import Decoder
+from hone.models.lora import Lora
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -63,6 +70,24 @@ def test_no_call_is_looked_at_further_than_512_tokens():
     assert window.ids.tolist() == [*range(3000 - 502, 3000), *range(5000, 5010)]
     (window,) = chosen(BF16, call(range(10), range(5000, 6000))).calls
     assert window.ids.tolist() == [*range(10), *range(5000, 5128)]
+
+
+def test_rows_of_the_probe_are_as_long_as_rows_of_the_job_where_they_can_be(tiny_llama_dir: Path):
+    class Noted(DecoderBody):
+        likes: ClassVar[list[tuple[int, int]]] = []
+
+        def arranged(self, row: PackedRow, like: int = 0) -> PackedRow:
+            self.likes.append((len(row), like))
+            return row
+
+    body = Noted(Decoder.load(tiny_llama_dir))
+    lora = Lora.init(body.layout, rank=2)
+    probe = chosen(
+        F32, call(range(100), range(200, 300))
+    )  # 24 and 24 tokens, the last of them only scored
+    for lengths in ((40, 60, 900), (40,), ()):
+        probe.logprobs(body, lora, lengths)
+    assert body.likes == [(47, 60), (47, 0), (47, 0)]
 
 
 def test_what_calls_share_counts_once_and_is_watched_once():

@@ -13,7 +13,7 @@ from tests.learner.test_families import gradients, random_lora, samples
 from hone.errors import ConfigError, ModelUnsupported
 from hone.learner.body import BODY, DecoderBody, load_body, runs_own_decoder
 from hone.learner.learner import Learner
-from hone.learner.transformers_body import TransformersBody
+from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
@@ -183,3 +183,11 @@ def test_the_own_decoder_runs_on_cpus_and_where_flex_attention_cannot(
     config = next(f for f in FAMILIES if f.name == family).model().config.to_dict()
     config |= {"num_attention_heads": heads, "head_dim": config["hidden_size"] // heads}
     assert runs_own_decoder(config, device) is own
+
+
+def test_a_row_is_padded_like_a_longer_one():
+    model = BY_NAME["Qwen2.5"].model()
+    body = TransformersBody(model, raw=model.config.to_dict(), attention=FLEX)
+    (row,) = pack(samples(3), row_tokens=10**6, fill=True).rows
+    assert len(row) < 512
+    assert [len(body.arranged(row, like)) for like in (0, 513, 1500)] == [512, 768, 1536]

@@ -56,11 +56,11 @@ def test_peft_args_shape_the_adapter() -> None:
 def test_trainer_args_are_defaults_of_every_job() -> None:
     spec = spec_of(
         trainer_args={"max_grad_norm": 0.1, "weight_decay": 0.1, "num_generations": 8},
-        init_args={"max_seq_length": 2048, "load_in_4bit": True},
+        init_args={"max_seq_length": 2048, "load_in_16bit": True},
         chat_template_kwargs={"enable_thinking": False},
     )
     assert spec.defaults == {"max_grad_norm": 0.1, "weight_decay": 0.1, "max_seq_length": 2048}
-    assert spec.not_applicable == ["init_args.load_in_4bit", "trainer_args.num_generations"]
+    assert spec.not_applicable == ["init_args.load_in_16bit", "trainer_args.num_generations"]
     assert spec.chat_template_kwargs == {"enable_thinking": False}
 
 

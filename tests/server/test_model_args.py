@@ -17,7 +17,7 @@ def spec(**fields: Any) -> ModelSpec:
 def test_sections_become_fields_of_the_model_and_defaults_of_its_jobs() -> None:
     said = spec(
         peft_args={"r": 4, "lora_alpha": 32, "random_state": 7, "lora_dropout": 0},
-        init_args={"max_seq_length": 2048, "load_in_4bit": True, "gpu_memory_utilization": None},
+        init_args={"max_seq_length": 2048, "load_in_4bit": False, "gpu_memory_utilization": None},
         engine_args={"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "model": "tiny"},
         defaults={"beta": 0.1},
         not_applicable=["sent_before"],
@@ -30,7 +30,6 @@ def test_sections_become_fields_of_the_model_and_defaults_of_its_jobs() -> None:
         defaults={"beta": 0.1, "max_seq_length": 2048},
         not_applicable=[
             "engine_args.gpu_memory_utilization",
-            "init_args.load_in_4bit",
             "sent_before",
         ],
         chat_template_kwargs={"enable_thinking": False},
@@ -64,6 +63,15 @@ def test_two_keys_may_say_the_same_thing_but_not_two_things() -> None:
         (
             {"peft_args": {"lora_dropout": 0.1}},
             "peft_args.lora_dropout: 0.1 is not in this version",
+        ),
+        (
+            {"init_args": {"load_in_4bit": True}},
+            "init_args.load_in_4bit: True is not in this version; leave it out or send False. vLLM and "
+            "the learner would round the base weights differently, and no step could be proved",
+        ),
+        (
+            {"init_args": {"load_in_8bit": True}},
+            "init_args.load_in_8bit: True is not in this version",
         ),
         ({"init_args": {"model_name": "b"}}, "init_args.model_name: 'b' is not in this version"),
         ({"peft_args": {"r": "many"}}, "peft_args.r: Input should be a valid integer"),

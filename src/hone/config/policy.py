@@ -38,6 +38,11 @@ class Trained:
     base_model: str
     addresses: frozenset[Address]
 
+    def names_like(self, name: str) -> frozenset[str] | None:
+        """All names under which the server answers as it does to this one, if with the policy."""
+        every = self.names | {self.base_model}
+        return every | {f"{name}@latest" for name in every} if name in every else None
+
 
 def address_of(base_url: str) -> Address:
     """Host and port of a URL; all names of this machine are `localhost`."""

@@ -35,6 +35,7 @@ from hone.finetune.base import (
 )
 from hone.finetune.calls import (
     EVALUATION,
+    NO_LOGPROBS,
     Targets,
     TrainedCalls,
     count_unscoped,
@@ -69,12 +70,6 @@ if TYPE_CHECKING:
     from hone.finetune.journal import Journal
 
 logger = logging.getLogger("hone")
-
-NO_LOGPROBS = (
-    "No valid assistant messages with logprobs. Let the model be asked at the training server, which "
-    "records them; of another endpoint, set `logprobs: true` in its `llms` entry and see that it "
-    "returns them."
-)
 
 
 class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_traj_builder"):
@@ -383,11 +378,9 @@ async def art_trajectory_builder(
         key = wanted if wanted in builder.document.llms else builder.policy
         sent = None if key is None else builder.get_model_name(key)
         trained = None if builder.served is None else builder.served.trained
-        if trained is not None and (sent or wanted) in {*trained.names, trained.base_model}:
-            # All names that the server answers with the policy, also to an agent's own client.
-            every = {*trained.names, trained.base_model}
-            return frozenset(every | {f"{name}@latest" for name in every})
-        return frozenset() if sent is None else frozenset({sent})
+        # All names of the policy: an agent's own client may send another one than the entry.
+        every = None if trained is None else trained.names_like(sent or wanted)
+        return every or (frozenset() if sent is None else frozenset({sent}))
 
     trajectory_builder.llm_names = names_of
     adapter_name = builder.document.finetuning.trainer_adapter

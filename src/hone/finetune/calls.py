@@ -33,6 +33,11 @@ UNSEEN = (
     "other client, and an agent in a process of its own, must use the base URL "
     "{root}/rollout/ROLLOUT_ID/v1, which is `llm.rollout_url`"
 )
+NO_LOGPROBS = (
+    "No valid assistant messages with logprobs. Let the model be asked at the training server, which "
+    "records them; of another endpoint, set `logprobs: true` in its `llms` entry and see that it "
+    "returns them."
+)
 
 Message = dict[str, Any]
 

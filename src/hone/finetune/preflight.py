@@ -21,8 +21,13 @@ from hone.config.policy import address_of
 from hone.errors import HoneError
 from hone.finetune.adapter import NO_CONNECTION
 from hone.finetune.base import ModelServer, TrainerAdapter, TrajectoryBuilder, TrialRollouts
-from hone.finetune.builder import NO_LOGPROBS
-from hone.finetune.calls import UNSEEN, TrainedCalls, count_unscoped, unscoped_message
+from hone.finetune.calls import (
+    NO_LOGPROBS,
+    UNSEEN,
+    TrainedCalls,
+    count_unscoped,
+    unscoped_message,
+)
 from hone.finetune.plan import plan
 
 if TYPE_CHECKING:

@@ -127,9 +127,10 @@ class EngineStats:
     decoded_tokens: int
     """Sampled tokens that were computed to draw the next; once for samples with equal tokens."""
     sampled_tokens: int
-    kv_budget_bytes: int
-    kv_reserved_bytes: int
-    kv_cached_bytes: int
+    kv_budget_bytes: int | None
+    """Size of the KV cache. None, here and below: the engine does not know."""
+    kv_reserved_bytes: int | None
+    kv_cached_bytes: int | None
     held_s: float
     """Seconds that the last publish blocked the steps."""
 

@@ -3,10 +3,8 @@
 In:   requests as token ids; adapters as PEFT directories
 Out:  sampled ids and log-probabilities; the proof that an adapter is served
 
-Nothing is left to vLLM's defaults: every sampling parameter is sent, and the server is started so
-that no generation_config.json applies and that log-probabilities are temperature-scaled. Where top-p,
-top-k or min-p exclude tokens vLLM knows only the log-probability after that; such tokens are marked
-as not exact.
+Every sampling parameter is sent, so that no default of vLLM's applies. Where top-p, top-k or min-p
+exclude tokens vLLM knows only the log-probability after that; such tokens are marked as not exact.
 
 An adapter is loaded under its hash, once, from a copy that stays until nothing can read it again,
 and never in place: vLLM's prefix cache would go on with what the old weights computed. After loading,
@@ -16,63 +14,31 @@ the digests of the tensors in vLLM's own buffers are compared with those of the 
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-import httpx
 
 from hone.errors import EngineError
 from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.checks import check_request, check_sequences
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
-from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
-from hone.inference.vllm_client import (
-    COMPLETIONS,
-    CONNECT_S,
-    VllmClient,
-    check_logprobs,
-    completion_body,
-    read_delta,
-)
-from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
-from hone.logs import say
-from hone.models.files import linear_names
-from hone.models.find import find
+from hone.inference.vllm_client import COMPLETIONS, VllmClient, completion_body, read_delta
+from hone.inference.vllm_server import VllmServer, find_server, start_server
 
-BASE_NAME = "base"
-"""The name of the base model in vLLM."""
 GREEDY = Sampling(max_tokens=1, temperature=0)
 
 
 class VllmEngine:
     """An Engine over one vLLM server. For one event loop."""
 
-    def __init__(
-        self,
-        *,
-        vocab: int,
-        max_length: int,
-        max_rank: int,
-        directory: Path,
-        process: VllmProcess | None = None,
-        url: str | None = None,
-        sleeps: bool = False,
-        name: str = BASE_NAME,
-    ) -> None:
-        """`process` for a server of this engine's own, or the `url` of one that runs already.
-
-        `directory` is for copies of adapters; vLLM must see it under the same path.
-        """
-        self._vocab = vocab
-        self._max_length = max_length
-        self._max_rank = max_rank
+    def __init__(self, server: VllmServer, *, directory: Path) -> None:
+        """`directory` is for copies of adapters; vLLM must see it under the same path."""
+        self._server = server
+        self._vocab, self._max_length, self._base = server.vocab, server.max_length, server.name
         self._directory = directory
-        self._sleeps = sleeps
-        self._base = name
-        self._client = VllmClient(process, url)
+        self._client = VllmClient(server.process, server.url)
         self._adapters: dict[str, StagedAdapter] = {}
         self._unloaded: dict[str, StagedAdapter] = {}
         """Adapters that were unloaded while requests used them."""
@@ -89,87 +55,15 @@ class VllmEngine:
         self._held_s = 0.0
 
     @classmethod
-    def open(
-        cls,
-        name: str,
-        *,
-        environment: VllmEnvironment,
-        directory: Path,
-        args: Mapping[str, Any],
-        dtype: str,
-        max_length: int,
-        max_adapters: int,
-        rank: int,
-        on_gpu: bool,
-        start: Callable[[VllmProcess], AbstractContextManager[object]] = lambda _: nullcontext(),
-    ) -> "VllmEngine":
-        """Start a vLLM server for a model by name. Blocking.
-
-        `max_length` holds unless `args` has a max_model_len; the model's own limit always does.
-        `start` is entered while the process starts, so that its owner can stop it.
-        """
-        files = find(name)
-        sleeps = on_gpu and args.get("enable_sleep_mode") is not False
-        args = {"dtype": dtype, **args}
-        positions = int(files.text_config["max_position_embeddings"])
-        length = min(int(args.get("max_model_len") or max_length), positions)
-        arguments = server_arguments(
-            str(files.path),
-            BASE_NAME,
-            {**args, "max_model_len": length},
-            modules=linear_names(files.weight_files),
-            max_adapters=max_adapters,
-            rank=rank,
-            sleeps=sleeps,
-        )
-        process = VllmProcess(directory)
-        began = perf_counter()
-        say("vLLM starts", base_model=name, version=environment.version, log=process.log)
-
-        def tell(stage: str) -> None:
-            say(f"vLLM {stage}", base_model=name, after_s=round(perf_counter() - began))
-
-        with start(process):
-            process.start(environment, arguments, env=environment_variables(args), tell=tell)
-        try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
-                check_logprobs(client, "http://vllm", BASE_NAME)
-        except BaseException:
-            process.stop()
-            raise
-        return cls(
-            vocab=int(files.text_config["vocab_size"]),
-            max_length=length,
-            max_rank=int(args.get("max_lora_rank") or rank_limit(rank)),
-            directory=directory / "adapters",
-            process=process,
-            sleeps=sleeps,
-        )
+    def open(cls, name: str, *, directory: Path, **options: Any) -> "VllmEngine":
+        """Start a vLLM server for a model by name, see `start_server`. Blocking."""
+        server = start_server(name, directory=directory, **options)
+        return cls(server, directory=directory / "adapters")
 
     @classmethod
     def connect(cls, name: str, url: str, *, directory: Path, max_length: int) -> "VllmEngine":
         """Use a vLLM server that runs already, for a model by name. Blocking."""
-        files, url = find(name), url.rstrip("/").removesuffix("/v1")
-        try:
-            with httpx.Client(timeout=CONNECT_S) as client:
-                version = client.get(f"{url}/version").raise_for_status().json()["version"]
-                check_version(version, where=url)
-                cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
-                card = next(card for card in cards if not card.get("parent"))
-                check_logprobs(client, url, card["id"])
-        except (httpx.HTTPError, StopIteration, KeyError, ValueError) as error:
-            raise EngineError(
-                f"--engine-url {url}: no vLLM server with a model answers ({error!r})"
-            ) from None
-        say("vLLM of others: a publish is proved by log-probabilities alone", url=url)
-        return cls(
-            vocab=int(files.text_config["vocab_size"]),
-            max_length=min(card["max_model_len"], max_length),
-            max_rank=RANKS[-1],
-            directory=directory,
-            url=url,
-            name=card["id"],
-        )
+        return cls(find_server(name, url, max_length=max_length), directory=directory)
 
     @property
     def failure(self) -> BaseException | None:
@@ -245,7 +139,9 @@ class VllmEngine:
                 self._leave()
 
     def _stage(self, adapter: AdapterRef, directory: Path) -> StagedAdapter:
-        return stage(adapter, directory, self._directory / adapter.sha256, max_rank=self._max_rank)
+        return stage(
+            adapter, directory, self._directory / adapter.sha256, max_rank=self._server.max_rank
+        )
 
     async def _load(self, staged: StagedAdapter) -> None:
         name = staged.ref.sha256
@@ -370,9 +266,9 @@ class VllmEngine:
             prefilled_tokens=self._client.prefilled_tokens,
             decoded_tokens=self._sampled_tokens,
             sampled_tokens=self._sampled_tokens,
-            kv_budget_bytes=0,
-            kv_reserved_bytes=0,
-            kv_cached_bytes=0,
+            kv_budget_bytes=self._server.kv_bytes,
+            kv_reserved_bytes=None,  # vLLM counts blocks only with its own log of statistics
+            kv_cached_bytes=None,
             held_s=self._held_s,
         )
 
@@ -385,7 +281,7 @@ class VllmEngine:
         await self._idle.wait()
         if self._awake.is_set():  # woken meanwhile
             return
-        if self._sleeps:
+        if self._server.sleeps:
             self._asleep = True
             await self._client.post("/sleep?level=1", {})
         elif self._client.url is None:

@@ -72,6 +72,10 @@ class HoneWorker:
         """Ids of the adapters that this worker holds."""
         return sorted(self.model_runner.lora_manager.list_adapters())
 
+    def hone_kv_bytes(self) -> list[int]:
+        """Bytes of every piece of the KV cache that this worker has allocated."""
+        return list(_storages(self.model_runner.kv_caches).values())
+
     def hone_digests(self, adapter: int) -> dict[str, Any]:
         """The tensors that this worker computes with under an adapter.
 
@@ -82,6 +86,16 @@ class HoneWorker:
             return _digests(self.model_runner.lora_manager._adapter_manager, adapter)
         except Exception as error:  # noqa: BLE001  an error in a worker would end the engine
             return {"held": False, "error": repr(error)}
+
+
+def _storages(tensors: Any) -> dict[int, int]:
+    """Bytes by address of the memory under nested tensors, once where they share it."""
+    if isinstance(tensors, (list, tuple)):
+        return {place: size for item in tensors for place, size in _storages(item).items()}
+    if isinstance(tensors, dict):
+        return _storages(list(tensors.values()))
+    storage = tensors.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}
 
 
 def _digests(manager: Any, adapter: int) -> dict[str, Any]:

@@ -68,8 +68,11 @@ class Body(Protocol):
         """Whether unrelated subtrees in one row cost nothing, so that long rows are faster."""
         ...
 
-    def arranged(self, row: PackedRow) -> PackedRow:
-        """The row as this body computes it: the same nodes, perhaps with padding between them."""
+    def arranged(self, row: PackedRow, like: int = 0) -> PackedRow:
+        """The row as this body computes it: the same nodes, perhaps with padding between them.
+
+        A body that pads gives it the length of a row of `like` tokens, if that is longer.
+        """
         ...
 
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
@@ -132,7 +135,7 @@ class DecoderBody:
             )
         return self.layout
 
-    def arranged(self, row: PackedRow) -> PackedRow:
+    def arranged(self, row: PackedRow, like: int = 0) -> PackedRow:
         return row
 
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:

@@ -17,14 +17,15 @@ from hone.models.lora import Lora
 
 
 def row_logprobs(
-    model: Decoder | Body, row: PackedRow, labels: Labels, lora: Lora | None
+    model: Decoder | Body, row: PackedRow, labels: Labels, lora: Lora | None, *, like: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [m] and entropies [m] in the order of row.label; no adapter: the base model.
 
-    The log-probabilities have gradients, unless the caller runs this under `torch.no_grad`.
+    The log-probabilities have gradients, unless the caller runs this under `torch.no_grad`. `like` is
+    the length of another row, whose compiled code this one may use.
     """
     body = as_body(model)
-    row = body.arranged(row)
+    row = body.arranged(row, like)
     queries = Queries(
         node=row.query_node,
         temperature=row.query_temperature,

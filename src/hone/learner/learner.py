@@ -101,12 +101,13 @@ class Learner:
             ]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
         probe = ProbeCalls.choose(samples.samples if probe_tokens else (), body.dtype)
+        lengths = {len(row) for batch in batches for row in batch.rows}
         with self._atomic():
             with clock.phase("probe"):
-                before = probe.logprobs(body, self.lora)
+                before = probe.logprobs(body, self.lora, lengths)
             job.run()
             with clock.phase("probe"):
-                after = probe.logprobs(body, self.lora)
+                after = probe.logprobs(body, self.lora, lengths)
         metrics = job.totals.metrics(config) | _counts(samples, batches) | clock.metrics()
         metrics["learn/row_tokens"] = float(row_tokens)
         busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)

@@ -8,7 +8,7 @@ A publisher compares them with the engine's, to tell the new adapter from the ol
 temperature 1, whatever the call was sampled at, because an engine reports these for a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -104,15 +104,20 @@ class ProbeCalls:
         )
 
     @torch.no_grad()
-    def logprobs(self, model: Decoder | Body, lora: Lora) -> Tensor:
-        """Log-probabilities of all labels of the calls, in order, under this adapter."""
+    def logprobs(self, model: Decoder | Body, lora: Lora, lengths: Collection[int] = ()) -> Tensor:
+        """Log-probabilities of all labels of the calls, in order, under this adapter.
+
+        `lengths` of the job's rows: the probe's rows are padded like the shortest that is no shorter,
+        so that nothing is compiled for the probe alone.
+        """
         if not self.calls:
             return torch.empty(0, dtype=torch.float64)
         body = as_body(model)
         batch = pack([Sample(0, 0, self.calls)], row_tokens=WHOLE.tokens, shared=not body.unshared)
         values = torch.empty(len(batch.labels), dtype=torch.float64)
         for row in batch.rows:
-            scored, _ = row_logprobs(body, row, batch.labels, lora)
+            like = min((length for length in lengths if length >= len(row)), default=0)
+            scored, _ = row_logprobs(body, row, batch.labels, lora, like=like)
             values[row.label] = scored.double().cpu()
         return values
 

@@ -4,15 +4,13 @@ In:   an HF directory
 Out:  TransformersBody: hidden states of packed rows under the trie's attention
 
 The trie reaches the model as its attention function and as positions (depth in the trie); nothing else
-of the model changes. What a model does besides attention is checked when it is loaded: windows are
-read from the masks that it asks for, and the head is compared with the logits that it computes itself.
+of the model changes. model_facts.py checks what the model does besides attention.
 A model in which a token's state depends on more than its ancestors (linear attention, state spaces,
 rotary angles that depend on the length) is computed path by path.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +22,17 @@ from torch.utils.checkpoint import checkpoint
 from hone.errors import ModelUnsupported
 from hone.learner import flex
 from hone.learner.attention import SegmentAttention
-from hone.learner.logprobs import Head
+from hone.learner.model_facts import inspect_model
 from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.lora import Layout, Lora
 from hone.models.lora_linear import LoraModules, expert_modules
 from hone.models.shape import adapted_linears, restricted
 
-SEGMENTS, FLEX, INSPECT = "hone_segments", "hone_flex", "hone_inspect"
+SEGMENTS, FLEX = "hone_segments", "hone_flex"
 """Names of the attention functions, as transformers calls them."""
-
-SHARED_LAYERS = frozenset(["full_attention", "sliding_attention"])
-"""Kinds of layers that see ancestors only."""
 FEED_FORWARD = frozenset(["up_proj", "gate_up_proj"])
 """Linear layers that only the feed-forward part has."""
-LENGTH_ROPES = frozenset(["dynamic", "longrope"])
-"""Rotary embeddings whose angles depend on the length of the text."""
 
 
 class TransformersBody:
@@ -65,7 +58,7 @@ class TransformersBody:
         self._stack: nn.Module = model.get_decoder()
         self._embedding: nn.Module = model.get_input_embeddings()
         _register()
-        facts = _inspect(model, self._stack)
+        facts = inspect_model(model, self._stack)
         self.head, self.unshared = facts.head, facts.unshared
         self.windows = tuple(sorted({window for _, window in facts.windows}))
         for module, window in facts.windows:
@@ -151,8 +144,9 @@ class TransformersBody:
     def layout_of(self, target_modules: Collection[str]) -> Layout:
         return restricted(self.layout, target_modules)
 
-    def arranged(self, row: PackedRow) -> PackedRow:
-        return flex.padded(row, fit.padded_length(len(row))) if self._flex else row
+    def arranged(self, row: PackedRow, like: int = 0) -> PackedRow:
+        length = fit.padded_length(max(len(row), like))
+        return flex.padded(row, length) if self._flex else row
 
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
         self._lora.attach(lora)
@@ -254,32 +248,11 @@ def _needs_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-# ---- what a model is, found out when it is loaded ---------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """What the mask function of a layer allows: `size` keys, or all (flex.FULL), or neither."""
-
-    size: int
-    regular: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    head: Head
-    windows: tuple[tuple[nn.Module, int], ...]
-    """Attention modules with their windows; flex.FULL: none."""
-    unshared: str
-
-
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
     AttentionInterface.register(SEGMENTS, _segment_attention)
     AttentionInterface.register(FLEX, flex.attention)
-    AttentionInterface.register(INSPECT, _inspected_attention)
-    AttentionMaskInterface.register(INSPECT, _inspected_mask)
 
 
 def _segment_attention(
@@ -299,103 +272,3 @@ def _segment_attention(
     window = getattr(module, "trie_window", flex.FULL)
     out = segments(q, k, v, window=window or None, scale=scaling, softcap=softcap, sinks=s_aux)
     return out.view(1, len(q), q.shape[1], -1), None
-
-
-def _inspected_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any
-) -> tuple[Tensor, None]:
-    more["seen"].append((module, attention_mask))
-    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
-
-
-def _inspected_mask(*_: Any, mask_function: Callable[..., Any], **__: Any) -> _Window:
-    """The window of a mask function, read off two queries far from the start."""
-    zero = torch.tensor(0)
-
-    def window(query: int) -> int:
-        def visible(distance: int) -> bool:
-            places = torch.tensor(query), torch.tensor(query - distance)
-            return bool(mask_function(zero, zero, *places))
-
-        low, high = 0, 1 << 24
-        if visible(high):
-            return flex.FULL
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if visible(middle) else (low, middle)
-        return high
-
-    sizes = {window((1 << 25) + shift) for shift in (0, 1, 1009)}
-    return _Window(sizes.pop(), regular=not sizes)
-
-
-@torch.no_grad()
-def _inspect(model: Any, stack: nn.Module) -> _Facts:
-    """Run a few tokens, and see what the model does around its attention."""
-    text = model.config.get_text_config()
-    before = model.config._attn_implementation
-    model.set_attn_implementation(INSPECT)
-    seen: list[tuple[nn.Module, Any]] = []
-    token_ids = torch.arange(4, device=model.device)[None] % text.vocab_size
-    try:
-        hidden = stack(input_ids=token_ids, use_cache=False, seen=seen).last_hidden_state[0]
-        logits = model(input_ids=token_ids, use_cache=False, seen=[]).logits[0]
-    finally:
-        model.set_attn_implementation(before)
-    windows = [(module, _window_of(mask)) for module, mask in seen]
-    head = _head(model, text)
-    _check_head(head, hidden, logits, type(model).__name__)
-    return _Facts(
-        head,
-        tuple((module, window.size) for module, window in windows),
-        _why_unshared(text, [window for _, window in windows]),
-    )
-
-
-def _window_of(mask: Any) -> _Window:
-    return mask if isinstance(mask, _Window) else _Window(flex.FULL)
-
-
-def _why_unshared(text: Any, windows: list[_Window]) -> str:
-    layers = text.num_hidden_layers
-    other = sorted(set(getattr(text, "layer_types", None) or ()) - SHARED_LAYERS)
-    ropes = _rope_types(getattr(text, "rope_parameters", None) or {})
-    if len(windows) != layers or other:
-        kinds = f" ({', '.join(other)})" if other else ""
-        attention = sum(window.regular for window in windows)
-        return (
-            f"{attention} of {layers} layers are attention over ancestors; the others{kinds} carry "
-            "a state along the row"
-        )
-    if not all(window.regular for window in windows):
-        return "its attention windows depend on the place in the text"
-    if length := sorted(ropes & LENGTH_ROPES):
-        return f"its rotary angles depend on the length of the text ({', '.join(length)})"
-    return ""
-
-
-def _rope_types(rope: Mapping[str, Any]) -> set[str]:
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    own = rope.get("rope_type") or "default"
-    return {own}.union(*(_rope_types(value) for value in nested))
-
-
-def _head(model: Any, text: Any) -> Head:
-    """The head with the scale and cap that the model's configuration names."""
-    linear = model.get_output_embeddings()
-    scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
-    scale *= float(getattr(text, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
-    scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite
-    softcap = getattr(text, "final_logit_softcapping", None)  # Gemma
-    return Head(linear.weight, linear.bias, scale, softcap)
-
-
-def _check_head(head: Head, hidden: Tensor, logits: Tensor, name: str) -> None:
-    actual, expected = head.logits(hidden).double(), logits.double()
-    error = float((actual - expected).norm() / expected.norm())
-    # bfloat16 keeps eight bits; a scale that is left out would be far off.
-    if not error < (0.02 if hidden.dtype in (torch.bfloat16, torch.float16) else 1e-4):
-        raise ModelUnsupported(
-            f"{name}: its logits are not those of its head (relative difference {error:.2g}), so it "
-            "does something between them that hone does not know. Choose another model."
-        )

@@ -69,6 +69,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     TARGETS: ("all-linear", PROJECTIONS),
     "peft_args.loftq_config": ({},),
     "init_args.full_finetuning": (False,),
+    "init_args.load_in_4bit": (False,),
+    "init_args.load_in_8bit": (False,),
     "init_args.revision": (),
     "init_args.rope_scaling": (),
     "init_args.resize_model_vocab": (),
@@ -85,6 +87,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "chat_template_path": (),
 }
 """Keys that would change the result, and the values that equal what hone does anyway."""
+_QUANTIZED = (
+    "vLLM and the learner would round the base weights differently, and no step could be proved to be "
+    "the one that was trained. If memory is short, lower max_seq_length or train a smaller base_model"
+)
+REASONS = {"load_in_4bit": _QUANTIZED, "load_in_8bit": _QUANTIZED}
+"""Why a key is refused, by its last part, where that is not plain."""
 
 _MODELS = ("init_args.model_name", "engine_args.model")
 
@@ -176,7 +184,9 @@ def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse any other value; lists may be in any order."""
     if _sorted(value) not in allowed:
         fix = f"leave it out or send {allowed[0]!r}" if allowed else "leave it out"
-        raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}")
+        reason = REASONS.get(where.rpartition(".")[2])
+        why = "" if reason is None else f". {reason}"
+        raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}{why}")
 
 
 def _sorted(value: Any) -> Any:

@@ -1,0 +1,135 @@
+"""A vLLM server that is ready for an engine: started by hone, or found at a URL.
+
+In:   a model by name, the user's arguments; or a URL
+Out:  VllmServer: how to reach it, and what it can do
+
+Nothing is left to vLLM's defaults: the server is started so that no generation_config.json applies and
+that log-probabilities are temperature-scaled. One that was started by others is checked for that.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from hone.errors import EngineError
+from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
+from hone.inference.vllm_client import CONNECT_S, CONTROL_S, check_logprobs
+from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
+from hone.logs import say
+from hone.models.files import linear_names
+from hone.models.find import find
+
+BASE_NAME = "base"
+"""The name of the base model in a vLLM that hone starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmServer:
+    """A vLLM server that answers."""
+
+    vocab: int
+    max_length: int
+    max_rank: int
+    name: str
+    """Its name for the base model."""
+    process: VllmProcess | None = None
+    """The process of a server that hone started; the others have a `url`."""
+    url: str | None = None
+    sleeps: bool = False
+    """Whether its memory can be freed for a while."""
+    kv_bytes: int | None = None
+    """Size of its KV cache, of all GPUs together; None if it cannot be asked."""
+
+
+def start_server(
+    name: str,
+    *,
+    environment: VllmEnvironment,
+    directory: Path,
+    args: Mapping[str, Any],
+    dtype: str,
+    max_length: int,
+    max_adapters: int,
+    rank: int,
+    on_gpu: bool,
+    start: Callable[[VllmProcess], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> VllmServer:
+    """Start a vLLM server for a model by name. Blocking.
+
+    `max_length` holds unless `args` has a max_model_len; the model's own limit always does.
+    `start` is entered while the process starts, so that its owner can stop it.
+    """
+    files = find(name)
+    sleeps = on_gpu and args.get("enable_sleep_mode") is not False
+    args = {"dtype": dtype, **args}
+    positions = int(files.text_config["max_position_embeddings"])
+    length = min(int(args.get("max_model_len") or max_length), positions)
+    arguments = server_arguments(
+        str(files.path),
+        BASE_NAME,
+        {**args, "max_model_len": length},
+        modules=linear_names(files.weight_files),
+        max_adapters=max_adapters,
+        rank=rank,
+        sleeps=sleeps,
+    )
+    process = VllmProcess(directory)
+    began = perf_counter()
+    say("vLLM starts", base_model=name, version=environment.version, log=process.log)
+
+    def tell(stage: str) -> None:
+        say(f"vLLM {stage}", base_model=name, after_s=round(perf_counter() - began))
+
+    with start(process):
+        process.start(environment, arguments, env=environment_variables(args), tell=tell)
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
+            check_logprobs(client, "http://vllm", BASE_NAME)
+            kv_bytes = _kv_bytes(client)
+    except BaseException:
+        process.stop()
+        raise
+    return VllmServer(
+        vocab=int(files.text_config["vocab_size"]),
+        max_length=length,
+        max_rank=int(args.get("max_lora_rank") or rank_limit(rank)),
+        name=BASE_NAME,
+        process=process,
+        sleeps=sleeps,
+        kv_bytes=kv_bytes,
+    )
+
+
+def _kv_bytes(client: httpx.Client) -> int:
+    body = {"method": "hone_kv_bytes"}
+    response = client.post("http://vllm/collective_rpc", json=body, timeout=CONTROL_S)
+    return sum(sum(worker) for worker in response.raise_for_status().json()["results"])
+
+
+def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
+    """A vLLM server that runs already, for a model by name. Blocking."""
+    files, url = find(name), url.rstrip("/").removesuffix("/v1")
+    try:
+        with httpx.Client(timeout=CONNECT_S) as client:
+            version = client.get(f"{url}/version").raise_for_status().json()["version"]
+            check_version(version, where=url)
+            cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
+            card = next(card for card in cards if not card.get("parent"))
+            check_logprobs(client, url, card["id"])
+    except (httpx.HTTPError, StopIteration, KeyError, ValueError) as error:
+        raise EngineError(
+            f"--engine-url {url}: no vLLM server with a model answers ({error!r})"
+        ) from None
+    say("vLLM of others: a publish is proved by log-probabilities alone", url=url)
+    return VllmServer(
+        vocab=int(files.text_config["vocab_size"]),
+        max_length=min(card["max_model_len"], max_length),
+        max_rank=RANKS[-1],
+        name=card["id"],
+        url=url,
+    )
