@@ -102,6 +102,21 @@ async def test_a_large_turn_continues_the_ids_of_the_one_before(
     assert second.call.prompt_ids[: len(before)] == before
 
 
+async def test_a_large_request_of_the_responses_api(
+    server: Server, tiny_model: Path, tokenizer: Any
+) -> None:
+    path = "/rollout/r2/v1/responses"
+    first = (await _post(server, {"model": str(tiny_model), "input": "the wind"}, path)).json()
+    body = {"model": str(tiny_model), "input": LONG, "previous_response_id": first["id"]}
+    second = (await _post(server, body, path)).json()
+    before = [*first["prompt_token_ids"], *first["token_ids"]]
+    assert second["prompt_token_ids"][: len(before)] == before
+    assert LONG in tokenizer.decode(second["prompt_token_ids"])
+    body = {"model": str(tiny_model), "input": "x" * 3000}
+    error = (await _post(server, body, path)).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
 async def test_others_are_answered_while_a_large_body_is_read(
     server: Server, tiny_model: Path
 ) -> None:

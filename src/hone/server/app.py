@@ -30,14 +30,19 @@ import hone
 from hone import errors
 from hone.errors import HoneError
 from hone.logs import log, say
-from hone.server import anthropic_messages, art, auth, openai_chat, training
+from hone.server import anthropic_messages, art, auth, openai_chat, openai_responses, training
 from hone.server.bodies import BodyReader, is_json
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
 from hone.wire.base import Dialect
 from hone.wire.errors import error_body, error_response
 
-DIALECTS: tuple[Dialect, ...] = (openai_chat.CHAT, openai_chat.TEXT, anthropic_messages.MESSAGES)
+DIALECTS: tuple[Dialect, ...] = (
+    openai_chat.CHAT,
+    openai_chat.TEXT,
+    openai_responses.RESPONSES,
+    anthropic_messages.MESSAGES,
+)
 """Each writes the errors of its path."""
 _REQUEST_ID = "hone.request_id"
 """Key of the ASGI scope: an id that is in the log, in the headers and in errors of some dialects."""
@@ -45,7 +50,7 @@ _REQUEST_ID = "hone.request_id"
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
     """The control plane, which has every route, and the OpenAI API alone."""
-    dialects = (openai_chat.routes, anthropic_messages.routes)
+    dialects = (openai_chat.routes, openai_responses.routes, anthropic_messages.routes)
     control = _app(state, "hone", (*dialects, training.routes, art.routes), control=True)
     inference = _app(state, "hone: OpenAI API", dialects, control=False)
     return control, inference

@@ -37,7 +37,7 @@ OPEN = frozenset({"/health", "/healthcheck"})
 """Paths that need no key."""
 _OPENAI = re.compile(
     r"(/rollout/[^/]+)?/v1/"
-    r"(chat/completions|completions|messages(/count_tokens)?|models(/.*)?)"
+    r"(chat/completions|completions|responses(/.*)?|messages(/count_tokens)?|models(/.*)?)"
 )
 """Paths that the inference key opens."""
 _LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})

@@ -12,8 +12,10 @@ import asyncio
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from hone.chat.bridge import NextPrompt
@@ -101,6 +103,15 @@ class Choice:
     @property
     def ids(self) -> list[int]:
         return [token.id for token in self.tokens]
+
+    def reasoning_tokens(self, piece: Callable[[int], bytes]) -> int:
+        """Number of tokens up to the end of the reasoning; `piece` gives the bytes of a token."""
+        reasoning = (self.reply().reasoning or "").encode()
+        if not reasoning:
+            return 0
+        ends = list(accumulate(len(piece(token.id)) for token in self.tokens))
+        text = b"".join(piece(token.id) for token in self.tokens)
+        return bisect_left(ends, text.find(reasoning) + len(reasoning)) + 1
 
     def _close(self) -> list[Delta]:
         closed, self._closed = self._closed, True
@@ -203,7 +214,7 @@ class Generation:
             created_at=self.created_at,
             messages=self.messages,
             tools=self.tools or None,
-            request_fields=self.request_fields,
+            request_fields=self._recorded_fields(choice),
             reply=reply.message,
             finish=reply.finish,
             outcome=self.prompt.outcome,
@@ -220,6 +231,12 @@ class Generation:
                 function=scope.function,
             ),
         )
+
+    def _recorded_fields(self, choice: Choice) -> dict[str, Any] | None:
+        if self.request_fields is None:
+            return None
+        piece = self.context.policy.base.template.piece
+        return {**self.request_fields, "reasoning_tokens": choice.reasoning_tokens(piece)}
 
     def _count(self, calls: list[RecordedCall], abandoned: bool) -> None:
         model, metrics = self.context.policy.model, self.context.state.metrics

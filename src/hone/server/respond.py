@@ -27,7 +27,7 @@ from hone.inference.base import SampledToken
 from hone.logs import log
 from hone.server.bodies import accept_large_body
 from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
-from hone.server.generation import Choice, Generation, Piece, RequestContext
+from hone.server.generation import Generation, Piece, RequestContext
 from hone.server.prepare import prepare_chat, prepare_completion, wants_logprobs
 from hone.server.state import State
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, AnswerWriter, Dialect, Event, Logprobs
@@ -166,7 +166,7 @@ async def _answer(
             await _stream(generation, writer, logprobs, out)
             return None
         await generation.run()
-        return writer.whole([_finished(c, logprobs) for c in generation.choices])
+        return writer.whole(_finished(generation, logprobs))
 
 
 async def _stream(
@@ -186,7 +186,7 @@ async def _stream(
 
     await generation.run(send)
     # Their log-probabilities were sent; a response that repeats them takes them from its writer.
-    await out.send(*writer.end([_finished(choice, None) for choice in generation.choices]))
+    await out.send(*writer.end(_finished(generation, None)))
     await out.end()
 
 
@@ -204,18 +204,24 @@ def _head(generation: Generation) -> AnswerHead:
     )
 
 
-def _finished(choice: Choice, logprobs: "_LogprobWriter | None") -> Answer:
-    reply = choice.reply()
-    return Answer(
-        index=choice.index,
-        call_id=choice.id,
-        message=reply.message,
-        finish=reply.finish,
-        token_ids=choice.ids,
-        logprobs=None if logprobs is None else logprobs.write(choice.tokens),
-        malformed=reply.malformed,
-        stop=choice.stop if isinstance(choice.stop, str) else None,
-    )
+def _finished(generation: Generation, logprobs: "_LogprobWriter | None") -> list[Answer]:
+    piece = generation.context.policy.base.template.piece
+    answers: list[Answer] = []
+    for choice in generation.choices:
+        reply = choice.reply()
+        answer = Answer(
+            index=choice.index,
+            call_id=choice.id,
+            message=reply.message,
+            finish=reply.finish,
+            token_ids=choice.ids,
+            reasoning_tokens=choice.reasoning_tokens(piece),
+            logprobs=None if logprobs is None else logprobs.write(choice.tokens),
+            malformed=reply.malformed,
+            stop=choice.stop if isinstance(choice.stop, str) else None,
+        )
+        answers.append(answer)
+    return answers
 
 
 class _LogprobWriter:

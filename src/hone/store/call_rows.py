@@ -124,6 +124,11 @@ def _call(row: sqlite3.Row, parent: RecordedCall | None) -> RecordedCall:
     )
 
 
+def without_request_fields(body: bytes) -> bytes:
+    """The body of a row, without the fields of the request."""
+    return _pack(_unpack(body) | {"request_fields": None})
+
+
 def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
     """Length of the common prefix."""
     size = min(len(before), len(after))

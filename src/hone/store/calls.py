@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import Conflict, NotFound
-from hone.store.call_rows import Row, digest, insert, ints, read_calls
+from hone.store.call_rows import Row, digest, insert, ints, read_calls, without_request_fields
 from hone.store.database import Store
 from hone.types import RecordedCall, RunSpec
 
@@ -242,6 +242,15 @@ class CallStore:
         if missing:
             raise NotFound(f"no call is recorded as {missing[0]!r} ({len(missing)} not found)")
         return read_calls(self._store.query, [seqs[call] for call in ids])
+
+    def drop_request_fields(self, call_id: str) -> None:
+        """Forget the fields of the request that a call answered; the call itself stays."""
+        (call,) = self.get([call_id])
+        with self._store.transaction() as db:
+            row = db.execute("SELECT body FROM calls WHERE id = ?", (call.id,)).fetchone()
+            if row is not None:  # not pruned since
+                body = without_request_fields(row["body"])
+                db.execute("UPDATE calls SET body = ? WHERE id = ?", (body, call.id))
 
     def match(
         self, base_model: str, completion_ids: Sequence[int], *, limit: int = 200

@@ -80,6 +80,8 @@ class Answer:
     finish: str
     """stop, length or tool_calls."""
     token_ids: list[int]
+    reasoning_tokens: int = 0
+    """How many of them are reasoning."""
     logprobs: Logprobs | None = None
     malformed: tuple[str, ...] = ()
     """Tool calls that do not parse; their text is in the content."""

@@ -1,0 +1,148 @@
+"""Routes of the OpenAI Responses API: /v1/responses.
+
+In:   requests of any client of that API, inside a rollout or outside
+Out:  responses and typed events; every call recorded
+
+A response is its recorded call: the id of one is the id of the other, so that a response can be
+retrieved and continued after a restart of the server, for as long as the call is kept.
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hone.errors import BadRequest, NotFound
+from hone.server.respond import IN_ROLLOUT, add_dialect, respond
+from hone.server.state import State
+from hone.store.calls import CallStore
+from hone.types import RecordedCall
+from hone.wire.base import Answer, AnswerHead
+from hone.wire.json import write_json
+from hone.wire.openai_response_events import ResponsesDialect, ResponseWriter
+from hone.wire.openai_response_items import ItemIds, call_id_of, output_items
+from hone.wire.openai_responses import ResponsesRequest, response_tool
+
+RESPONSES = ResponsesDialect()
+
+
+def routes(state: State) -> APIRouter:
+    router = APIRouter(tags=["openai"])
+
+    async def create(request: Request) -> Response:
+        """Answer a conversation, given as items of the Responses API."""
+
+        def resume(parsed: ResponsesRequest) -> ResponsesRequest:
+            return _resume(state.calls, parsed)
+
+        return await respond(state, request, RESPONSES, resume=resume)
+
+    async def retrieve(request: Request, response_id: str) -> Response:
+        """A stored response."""
+        if request.query_params.get("stream", "").lower() in ("true", "1"):
+            raise BadRequest(
+                "stream: a stored response is returned whole in this version", param="stream"
+            )
+        call = await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
+        return Response(write_json(_response(call)), media_type="application/json")
+
+    async def delete(response_id: str) -> dict[str, Any]:
+        """Make a response impossible to retrieve or continue by its id; its call stays recorded."""
+        call = await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
+        await asyncio.to_thread(state.calls.drop_request_fields, call.id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def cancel(response_id: str) -> None:
+        """Refused: only responses in the background can be cancelled, and there are none."""
+        await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
+        raise BadRequest(
+            f"response {response_id!r} is finished; only a response in the background can be "
+            "cancelled, and there are none in this version. To stop one, close its connection.",
+            param="response_id",
+        )
+
+    add_dialect(router, RESPONSES, create)
+    for prefix in ("", IN_ROLLOUT):
+        for suffix, endpoint, method in (
+            ("", retrieve, "GET"),
+            ("", delete, "DELETE"),
+            ("/cancel", cancel, "POST"),
+        ):
+            path = f"{prefix}{RESPONSES.path}/{{response_id}}{suffix}"
+            router.add_api_route(path, endpoint, methods=[method], include_in_schema=not prefix)
+    return router
+
+
+def _resume(calls: CallStore, request: ResponsesRequest) -> ResponsesRequest:
+    """The request with the messages of the response and of the items that it names."""
+    previous, named = request.body.previous_response_id, request.references
+    if previous is None and not named:
+        return request
+    earlier: list[dict[str, Any]] = []
+    if previous is not None:
+        call = _stored(calls, previous, "previous_response_id")
+        earlier = [*_without_instructions(call), call.reply]
+    items: dict[str, dict[str, Any] | None] = {}
+    for call_id in dict.fromkeys(map(call_id_of, named)):
+        for call in _recorded(calls, call_id):
+            ids = ItemIds(call.id)
+            own = {item["id"]: item for item in output_items(call.reply, ids)}
+            # A stream sends text after a call as a second message; the first one has all of it.
+            items |= {name: None for name in named if name.startswith(f"{ids.message()}_")} | own
+    return request.resumed(earlier, items)
+
+
+def _recorded(calls: CallStore, call_id: str) -> list[RecordedCall]:
+    """The call of a stored response; nothing if there is none."""
+    try:
+        (call,) = calls.get([call_id])
+    except NotFound:
+        return []
+    stored = call.request_fields is not None and call.messages is not None and not call.abandoned
+    return [call] if stored else []
+
+
+def _stored(calls: CallStore, response_id: str, param: str) -> RecordedCall:
+    found = _recorded(calls, call_id_of(response_id)) if response_id.startswith("resp_") else []
+    if not found:
+        raise BadRequest(
+            f"{param}: no response is stored as {response_id[:200]!r}. It was never finished here, "
+            "was sent with store: false, was deleted, or its call is no longer kept; send the "
+            "conversation as input items instead.",
+            param=param,
+            code="previous_response_not_found" if param != "response_id" else "not_found",
+            status=404,
+        )
+    return found[0]
+
+
+def _without_instructions(call: RecordedCall) -> list[dict[str, Any]]:
+    """The messages of a call. Instructions hold for one response, and are sent again if wanted."""
+    messages, fields = call.messages or [], call.request_fields or {}
+    return messages if fields.get("instructions") is None else messages[1:]
+
+
+def _response(call: RecordedCall) -> dict[str, Any]:
+    """A stored response, as it was returned, without log-probabilities."""
+    fields = {**(call.request_fields or {}), "tools": list(map(response_tool, call.tools or ()))}
+    reasoning_tokens = fields.pop("reasoning_tokens", 0)
+    head = AnswerHead(
+        id=call.id,
+        call_id=call.id,
+        created_at=call.created_at,
+        model=call.asked,
+        fingerprint=call.fingerprint,
+        policy_step=call.call.step,
+        prompt_ids=call.call.prompt_ids,
+    )
+    answer = Answer(
+        index=call.choice,
+        call_id=call.id,
+        message=call.reply,
+        finish=call.finish,
+        token_ids=call.call.completion_ids,
+        reasoning_tokens=reasoning_tokens,
+    )
+    return ResponseWriter(head, fields).whole([answer])

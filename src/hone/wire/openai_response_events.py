@@ -1,0 +1,336 @@
+"""Responses of the OpenAI Responses API: whole, or as typed events.
+
+In:   a ResponsesRequest and its answer, as it grows and when it is finished
+Out:  JSON objects
+
+Items follow one another: an item is done before the next one begins. The final response has what
+hone adds: `token_ids`, `prompt_token_ids`, `policy_step` and `call_id`, and with log-probabilities
+also `token_logprobs`, one for each of `token_ids`. Those of `output_text` belong to its text alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event, Logprobs
+from hone.wire.openai_response_items import (
+    ItemIds,
+    function_call_item,
+    message_item,
+    output_items,
+    reasoning_item,
+    text_part,
+)
+from hone.wire.openai_responses import ENCRYPTED, ResponsesRequest
+
+
+class ResponsesDialect:
+    """OpenAI Responses."""
+
+    path: ClassVar[str] = "/v1/responses"
+    prompt_key: ClassVar[str] = "input"
+    named_events: ClassVar[bool] = True
+    schema: ClassVar[dict[str, Any]] = ResponsesRequest.schema
+
+    def parse(self, body: dict[str, Any], *, max_n: int) -> ResponsesRequest:
+        return ResponsesRequest.parse(body)
+
+    def writer(self, request: ResponsesRequest, head: AnswerHead) -> "ResponseWriter":
+        return ResponseWriter(
+            head,
+            request.fields,
+            encrypted=ENCRYPTED in (request.body.include or ()),
+            not_applicable=request.not_applicable(head.not_applicable),
+        )
+
+    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+
+class ResponseWriter:
+    """Writes one response."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        fields: dict[str, Any],
+        *,
+        encrypted: bool = False,
+        not_applicable: list[str] | None = None,
+    ) -> None:
+        """`fields` is the request as the response repeats it."""
+        self._head = head
+        self._fields = fields
+        self._encrypted = encrypted
+        self._not_applicable = not_applicable or []
+        self._ids = ItemIds(head.call_id)
+        self._tokens = _TextTokens()
+        self._logprobs: Logprobs | None = None
+        """Of every token that was streamed; None where the request wants none."""
+        self._sent = 0
+        """Number of events."""
+        self._output: list[dict[str, Any]] = []
+        """The items that are done."""
+        self._open: _OpenItem | None = None
+        self._num_messages = 0
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        message = answer.message
+        self._tokens.add(answer.logprobs or [])
+        self._tokens.take(message.get("reasoning_content") or "")
+        items = output_items(
+            message,
+            self._ids,
+            status=_status(answer),
+            encrypted=self._encrypted,
+            logprobs=self._tokens.take(message.get("content") or ""),
+        )
+        return self._finished(answer, items, answer.logprobs)
+
+    def delta(self, delta: AnswerDelta) -> list[Event]:
+        events = self._opening()
+        if delta.logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+            self._tokens.add(delta.logprobs)
+        for part in delta.deltas:
+            if part.get("reasoning_content"):
+                self._tokens.take(part["reasoning_content"])
+                events += self._grow("reasoning", 0, part["reasoning_content"], ())
+            if part.get("content"):
+                entries = self._tokens.take(part["content"])
+                events += self._grow("message", 0, part["content"], entries)
+            for call in part.get("tool_calls") or ():
+                self._tokens.clear()
+                function = call.get("function") or {}
+                place = call.get("index", 0)
+                names = {"call_id": call.get("id"), "name": function.get("name")}
+                events += self._grow(
+                    "function_call", place, function.get("arguments") or "", (), **names
+                )
+        return events
+
+    def end(self, answers: Sequence[Answer]) -> list[Event]:
+        (answer,) = answers
+        events = self._opening()
+        if self._open is None and not self._output:
+            events += self._grow("message", 0, "", ())
+        events += self._close(_status(answer))
+        response = self._finished(answer, self._output, self._logprobs)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def error(self, status: int, body: dict[str, Any]) -> list[Event]:
+        code = "rate_limit_exceeded" if status == 429 else "server_error"
+        error = {"code": code, "message": body["error"]["message"]}
+        response = self._response("failed", self._output) | {"error": error}
+        return [self._event("response.failed", response=response)]
+
+    # ---- events -----------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": kind, "sequence_number": self._sent - 1, **fields}
+
+    def _opening(self) -> list[Event]:
+        if self._sent:
+            return []
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._response("in_progress", [])) for kind in kinds]
+
+    def _grow(
+        self, kind: str, place: int, text: str, logprobs: Sequence[dict[str, Any]], **names: Any
+    ) -> list[Event]:
+        """More of an item; begins it where another one is open. `place` tells calls apart."""
+        events: list[Event] = []
+        if self._open is None or (self._open.kind, self._open.place) != (kind, place):
+            events += self._close("completed")
+            self._open = self._begin(kind, place, **names)
+            events += self._item_events(self._open.added())
+        item = self._open
+        item.text += text
+        item.logprobs += logprobs
+        if text:
+            events += self._item_events([item.delta(text, logprobs)])
+        return events
+
+    def _begin(self, kind: str, place: int, **names: Any) -> "_OpenItem":
+        item_id = self._ids.reasoning
+        if kind == "message":
+            item_id = self._ids.message(self._num_messages)
+            self._num_messages += 1
+        elif kind == "function_call":
+            item_id = self._ids.function_call(place)
+        return _OpenItem(kind, place, item_id, self._ids, encrypted=self._encrypted, **names)
+
+    def _close(self, status: str) -> list[Event]:
+        if self._open is None:
+            return []
+        item, self._open = self._open, None
+        events = self._item_events(item.done(status))
+        self._output.append(item.written(status))
+        return events
+
+    def _item_events(self, written: list[dict[str, Any]]) -> list[Event]:
+        index = len(self._output)
+        return [
+            self._event(f"response.{fields.pop('type')}", output_index=index, **fields)
+            for fields in written
+        ]
+
+    # ---- responses --------------------------------------------------------------------------
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": self._ids.response,
+            "object": "response",
+            "created_at": int(head.created_at),
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": head.model,
+            "output": output,
+            "usage": None,
+            **self._fields,
+        }
+
+    def _finished(
+        self, answer: Answer, output: list[dict[str, Any]], logprobs: Logprobs | None
+    ) -> dict[str, Any]:
+        head, sampled = self._head, len(answer.token_ids)
+        response = self._response(_status(answer), output)
+        if response["status"] == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": len(head.prompt_ids),
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+            "total_tokens": len(head.prompt_ids) + sampled,
+        }
+        response |= {
+            "prompt_token_ids": head.prompt_ids,
+            "token_ids": answer.token_ids,
+            "policy_step": head.policy_step,
+            "call_id": answer.call_id,
+        }
+        if logprobs is not None:
+            response["token_logprobs"] = [entry["logprob"] for entry in logprobs]
+        if self._not_applicable:
+            response["not_applicable"] = self._not_applicable
+        if answer.malformed:
+            response["malformed"] = list(answer.malformed)
+        return response
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+class _OpenItem:
+    """An item that grows. Its events have no output_index and no sequence number yet."""
+
+    def __init__(
+        self,
+        kind: str,
+        place: int,
+        item_id: str,
+        ids: ItemIds,
+        *,
+        encrypted: bool,
+        call_id: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.kind, self.place = kind, place
+        self.text = ""
+        self.logprobs: Logprobs = []
+        self._id, self._ids = item_id, ids
+        self._encrypted = encrypted
+        self._call_id, self._name = call_id or "", name or ""
+
+    def written(self, status: str) -> dict[str, Any]:
+        """The item."""
+        begun = status == "in_progress"
+        if self.kind == "reasoning":
+            text = None if begun else self.text
+            return reasoning_item(self._ids, text, encrypted=self._encrypted, status=status)
+        if self.kind == "message":
+            return message_item(self._id, [] if begun else [self._part()], status)
+        return function_call_item(self._id, self._call_id, self._name, self.text, status)
+
+    def added(self) -> list[dict[str, Any]]:
+        events = [{"type": "output_item.added", "item": self.written("in_progress")}]
+        if self.kind != "function_call":
+            events.append(self._content("content_part.added", part=self._part()))
+        return events
+
+    def delta(self, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return self._content("reasoning_text.delta", delta=text)
+        if self.kind == "message":
+            return self._content("output_text.delta", delta=text, logprobs=list(logprobs))
+        return {"type": "function_call_arguments.delta", "item_id": self._id, "delta": text}
+
+    def done(self, status: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if self.kind == "reasoning":
+            events.append(self._content("reasoning_text.done", text=self.text))
+        elif self.kind == "message":
+            events.append(self._content("output_text.done", text=self.text, logprobs=self.logprobs))
+        else:
+            done = {"type": "function_call_arguments.done", "item_id": self._id}
+            events.append(done | {"name": self._name, "arguments": self.text})
+        if self.kind != "function_call":
+            events.append(self._content("content_part.done", part=self._part()))
+        return [*events, {"type": "output_item.done", "item": self.written(status)}]
+
+    def _part(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return text_part(self.text, self.logprobs)
+
+    def _content(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "item_id": self._id, "content_index": 0, **fields}
+
+
+class _TextTokens:
+    """Finds the tokens of a text among all tokens that were sampled."""
+
+    def __init__(self) -> None:
+        self._entries: Logprobs = []
+        self._rest: bytes = b""
+        """The end of a token whose beginning belongs to the text before."""
+
+    def add(self, entries: Logprobs) -> None:
+        self._entries += entries
+
+    def clear(self) -> None:
+        self._entries, self._rest = [], b""
+
+    def take(self, text: str) -> Logprobs:
+        """The entries of this text; those before it are dropped, those after it are kept.
+
+        All of them where the text is not what the tokens say, as around tool calls.
+        """
+        pieces = [bytes(entry["bytes"]) for entry in self._entries]
+        wanted = text.encode()
+        start = (self._rest + b"".join(pieces)).find(wanted)
+        if not wanted or start < 0:
+            taken = self._entries if wanted else []
+            if wanted:
+                self.clear()
+            return taken
+        end = start + len(wanted)
+        taken: Logprobs = []
+        at = len(self._rest)
+        rest = self._rest[end:]
+        for place, (entry, piece) in enumerate(zip(self._entries, pieces, strict=True)):
+            if at >= end:
+                self._entries, self._rest = self._entries[place:], rest
+                return taken
+            if at + len(piece) > start:
+                taken.append(entry)
+            at += len(piece)
+            rest = piece[len(piece) - (at - end) :] if at > end else b""
+        self._entries, self._rest = [], rest
+        return taken

@@ -1,0 +1,325 @@
+"""Items of the OpenAI Responses API: to chat messages, and from them.
+
+In:   `input` of a request, `output` of a response; an assistant message
+Out:  messages as a chat completion has them; the output items of a message
+
+The translation loses nothing: an answer that comes back as items is the message that was recorded,
+so that the next prompt continues the very ids that were sampled (chat/bridge.py). The reasoning, the
+text and the calls of one answer are one assistant message.
+"""
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hone.errors import BadRequest
+from hone.wire.errors import brief
+from hone.wire.json import load_object
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Kinds of parts, and the key with the text of each."""
+
+
+class ItemIds:
+    """The ids of a response and of its items, derived from the id of the recorded call."""
+
+    def __init__(self, call_id: str) -> None:
+        self._digits = call_id.removeprefix("call-")
+        self.response = f"resp_{self._digits}"
+        self.reasoning = f"rs_{self._digits}"
+
+    def message(self, index: int = 0) -> str:
+        return f"msg_{self._digits}" + (f"_{index}" if index else "")
+
+    def function_call(self, index: int) -> str:
+        return f"fc_{self._digits}_{index}"
+
+
+def call_id_of(item_id: str) -> str:
+    """The id of the recorded call that a response or an item belongs to."""
+    return "call-" + item_id.partition("_")[2].partition("_")[0]
+
+
+# ---- to messages -------------------------------------------------------------------------------
+
+
+def read_input(
+    value: str | list[Any], items: Mapping[str, dict[str, Any] | None] | None = None
+) -> list[dict[str, Any]]:
+    """The messages of an `input`. Raises BadRequest naming the first wrong item.
+
+    `items` are those that an item_reference may name, by id; None for one that adds nothing.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    turns = _Turns(items)
+    for index, item in enumerate(value):
+        try:
+            turns.add(item)
+        except ValueError as error:
+            message = f"input[{index}]{error}"
+            raise BadRequest(message, param="input", code="invalid_value") from None
+    return turns.messages
+
+
+def references(value: str | list[Any]) -> list[str]:
+    """The ids that items of an `input` refer to."""
+    items = [] if isinstance(value, str) else [item for item in value if isinstance(item, dict)]
+    return [str(item.get("id")) for item in items if _kind(item) == "item_reference"]
+
+
+def _kind(item: Mapping[str, Any]) -> str:
+    """The type of an item. Clients leave it out of messages, and out of references."""
+    return str(item.get("type") or ("message" if "role" in item else "item_reference"))
+
+
+class _Turns:
+    """Messages as they are built from items. Its errors begin with the place in the item."""
+
+    def __init__(self, items: Mapping[str, dict[str, Any] | None] | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._items = items
+        self._answer: dict[str, Any] | None = None
+        """The assistant message that the next items may belong to."""
+        self._adders: dict[str, Callable[[dict[str, Any]], None]] = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._function_call,
+            "function_call_output": self._output,
+            "item_reference": self._reference,
+        }
+
+    def add(self, item: Any) -> None:
+        if not isinstance(item, dict):
+            raise ValueError(f": expected an object, got {brief(item)}")
+        add = self._adders.get(_kind(item))
+        if add is None:
+            raise ValueError(
+                f".type: {brief(item.get('type'))} is not in this version; possible here: "
+                + ", ".join(self._adders)
+            )
+        add(item)
+
+    def _message(self, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise ValueError(f".role: expected one of {', '.join(_ROLES)}, got {brief(role)}")
+        content = _read_parts(item.get("content"))
+        if role != "assistant":
+            self._answer = None
+            self.messages.append({"role": role, "content": content})
+            return
+        text = _join_parts(content)
+        answer = self._answer
+        if answer is None or (answer["content"] is not None and "tool_calls" not in answer):
+            answer = self._open()
+        # Text after a call of the same answer: a stream sends it as a message of its own.
+        answer["content"] = (answer["content"] or "") + text
+
+    def _reasoning(self, item: dict[str, Any]) -> None:
+        answer = self._answer
+        if answer is None or answer["content"] is not None or "tool_calls" in answer:
+            answer = self._open()
+        text = _read_reasoning(item)
+        if text is not None:
+            before = answer.get("reasoning_content")
+            answer["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+    def _function_call(self, item: dict[str, Any]) -> None:
+        name, arguments = item.get("name"), item.get("arguments")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f".name: expected the name of a function, got {brief(name)}")
+        if not isinstance(arguments, str):
+            raise ValueError(f".arguments: expected JSON as text, got {brief(arguments)}")
+        try:
+            load_object(arguments or "{}")
+        except ValueError as error:
+            raise ValueError(f".arguments: {error}, got {brief(arguments)}") from None
+        answer = self._answer or self._open()
+        function = {"name": name, "arguments": arguments}
+        call = {"id": _call_id(item), "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+
+    def _output(self, item: dict[str, Any]) -> None:
+        try:
+            content = _join_parts(_read_parts(item.get("output")))
+        except ValueError as error:
+            raise ValueError(str(error).replace(".content", ".output", 1)) from None
+        self._answer = None
+        self.messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
+
+    def _reference(self, item: dict[str, Any]) -> None:
+        name = item.get("id")
+        if not isinstance(name, str):
+            raise ValueError(f".id: expected the id of an item, got {brief(name)}")
+        if self._items is None:
+            # Not looked up yet: it stands for an answer, until ResponsesRequest.resumed.
+            self._answer = self._answer or self._open()
+        elif name not in self._items:
+            raise ValueError(
+                f".id: no item is stored as {brief(name)}; send the item itself instead of an "
+                "item_reference"
+            )
+        elif found := self._items[name]:
+            self.add(found)
+
+    def _open(self) -> dict[str, Any]:
+        self._answer = {"role": "assistant", "content": None}
+        self.messages.append(self._answer)
+        return self._answer
+
+
+def _call_id(item: dict[str, Any]) -> str:
+    call = item.get("call_id")
+    if not isinstance(call, str) or not call:
+        raise ValueError(f".call_id: expected the id of a function call, got {brief(call)}")
+    return call
+
+
+def _read_parts(content: Any) -> str | list[dict[str, str]]:
+    """Text, or parts of a chat message."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f".content: expected text or a list of parts, got {brief(content)}")
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(content):
+        key = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+        text = None if key is None else part.get(key)
+        if not isinstance(text, str):
+            raise ValueError(
+                f".content[{index}]: expected a part of type 'input_text' or 'output_text', got "
+                f"{brief(part)}; this model reads text only, so describe or leave out images, "
+                "audio and files"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _join_parts(content: str | list[dict[str, str]]) -> str:
+    """One line per part, as the parts of chat messages are joined."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _read_reasoning(item: dict[str, Any]) -> str | None:
+    """The text of a reasoning item; None if it has none."""
+    for key, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        parts = item.get(key) or []
+        if not isinstance(parts, list):
+            raise ValueError(f".{key}: expected a list of parts, got {brief(parts)}")
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f".{key}: expected parts of type {kind!r}, got {brief(parts)}")
+        if texts:
+            return "\n".join(map(str, texts))
+        if key == "content" and item.get("encrypted_content") is not None:
+            return _decrypt(item["encrypted_content"])
+    return None
+
+
+def encrypt(reasoning: str) -> str:
+    """`encrypted_content` of a reasoning item. No secret here: its content has the text too."""
+    return base64.b64encode(reasoning.encode()).decode()
+
+
+def _decrypt(text: Any) -> str:
+    try:
+        return base64.b64decode(text, validate=True).decode()
+    except (TypeError, ValueError, binascii.Error):
+        raise ValueError(
+            ".encrypted_content: not written by this server; leave the reasoning item out"
+        ) from None
+
+
+# ---- from messages -----------------------------------------------------------------------------
+
+
+def output_items(
+    message: Mapping[str, Any],
+    ids: ItemIds,
+    *,
+    status: str = "completed",
+    encrypted: bool = False,
+    logprobs: Sequence[dict[str, Any]] = (),
+) -> list[dict[str, Any]]:
+    """The items of an assistant message. `status` is that of the last one."""
+    items: list[dict[str, Any]] = []
+    calls = message.get("tool_calls") or []
+    if (reasoning := message.get("reasoning_content")) is not None:
+        items.append(reasoning_item(ids, reasoning, encrypted=encrypted))
+    if message.get("content") or not (items or calls):
+        part = text_part(message.get("content") or "", logprobs)
+        items.append(message_item(ids.message(), [part]))
+    for index, call in enumerate(calls):
+        function = call["function"]
+        items.append(
+            function_call_item(
+                ids.function_call(index), call["id"], function["name"], function["arguments"]
+            )
+        )
+    items[-1]["status"] = status
+    return items
+
+
+def reasoning_item(
+    ids: ItemIds, text: str | None, *, encrypted: bool = False, status: str = "completed"
+) -> dict[str, Any]:
+    """`text` is None for an item that has just begun."""
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    item = {"id": ids.reasoning, "type": "reasoning", "summary": [], "content": content}
+    secret = encrypt(text) if encrypted and text is not None else None
+    return item | {"encrypted_content": secret, "status": status}
+
+
+def message_item(
+    item_id: str, content: list[dict[str, Any]], status: str = "completed"
+) -> dict[str, Any]:
+    message = {"id": item_id, "type": "message", "role": "assistant"}
+    return message | {"content": content, "status": status}
+
+
+def text_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    return part | {"logprobs": list(logprobs)}
+
+
+def function_call_item(
+    item_id: str, call_id: str, name: str, arguments: str, status: str = "completed"
+) -> dict[str, Any]:
+    item = {"id": item_id, "type": "function_call", "call_id": call_id, "name": name}
+    return item | {"arguments": arguments, "status": status}
+
+
+def read_output(output: Sequence[Any]) -> dict[str, Any]:
+    """The assistant message of the `output` of any server, as far as a chat message can hold it."""
+    items = [item for item in output if isinstance(item, dict)]
+    texts = [_texts(item, "content") for item in items if item.get("type") == "message"]
+    thoughts = [
+        _texts(item, "content") or _texts(item, "summary")
+        for item in items
+        if item.get("type") == "reasoning"
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": "".join(texts) if texts else None,
+        "tool_calls": [
+            {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }
+            for item in items
+            if item.get("type") == "function_call"
+        ],
+        "reasoning_content": "\n".join(filter(None, thoughts)),
+    }
+    optional = ("tool_calls", "reasoning_content")
+    return {key: value for key, value in message.items() if value or key not in optional}
+
+
+def _texts(item: dict[str, Any], key: str) -> str:
+    parts = item.get(key)
+    parts = parts if isinstance(parts, list) else []
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))

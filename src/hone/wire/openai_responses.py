@@ -1,0 +1,376 @@
+"""Requests of the OpenAI Responses API, checked.
+
+In:   the body of /v1/responses
+Out:  ResponsesRequest, with the same request as a chat completion; BadRequest names the first wrong
+      key
+
+Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing. Keys
+of a chat completion that this API lacks (seed, top_k, stop, ...) work here too.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from hone.errors import BadRequest
+from hone.wire.errors import brief
+from hone.wire.openai_chat import ChatRequest
+from hone.wire.openai_response_items import read_input, references
+
+IGNORED = {
+    "user": "names the end user; there are no accounts here",
+    "safety_identifier": "names the end user; there are no accounts here",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "prefixes are cached by their tokens",
+    "prompt_cache_options": "prefixes are cached by their tokens",
+    "prompt_cache_retention": "prefixes are cached by their tokens",
+    "max_tool_calls": "limits OpenAI's own tools, of which there are none here",
+}
+"""Keys that many clients send, accepted with any value, and why they change nothing."""
+
+_REFUSED = {
+    "background": "leave it out, and stream the response if it takes long",
+    "conversation": "send previous_response_id, or the conversation as input items",
+    "prompt": "send its text as instructions and input",
+    "context_management": "leave it out, and shorten the input",
+    "moderation": "leave it out",
+    "access_programs": "leave it out",
+    "image": "leave it out",
+    "messages": "send them as input",
+    "n": "a response has one answer; send several requests",
+    "max_tokens": "send max_output_tokens",
+    "max_completion_tokens": "send max_output_tokens",
+    "logprobs": "send include: ['message.output_text.logprobs']",
+    "response_format": "send text: {'format': ...}",
+    "extra_body": "its keys belong at the top level of the request",
+}
+"""Keys that a response does not have here, and what to do instead."""
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_INCLUDES = (
+    LOGPROBS,
+    ENCRYPTED,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""All but the first two belong to items that no response has here."""
+_CHAT_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""Keys of the chat completion, as clients of this API know them."""
+_EFFORT = "reasoning_effort"
+
+
+class _Body(BaseModel):
+    """Body of POST /v1/responses."""
+
+    model_config = ConfigDict(
+        extra="allow", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    model: str = Field(min_length=1, max_length=512)
+    """NAME, NAME@STEP, NAME@latest, NAME@best, PROJECT/NAME, or a base model."""
+    input: Any
+    """Text, or items: message, function_call, function_call_output, reasoning, item_reference."""
+    instructions: str | None = None
+    """A system message before the input. A later response does not inherit it."""
+    previous_response_id: str | None = None
+    """A stored response that this request continues."""
+    tools: list[Any] | None = None
+    """Functions: {type: function, name, description, parameters, strict}."""
+    tool_choice: Any = None
+    """auto (default), none, required, {type: function, name}, or allowed_tools."""
+    parallel_tool_calls: bool | None = None
+    """False: the answer ends after its first call."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    """As in a chat completion; 0 is greedy."""
+    top_p: float | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    include: list[str] | None = None
+    """message.output_text.logprobs, and reasoning.encrypted_content."""
+    text: dict[str, Any] | None = None
+    """format: {type: text}, {type: json_object} or {type: json_schema, name, schema}."""
+    reasoning: dict[str, Any] | None = None
+    """effort is the template's argument reasoning_effort; none also sets enable_thinking to false."""
+    truncation: Literal["disabled"] | None = None
+    """An input that is too long is refused."""
+    store: bool | None = None
+    """False: the response cannot be retrieved or continued by its id. The call is recorded anyway."""
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    """Returned with the response."""
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @field_validator("input")
+    @classmethod
+    def _text_or_items(cls, value: Any) -> Any:
+        if not value or not isinstance(value, str | list):
+            raise ValueError("expected text, or a list of at least one item")
+        return value
+
+    @field_validator("include")
+    @classmethod
+    def _known_includes(cls, value: list[str] | None) -> list[str] | None:
+        for name in value or ():
+            if name not in _INCLUDES:
+                raise ValueError(f"{name[:80]!r} cannot be included; known: {', '.join(_INCLUDES)}")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _no_obfuscation(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if set(value or ()) - {"include_obfuscation"} or any((value or {}).values()):
+            raise ValueError("expected {'include_obfuscation': false}")
+        return value
+
+    @field_validator("reasoning")
+    @classmethod
+    def _known_reasoning(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        known = ("effort", "summary", "generate_summary", "context", "mode")
+        if unknown := [key for key in value or () if key not in known]:
+            raise ValueError(f"no such key: {unknown[0][:80]!r}; known: {', '.join(known)}")
+        effort = (value or {}).get("effort")
+        if effort is not None and not isinstance(effort, str):
+            raise ValueError("effort: expected a word such as 'low'")
+        return value
+
+
+@dataclass(frozen=True)
+class ResponsesRequest:
+    """A request of the Responses API, and the same request as a chat completion."""
+
+    body: _Body
+    chat: ChatRequest
+
+    schema = _Body.model_json_schema()
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> "ResponsesRequest":
+        # Clients write null for a key they leave out.
+        sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
+        if sent.get("background") is False:
+            del sent["background"]
+        for key, instead in _REFUSED.items():
+            if key in sent:
+                raise BadRequest(
+                    f"{key}: {brief(sent[key])} is not in this version; {instead}",
+                    param=key,
+                    code="unsupported_parameter",
+                )
+        try:
+            checked = _Body.model_validate(sent)
+        except ValidationError as error:
+            raise _bad_request(error) from None
+        return cls(checked, _chat_request(checked, read_input(checked.input)))
+
+    @property
+    def model(self) -> str:
+        return self.body.model
+
+    @property
+    def stream(self) -> bool | None:
+        return self.body.stream
+
+    @property
+    def references(self) -> list[str]:
+        """Ids of earlier items that the input refers to."""
+        return references(self.body.input)
+
+    def resumed(
+        self,
+        earlier: list[dict[str, Any]],
+        items: Mapping[str, dict[str, Any] | None],
+    ) -> "ResponsesRequest":
+        """With the messages of the previous response, and with the items it refers to."""
+        messages = [*earlier, *read_input(self.body.input, items)]
+        return replace(self, chat=_chat_request(self.body, messages))
+
+    @property
+    def request_fields(self) -> dict[str, Any] | None:
+        """What a stored response returns again; its tools are recorded with the call."""
+        return None if self.body.store is False else {**self.fields, "tools": None}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The request as its response repeats it, with defaults."""
+        body = self.body
+        return {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}, **(body.text or {})},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+        }
+
+    def not_applicable(self, ignored: list[str]) -> list[str]:
+        """Keys of this request without effect; `ignored` are arguments the template does not use."""
+        body = self.body
+        used = {f"chat_template_kwargs.{key}" for key in _effort_kwargs(body)}
+        names = [name for name in ignored if name not in used]
+        if used and used <= set(ignored):
+            names.append("reasoning.effort")
+        if (body.text or {}).get("verbosity") is not None:
+            names.append("text.verbosity")
+        reasoning = body.reasoning or {}
+        names += [f"reasoning.{k}" for k, v in reasoning.items() if k != "effort" and v is not None]
+        return names
+
+
+def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
+    if body.instructions is not None:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    tools, choice = _tools(body)
+    logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+    kwargs = {
+        **_effort_kwargs(body),
+        **((body.model_extra or {}).get("chat_template_kwargs") or {}),
+    }
+    sent = {
+        **_chat_extras(body),
+        "model": body.model,
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "logprobs": logprobs,
+        "top_logprobs": body.top_logprobs,
+        "response_format": _response_format(body.text),
+        "chat_template_kwargs": kwargs or None,
+        "stream": body.stream,
+    }
+    try:
+        return ChatRequest.parse(sent, max_n=1)
+    except BadRequest as error:
+        key = error.param or ""
+        name = _CHAT_NAMES.get(key, key)
+        message = name + str(error).removeprefix(key)
+        raise BadRequest(message, param=name, code=error.code) from None
+
+
+def _chat_extras(body: _Body) -> dict[str, Any]:
+    """Keys of a chat completion that this API does not have."""
+    extras = body.model_extra or {}
+    for key in extras:
+        if key not in ChatRequest.model_fields and not key.startswith("guided_"):
+            known = [*_Body.model_fields, *IGNORED, *_REFUSED, *ChatRequest.model_fields]
+            close = difflib.get_close_matches(key[:100], known, n=1)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            raise BadRequest(
+                f"{key[:100]}: a response has no such key.{guess}",
+                param=key[:100],
+                code="unknown_parameter",
+            )
+    return {key: value for key, value in extras.items() if key != "chat_template_kwargs"}
+
+
+def _effort_kwargs(body: _Body) -> dict[str, Any]:
+    """The effort as arguments of the chat template, which may have one of them, or none."""
+    effort = (body.reasoning or {}).get("effort")
+    if effort is None:
+        return {}
+    return {_EFFORT: effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` as the response_format of a chat completion."""
+    text = {key: value for key, value in (text or {}).items() if value is not None}
+    if unknown := [key for key in text if key not in ("format", "verbosity")]:
+        raise _bad_value(f"text.{unknown[0][:80]}", "known: text.format and text.verbosity")
+    written = text.get("format")
+    if written is None:
+        return None
+    if not isinstance(written, dict) or not isinstance(written.get("type"), str):
+        raise _bad_value("text.format", f"expected an object with a type, got {brief(written)}")
+    if written["type"] != "json_schema":
+        return written
+    fields = {key: value for key, value in written.items() if key != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": fields}
+
+
+# ---- tools -------------------------------------------------------------------------------------
+
+
+def _tools(body: _Body) -> tuple[list[dict[str, Any]] | None, Any]:
+    """The tools and the tool_choice of a chat completion."""
+    tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    choice = body.tool_choice
+    if not isinstance(choice, dict):
+        return tools or None, choice
+    if choice.get("type") == "function":
+        return tools or None, {"type": "function", "function": {"name": choice.get("name")}}
+    allowed = choice.get("tools")
+    if choice.get("type") != "allowed_tools" or not isinstance(allowed, list):
+        raise _bad_value(
+            "tool_choice",
+            f"{brief(choice)} is not in this version; send 'auto', 'none', 'required', "
+            "{'type': 'function', 'name': ...} or {'type': 'allowed_tools', 'mode': ..., "
+            "'tools': [...]}",
+        )
+    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+    shown = [tool for tool in tools if tool["function"]["name"] in names]
+    if not names or len({tool["function"]["name"] for tool in shown}) < len(set(map(str, names))):
+        raise _bad_value("tool_choice.tools", f"expected names of tools, got {brief(allowed)}")
+    return shown, choice.get("mode")
+
+
+def chat_tool(tool: Any, where: str) -> dict[str, Any]:
+    """A function as the tool of a chat completion; its keys keep their order, as prompts do."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        raise _bad_value(
+            where,
+            f"{brief(kind or tool)} is not in this version; only functions are: {{'type': "
+            "'function', 'name': ..., 'parameters': ...}",
+        )
+    fields = {key: value for key, value in tool.items() if key != "type" and value is not None}
+    known = ("name", "description", "parameters", "strict")
+    for key in [key for key in fields if key not in known]:
+        if fields.pop(key):
+            raise _bad_value(f"{where}.{key[:80]}", "not in this version; leave it out")
+    if not isinstance(name := fields.get("name"), str) or not name:
+        raise _bad_value(f"{where}.name", f"expected the name of a function, got {brief(name)}")
+    if fields.get("strict") is False:  # what a tool without the key means
+        del fields["strict"]
+    return {"type": "function", "function": fields}
+
+
+def response_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool of a chat completion as this API writes it."""
+    return {"type": "function", "strict": False, **tool["function"]}
+
+
+def _bad_value(where: str, message: str) -> BadRequest:
+    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")
+
+
+def _bad_request(error: ValidationError) -> BadRequest:
+    first = error.errors(include_url=False)[0]
+    key, *rest = first["loc"]
+    where = str(key) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
+    if first["type"] == "missing":
+        message = f"{where}: missing; a response needs it"
+        return BadRequest(message, param=where, code="missing_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    return _bad_value(where, f"{message}, got {brief(first['input'])}")

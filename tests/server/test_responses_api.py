@@ -1,0 +1,577 @@
+"""The OpenAI Responses API, driven by the official client against real servers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.chat.conftest import build_tokenizer
+from tests.fakes import ScriptedEngine, logprob
+from tests.server.conftest import MakeServer, Server, write_model
+from tests.server.test_chat import CALL, LOOK, TWO_CALLS, WEATHER, client, ids
+from tests.server.test_rollouts import SAID, spelt_out
+from tests.server.test_stream import LONG, wait_for
+
+from hone.server.settings import Settings
+from hone.server.state import State
+
+FLAT_LOOK: dict[str, Any] = {"type": "function", **LOOK["function"]}
+FLAT_WEATHER: dict[str, Any] = {"type": "function", **WEATHER["function"]}
+PATH = "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
+) -> Iterator[Server]:
+    """One server for all tests that need none of their own."""
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
+    settings = Settings(root=root, allow_base_models=allowed)
+    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    yield server
+    server.stop()
+
+
+Create = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def responses(shared: Server) -> Iterator[Any]:
+    with client(shared) as asking:
+        yield asking.responses
+
+
+@pytest.fixture
+def create(shared: Server, responses: Any, tiny_model: Path) -> Create:
+    """`create(said, **request)`: the response of an engine that says this."""
+
+    def ask(said: Any, /, **request: Any) -> Any:
+        shared.engine.says([said])
+        request = {"model": str(tiny_model), "input": "hello", **request}
+        return responses.create(**request)
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client() as client:  # making one reads every certificate of the machine
+        yield client
+
+
+@pytest.fixture
+def refused(shared: Server, tiny_model: Path, http: httpx.Client) -> Create:
+    """`refused(status=400, **request)`: the error, in OpenAI's shape; nothing is sampled."""
+
+    def ask(status: int = 400, **request: Any) -> Any:
+        before = len(shared.engine.asked)
+        body = {"model": str(tiny_model), "input": "hello"} | request
+        answer = http.post(shared.inference_url + PATH, json=body)
+        assert answer.status_code == status, answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(shared.engine.asked) == before
+        return answer.json()["error"]
+
+    return ask
+
+
+def in_rollout(server: Server, rollout: str) -> Any:
+    url = f"{server.inference_url}/rollout/{rollout}/v1"
+    return openai.OpenAI(base_url=url, api_key="default", max_retries=0).responses
+
+
+def kinds(items: list[Any]) -> list[str]:
+    return [item.type for item in items]
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+def test_a_response_says_what_was_fed_and_what_was_sampled(
+    create: Create, tokenizer: Any, shared: Server
+) -> None:
+    answer = create(
+        "the weather is cold", instructions="be brief", metadata={"a": "b"}, temperature=0.5
+    )
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    sampled = [*ids(tokenizer, "the weather is cold"), tokenizer.eos_token_id]
+    fed = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert answer.id.startswith("resp_")
+    assert (answer.object, answer.status, answer.output_text) == (
+        "response",
+        "completed",
+        "the weather is cold",
+    )
+    (message,) = answer.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert message.content[0].logprobs == []
+    assert answer.prompt_token_ids == fed == list(shared.engine.asked[-1].prompt_ids)
+    assert answer.token_ids == sampled
+    assert answer.policy_step == 0
+    usage = answer.usage
+    assert (usage.input_tokens, usage.output_tokens) == (len(fed), len(sampled))
+    assert usage.total_tokens == len(fed) + len(sampled)
+    assert usage.output_tokens_details.reasoning_tokens == 0
+    assert (answer.instructions, answer.metadata) == ("be brief", {"a": "b"})
+    assert (answer.temperature, answer.top_p, answer.tool_choice) == (0.5, 1.0, "auto")
+    (call,) = shared.state.calls.get([answer.call_id])
+    assert (call.call.prompt_ids, call.call.completion_ids) == (fed, sampled)
+    assert call.call.temperature == 0.5
+
+
+def test_how_a_response_is_sampled(create: Create, shared: Server) -> None:
+    create(
+        "ok",
+        temperature=0.5,
+        top_p=0.9,
+        max_output_tokens=7,
+        top_logprobs=4,
+        include=["message.output_text.logprobs"],
+        extra_body={"top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["a"]},
+    )
+    used = shared.engine.asked[-1].sampling
+    assert (used.temperature, used.top_p, used.top_k, used.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (used.max_tokens, used.seed, used.stop, used.top_logprobs) == (7, 3, ("a",), 4)
+
+
+def test_a_response_that_reaches_its_limit_is_incomplete(create: Create) -> None:
+    answer = create("the weather in the city is cold", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[-1].status == "incomplete"
+    assert len(answer.token_ids) == 3
+    *_, last = create("the weather in the city is cold", max_output_tokens=3, stream=True)
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == answer.output_text
+
+
+def test_log_probabilities_of_the_text_and_of_every_token(create: Create, tokenizer: Any) -> None:
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = create("caf\u00e9", **include)
+    sampled = [*ids(tokenizer, "caf\u00e9"), tokenizer.eos_token_id]
+    values = [logprob(token, i) for i, token in enumerate(sampled)]
+    entries = answer.output[0].content[0].logprobs
+    assert b"".join(bytes(e.bytes) for e in entries) == "caf\u00e9".encode()
+    assert [entry.logprob for entry in entries] == values[:-1]  # not of the end token
+    assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries)
+    assert answer.token_logprobs == values
+    events = list(create("caf\u00e9", stream=True, **include))
+    sent = [e.logprob for event in events for e in getattr(event, "logprobs", None) or ()]
+    assert sent == values[:-1] * 2  # in the deltas, and once more when the text is done
+    assert events[-1].response.token_logprobs == values
+    part = events[-1].response.output[0].content[0]
+    assert [e.logprob for e in part.logprobs] == values[:-1]
+
+
+def test_chat_completions_and_responses_have_the_same_prompts(
+    create: Create, shared: Server, tiny_model: Path
+) -> None:
+    arguments = '{"word": "caf\u00e9"}'
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    shared.engine.says(["ok"])
+    chat = client(shared).chat.completions.create(
+        model=str(tiny_model),
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]},
+            {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "cold"},
+            {"role": "developer", "content": "now"},
+            {"role": "assistant", "content": "It is cold."},
+            {"role": "user", "content": "thanks"},
+        ],
+        tools=[LOOK, WEATHER],
+    )
+    called = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": arguments}
+    said = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
+    answer = create(
+        "ok",
+        instructions="be brief",
+        input=[
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": t} for t in ("one", "two")],
+            },
+            said | {"content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+            called,
+            {"type": "function_call_output", "call_id": "c1", "output": "cold"},
+            {"type": "message", "role": "developer", "content": "now"},
+            {"role": "assistant", "content": "It is cold."},
+            {"role": "user", "content": "thanks"},
+        ],
+        tools=[FLAT_LOOK | {"strict": False}, FLAT_WEATHER],
+    )
+    assert answer.prompt_token_ids == chat.prompt_token_ids
+
+
+# ---- tools -----------------------------------------------------------------------------------
+
+
+def test_two_parallel_calls(create: Create) -> None:
+    answer = create(f"See. {TWO_CALLS}", tools=[FLAT_LOOK, FLAT_WEATHER])
+    message, look, weather = answer.output
+    assert message.content[0].text == answer.output_text == "See."
+    assert (look.type, look.name, look.arguments) == (
+        "function_call",
+        "look",
+        '{"word": "caf\u00e9"}',
+    )
+    assert (weather.name, weather.arguments) == ("weather", "{}")
+    assert look.call_id.startswith("call_")
+    assert look.call_id != weather.call_id
+    assert len({item.id for item in answer.output}) == 3
+
+
+def test_a_stream_of_two_calls_has_the_events_of_the_api(create: Create) -> None:
+    tools = [FLAT_LOOK, FLAT_WEATHER]
+    events = list(create(f"See. {TWO_CALLS}", tools=tools, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    folded: list[str] = []
+    for event in events:
+        if not (event.type.endswith(".delta") and folded[-1] == event.type):
+            folded.append(event.type)
+    call = [
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+    ]
+    assert folded == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        *call,
+        *call,
+        "response.completed",
+    ]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in done] == [0, 1, 2]
+    final = events[-1].response
+    assert [event.item.to_dict() for event in done] == [item.to_dict() for item in final.output]
+    arguments = {1: "", 2: ""}
+    for event in events:
+        if event.type == "response.function_call_arguments.delta":
+            arguments[event.output_index] += event.delta
+    assert arguments == {1: '{"word": "caf\u00e9"}', 2: "{}"}
+    whole = create(f"See. {TWO_CALLS}", tools=tools)
+    ours = [(i.type, getattr(i, "arguments", "")) for i in final.output]
+    assert ours == [(i.type, getattr(i, "arguments", "")) for i in whole.output]
+
+
+def test_the_client_s_own_stream_of_snapshots(
+    responses: Any, shared: Server, tiny_model: Path
+) -> None:
+    shared.engine.says([f"See. {CALL} the coat"])
+    with responses.stream(model=str(tiny_model), input="hello", tools=[FLAT_LOOK]) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    # Text after a call is a message of its own in a stream.
+    assert kinds(final.output) == ["message", "function_call", "message"]
+    assert "".join(texts) == final.output_text == "See.\nthe coat"
+    assert final.output[1].arguments == '{"word": "caf\u00e9"}'
+
+
+async def test_the_async_client(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(["one"])
+    async with openai.AsyncOpenAI(base_url=server.openai_url, api_key="default") as asking:
+        answer = await asking.responses.create(model=str(tiny_model), input="hello")
+        assert answer.output_text == "one"
+        stream = await asking.responses.create(model=str(tiny_model), input="hello", stream=True)
+        said = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+        assert "".join(said) == "one"
+
+
+def test_a_call_can_be_required_and_limited_to_some_tools(create: Create, shared: Server) -> None:
+    tools = [FLAT_LOOK, FLAT_WEATHER]
+    rest = ' {"word": "x"}}\n</tool_call>'
+    answer = create(rest, tools=tools, tool_choice={"type": "function", "name": "look"})
+    assert [item.name for item in answer.output] == ["look"]
+    plain = create("ok", tools=tools)
+    some = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "look"}],
+    }
+    limited = create("ok", tools=tools, tool_choice=some)
+    assert limited.prompt_token_ids == create("ok", tools=[FLAT_LOOK]).prompt_token_ids
+    assert len(limited.prompt_token_ids) < len(plain.prompt_token_ids)
+    none = create("ok", tools=tools, tool_choice="none")
+    assert none.prompt_token_ids == create("ok").prompt_token_ids
+
+
+# ---- turns -----------------------------------------------------------------------------------
+
+
+def continues(first: Any, second: Any) -> bool:
+    before = [*first.prompt_token_ids, *first.token_ids]
+    return second.prompt_token_ids[: len(before)] == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_turns_by_items_and_by_previous_response_continue_the_very_ids(
+    make_server: MakeServer, tiny_model: Path, tokenizer: Any, stream: bool
+) -> None:
+    called = [*ids(tokenizer, "See. "), *ids(tokenizer, TWO_CALLS), tokenizer.eos_token_id]
+    server = make_server([called, spelt_out(tokenizer), spelt_out(tokenizer)])
+    responses = in_rollout(server, "r")
+    tools = [FLAT_LOOK, FLAT_WEATHER]
+
+    def ask(**request: Any) -> Any:
+        request = {"model": str(tiny_model), "instructions": "be brief", "tools": tools, **request}
+        if not stream:
+            return responses.create(**request)
+        *_, last = responses.create(stream=True, **request)
+        return last.response
+
+    first = ask(input="one")
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "cold"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    by_items = ask(input=[{"role": "user", "content": "one"}, *first.output, *outputs])
+    assert by_items.output_text == SAID
+    assert continues(first, by_items)
+    by_id = ask(input=outputs, previous_response_id=first.id)
+    assert by_id.prompt_token_ids == by_items.prompt_token_ids
+    assert by_id.previous_response_id == first.id
+    third = ask(input="go on", previous_response_id=by_id.id)
+    assert continues(by_id, third)
+    calls = server.state.calls.rollout("r")
+    made = [first, by_items, by_id, third]
+    assert [call.id for call in calls] == [answer.call_id for answer in made]
+    assert [call.call.completion_ids for call in calls] == [answer.token_ids for answer in made]
+    assert [call.call.prompt_ids for call in calls] == [a.prompt_token_ids for a in made]
+    assert [call.outcome for call in calls] == ["first", "bridged", "bridged", "bridged"]
+    assert [len(m.get("tool_calls", ())) for m in calls[1].messages or ()] == [0, 0, 2, 0, 0]
+
+
+def test_a_response_outlives_the_server(
+    make_server: MakeServer, tiny_model: Path, tokenizer: Any
+) -> None:
+    server = make_server([spelt_out(tokenizer)])
+    ask = {"model": str(tiny_model), "instructions": "be brief"}
+    first = client(server).responses.create(input="one", metadata={"k": "v"}, **ask)
+    server.stop()
+    again = make_server([spelt_out(tokenizer)])
+    responses = client(again).responses
+    kept = responses.retrieve(first.id)
+    assert kept.to_dict() == first.to_dict()
+    second = responses.create(input="two", previous_response_id=first.id, **ask)
+    text = tokenizer.decode(second.prompt_token_ids)
+    assert text.count("be brief") == 1
+    assert f"one<|im_end|>\n<|im_start|>assistant\n{SAID}<|im_end|>" in text
+    # Instructions hold for one response.
+    third = responses.create(model=str(tiny_model), input="two", previous_response_id=first.id)
+    assert "be brief" not in tokenizer.decode(third.prompt_token_ids)
+
+
+def test_items_can_be_sent_back_as_references(
+    create: Create, shared: Server, tokenizer: Any
+) -> None:
+    tools = [FLAT_LOOK, FLAT_WEATHER]
+    first = create(f"See. {TWO_CALLS}", tools=tools)
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "cold"}
+        for item in first.output[1:]
+    ]
+    question = {"role": "user", "content": "hello"}
+    second = create("ok", input=[question, *named, *outputs], tools=tools)
+    assert continues(first, second)
+    spelt = create("ok", input=[question, *first.output, *outputs], tools=tools)
+    assert spelt.prompt_token_ids == second.prompt_token_ids
+
+
+def test_responses_that_are_not_stored(create: Create, shared: Server, responses: Any) -> None:
+    kept, unkept = create("ok"), create("ok", store=False)
+    assert (kept.store, unkept.store) == (True, False)
+    assert responses.retrieve(kept.id).output_text == "ok"
+    with pytest.raises(openai.BadRequestError, match="in the background"):
+        responses.cancel(kept.id)
+    responses.delete(kept.id)
+    for gone in (kept.id, unkept.id, "resp_nothing", kept.call_id):
+        with pytest.raises(openai.NotFoundError, match="no response is stored as"):
+            responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError, match="no response is stored as") as error:
+            create("ok", previous_response_id=gone)
+        assert error.value.param == "previous_response_id"
+    # The calls themselves stay on record.
+    assert len(shared.state.calls.get([kept.call_id, unkept.call_id])) == 2
+
+
+def test_reasoning_comes_and_goes_as_items(
+    make_server: MakeServer, tmp_path: Path, tokenizer: Any
+) -> None:
+    tokenizer = build_tokenizer("qwen3")
+    model = str(write_model(tmp_path / "thinking", tokenizer))
+    thought = "<think>\nthe wind is cold\n</think>\n\nTake the coat."
+    calling = "<think>\nthe wind is cold\n</think>\n\n" + CALL
+    engine = ScriptedEngine([calling, thought, thought], tokenizer=tokenizer)
+    server = make_server(engine=engine, allow_base_models=(model,))
+    responses = client(server).responses
+    tools = {"tools": [FLAT_LOOK], "include": ["reasoning.encrypted_content"]}
+    first = responses.create(model=model, input="hello", **tools)
+    reasoning, call = first.output
+    assert reasoning.content[0].text == "the wind is cold"
+    assert call.type == "function_call"
+    counted = first.usage.output_tokens_details.reasoning_tokens
+    assert tokenizer.decode(first.token_ids[:counted]).endswith("the wind is cold")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
+    question = {"role": "user", "content": "hello"}
+    *_, last = responses.create(
+        model=model, input=[question, *first.output, output], stream=True, **tools
+    )
+    assert continues(first, last.response)
+    assert kinds(last.response.output) == ["reasoning", "message"]
+    assert last.response.output_text == "Take the coat."
+    # A client that keeps only what is encrypted.
+    opaque = reasoning.to_dict() | {"content": []}
+    third = responses.create(model=model, input=[question, opaque, call, output], **tools)
+    assert third.prompt_token_ids == last.response.prompt_token_ids
+    with pytest.raises(openai.BadRequestError, match="not written by this server"):
+        foreign = opaque | {"encrypted_content": "gAAAA-foreign"}
+        responses.create(model=model, input=[question, foreign, call, output], **tools)
+    events = list(responses.create(model=model, input="hello", stream=True))
+    deltas = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "the wind is cold"
+    assert "response.reasoning_text.done" in kinds(events)
+    # The effort is the template's, where it has it.
+    quiet = responses.create(model=model, input="hello", reasoning={"effort": "none"})
+    assert "<think>\n\n</think>" in tokenizer.decode(quiet.prompt_token_ids)
+    low = responses.create(model=model, input="hello", reasoning={"effort": "low"})
+    assert (getattr(quiet, "not_applicable", None), low.not_applicable) == (
+        None,
+        ["reasoning.effort"],
+    )
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "words"),
+    [
+        ({"input": None}, "input", "missing"),
+        ({"input": []}, "input", "at least one item"),
+        ({"input": [7]}, "input", "input[0]: expected an object, got 7"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input", "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input", "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            "reads text only",
+        ),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "c"}]},
+            "input",
+            "input[0].arguments",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "output": "x"}]},
+            "input",
+            "input[0].call_id",
+        ),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "'web_search_call' is not"),
+        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input", "no item is stored"),
+        ({"input": [{"type": "item_reference"}]}, "input", "input[0].id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not in this version"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools[0]", "'file_search'"),
+        ({"tools": [LOOK]}, "tools[0].function", "not in this version"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "the name of a function"),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice", "not in this version"),
+        ({"tool_choice": "required"}, "tools", "no tools are offered"),
+        ({"truncation": "auto"}, "truncation", "'disabled'"),
+        ({"background": True}, "background", "not in this version"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"n": 2}, "n", "send several requests"),
+        ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+        ({"max_output_tokens": 10**9}, "input", "shorten the prompt"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"include": ["everything"]}, "include", "cannot be included"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "text.format"),
+        ({"text": {"shape": 1}}, "text.shape", "text.format"),
+        ({"reasoning": {"effort": 3}}, "reasoning", "effort"),
+        ({"instruction": "x"}, "instruction", "Did you mean 'instructions'?"),
+        ({"metadata": {"a": 1}}, "metadata", "string"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "include_obfuscation"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_its_name(
+    refused: Create, request_: dict[str, Any], param: str, words: str
+) -> None:
+    error = refused(**request_)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_what_asks_for_nothing_is_accepted(create: Create) -> None:
+    plain = create("ok")
+    other = create(
+        "ok",
+        background=False,
+        truncation="disabled",
+        user="me",
+        service_tier="auto",
+        max_tool_calls=3,
+        prompt_cache_key="k",
+        stream_options=None,
+        tools=[],
+        tool_choice="auto",
+        text={"format": {"type": "text"}, "verbosity": "low"},
+        reasoning={"effort": None},
+        include=["file_search_call.results"],
+    )
+    assert other.prompt_token_ids == plain.prompt_token_ids
+    assert other.not_applicable == ["text.verbosity"]
+
+
+def test_a_key_opens_the_responses_api(make_server: MakeServer, tiny_model: Path) -> None:
+    from hone.server.auth import inference_key
+
+    server = make_server(["ok"], api_key="k")
+    body = {"model": str(tiny_model), "input": "hello"}
+    url = server.control_url + PATH
+    assert httpx.post(url, json=body).json()["error"]["code"] == "invalid_api_key"
+    key = {"Authorization": f"Bearer {inference_key(server.state.settings)}"}
+    made = httpx.post(url, json=body, headers=key)
+    assert made.status_code == 200
+    assert httpx.get(f"{url}/{made.json()['id']}", headers=key).json()["status"] == "completed"
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+
+def test_a_failure_in_mid_stream_is_an_event(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server(["the weather is cold"])
+    server.engine.failing = ZeroDivisionError("broken")
+    with client(server) as asking:
+        *_, last = asking.responses.create(model=str(tiny_model), input="x", stream=True)
+        assert last.type == "response.failed"
+        assert (last.response.status, last.response.error.code) == ("failed", "server_error")
+        with pytest.raises(openai.NotFoundError):
+            asking.responses.retrieve(last.response.id)
+    assert server.state.calls.rollout("")[0].abandoned
+
+
+def test_a_client_that_leaves_in_mid_stream(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server([LONG])
+    server.engine.delay_s = 0.01
+    responses = in_rollout(server, "r")
+    with responses.create(model=str(tiny_model), input="x", stream=True) as stream:
+        begun = next(stream)
+    wait_for(lambda: server.engine.aborted == 1, "it was not aborted")
+    wait_for(lambda: bool(server.state.calls.rollout("r")), "it is lost")
+    (call,) = server.state.calls.rollout("r")
+    assert call.abandoned
+    with pytest.raises(openai.NotFoundError):
+        responses.create(model=str(tiny_model), input="y", previous_response_id=begun.response.id)
