@@ -2,7 +2,8 @@
 
 In:   the schema of the YAML, TrainConfig and the server's Settings with their attribute docstrings;
       the help of the command line; the routes of the server's two apps; the events of a run; the
-      list of model families that the tests run over; the first line of every module
+      metrics of jobs and of the server; the list of model families that the tests run over; the first
+      line of every module
 Out:  docs/reference/*.md; the tree in docs/architecture.md. `make docs` writes them; `make check`
       runs this file with --check and fails if they are stale
 
@@ -23,12 +24,15 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from yaml_reference import bound, yaml_reference
 
+from hone.chat import bridge
 from hone.cli import EXITS, app
 from hone.events import TYPES as EVENTS
 from hone.finetune.records import FailureRecord, RolloutRecord, StepRecord
+from hone.metric_names import JOB_METRICS
 from hone.server.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
+from hone.server.telemetry import Metrics
 from hone.types import Strict, TrainConfig
 
 STANDARD = {"help", "install_completion", "show_completion"}
@@ -85,6 +89,15 @@ FAMILIES_INTRO = (
     "vLLM: the architecture is served in `make test-vllm`, adapters proved. Template, bridging: prompts "
     "equal the model's own template, and turns are continued with their sampled ids (`tests/chat`). A dash "
     "means that no test covers it, not that it fails."
+)
+METRICS_INTRO = (
+    "This page lists the metrics of training jobs and of the server. Those of a job are in the job's "
+    "`metrics`, in the event `job_done`, and in `training_metrics.jsonl`; a metric that a job does not "
+    "have is left out. Times are in seconds."
+)
+REASONS_INTRO = (
+    "The prompt of a turn is `first`, `bridged`, `re-rendered` or `branched`, for one of these reasons. "
+    "`turns/OUTCOME/REASON` counts them per job, `hone_turns_total` per server."
 )
 HTTP_INTRO = (
     "This page lists the routes and the settings of `hone serve`. Routes marked * are also on the "
@@ -191,6 +204,39 @@ def run_directory_reference() -> str:
     for name, model in {"failure": FailureRecord, "shaped": StepRecord}.items():
         lines += ["", f"### `{name}`", "", _doc(model), *_fields(model)]
     return "\n".join(lines) + "\n"
+
+
+def metrics_reference() -> str:
+    """The metrics of jobs and of the server, and the reasons by which turns are counted."""
+    lines = ["# Metrics", "", GENERATED, "", METRICS_INTRO, "", "## Training jobs", ""]
+    lines += ["| metric | description |", "|---|---|"]
+    lines += [f"| `{name}` | {text} |" for name, text in JOB_METRICS.items()]
+    lines += ["", "## How a prompt was made", "", REASONS_INTRO, ""]
+    lines += ["| reason | description |", "|---|---|"]
+    lines += [f"| {reason} | {text} |" for reason, text in _members(bridge, "Reason")]
+    lines += ["", "## Server", "", "Prometheus reads them from `GET /metrics`.", ""]
+    lines += ["| metric | type | labels | description |", "|---|---|---|---|"]
+    for metric in vars(Metrics()).values():
+        if family := getattr(metric, "describe", list)():
+            labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+            name = family[0].name + ("_total" if family[0].type == "counter" else "")
+            lines.append(f"| `{name}` | {family[0].type} | {labels} | {family[0].documentation} |")
+    return "\n".join(lines) + "\n"
+
+
+def _members(module: Any, name: str) -> list[tuple[str, str]]:
+    """The values of an enum of strings, each with the string under it."""
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    body = next(c.body for c in tree.body if isinstance(c, ast.ClassDef) and c.name == name)
+    members: list[tuple[str, str]] = []
+    for node in body[1:]:
+        value = getattr(node, "value", None)
+        assert isinstance(value, ast.Constant), ast.dump(node)
+        if isinstance(node, ast.Assign):
+            members.append((str(value.value), ""))
+        else:
+            members[-1] = (members[-1][0], " ".join(str(value.value).split()))
+    return members
 
 
 def families_reference() -> str:
@@ -314,6 +360,7 @@ def main(check: bool) -> None:
         REFERENCE / "cli.md": cli_reference(),
         REFERENCE / "http.md": http_reference(),
         REFERENCE / "run_directory.md": run_directory_reference(),
+        REFERENCE / "metrics.md": metrics_reference(),
         REFERENCE / "families.md": families_reference(),
         DOCS / "architecture.md": architecture(),
     }

@@ -331,6 +331,8 @@ class RecordedCall(Strict):
     outcome: str = "first"
     """first, bridged, re-rendered or branched."""
     reasons: list[str] = []
+    continues: str | None = None
+    """Id of the call whose prompt and completion ids a bridged prompt begins with."""
     abandoned: bool = False
     """The client disconnected before the last byte; never labelled."""
     call: Call

@@ -195,6 +195,35 @@ async def test_calls_to_the_base_weights_are_context_and_never_stale(world: Worl
     assert (await world.resolve(named)).counts == {"by_rollout": 1, "dropped/frozen": 1}
 
 
+async def test_turns_are_counted_by_how_their_prompts_were_made(world: World):
+    """One call with two choices; the first of them is continued twice, by three tokens + two."""
+    first = world.add([4, 5], rollout="r", prompt_ids=[7, 8, 9], reasons=["first call"])
+    world.add([6], rollout="r", prompt_ids=[7, 8, 9], choice=1, reasons=["first call"])
+    more: dict[str, Any] = {
+        "rollout": "r",
+        "prompt_ids": [7, 8, 9, 4, 5, 7],
+        "outcome": "bridged",
+        "continues": first.id,
+    }
+    world.add([4], index=1, reasons=["exact"], **more)
+    world.add([5], index=2, reasons=["arguments re-serialised", "truncated"], **more)
+    world.add([5], rollout="r", index=3, model="default/judge", outcome="branched", reasons=["x"])
+    resolved = await world.resolve(Trajectory(rollout="r"))
+    assert resolved.counts == {"by_rollout": 4, "dropped/other_model": 1}
+    assert resolved.turns == {
+        "turns/first": 1,
+        "turns/first/first_call": 1,
+        "turns/bridged": 2,
+        "turns/bridged/exact": 1,
+        "turns/bridged/arguments_re-serialised": 1,
+        "turns/bridged/truncated": 1,
+        "turns/bridged/forked": 1,
+        "turns/branches": 1,
+        "turns/prompt_tokens": 3 + 6 + 6,
+        "turns/continued_tokens": 5 + 5,
+    }
+
+
 async def test_only_the_named_calls_of_a_rollout_are_trained(world: World):
     plan = world.add([4, 5], rollout="r1")
     judge = world.add([6], rollout="r1", index=1, model="default/judge")

@@ -104,6 +104,9 @@ def test_the_next_turn_continues_the_very_ids_that_were_sampled(
     kept = server.state.store.query("SELECT ids_kept FROM calls ORDER BY seq")
     assert [row["ids_kept"] for row in kept] == [0, len(ids(first)), len(ids(second))]
     assert turns(server) == {("first", "first call"): 1, ("bridged", "exact"): 2}
+    assert [call.continues for call in recorded] == [None, recorded[0].id, recorded[1].id]
+    (taken_over,) = server.state.metrics.continued_tokens.collect()
+    assert taken_over.samples[0].value == len(ids(first)) + len(ids(second))
 
 
 def test_ordinary_serving_continues_them_too(

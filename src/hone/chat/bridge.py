@@ -25,6 +25,7 @@ class Reason(StrEnum):
     """Reason a prompt was built as it was, as the metrics name it."""
 
     FIRST = "first call"
+    """The first call of its rollout; outside of rollouts, a call that continues no other."""
     EXACT = "exact"
     """Bridged, and the message came back as it was returned."""
     ARGUMENTS = "arguments re-serialised"
@@ -38,6 +39,7 @@ class Reason(StrEnum):
     HISTORY_REWRITTEN = "history rewritten"
     """A recorded answer came back, but not after the messages it answered."""
     TOOLS_CHANGED = "tools changed"
+    """The messages continue, but with other tools in the prompt."""
     TEMPLATE_CHANGED = "template changed"
     """Another chat template or other arguments of it."""
     REASONING_STRIPPED = "reasoning stripped"
@@ -45,8 +47,11 @@ class Reason(StrEnum):
     ANSWER_ADDED = "answer not sampled here"
     """The new messages hold an assistant's that no recorded call returned; it is encoded from text."""
     CANNOT = "renderer cannot bridge"
+    """The template cannot be continued after a sampled answer."""
     SAME_PROMPT = "same prompt again"
+    """A prompt that was sent before: a retry, or one of several samples."""
     OTHER = "another conversation"
+    """Messages that continue no recorded call, such as those of a sub-agent."""
 
 
 Outcome = Literal["first", "bridged", "re-rendered", "branched"]

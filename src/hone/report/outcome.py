@@ -10,6 +10,7 @@ the last epoch are compared, and the report says so first, because a model can m
 examples.
 """
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -154,6 +155,30 @@ class Outcome:
         return {"logical": logical, "computed": computed, "shared": logical - computed}
 
     @property
+    def turns(self) -> dict[str, int]:
+        """How the prompts of the training jobs were made (`turns/...`); empty without a job."""
+        turns: Counter[str] = Counter()
+        for r in self.history.rounds:
+            names = [name for name in r.learned if name.startswith("turns/")]
+            turns.update({name: int(r.learned[name]) for name in names})
+        return dict(sorted(turns.items()))
+
+    @property
+    def num_turns(self) -> int:
+        outcomes = ("first", "bridged", "re-rendered", "branched")
+        return sum(self.turns.get(f"turns/{outcome}", 0) for outcome in outcomes)
+
+    @property
+    def branches(self) -> dict[str, int]:
+        """Turns that started a branch, by reason, the most frequent first."""
+        reasons: Counter[str] = Counter()
+        for name, count in self.turns.items():
+            _, outcome, *reason = name.split("/")
+            if reason and (outcome in ("branched", "re-rendered") or reason == ["forked"]):
+                reasons[reason[0].replace("_", " ")] += count
+        return dict(reasons.most_common())
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of examples by what became of them."""
         return {
@@ -198,6 +223,7 @@ class Outcome:
             "calls": history.calls,
             "tokens": history.tokens,
             "trained_tokens": self.trained_tokens,
+            "turns": self.turns,
             "failures": dict(history.failures),
             "dropped": dict(history.dropped),
             "rewards": metrics.reward_history(history),

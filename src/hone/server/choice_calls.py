@@ -72,8 +72,8 @@ class ChoiceReader:
         self._tokens = TokenReader(self._template, base_model=self._base_model, vocab=vocab)
         self._counts = counts
         self._recorded = cache(self._read_recorded)
-        self.used: list[str] = []
-        """Ids of the recorded calls."""
+        self.matched: list[RecordedCall] = []
+        """The recorded calls of the choices."""
 
     def read(self, history: History, path: FieldPath) -> list[Call]:
         """The trained choices of a conversation. Raises InvalidField."""
@@ -107,7 +107,7 @@ class ChoiceReader:
             self._counts["matched"] += 1
             other = bool(differing(recorded.fingerprint, self._fingerprint))
             self._counts["other_template_args"] += other
-            self.used.append(recorded.id)
+            self.matched.append(recorded)
             return recorded.call.model_copy(update={"trained": True})
         try:
             prompt = transcript.prompt()

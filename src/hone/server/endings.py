@@ -51,7 +51,8 @@ class Endings:
         step = None if checkpoint is None else checkpoint.step
         failpoint("job/before-done")
         reason = result["reason"] or None
-        self._end(job, "done", step=step, metrics=result["metrics"], reason=reason)
+        metrics = {**job.metrics, **result["metrics"]}
+        self._end(job, "done", step=step, metrics=metrics, reason=reason)
         failpoint("job/after-done")
         if step is not None:
             self.metrics.step.labels(job.model).set(step)

@@ -150,6 +150,11 @@ class Generation:
         self.choices = [Choice(i, call, self.make_parser(call)) for i, call in enumerate(ids)]
 
     @property
+    def _source(self) -> RecordedCall | None:
+        """The call whose ids the prompt begins with."""
+        return self.parent if self.prompt.outcome == "bridged" else None
+
+    @property
     def num_sampled(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
 
@@ -219,6 +224,7 @@ class Generation:
             finish=reply.finish,
             outcome=self.prompt.outcome,
             reasons=list(map(str, self.prompt.reasons)),
+            continues=None if (source := self._source) is None else source.id,
             abandoned=abandoned,
             call=Call(
                 prompt_ids=self.prompt.ids,
@@ -243,6 +249,9 @@ class Generation:
         for reason in self.prompt.reasons:
             metrics.turns.labels(self.prompt.outcome, reason).inc()
         metrics.prompt_tokens.labels(model).inc(len(self.prompt.ids))
+        if (source := self._source) is not None:
+            tokens = len(source.call.prompt_ids) + len(source.call.completion_ids)
+            metrics.continued_tokens.labels(model).inc(tokens)
         metrics.sampled_tokens.labels(model).inc(self.num_sampled)
         for call in calls:
             metrics.calls.labels(model, call.finish).inc()

@@ -64,6 +64,7 @@ class PackedJob:
     packed: bytes
     groups: int
     counts: dict[str, int]
+    turns: dict[str, int]
     calls: list[str]
 
 
@@ -114,8 +115,13 @@ def pack(parsed: Parsed, tokenizer: BaseTokenizer, calls: CallStore, start: Star
     request = parsed.request
     groups = [g if isinstance(g, TrajectoryGroup) else g.to_hone() for g in request.groups]
     resolved = resolve_groups(groups, tokenizer, calls, start, _groups_field(request))
-    packed = pack_groups(resolved.groups)
-    return PackedJob(packed, len(resolved.groups), resolved.counts, resolved.calls)
+    return PackedJob(
+        pack_groups(resolved.groups),
+        len(resolved.groups),
+        resolved.counts,
+        resolved.turns,
+        resolved.calls,
+    )
 
 
 def log(parsed: Parsed, model_dir: Path, split: str, step: int) -> dict[str, float]:

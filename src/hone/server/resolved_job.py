@@ -27,6 +27,7 @@ from hone.errors import Unprocessable
 from hone.models.shape import shape_of
 from hone.server.choice_calls import ChoiceReader, Start, check_fresh
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
+from hone.server.turns import count_turns
 from hone.store.calls import CallStore
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, FieldError, RecordedCall
@@ -46,6 +47,8 @@ class ResolvedGroups:
     groups: list[TrajectoryGroup]
     """Every trajectory carries calls, and at least one of them is trained."""
     counts: dict[str, int]
+    turns: dict[str, int]
+    """How the prompts of the recorded calls were made: metrics of the job."""
     calls: list[str]
     """Ids of the recorded calls among them."""
 
@@ -84,6 +87,7 @@ class _Resolver:
         self._vocab = shape.vocab
         self._limit = min(config.max_seq_length, shape.max_positions)
         self._counts: Counter[str] = Counter()
+        self._turns: Counter[str] = Counter()
         self._choices = ChoiceReader(tokenizer, calls, start, shape.vocab, self._counts)
         self._errors: list[FieldError] = []
         self._used: list[str] = []
@@ -98,7 +102,10 @@ class _Resolver:
             self._errors.append(FieldError((field,), self._nothing_to_train(counts)))
         if self._errors:
             raise Unprocessable(self._errors[:MAX_ERRORS])
-        return ResolvedGroups(trained, counts, [*self._used, *self._choices.used])
+        matched = self._choices.matched
+        self._turns.update(count_turns(matched, {call.id for call in matched}))
+        turns = dict(sorted(self._turns.items()))
+        return ResolvedGroups(trained, counts, turns, [*self._used, *(c.id for c in matched)])
 
     def _group(self, group: TrajectoryGroup, path: FieldPath) -> TrajectoryGroup:
         self._counts["exceptions"] += len(group.exceptions)
@@ -184,10 +191,12 @@ class _Resolver:
                 "(POST /v1/runs)",
             )
         wanted = self._wanted(trajectory, [one.id for one in recorded], inside)
-        calls = [call for one in recorded if (call := self._recorded(one, wanted, path))]
+        resolved = [(one.id, self._recorded(one, wanted, path)) for one in recorded]
         self._used += [one.id for one in recorded]
-        self._counts["by_rollout"] += sum(call.trained for call in calls)
-        return calls
+        trained = {name for name, call in resolved if call is not None and call.trained}
+        self._counts["by_rollout"] += len(trained)
+        self._turns.update(count_turns(recorded, trained))
+        return [call for _, call in resolved if call is not None]
 
     def _wanted(self, trajectory: Trajectory, known: list[str], path: FieldPath) -> set[str]:
         """Ids of the calls that may be trained: those named, or all."""

@@ -82,6 +82,7 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
         groups=packed.packed,
         config=config,
         counts=packed.counts,
+        metrics={name: float(count) for name, count in packed.turns.items()},
         request_sha256=sha256,
         seed=request.seed,
         plot_tensors=request.plot_tensors,

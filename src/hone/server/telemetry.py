@@ -43,6 +43,12 @@ class Metrics:
             "hone_turns", "Prompts by how they were made", ["outcome", "why"], registry=of
         )
         self.prompt_tokens = Counter("hone_prompt_tokens", "Tokens fed", ["model"], registry=of)
+        self.continued_tokens = Counter(
+            "hone_continued_tokens",
+            "Tokens fed that were taken over from the ids of an earlier call",
+            ["model"],
+            registry=of,
+        )
         self.sampled_tokens = Counter(
             "hone_sampled_tokens", "Tokens sampled", ["model"], registry=of
         )

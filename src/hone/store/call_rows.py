@@ -64,7 +64,7 @@ class Row:
 
 _BODY_FIELDS = {
     *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
-    *("outcome", "reasons", "abandoned", "request_fields"),
+    *("outcome", "reasons", "continues", "abandoned", "request_fields"),
 }
 _CALL_FIELDS = {"exact", "forced", "temperature", "step", "function", "trained"}
 

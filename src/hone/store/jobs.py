@@ -212,6 +212,7 @@ class JobStore:
         groups: Sequence[TrajectoryGroup] | bytes,
         config: TrainConfig,
         counts: dict[str, int],
+        metrics: dict[str, float] | None = None,
         request_sha256: str,
         seed: int = 0,
         plot_tensors: bool = False,
@@ -221,7 +222,7 @@ class JobStore:
     ) -> JobInfo:
         """A new job at the end of the queue, or the one that this key and request created before.
 
-        `calls`: ids of recorded calls, which are kept until the job ends.
+        `metrics` are known before it is trained. `calls`: ids of recorded calls to keep until its end.
         """
         packed = groups if isinstance(groups, bytes) else pack_groups(groups)
         job = JobInfo(
@@ -235,10 +236,10 @@ class JobStore:
             plot_tensors=plot_tensors,
             advance_when_flat=advance_when_flat,
             counts=counts,
+            metrics=metrics or {},
         )
         with self._writing() as db:
-            known = self.repeated(model.key, idempotency_key, request_sha256)
-            if known is not None:
+            if known := self.repeated(model.key, idempotency_key, request_sha256):
                 return known
             db.execute(
                 "INSERT INTO jobs (id, model, base_model, state, info, groups, calls, "
