@@ -318,6 +318,30 @@ def test_a_tool_can_be_required_and_calls_limited_to_one(talk: Any) -> None:
     assert [b.type for b in message.content] == ["text"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_that_is_no_json_reaches_the_agent_and_is_continued_to_the_token(
+    talk: Any, shared: Server, streamed: bool
+) -> None:
+    rollout = f"broken-{streamed}"
+    ask: dict[str, Any] = {"tools": [LOOK], "rollout": rollout, "streamed": streamed}
+    arguments = '{"word": "a", word: 2}'
+    said = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    first = talk(said, **ask)
+    (used,) = first.content
+    assert used.input["INVALID_JSON"] == arguments
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "?", "is_error": True}
+    later = [
+        *HELLO,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    talk("ok", messages=later, **ask)
+    *_, last = shared.state.calls.rollout(rollout)
+    assert (last.outcome, last.reasons) == ("bridged", ["exact"])
+    cut = talk(said, max_tokens=20, **ask)
+    assert cut.stop_reason == "max_tokens" and "INVALID_JSON" in cut.content[0].input
+
+
 # ---- recording ---------------------------------------------------------------------------------
 
 

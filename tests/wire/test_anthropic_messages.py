@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from hone.errors import BadRequest
-from hone.wire.anthropic_messages import BILLING, IGNORED, MessagesRequest
+from hone.wire.anthropic_blocks import BILLING
+from hone.wire.anthropic_messages import IGNORED, MessagesRequest
 
 ASK: dict[str, Any] = {
     "model": "m",

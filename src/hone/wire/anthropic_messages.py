@@ -3,16 +3,12 @@
 In:   the body of /v1/messages or /v1/messages/count_tokens
 Out:  MessagesRequest, and the same request as a ChatRequest; BadRequest names the first wrong key
 
-Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing. A
-content block that is sent back as it was received becomes the message that was recorded: texts are
-joined, `tool_use` becomes a tool call with its id, and each `tool_result` a message of its own.
+Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing.
 """
 
 import difflib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -25,6 +21,7 @@ from pydantic import (
 )
 
 from hone.errors import BadRequest
+from hone.wire.anthropic_blocks import chat_messages
 from hone.wire.errors import brief
 from hone.wire.openai_chat import ChatRequest
 
@@ -63,17 +60,6 @@ _CHAT_KEYS = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """Keys of the chat request whose name differs here, for error messages."""
-
-BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a block that says this and differs in every request. It
-is no instruction, and with it no request would continue the one before."""
-
-_KINDS = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
-"""Blocks that messages of each role may hold."""
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -279,136 +265,3 @@ def _chat_tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
         chosen = {"type": "function", "function": {"name": choice.name}}
     single = choice.disable_parallel_tool_use
     return {"tool_choice": chosen, "parallel_tool_calls": None if single is None else not single}
-
-
-# ---- messages ----------------------------------------------------------------------------------
-
-_Block = tuple[str, dict[str, Any]]
-"""A content block, and where it is in the request."""
-
-
-def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
-    """System prompt and messages as those of a chat; raises BadRequest naming the wrong block.
-
-    Consecutive messages of one role are one turn.
-    """
-    chat: list[dict[str, Any]] = []
-    if system:
-        blocks = [b for b in _blocks(system, "system", "system") if not _is_billing(b[1])]
-        chat += [{"role": "system", "content": _text(blocks)}] if blocks else []
-    roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    for role, turn in groupby(enumerate(messages), key=lambda item: roles[item[0]]):
-        blocks = [
-            block
-            for i, message in turn
-            for block in _blocks(message.get("content"), role, f"messages[{i}].content")
-        ]
-        chat += _user_turn(blocks) if role == "user" else [_turn(role, blocks)]
-    return chat
-
-
-def _role(message: Any, where: str) -> str:
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in _KINDS:
-        raise _wrong(
-            where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
-        )
-    return role
-
-
-def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:
-    """A message of the assistant, or of the system among the others."""
-    if role == "system":
-        return {"role": role, "content": _text(blocks)}
-    # Between two texts of one answer there was a tool call and nothing else.
-    text = "".join(_string(block, where, "text") for where, block in _of_type(blocks, "text"))
-    thoughts = [_string(b, where, "thinking") for where, b in _of_type(blocks, "thinking")]
-    message: dict[str, Any] = {"role": role, "content": text}
-    if calls := [_tool_call(block, where) for where, block in _of_type(blocks, "tool_use")]:
-        message |= {"content": text or None, "tool_calls": calls}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(filter(None, thoughts))
-    return message
-
-
-def _user_turn(blocks: list[_Block]) -> list[dict[str, Any]]:
-    """The results of tools, then what the user says."""
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": _string(block, where, "tool_use_id"),
-            "content": _tool_result(block, where),
-        }
-        for where, block in _of_type(blocks, "tool_result")
-    ]
-    texts = list(_of_type(blocks, "text"))
-    if texts or not results:
-        return [*results, {"role": "user", "content": _text(texts)}]
-    return results
-
-
-def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    arguments = block.get("input")
-    if not isinstance(arguments, dict):
-        raise _wrong(f"{where}.input", f"expected an object, got {brief(arguments)}")
-    function = {
-        "name": _string(block, where, "name"),
-        "arguments": json.dumps(arguments, ensure_ascii=False),
-    }
-    return {"id": _string(block, where, "id"), "type": "function", "function": function}
-
-
-def _tool_result(block: dict[str, Any], where: str) -> str:
-    content = block.get("content")
-    text = "" if content is None else _text(_blocks(content, "system", f"{where}.content"))
-    # Chat templates have no place for is_error, so the text says it.
-    if block.get("is_error") is True and not text.lower().startswith("error"):
-        text = f"Error: {text}" if text else "Error"
-    return text
-
-
-def _blocks(content: Any, role: str, where: str) -> list[_Block]:
-    """Content as blocks that a message of this role may hold."""
-    if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})]
-    if not isinstance(content, list):
-        raise _wrong(where, f"expected text or a list of content blocks, got {brief(content)}")
-    if not content and role == "user":
-        raise _wrong(where, "expected at least one content block, got []")
-    blocks = [(f"{where}[{i}]", block) for i, block in enumerate(content)]
-    for at, block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind in ("image", "document", "search_result", "container_upload"):
-            raise _wrong(
-                at,
-                f"got a block of type {kind!r}; this model reads text only, so describe or leave out "
-                "images and files",
-            )
-        if kind not in _KINDS[role]:
-            known = ", ".join(_KINDS[role])
-            raise _wrong(at, f"expected a block of type {known}, got {brief(block)}")
-    return blocks
-
-
-def _of_type(blocks: list[_Block], kind: str) -> Iterator[_Block]:
-    return (pair for pair in blocks if pair[1]["type"] == kind)
-
-
-def _text(blocks: list[_Block]) -> str:
-    # One line per block, as the parts of chat messages are joined.
-    return "\n".join(_string(block, where, "text") for where, block in blocks)
-
-
-def _string(block: dict[str, Any], where: str, key: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise _wrong(f"{where}.{key}", f"expected text, got {brief(value)}")
-    return value
-
-
-def _is_billing(block: dict[str, Any]) -> bool:
-    return str(block.get("text", "")).startswith(BILLING)
-
-
-def _wrong(where: str, message: str) -> BadRequest:
-    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")

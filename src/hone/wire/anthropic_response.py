@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from hone.wire.anthropic_blocks import BlockWriter, message_blocks
 from hone.wire.anthropic_messages import MessagesRequest
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event
 from hone.wire.json import object_or_empty
@@ -79,15 +80,18 @@ class MessageWriter:
     def __init__(self, request: MessagesRequest, head: AnswerHead) -> None:
         self._request = request
         self._head = head
-        hidden = request.thinking is not None and request.thinking.display == "omitted"
-        self._blocks = _BlockWriter(signature=head.call_id, hidden=hidden)
+        thinking = request.thinking
+        self._hidden = thinking is not None and thinking.display == "omitted"
+        self._blocks = BlockWriter(signature=head.call_id, hidden=self._hidden)
         self._started = False
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
         message = self._start(len(answer.token_ids))
         return message | {
-            "content": self._blocks.whole(answer.message),
+            "content": message_blocks(
+                answer.message, signature=answer.call_id, hidden=self._hidden
+            ),
             **self._stop(answer),
             "token_ids": answer.token_ids,
             **_malformed(answer),
@@ -162,76 +166,6 @@ class MessageWriter:
 
 def _malformed(answer: Answer) -> dict[str, Any]:
     return {"malformed": list(answer.malformed)} if answer.malformed else {}
-
-
-class _BlockWriter:
-    """Writes the deltas of a chat message as events of content blocks."""
-
-    def __init__(self, *, signature: str, hidden: bool) -> None:
-        """`hidden`: thinking blocks are empty."""
-        self._signature = signature
-        self._hidden = hidden
-        self._index = -1
-        self._open: tuple[str, int] | None = None
-        """Type of the open block, and which tool call it is."""
-
-    def whole(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        blocks: list[dict[str, Any]] = []
-        if reasoning := message.get("reasoning_content"):
-            thinking = {"thinking": "" if self._hidden else reasoning, "signature": self._signature}
-            blocks.append({"type": "thinking", **thinking})
-        if text := message.get("content"):
-            blocks.append({"type": "text", "text": text})
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            arguments = json.loads(function["arguments"])
-            used = {"id": call["id"], "name": function["name"], "input": arguments}
-            blocks.append({"type": "tool_use", **used})
-        return blocks
-
-    def add(self, delta: Mapping[str, Any]) -> list[Event]:
-        events: list[Event] = []
-        if reasoning := delta.get("reasoning_content"):
-            events += self._enter("thinking", {"thinking": "", "signature": ""})
-            if not self._hidden:
-                events.append(self._delta("thinking_delta", thinking=reasoning))
-        if text := delta.get("content"):
-            events += self._enter("text", {"text": ""})
-            events.append(self._delta("text_delta", text=text))
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            used = {"id": call.get("id"), "name": function.get("name"), "input": {}}
-            events += self._enter("tool_use", used, call["index"])
-            if arguments := function.get("arguments"):
-                events.append(self._delta("input_json_delta", partial_json=arguments))
-        return events
-
-    def close(self) -> list[Event]:
-        if self._open is None:
-            return []
-        signed: list[Event] = []
-        if self._open[0] == "thinking":
-            signed = [self._delta("signature_delta", signature=self._signature)]
-        self._open = None
-        return [*signed, {"type": "content_block_stop", "index": self._index}]
-
-    def _enter(self, kind: str, block: dict[str, Any], call: int = 0) -> list[Event]:
-        """Close the open block and start this one, unless it is the same."""
-        if self._open == (kind, call):
-            return []
-        closed = self.close()
-        self._index += 1
-        self._open = kind, call
-        start: Event = {
-            "type": "content_block_start",
-            "index": self._index,
-            "content_block": {"type": kind, **block},
-        }
-        return [*closed, start]
-
-    def _delta(self, kind: str, **fields: Any) -> Event:
-        delta = {"type": kind, **fields}
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
 # ---- reading -----------------------------------------------------------------------------------

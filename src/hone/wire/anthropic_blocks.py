@@ -1,0 +1,362 @@
+"""Content blocks of the Anthropic Messages API as chat messages, and chat messages as blocks.
+
+In:   the system prompt and messages of a request; an assistant message, whole or in deltas
+Out:  messages of a chat request; content blocks, or the events of a stream that carry them
+
+Blocks that are sent back as they were received become the message that was recorded, so that the
+next prompt continues it: texts are joined, `tool_use` becomes a tool call with its id, and each
+`tool_result` a message of its own. Arguments that are no JSON are kept as the text under
+INVALID_JSON, as Anthropic's documentation advises: a client could not read them otherwise.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from pydantic_core import from_json
+
+from hone.errors import BadRequest
+from hone.wire.base import Event
+from hone.wire.errors import brief
+from hone.wire.json import load_object
+
+INVALID_JSON = "INVALID_JSON"
+"""Key of an `input` under which arguments that are no JSON object are kept as text."""
+
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code begins its system prompt with a block that says this and differs in every request. It
+is no instruction, and with it no request would continue the one before."""
+
+_KINDS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Blocks that messages of each role may hold."""
+
+# ---- blocks to messages ------------------------------------------------------------------------
+
+_Block = tuple[str, dict[str, Any]]
+"""A content block, and where it is in the request."""
+
+
+def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
+    """System prompt and messages as those of a chat; raises BadRequest naming the wrong block.
+
+    Consecutive messages of one role are one turn.
+    """
+    chat: list[dict[str, Any]] = []
+    if system:
+        blocks = [b for b in _blocks(system, "system", "system") if not _is_billing(b[1])]
+        chat += [{"role": "system", "content": _text(blocks)}] if blocks else []
+    roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for role, turn in groupby(enumerate(messages), key=lambda item: roles[item[0]]):
+        blocks = [
+            block
+            for i, message in turn
+            for block in _blocks(message.get("content"), role, f"messages[{i}].content")
+        ]
+        chat += _user_turn(blocks) if role == "user" else [_turn(role, blocks)]
+    return chat
+
+
+def _role(message: Any, where: str) -> str:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in _KINDS:
+        raise _wrong(
+            where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
+        )
+    return role
+
+
+def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:
+    """A message of the assistant, or of the system among the others."""
+    if role == "system":
+        return {"role": role, "content": _text(blocks)}
+    # Between two texts of one answer there was a tool call and nothing else.
+    text = "".join(_string(block, where, "text") for where, block in _of_type(blocks, "text"))
+    thoughts = [_string(b, where, "thinking") for where, b in _of_type(blocks, "thinking")]
+    message: dict[str, Any] = {"role": role, "content": text}
+    if calls := [_tool_call(block, where) for where, block in _of_type(blocks, "tool_use")]:
+        message |= {"content": text or None, "tool_calls": calls}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(filter(None, thoughts))
+    return message
+
+
+def _user_turn(blocks: list[_Block]) -> list[dict[str, Any]]:
+    """The results of tools, then what the user says."""
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": _string(block, where, "tool_use_id"),
+            "content": _tool_result(block, where),
+        }
+        for where, block in _of_type(blocks, "tool_result")
+    ]
+    texts = list(_of_type(blocks, "text"))
+    if texts or not results:
+        return [*results, {"role": "user", "content": _text(texts)}]
+    return results
+
+
+def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{where}.input", f"expected an object, got {brief(arguments)}")
+    invalid = arguments.get(INVALID_JSON)
+    text = invalid if isinstance(invalid, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": _string(block, where, "name"), "arguments": text}
+    return {"id": _string(block, where, "id"), "type": "function", "function": function}
+
+
+def _tool_result(block: dict[str, Any], where: str) -> str:
+    content = block.get("content")
+    text = "" if content is None else _text(_blocks(content, "system", f"{where}.content"))
+    # Chat templates have no place for is_error, so the text says it.
+    if block.get("is_error") is True and not text.lower().startswith("error"):
+        text = f"Error: {text}" if text else "Error"
+    return text
+
+
+def _blocks(content: Any, role: str, where: str) -> list[_Block]:
+    """Content as blocks that a message of this role may hold."""
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise _wrong(where, f"expected text or a list of content blocks, got {brief(content)}")
+    if not content and role == "user":
+        raise _wrong(where, "expected at least one content block, got []")
+    blocks = [(f"{where}[{i}]", block) for i, block in enumerate(content)]
+    for at, block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("image", "document", "search_result", "container_upload"):
+            raise _wrong(
+                at,
+                f"got a block of type {kind!r}; this model reads text only, so describe or leave out "
+                "images and files",
+            )
+        if kind not in _KINDS[role]:
+            known = ", ".join(_KINDS[role])
+            raise _wrong(at, f"expected a block of type {known}, got {brief(block)}")
+    return blocks
+
+
+def _of_type(blocks: list[_Block], kind: str) -> Iterator[_Block]:
+    return (pair for pair in blocks if pair[1]["type"] == kind)
+
+
+def _text(blocks: list[_Block]) -> str:
+    # One line per block, as the parts of chat messages are joined.
+    return "\n".join(_string(block, where, "text") for where, block in blocks)
+
+
+def _string(block: dict[str, Any], where: str, key: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{key}", f"expected text, got {brief(value)}")
+    return value
+
+
+def _is_billing(block: dict[str, Any]) -> bool:
+    return str(block.get("text", "")).startswith(BILLING)
+
+
+def _wrong(where: str, message: str) -> BadRequest:
+    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")
+
+
+# ---- messages to blocks ------------------------------------------------------------------------
+
+
+def message_blocks(
+    message: Mapping[str, Any], *, signature: str, hidden: bool = False
+) -> list[dict[str, Any]]:
+    """The blocks of an assistant message; `hidden`: thinking blocks are empty."""
+    blocks: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        thinking = {"thinking": "" if hidden else reasoning, "signature": signature}
+        blocks.append({"type": "thinking", **thinking})
+    if text := message.get("content"):
+        blocks.append({"type": "text", "text": text})
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = _object(function["arguments"])
+        if arguments is None:
+            arguments = {INVALID_JSON: function["arguments"]}
+        used = {"id": call["id"], "name": function["name"], "input": arguments}
+        blocks.append({"type": "tool_use", **used})
+    return blocks
+
+
+class BlockWriter:
+    """Writes the deltas of a chat message as events of content blocks."""
+
+    def __init__(self, *, signature: str, hidden: bool) -> None:
+        """`hidden`: thinking blocks are empty."""
+        self._signature = signature
+        self._hidden = hidden
+        self._index = -1
+        self._open: tuple[str, int] | None = None
+        """Type of the open block, and which tool call it is."""
+        self._arguments = _Arguments()
+
+    def add(self, delta: Mapping[str, Any]) -> list[Event]:
+        events: list[Event] = []
+        if reasoning := delta.get("reasoning_content"):
+            events += self._enter("thinking", {"thinking": "", "signature": ""})
+            if not self._hidden:
+                events.append(self._delta("thinking_delta", thinking=reasoning))
+        if text := delta.get("content"):
+            events += self._enter("text", {"text": ""})
+            events.append(self._delta("text_delta", text=text))
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            used = {"id": call.get("id"), "name": function.get("name"), "input": {}}
+            events += self._enter("tool_use", used, call["index"])
+            if new := self._arguments.add(function.get("arguments") or ""):
+                events.append(self._delta("input_json_delta", partial_json=new))
+        return events
+
+    def close(self) -> list[Event]:
+        if self._open is None:
+            return []
+        last: list[Event] = []
+        if self._open[0] == "thinking":
+            last = [self._delta("signature_delta", signature=self._signature)]
+        elif self._open[0] == "tool_use" and (rest := self._arguments.end()):
+            last = [self._delta("input_json_delta", partial_json=rest)]
+        self._open, self._arguments = None, _Arguments()
+        return [*last, {"type": "content_block_stop", "index": self._index}]
+
+    def _enter(self, kind: str, block: dict[str, Any], call: int = 0) -> list[Event]:
+        """Close the open block and start this one, unless it is the same."""
+        if self._open == (kind, call):
+            return []
+        closed = self.close()
+        self._index += 1
+        self._open = kind, call
+        start: Event = {
+            "type": "content_block_start",
+            "index": self._index,
+            "content_block": {"type": kind, **block},
+        }
+        return [*closed, start]
+
+    def _delta(self, kind: str, **fields: Any) -> Event:
+        delta = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+class _Arguments:
+    """The JSON of one tool call, sent as it grows, and completed if it turns out to be none.
+
+    Clients parse what has come so far and raise over what cannot become JSON. So nothing is sent
+    after the first character that does not fit, and the last brace only when all of it was read.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._sent = ""
+        self._brackets: list[str] = []
+        """Those that close what is open."""
+        self._in_string = False
+        self._held = ""
+        """An escape sequence, a number or a word that may not be complete; it is not sent."""
+        self._structure_read = False
+        """The last piece had characters outside strings, where more can be wrong than inside."""
+        self._ended = False
+        """No more is sent before the end."""
+
+    def add(self, text: str) -> str:
+        """What can be sent now."""
+        before, state = len(self._text), ([*self._brackets], self._in_string)
+        self._text += text
+        if self._ended:
+            return ""
+        self._structure_read = False
+        end = before + self._read(text) - len(self._held)
+        sent, self._sent = self._sent, self._text[:end]
+        if self._structure_read and sent != self._sent and self._closing("null") is None:
+            self._ended, (self._brackets, self._in_string) = True, state
+            self._sent = sent
+        return self._sent[len(sent) :]
+
+    def end(self) -> str:
+        """The rest, after which everything sent is a JSON object."""
+        if not self._text or _object(self._text) is not None:
+            return self._text[len(self._sent) :]
+        if not self._sent:
+            return json.dumps({INVALID_JSON: self._text})
+        closing = self._closing(json.dumps(self._text))
+        assert closing is not None, self._sent
+        return closing
+
+    def _read(self, text: str) -> int:
+        """How many characters come before the one that closes the object, or does not fit."""
+        for at, character in enumerate(text):
+            fits = self._in_text(character) if self._in_string else self._outside(character)
+            if not fits:
+                self._ended = True
+                return at
+        return len(text)
+
+    def _in_text(self, character: str) -> bool:
+        escape = self._held + character
+        if not self._held and character != "\\":
+            self._in_string = character != '"'
+            return character >= " "
+        if _ESCAPE.fullmatch(escape):
+            self._held = ""
+        elif any(_ESCAPE.fullmatch(escape + one[len(escape) :]) for one in _ESCAPES):
+            self._held = escape
+        else:
+            return False
+        return True
+
+    def _outside(self, character: str) -> bool:
+        self._structure_read = True
+        if not self._brackets and character != "{":
+            return False
+        if character in "}]":
+            # The last brace is sent when the text is known to be JSON.
+            if len(self._brackets) == 1 or self._brackets[-1] != character:
+                return False
+            self._brackets.pop()
+        elif character in "{[":
+            self._brackets.append("}" if character == "{" else "]")
+        self._held = self._held + character if character.isalnum() or character in "+-." else ""
+        self._in_string = character == '"'
+        return True
+
+    def _closing(self, invalid: str) -> str | None:
+        """Completes what was sent, with this JSON under INVALID_JSON; None if nothing can."""
+        quote, inner = '"' if self._in_string else "", "".join(reversed(self._brackets[1:]))
+        for rest in _RESTS:
+            for comma in (", ", ""):
+                closing = f'{quote}{rest}{inner}{comma}"{INVALID_JSON}": {invalid}}}'
+                try:
+                    from_json(self._sent + closing, allow_inf_nan=False)
+                except ValueError:
+                    continue
+                return closing
+        return None
+
+
+_ESCAPE = re.compile(
+    r"""\\(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"""
+    r"""|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"""
+)
+_ESCAPES = (r"\n", r"\u0000", r"\ud800\udc00")
+"""One of each length: what is the beginning of none of them can become no escape sequence."""
+_RESTS = ("", "null", ":null", '"":null')
+"""What completes a key or a value that was cut off."""
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        return load_object(text)
+    except ValueError:
+        return None
