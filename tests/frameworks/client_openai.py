@@ -1,27 +1,13 @@
 """The plain OpenAI client, with a loop of one's own around it."""
 # pyright: reportMissingImports=false
 
-import inspect
 import json
-from typing import Any, get_type_hints
+from typing import Any
 
 import talk
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessage
-from talk import SYSTEM, TOOLS
-
-KINDS = {str: "string", int: "integer"}
-
-
-def schema(tool: Any) -> dict[str, Any]:
-    hints = get_type_hints(tool)
-    properties = {p: {"type": KINDS[hints[p]]} for p in inspect.signature(tool).parameters}
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    described = {"name": tool.__name__, "description": tool.__doc__, "parameters": parameters}
-    return {"type": "function", "function": described}
-
-
-SCHEMAS: list[Any] = [schema(tool) for tool in TOOLS.values()]
+from talk import SCHEMAS, SYSTEM, TOOLS
 
 
 def results(calls: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from hone.capture.scope import recorded, within
 from hone.wire.rollout import RolloutScope
@@ -36,6 +36,19 @@ def fahrenheit(celsius: int) -> str:
 
 
 TOOLS = {"weather": weather, "fahrenheit": fahrenheit}
+_KINDS = {str: "string", int: "integer"}
+
+
+def _schema(tool: Callable[..., str]) -> dict[str, Any]:
+    hints = get_type_hints(tool)
+    properties = {p: {"type": _KINDS[hints[p]]} for p in inspect.signature(tool).parameters}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    described = {"name": tool.__name__, "description": tool.__doc__, "parameters": parameters}
+    return {"type": "function", "function": described}
+
+
+SCHEMAS: list[Any] = [_schema(tool) for tool in TOOLS.values()]
+"""The tools as OpenAI's API describes them, for clients that leave it to their user."""
 
 
 @dataclass(frozen=True)

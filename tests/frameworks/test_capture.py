@@ -7,5 +7,21 @@ class TestOpenAI(CaptureConformance):
     client = "openai"
 
 
+class TestOpenAI3(TestOpenAI):
+    environment = "b"
+
+
 class TestLangGraph(CaptureConformance):
     client = "langgraph"
+
+
+class TestADK(CaptureConformance):
+    client = "adk"
+
+
+class TestLlamaIndex(CaptureConformance):
+    client = "llama_index"
+
+
+class TestLiteLLM(CaptureConformance):
+    client = "litellm"
