@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.base import Trajectory as HarnessTrajectory
-from hone.finetune.records import FailureRecord, RolloutRecord, event_fields
+from hone.finetune.journal import run_recorded
+from hone.finetune.records import FailureRecord, RolloutRecord
 from hone.finetune.resume import known_rollouts
 from hone.inference.base import (
     AdapterRef,
@@ -272,13 +274,23 @@ class ScriptedBuilder(TrajectoryBuilder):
             for generation in generations:
                 record = known.get((item.id, generation))
                 if record is None:
-                    record = self._rollout(run_id, epoch, round, item.id, generation)
-                    journal.add(record)
-                    meta["events"].append("rollout", **event_fields(record))
+                    run = partial(self._rollout, epoch, round, item.id, generation)
+                    record = await run_recorded(
+                        run,
+                        run_id,
+                        journal=journal,
+                        events=meta["events"],
+                        retries=0,
+                        epoch=epoch,
+                        round=round,
+                        item=meta["items"].index(item),
+                        generation=generation,
+                        session=meta["session"],
+                    )
                 self._records.append(record)
 
-    def _rollout(
-        self, run_id: str, epoch: int, round: int, example: str, generation: int
+    async def _rollout(
+        self, epoch: int, round: int, example: str, generation: int, id: str
     ) -> RolloutRecord:
         if self.crash(epoch, example, generation):
             raise RuntimeError(f"the agent's host fell over at {example}")
@@ -289,7 +301,6 @@ class ScriptedBuilder(TrajectoryBuilder):
             failure = FailureRecord(kind="infrastructure", reason="connection", type="OSError")
         elif isinstance(reward, str):
             failure = FailureRecord(kind="policy", reason=reward)
-        id = f"{run_id}:{epoch}.{example}.{generation}"
         return RolloutRecord(
             epoch=epoch,
             round=round,

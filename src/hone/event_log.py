@@ -28,7 +28,7 @@ from hone.events import Event, parse
 FILE = "events.jsonl"
 """Name of the log in a run's output_dir."""
 UNSYNCED = frozenset({"rollout"})
-"""Written without waiting for the disk: the journal already holds the rollout."""
+"""Written without waiting for the disk: the journal holds the rollout."""
 
 Listener = Callable[[Event], None]
 

@@ -58,6 +58,24 @@ async def test_the_trainer_s_progress_goes_where_it_is_sent(bench: Bench):
     assert not (bench.directory / "training_metrics.jsonl").exists()
 
 
+class Measured(ARTTrainer):
+    """Measures held-out reward itself, and returns what NeMo's trainer does."""
+
+    async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
+        reward = {"avg_reward": 0.5 - epoch, "min_reward": 0.0, "max_reward": 1.0}
+        return {**reward, "num_examples": 2, "epoch": epoch, "dataset_type": "validation"}
+
+
+async def test_an_own_validation_is_the_one_that_counts(bench: Bench):
+    bench.trainer, bench.validation = Measured, evaluation("xy")
+    assert [status.status for status in await bench.run(1)] == ["completed"]
+    result = [(e["epoch"], e["step"], e["avg_reward"]) for e in bench.events("validation")]
+    assert result == [(0, 0, 0.5), (1, 1, -0.5)]
+    rewards = [(step, m["reward"]) for split, step, m in bench.adapter.logged if split == "val"]
+    assert rewards == [(0, 0.5), (1, -0.5)]
+    assert not bench.events("rollout")[8:]  # the four examples twice, and no held-out ones
+
+
 class LoggedBuilder(ScriptedBuilder):
     """Keeps what it is told to log."""
 

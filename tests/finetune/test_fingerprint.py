@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.fakes import MemoryAdapter
+from tests.finetune.test_journal import record
 
 from hone.config.build import Served
 from hone.config.schema import Document, FinetuneRunConfig, read
@@ -16,6 +17,7 @@ from hone.finetune.fingerprint import (
     fingerprint_of,
     resume_arguments,
 )
+from hone.finetune.journal import Journal, RunFingerprint
 
 YAML = """
 llms:
@@ -186,3 +188,15 @@ def test_two_evaluators_of_one_name_are_told_apart(tmp_path: Path):
         "evaluator": "reward (train.yml)",
         "validation_evaluator": "reward (val.yml)",
     }
+
+
+def test_a_number_that_json_does_not_have_is_the_same_at_the_next_start(file: Path, tmp_path: Path):
+    limits = "functions: {f: {_type: python, target: 'f.py:f', args: {most: .inf, least: .nan}}}\n"
+    file.write_text(YAML + limits)
+    facts = fingerprint_of(read(file), FinetuneRunConfig())
+    for start in (1, 2):
+        with Journal.open(tmp_path / "out", RunFingerprint(4, facts)) as journal:
+            assert journal.session == start
+            journal.add(record())
+    changed = {**facts, "functions": {"f": {"args": {"most": 3}}}}
+    assert any("most: 'Infinity' then, 3 now" in line for line in differences(facts, changed))

@@ -21,6 +21,7 @@ from hone.event_log import FILE, EventLog, read
 from hone.events import EpochCollected
 from hone.finetune.journal import Journal, RunFingerprint
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
+from hone.report.history import History
 from hone.workflow.function import Function
 
 EPOCHS = 2
@@ -95,6 +96,14 @@ class World:
                 metrics[event.epoch, event.round] = event.metrics
         return sorted(metrics.items())
 
+    def rewards(self) -> list[Any]:
+        """Rewards by epoch and example, as a report shows them."""
+        history = History.of(read(self.directory / FILE))
+        return [
+            {example: sorted(known) for example, known in history.rewards(epoch).items()}
+            for epoch in history.epochs
+        ]
+
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one round": {},
@@ -149,6 +158,7 @@ def test_killed_after_any_write_it_comes_to_the_same_end(
         assert trained(world) == trained(whole)
         assert world.adapter.step == whole.adapter.step
         assert world.curve() == whole.curve()
+        assert world.rewards() == whole.rewards(), f"killed after {last}"
 
 
 def trained(world: World) -> list[Any]:

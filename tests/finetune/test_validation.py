@@ -244,6 +244,23 @@ async def test_a_final_validation_that_was_killed_goes_on(chosen: Bench):
     assert Recording.steps == [("y", 2)]
 
 
+async def test_a_validation_that_was_not_sent_before_a_kill_is_sent_at_the_next_start(bench: Bench):
+    bench.validation, bench.interval = evaluation("xy"), 1
+    log_metrics = bench.adapter.log_metrics
+
+    async def killed(*args: Any, **more: Any) -> None:
+        raise asyncio.CancelledError
+
+    bench.adapter.log_metrics = killed
+    with pytest.raises(asyncio.CancelledError):
+        await bench.run(1)
+    assert len(bench.events("validation")) == 1
+    bench.adapter.log_metrics = log_metrics
+    await bench.run(1)
+    assert [step for split, step, _ in bench.adapter.logged if split == "val"] == [0, 1]
+    assert [event["epoch"] for event in bench.events("validation")] == [0, 1]
+
+
 @pytest.mark.parametrize("why", ["one trained step", "greedy", "no steps"])
 async def test_where_nothing_was_chosen_or_can_be_proved_nothing_runs_again(
     chosen: Bench, why: str

@@ -14,7 +14,6 @@ named module counts. Keys that hold a secret are never written.
 
 import ast
 import hashlib
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from hone.config.problems import Path as Keys
 from hone.config.secrets import Secrets
 from hone.evaluation.datasets import CustomDataset, as_target
 from hone.finetune.adapter_config import art_config_of
+from hone.finetune.records import plain
 from hone.workflow.target import source_of
 
 if TYPE_CHECKING:
@@ -80,21 +80,18 @@ def fingerprint_of(
     code = code_of(document)
     if validating is not None:
         code |= {f"{name} (validation)": held for name, held in code_of(validating).items()}
-    return {
-        **written,
-        CODE: code,
-        "command": {
-            "result_json_path": options.result_json_path,
-            "dataset": _digest(options.dataset or _file_of(document), document.file),
-            "validation_dataset": held_out,
-            "validation_config_file": _digest(options.validation_config_file, document.file),
-        },
+    command = {
+        "result_json_path": options.result_json_path,
+        "dataset": _digest(options.dataset or _file_of(document), document.file),
+        "validation_dataset": held_out,
+        "validation_config_file": _digest(options.validation_config_file, document.file),
     }
+    return plain({**written, CODE: code, "command": command})
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What changed between two starts, a line each."""
-    before, after = dict(_leaves(then)), dict(_leaves(json.loads(json.dumps(now))))
+    before, after = dict(_leaves(then)), dict(_leaves(now))
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return [_difference(key, before.get(key), after.get(key)) for key in changed]
 

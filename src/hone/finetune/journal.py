@@ -276,10 +276,12 @@ async def run_recorded(
         if not failure or failure.kind == "policy" or failure.reason == "evaluator":
             break
         record = await run(rollout_id(run_id, **place, retry=retry))
-    if journal is not None:
-        journal.add(record)
+    # The event first: a kill in between runs the rollout again, and the later event counts. The other
+    # way round, a resumed run would have no event of it.
     if events is not None:
         events.append("rollout", **event_fields(record))
+    if journal is not None:
+        journal.add(record)
     return record
 
 

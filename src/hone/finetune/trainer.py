@@ -45,6 +45,7 @@ from hone.finetune.journal import Journal, RunFingerprint, Submission
 from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
+from hone.report.text import counted
 from hone.report.writer import Files
 
 if TYPE_CHECKING:
@@ -192,14 +193,18 @@ class ARTTrainer(Trainer):
 
     async def _validate(self, epoch: int) -> None:
         """The reward on held-out examples after so many epochs, unless it is known."""
-        if self.validation is None or self._state.is_validated(epoch):
+        if self.validation is None:
             return
-        outcome = await self.run_validation_evaluation(epoch, self.journal.run_id)
-        outcome.pop("dataset_type")
-        # Before the event: by this the server knows which step is NAME@best.
-        await self._validator.log(outcome)
-        self.events.append("validation", **outcome)
-        self._files.refresh()
+        if not self._state.is_validated(epoch):
+            outcome = {"step": self._step, "rewards": {}, "failures": 0}  # which a plugin may lack
+            outcome |= await self.run_validation_evaluation(epoch, self.journal.run_id)
+            outcome.pop("dataset_type", None)
+            title = f"Validation after {counted(epoch, 'epoch')}"
+            self._validator.record("validation", outcome, title)
+            self._files.refresh()
+        # Also for one that is known: a killed run may not have sent it. The server needs it for
+        # NAME@best, and to prune no best step.
+        await self._validator.send()
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         if self.validation is None:

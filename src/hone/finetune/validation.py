@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
-from hone.events import FinalValidationDone, ValidationDone
+from hone.events import ValidationResult
 from hone.finetune.curriculum import check_failures
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import RolloutRecord, record_of, reward_or_substitute
@@ -50,8 +50,8 @@ class Validator:
     ) -> None:
         self.evaluation, self.config, self.adapter = evaluation, config, adapter
         self.journal, self.events, self.state = journal, events, state
-        self._logged: dict[int | None, dict[str, float]] = {}
-        """What the backend was told of each validated step."""
+        self._sent: dict[int | None, dict[str, float]] = {}
+        """What this process sent the backend about each validated step."""
 
     async def validate(
         self, epoch: int, step: int | None, *, final: bool = False
@@ -93,10 +93,7 @@ class Validator:
             if earlier.step is None or not self.adapter.serves_steps:
                 return
             outcome = await self.validate(earlier.epoch, earlier.step, final=True)
-            event = FinalValidationDone(at=0.0, **outcome)
-            answered = Validation.of(event, self.state.history.failure_reward)
-            self._report(answered, f"Final validation of step {earlier.step}")
-            self.events.append("final_validation", **outcome)
+            self.record("final_validation", outcome, f"Final validation of step {earlier.step}")
             if outcome["error"]:
                 return
 
@@ -170,28 +167,26 @@ class Validator:
 
     # ---- what it reports ---------------------------------------------------------------------
 
-    async def log(self, outcome: dict[str, Any]) -> None:
-        """Log it, and tell the backend; and what it changes about earlier ones.
-
-        Under `drop` a failure of the model counts as the run's lowest reward. Where that fell,
-        earlier validations are worth less than the backend was told.
-        """
-        history = self.state.history
-        rewards = [r for some in outcome["rewards"].values() for r in some if r is not None]
-        lowest = min([history.failure_reward, min(rewards, default=0.0)])
-        new = Validation.of(ValidationDone(at=0.0, **outcome), lowest)
-        self._report(new, f"Validation after {counted(new.epoch, 'epoch')}")
-        for one in (*history.validations, new):
-            if one.mean is None or (one is not new and not one.policy_failures):
-                continue
-            values = {"reward": one.mean, "failure_rate": one.failure_rate or 0.0}
-            if self._logged.get(one.step) != values:
-                self._logged[one.step] = values
-                await self.adapter.log_metrics(values, split="val", step=one.step)
-
-    def _report(self, validation: Validation, what: str) -> None:
+    def record(self, type: str, outcome: dict[str, Any], title: str) -> None:
+        """Append the event of a validation, and log its result."""
+        event = self.events.append(type, **outcome)
+        assert isinstance(event, ValidationResult), type
+        validation = Validation.of(event, self.state.history.failure_reward)
         if validation.mean is None:
             log.warning("%s", validation.error)
             self.events.append("warning", message=validation.error)
         else:
-            log.info("%s - Avg Reward: %.4f%s", what, validation.mean, failed(validation))
+            log.info("%s - Avg Reward: %.4f%s", title, validation.mean, failed(validation))
+
+    async def send(self) -> None:
+        """Send the backend every validated step's reward that it does not have yet.
+
+        Under `drop` a failure of the model counts as the run's lowest reward. Where that fell, the
+        rewards of earlier steps have changed.
+        """
+        validations = [v for v in self.state.history.validations if v.mean is not None]
+        for step, one in {v.step: v for v in validations}.items():
+            values = {"reward": one.mean or 0.0, "failure_rate": one.failure_rate or 0.0}
+            if self._sent.get(step) != values:
+                self._sent[step] = values
+                await self.adapter.log_metrics(values, split="val", step=step)
