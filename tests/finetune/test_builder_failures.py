@@ -164,6 +164,27 @@ async def test_rollouts_in_the_journal_are_not_run_again(
         assert metadata(other.trajectories[0][0])["rollout"].startswith(f"{w.run_id}:0.1.0.")
 
 
+async def test_rollouts_that_gave_nothing_are_not_run_again_and_say_why_again(
+    server: LocalBackend, tiny_model: Path, tmp_path: Path
+):
+    async with world(server, tiny_model) as w:
+
+        async def agent(question: str) -> str:
+            if question == "two":
+                return "from memory"
+            options = {"temperature": 0} if question == "three" else {}
+            return await w.say(question, **options)
+
+        w.bind(agent, ["one", "two", "three"])
+        for _ in range(2):
+            with Journal.open(tmp_path, RunFingerprint(0, {})) as journal:
+                meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
+                collection = await w.collect(meta | {"failed_before": False})
+            assert [len(group) for group in collection.trajectories] == [2]
+            assert w.builder.dropped == {"no_calls": 2, "greedy": 2}
+            assert w.ran == {"one": 2, "two": 2, "three": 2}
+
+
 async def test_a_round_that_came_to_nothing_is_run_anew(
     server: LocalBackend, tiny_model: Path, tmp_path: Path
 ):

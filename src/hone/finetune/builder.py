@@ -246,10 +246,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         config: "FinetuneConfig",
     ) -> RolloutRecord:
         """The record of a rollout: from the journal, or of one that runs now."""
-        if known is not None and (known.is_trained or known.failure):
+        if known is not None:
             return known
-        if known is not None and self.server is not None:
-            return await self._with_calls(at, known, None)
 
         async def run(rollout: str) -> RolloutRecord:
             result = await self.run_item(item, rollout, self._reward_name)
@@ -316,31 +314,27 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return record.model_copy(update={"reward": reward, "metadata": metadata})
 
     async def _with_calls(
-        self, at: _Round, record: RolloutRecord, result: "ItemResult | None"
+        self, at: _Round, record: RolloutRecord, result: "ItemResult"
     ) -> RolloutRecord:
-        """The record with the calls that are trained, if any is."""
-        reward = reward_or_substitute(record, self._config)
+        """The record with the calls that are trained, or with the reason why none is."""
+        reward, item = reward_or_substitute(record, self._config), result.item
         if reward is None:
             return record
-        ran = None if result is None else result.rollout
-        seen: Sequence[SeenCall] = () if ran is None else ran.calls
         try:
-            trained = await self.select_calls(record.rollout, seen)
+            trained = await self.select_calls(record.rollout, item.trajectory)
         except HoneError as error:
             return _failed(record, "server_error", error)
-        update: dict[str, Any] = {"reward": reward}
-        if trained.sampled:
-            at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
-            update["shaped_rewards"] = shaped_rewards(
-                () if ran is None else ran.steps, trained.sampled
-            )
-        else:
-            at.dropped[trained.reason or "no_calls"] += 1
-        if trained.sampled and trained.foreign:
+        if trained.reason is not None:
+            return record.model_copy(update={"reward": reward, "not_trained": trained.reason})
+        at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
+        update: dict[str, Any] = {
+            "reward": reward,
+            "shaped_rewards": shaped_rewards(item.steps, trained.sampled),
+        }
+        if trained.foreign:
             update["episode"] = episode(trained.sampled)
-            tools = plain(seen[0].tools if seen else None)
-            update["metadata"] = {**record.metadata, "tools": tools}
-        elif trained.sampled:
+            update["metadata"] = {**record.metadata, "tools": plain(item.trajectory[0].tools)}
+        else:
             update["trained_calls"] = [one.id for one in trained.sampled]
         return record.model_copy(update=update)
 

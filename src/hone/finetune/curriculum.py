@@ -249,8 +249,9 @@ def group_by_example(
             by_example[record.example].append(record)
         elif record.failure is not None:
             dropped[f"{record.failure.kind}/{record.failure.reason}"] += 1
-        elif record.reward is None:
-            dropped["no_reward"] += 1
+        else:
+            no_reward = "no_reward" if record.reward is None else "no_calls"
+            dropped[record.not_trained or no_reward] += 1
     large = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
     dropped["small_group"] = sum(map(len, by_example.values())) - sum(map(len, large))
     shaped = any(record.shaped_rewards is not None for group in large for record in group)

@@ -229,6 +229,8 @@ class RolloutRecord(Strict):
     """Ids of the recorded calls that are trained; None if none is, or if no server records calls."""
     episode: list[EpisodeItem] | None = None
     """The text that is trained, if no server recorded the calls."""
+    not_trained: str | None = None
+    """Why nothing of a rollout with a reward is trained, for instance `no_calls`."""
     shaped_rewards: list[float] | None = None
     """One value per trained call."""
     metadata: dict[str, Any] = Field(default_factory=dict)
