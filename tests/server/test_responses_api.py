@@ -14,11 +14,13 @@ from tests.server.test_chat import CALL, LOOK, TWO_CALLS, WEATHER, client, ids
 from tests.server.test_rollouts import SAID, spelt_out
 from tests.server.test_stream import LONG, wait_for
 
+from hone.capture.scope import recorded
 from hone.server.settings import Settings
 from hone.server.state import State
 
 FLAT_LOOK: dict[str, Any] = {"type": "function", **LOOK["function"]}
 FLAT_WEATHER: dict[str, Any] = {"type": "function", **WEATHER["function"]}
+CALLED = {"call_id": "c1", "name": "look", "arguments": '{"word": "x"}'}
 PATH = "/v1/responses"
 
 
@@ -454,6 +456,68 @@ def test_reasoning_comes_and_goes_as_items(
     )
 
 
+def test_a_call_that_does_not_parse_comes_back_as_it_was(create: Create) -> None:
+    broken = '<tool_call>\n{"name": "look", "arguments": {"word": }}\n</tool_call>'
+    first = create(broken, tools=[FLAT_LOOK])
+    (call,) = first.output
+    assert (call.arguments, len(first.malformed)) == ('{"word": }', 1)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "no JSON"}
+    question = {"role": "user", "content": "hello"}
+    assert continues(first, create("ok", input=[question, call, output], tools=[FLAT_LOOK]))
+
+
+# ---- what the harness sees -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_harness_sees_what_the_server_recorded(
+    shared: Server, create: Create, stream: bool
+) -> None:
+    rollout, recorder = recorded()
+    output = {"type": "function_call_output", "call_id": "c1", "output": "cold"}
+    items = [{"role": "user", "content": "hello"}, {"type": "function_call", **CALLED}, output]
+    with rollout:
+        answer = create(
+            f"See. {TWO_CALLS}",
+            input=items,
+            instructions="be brief",
+            tools=[FLAT_LOOK, FLAT_WEATHER],
+            stream=stream,
+        )
+        for event in answer if stream else ():
+            if event.type == "response.completed":
+                break  # before the stream is closed
+        if stream:
+            answer.close()
+    (seen,) = recorder.calls
+    assert seen.id is not None
+    (call,) = shared.state.calls.get([seen.id])
+    assert (seen.error, seen.finish) == (None, "tool_calls")
+    assert (seen.messages, seen.tools) == (call.messages, call.tools)
+    assert seen.reply == call.reply
+    assert seen.choices[0]["token_ids"] == call.call.completion_ids
+    assert seen.policy_step == 0
+    counted = {"prompt_tokens": len(call.call.prompt_ids)}
+    counted["completion_tokens"] = len(call.call.completion_ids)
+    assert seen.usage == counted | {"total_tokens": sum(counted.values())}
+    assert seen.parameters == {"stream": stream} or not stream
+
+
+def test_the_harness_sees_a_stream_as_far_as_it_came(
+    shared: Server, create: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.engine, "delay_s", 0.01)
+    rollout, recorder = recorded()
+    with rollout:
+        stream = create(LONG, stream=True)
+        event = next(event for event in stream if event.type == "response.output_text.delta")
+        stream.close()
+    (seen,) = recorder.calls
+    assert seen.error == "the client left the stream before its end" and seen.finish is None
+    assert seen.reply is not None and seen.reply["content"] == event.delta
+    wait_for(lambda: shared.engine.running == 0, "it is still answered")
+
+
 # ---- refusals --------------------------------------------------------------------------------
 
 
@@ -471,7 +535,7 @@ def test_reasoning_comes_and_goes_as_items(
             "reads text only",
         ),
         (
-            {"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "c"}]},
+            {"input": [{"type": "function_call", "name": "f", "arguments": "[]", "call_id": "c"}]},
             "input",
             "input[0].arguments",
         ),

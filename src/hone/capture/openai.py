@@ -20,10 +20,13 @@ from hone.capture.tee import decoder, loop_of, tee_like
 from hone.wire.errors import error_message
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import usage
-from hone.wire.stream import join_events
+from hone.wire.openai_response_reader import read_request, read_response, read_tools
+from hone.wire.stream import has_ended, join_events
 
 UNANSWERED = "no answer yet"
 LEFT = "the client left the stream before its end"
+_CONVERSATION = ("model", "messages", "input", "instructions", "tools")
+"""Keys of a request that are not parameters."""
 CLOSE_S = 5.0
 """How long closing a stream may take that an agent has left open."""
 
@@ -85,8 +88,11 @@ class Exchange:
 
     def left(self) -> None:
         """The client closed the stream: too early, unless it had seen the end."""
-        whole = b"[DONE]" in b"".join(self._pieces[-2:])
-        self.ended(None if whole else LEFT)
+        self.ended(None if has_ended(self._body()) else LEFT)
+
+    def _body(self) -> bytes:
+        body = b"".join(self._pieces)
+        return body if self._decode is None else self._decode(body)
 
     async def close(self) -> None:
         """Close the stream if the agent has left it open, so that its connection is free again."""
@@ -109,8 +115,7 @@ class Exchange:
         if self._seen is not None:
             return self._seen
         seconds, status = self._seconds, self._status
-        body = b"".join(self._pieces)
-        body = body if self._decode is None else self._decode(body)
+        body = self._body()
         request = object_or_empty(self.sent)
         if status is not None and status >= 400:
             text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
@@ -126,7 +131,7 @@ class Exchange:
             model=str(request.get("model", "")),
             host=self.host,
             messages=_messages(request),
-            tools=request.get("tools") or None,
+            tools=(read_tools(request) if "input" in request else request.get("tools")) or None,
             choices=response.choices,
             usage=response.usage,
             id=response.id,
@@ -136,9 +141,7 @@ class Exchange:
             status=status,
             error=under_way or self._error or response.error,
             temperature=_number(request.get("temperature")),
-            parameters={
-                k: v for k, v in request.items() if k not in ("model", "messages", "tools")
-            },
+            parameters={k: v for k, v in request.items() if k not in _CONVERSATION},
         )
         if seconds is not None:
             self._seen = seen
@@ -166,7 +169,7 @@ def _response(body: dict[str, Any]) -> _Response:
     if body.get("error"):
         return _Response(error=error_message(body))
     if "output" in body and "choices" not in body:
-        body = _as_chat(body)
+        body = read_response(body)
     choices = body.get("choices")
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
         return _Response(error="the answer has no choices")
@@ -203,43 +206,9 @@ def _num_sampled(choice: dict[str, Any]) -> int | None:
     return None
 
 
-def _as_chat(response: dict[str, Any]) -> dict[str, Any]:
-    """An answer of /responses in the shape of a chat completion."""
-    items = [item for item in response["output"] or () if isinstance(item, dict)]
-    parts = [p for item in items if item.get("type") == "message" for p in item.get("content", ())]
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(p.get("text", "") for p in parts) if parts else None,
-    }
-    calls = [
-        {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-        }
-        for item in items
-        if item.get("type") == "function_call"
-    ]
-    if calls:
-        message["tool_calls"] = calls
-    cut = (response.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
-    finish = "length" if cut else "tool_calls" if calls else "stop"
-    used = response.get("usage") or {}
-    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
-    return {
-        "id": response.get("id"),
-        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
-        "usage": {names.get(key, key): value for key, value in used.items()},
-    }
-
-
 def _messages(request: dict[str, Any]) -> list[dict[str, Any]] | None:
     """What was asked, as chat messages."""
     messages = request.get("messages")
-    if messages is None and "input" in request:  # /responses
-        messages = request["input"]
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if request.get("instructions") and isinstance(messages, list):
-            messages = [{"role": "system", "content": request["instructions"]}, *messages]
+    if messages is None and "input" in request:
+        return read_request(request)
     return messages if isinstance(messages, list) else None

@@ -7,11 +7,16 @@ The `openai` package joins chunks too (ChatCompletionStreamState, 3.49), but dro
 choice that it does not know. hone's servers and vLLM send `token_ids` there.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from hone.wire.base import Event
 from hone.wire.json import object_or_empty, write_json
+from hone.wire.openai_response_reader import join_response
+
+_END = re.compile(rb"^(data: ?\[DONE\]|event: ?response\.(completed|incomplete|failed)\r?$)", re.M)
+"""The last event of a stream: of chat completions and completions, or of responses."""
 
 
 def write_event(value: Event, *, named: bool = False) -> bytes:
@@ -34,21 +39,25 @@ def read_events(body: bytes) -> Iterator[dict[str, Any]]:
                 yield event
 
 
+def has_ended(body: bytes) -> bool:
+    """Whether a stream has come to its end, so far as it was read."""
+    return _END.search(body) is not None
+
+
 def join_events(body: bytes) -> dict[str, Any]:
     """A streamed response as one object; only its `error` where an event is an error."""
     response: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
-    for event in read_events(body):
-        if event.get("error"):
-            return {"error": event["error"]}
-        if isinstance(event.get("response"), dict):  # of /responses: the last has everything
-            response = event["response"]
-            continue
+    events = list(read_events(body))
+    for event in events:
+        if event.get("error") or event.get("type") == "error":
+            return {"error": event.get("error") or event}
+    if events and str(events[0].get("type")).startswith("response."):
+        return join_response(events)
+    for event in events:
         response |= {k: v for k, v in event.items() if k != "choices" and v is not None}
         for part in event.get("choices") or ():
             _add_choice(choices.setdefault(part.get("index", 0), {}), part)
-    if "output" in response:
-        return response
     for choice in choices.values():
         calls = choice.get("message", {}).get("tool_calls")
         if calls:

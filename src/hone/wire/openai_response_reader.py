@@ -1,0 +1,121 @@
+"""Requests, responses and streams of any server with the Responses API, as chat completions.
+
+In:   bodies and events that passed over the wire, also of servers that are not hone's
+Out:  messages; the shape of a chat completion
+
+Nothing here raises over what a server or a client sent: what no chat can hold is left out, or stays
+as it was.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hone.errors import BadRequest
+from hone.wire.openai_response_items import read_input
+from hone.wire.openai_responses import chat_tool
+
+
+def read_request(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The messages of a request to any server; its items as they are where no chat has the like."""
+    items, instructions = body.get("input"), body.get("instructions")
+    if not isinstance(items, str | list):
+        return None
+    try:
+        messages = read_input(items)
+    except BadRequest:
+        assert isinstance(items, list), "a text is a message"
+        messages = items
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return [*system, *messages]
+
+
+def read_response(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A response of any server in the shape of a chat completion."""
+    output = response.get("output")
+    message = _read_output(output if isinstance(output, list) else [])
+    cut = (response.get("incomplete_details") or {}).get("reason") == "max_output_tokens"
+    finish = "length" if cut else "tool_calls" if "tool_calls" in message else "stop"
+    if response.get("status") == "in_progress":  # a stream that was cut off
+        finish = None
+    used = response.get("usage") or {}
+    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+    recorded = ("token_ids", "call_id", "policy_step")
+    return {
+        "id": response.get("id"),
+        "choices": [
+            {"index": 0, "message": message, "finish_reason": finish}
+            | {key: response[key] for key in recorded if key in response}
+        ],
+        "usage": {names.get(key, key): value for key, value in used.items()},
+        **{k: response[k] for k in ("prompt_token_ids", "policy_step") if k in response},
+    }
+
+
+def _read_output(output: list[Any]) -> dict[str, Any]:
+    """The assistant message, as far as a chat message can hold it."""
+    items = [item for item in output if isinstance(item, dict)]
+    texts = [_texts(item, "content") for item in items if item.get("type") == "message"]
+    thoughts = [
+        _texts(item, "content") or _texts(item, "summary")
+        for item in items
+        if item.get("type") == "reasoning"
+    ]
+    calls = [
+        {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+        }
+        for item in items
+        if item.get("type") == "function_call"
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        message |= {"content": message["content"] or None, "tool_calls": calls}
+    if reasoning := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _texts(item: dict[str, Any], key: str) -> str:
+    parts = item.get(key)
+    parts = parts if isinstance(parts, list) else []
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+
+
+def read_tools(body: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a request as those of a chat completion."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return None
+    try:
+        return [chat_tool(tool, "tools") for tool in tools]
+    except BadRequest:
+        return tools
+
+
+def join_response(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The response of a stream; of one that was cut off, the items as far as they came."""
+    response: dict[str, Any] = {}
+    items: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event.get("response"), dict):
+            response = event["response"]
+        kind, place = str(event.get("type")), event.get("output_index")
+        if not isinstance(place, int):
+            continue
+        if isinstance(event.get("item"), dict):
+            items[place] = dict(event["item"])
+        elif kind.endswith(".delta") and isinstance(event.get("delta"), str):
+            _grow(items.setdefault(place, {}), kind, event["delta"])
+    if not response.get("output"):
+        response = {**response, "output": [items[place] for place in sorted(items)]}
+    return response
+
+
+def _grow(item: dict[str, Any], kind: str, delta: str) -> None:
+    if kind == "response.function_call_arguments.delta":
+        item["arguments"] = str(item.get("arguments") or "") + delta
+    elif kind in ("response.output_text.delta", "response.reasoning_text.delta"):
+        before = _texts(item, "content")
+        item["content"] = [{"text": before + delta}]

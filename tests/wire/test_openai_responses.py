@@ -1,0 +1,123 @@
+"""Responses: what is streamed adds up to the whole, and items come back as the message they were."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.wire.base import Answer, AnswerDelta, AnswerHead
+from hone.wire.openai_response_events import ResponsesDialect
+from hone.wire.openai_response_items import ItemIds, output_items, read_input
+from hone.wire.openai_response_reader import join_response, read_response
+
+HEAD = AnswerHead(
+    id="0",
+    call_id="call-ab",
+    created_at=1.0,
+    model="m",
+    fingerprint="f",
+    policy_step=3,
+    prompt_ids=[1],
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> dict[str, Any]:
+    """An assistant message as a chat completion returns it."""
+    names = draw(st.lists(TEXT, max_size=2))
+    content = draw(st.one_of(st.just(""), TEXT))
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if names:
+        message["content"] = content or None
+        message["tool_calls"] = [
+            {
+                "id": f"c{i}",
+                "type": "function",
+                "function": {"name": n, "arguments": f'{{"{i}":1}}'},
+            }
+            for i, n in enumerate(names)
+        ]
+    if draw(st.booleans()):
+        message["reasoning_content"] = draw(TEXT)
+    return message
+
+
+@st.composite
+def pieces(draw: st.DrawFn, message: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The deltas of the message: text cut anywhere, each call whole or in parts."""
+    deltas: list[dict[str, Any]] = []
+    for key in ("reasoning_content", "content"):
+        text = message.get(key) or ""
+        while text:
+            size = draw(st.integers(1, len(text)))
+            deltas.append({key: text[:size]})
+            text = text[size:]
+    for index, call in enumerate(message.get("tool_calls", ())):
+        if draw(st.booleans()):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
+            continue
+        begun = {**call, "function": {**call["function"], "arguments": ""}}
+        deltas.append({"tool_calls": [{"index": index, **begun}]})
+        deltas += [
+            {"tool_calls": [{"index": index, "function": {"arguments": letter}}]}
+            for letter in call["function"]["arguments"]
+        ]
+    cuts = [[]] if not deltas else []
+    while deltas:
+        size = draw(st.integers(1, len(deltas)))
+        cuts += [[], deltas[:size]]
+        deltas = deltas[size:]
+    return cuts
+
+
+def entries(text: str) -> list[dict[str, Any]]:
+    """One token for each byte."""
+    return [
+        {"token": str(byte), "logprob": -float(i), "bytes": [byte], "top_logprobs": []}
+        for i, byte in enumerate(text.encode())
+    ]
+
+
+@given(messages())
+def test_items_come_back_as_the_message_they_were(message: dict[str, Any]) -> None:
+    items = output_items(message, ItemIds("call-ab"), encrypted=True)
+    question, answer = read_input([{"role": "user", "content": "?"}, *items])
+    assert question == {"role": "user", "content": "?"}
+    assert answer == message
+    # Also by a client that keeps only the encrypted reasoning.
+    for item in items:
+        if item["type"] == "reasoning":
+            item["content"] = []
+    assert read_input(items) == [message]
+    read = read_response({"output": output_items(message, ItemIds("call-ab"))})
+    assert read["choices"][0]["message"] == message
+
+
+@given(st.data())
+def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.DataObject) -> None:
+    message = data.draw(messages())
+    text = (message.get("reasoning_content") or "") + "\n" + (message["content"] or "")
+    finish = data.draw(st.sampled_from(["stop", "length"]))
+    answer = Answer(index=0, call_id="call-ab", message=message, finish=finish, token_ids=[4])
+    dialect = ResponsesDialect()
+    request = dialect.parse({"model": "m", "input": "?"}, max_n=1)
+    writer = dialect.writer(request, HEAD)
+    events: list[Any] = []
+    sampled = entries(text)
+    for deltas in data.draw(pieces(message)):
+        events += writer.delta(AnswerDelta(index=0, deltas=deltas, logprobs=sampled))
+        sampled = []
+    events += writer.end([answer])
+    whole = Answer(**{**_fields(answer), "logprobs": entries(text)})
+    expected = dialect.writer(request, HEAD).whole([whole])
+    assert events[-1]["response"] == expected
+    assert events[-1]["type"] == f"response.{expected['status']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    # Cut off before its end, a stream says as much.
+    *cut, _ = events
+    assert read_response(join_response(cut))["choices"][0]["message"] == message
+
+
+def _fields(answer: Answer) -> dict[str, Any]:
+    return {name: getattr(answer, name) for name in Answer.__dataclass_fields__}
