@@ -73,6 +73,9 @@ def ids(result: Any) -> list[str]:
         ("<workflow>.search", {"<workflow>"}, True),
         ("<workflow>", {"search"}, False),
         ("research", {"search"}, False),
+        ("<workflow>.research.model", {"model"}, True),
+        ("<workflow>.research.model", {"research.model"}, True),
+        ("<workflow>.writing.model", {"research.model"}, False),
         ("", {"<workflow>"}, True),
     ],
 )

@@ -256,6 +256,15 @@ def test_mistakes_of_the_run_are_told_with_those_of_the_file(refused: Refused):
     ]
 
 
+def test_nodes_of_a_framework_may_be_targets(tmp_path: Path):
+    targets = {"finetuning": {"target_functions": ["research.model"]}}
+    assert any(
+        "functions has no 'research.model'" in line for line in mistakes(tmp_path, **targets)
+    )
+    graph = {"_type": "langgraph", "target": "agent.py:graph"}
+    assert mistakes(tmp_path, workflow=graph, **targets) == []
+
+
 def test_what_only_the_whole_document_tells(refused: Refused):
     lines = refused(
         ("      file_path: train.jsonl\n", ""),

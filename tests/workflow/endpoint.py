@@ -58,10 +58,13 @@ class Endpoint:
     def header(self, name: str) -> list[str | None]:
         return [headers.get(name.lower()) for headers, _ in self.asked]
 
+    def reply_to(self, body: dict[str, Any]) -> Reply:
+        return self.replies.pop(0) if self.replies else Reply()
+
     async def _answer(self, request: Request, path: str) -> Response:
         body = await request.json()
         self.asked.append((dict(request.headers), body))
-        reply = self.replies.pop(0) if self.replies else Reply()
+        reply = self.reply_to(body)
         if reply.gate is not None:
             await reply.gate.wait()
         if reply.status >= 400:

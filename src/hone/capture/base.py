@@ -7,15 +7,18 @@ A SeenCall is a call as the harness saw it on the wire: text, for evaluators, fi
 trained tokens come from the server, which recorded them where they were sampled.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from hone.capture.branches import Branch
 from hone.wire.rollout import RolloutScope
 
+MAX_PATH = 200
+_NOT_IN_PATH = re.compile(r"[^!-~]")
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
@@ -169,6 +172,21 @@ class Scope(RolloutScope):
     """Only calls to this host are marked; None marks calls to any host."""
     recorder: Recorder | None = field(default=None, compare=False)
     """Records the calls; None: they are only marked."""
+    caller: Callable[[], str] | None = field(default=None, compare=False)
+    """Names the part of a framework's agent that runs now, such as the node of a graph."""
+
+    def at_caller(self) -> "Scope":
+        """The scope with the part that runs now at the end of the function path."""
+        name = "" if self.caller is None else self.caller()
+        if not name:
+            return self
+        path = f"{self.function}.{name}" if self.function else name
+        return replace(self, function=shortened(_NOT_IN_PATH.sub("_", path)), caller=None)
+
+
+def shortened(path: str) -> str:
+    """The innermost names of a function path that is too long for a header: that of a recursion."""
+    return path if len(path) <= MAX_PATH else "..." + path[3 - MAX_PATH :].partition(".")[2]
 
 
 open_scope: ContextVar[Scope | None] = ContextVar("hone_scope", default=None)

@@ -65,6 +65,7 @@ def _tapped(send: Callable[..., Any]) -> Callable[..., Any]:
         scope = current()
         if scope is None or not _is_call(request):
             return send(self, request, *args, **kwargs)
+        scope = scope.at_caller()
         _mark(scope, request)
         exchange = _exchange(scope, request)
         if exchange is None:

@@ -13,14 +13,14 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from hone.capture.base import Recorder, Scope, Tap, host_of, open_scope
+from hone.capture.base import MAX_PATH, Recorder, Scope, Tap, host_of, open_scope, shortened
 from hone.capture.branches import Branch
 from hone.capture.httpx import HttpxTap
 from hone.capture.threads import ExecutorTap
@@ -28,8 +28,7 @@ from hone.errors import ConfigError
 from hone.trajectory import Trajectory
 from hone.wire.rollout import ROLLOUT_ID
 
-_MAX_PATH = 200
-_FUNCTION = re.compile(rf"[!-~]{{1,{_MAX_PATH}}}")
+_FUNCTION = re.compile(rf"[!-~]{{1,{MAX_PATH}}}")
 
 
 class Rollout:
@@ -137,7 +136,7 @@ def step(name: str, value: float | None = None, **metadata: Any) -> None:
     scope = open_scope.get()
     if scope is not None and scope.recorder is not None:
         number = None if value is None else float(value)
-        scope.recorder.add_step(name, number, metadata, scope.function)
+        scope.recorder.add_step(name, number, metadata, scope.at_caller().function)
 
 
 @contextmanager
@@ -147,12 +146,28 @@ def within(function: str) -> Iterator[None]:
     if scope is None:
         yield
         return
+    scope = scope.at_caller()
     path = f"{scope.function}.{function}" if scope.function else _checked(function)
-    if len(path) > _MAX_PATH:  # a recursive function: keep the innermost names
-        path = "..." + path[3 - _MAX_PATH :].partition(".")[2]
-    token = open_scope.set(replace(scope, function=_checked(path)))
+    token = open_scope.set(replace(scope, function=_checked(shortened(path)), caller=None))
     if scope.recorder is not None:
         Branch.here(scope.recorder.trunk)  # before it starts tasks, which become its children
+    try:
+        yield
+    finally:
+        open_scope.reset(token)
+
+
+@contextmanager
+def called_by(caller: Callable[[], str]) -> Iterator[None]:
+    """Calls made inside carry the name that `caller` returns when they are sent, if it returns one.
+
+    For adapters of frameworks: the framework knows which of its nodes or agents runs.
+    """
+    scope = open_scope.get()
+    if scope is None:
+        yield
+        return
+    token = open_scope.set(replace(scope, caller=caller))
     try:
         yield
     finally:

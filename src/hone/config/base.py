@@ -42,6 +42,8 @@ class FunctionBaseConfig(ComponentConfig):
     """A function, or the workflow, which runs on one input."""
 
     not_yet: ClassVar[Mapping[str, str]] = {"middleware": "wrap the function in your own code"}
+    names_functions: ClassVar[bool] = False
+    """Its calls may carry names that are not in the YAML, such as those of a graph's nodes."""
 
 
 class LLMBaseConfig(ComponentConfig):

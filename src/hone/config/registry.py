@@ -75,7 +75,7 @@ BASES: dict[str, type[ComponentConfig]] = {
 KINDS = tuple(BASES)
 
 NOT_YET: dict[str, frozenset[str]] = {
-    "function": frozenset({"adk", "langgraph", "llama_index", "react_agent"}),
+    "function": frozenset({"react_agent"}),
     "llm_provider": frozenset(
         {"aws_bedrock", "azure_openai", "dynamo", "huggingface", "huggingface_inference"}
         | {"litellm", "nim", "oci"}

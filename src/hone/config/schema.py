@@ -148,7 +148,9 @@ class FinetuneConfig(Strict):
     """A key of `trainer_adapters`."""
     reward_function: RewardFunctionConfig | None = None
     target_functions: list[str] = Field(default_factory=lambda: ["<workflow>"], min_length=1)
-    """Train on the model calls of these functions; `<workflow>` means every call of a rollout."""
+    """Train on the model calls of these functions; `<workflow>` means every call of a rollout. In a
+    workflow of a framework they are nodes, agents or steps (`researcher`), or the end of a path
+    (`research.model`)."""
     target_model: str | None = None
     """The model to train: a key of `llms`, or a model's name. Not needed if only one entry is
     `trainable`, or only one names the model in training or its base model at the training server.

@@ -89,8 +89,14 @@ class Targets:
     """PROJECT/NAME of the model in training, as a hone server records it; None: any."""
 
     def has_function(self, path: str) -> bool:
-        """Whether calls made from this path of functions are trained: the innermost one counts."""
-        return WORKFLOW in self.functions or path.rpartition(".")[2] in self.functions
+        """Whether calls made from this path of functions are trained: its end counts.
+
+        `search` is every call of the function `search`, `research.model` that of a node `model` in
+        a subgraph `research`.
+        """
+        if WORKFLOW in self.functions:
+            return True
+        return any(path == name or path.endswith(f".{name}") for name in self.functions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,10 @@ def _target_mistakes(document: Document) -> Mistakes:
     """Targets that no call can match, so that no trajectory would be collected."""
     config, adapter = document.finetuning, art_config_of(document)
     functions = [WORKFLOW, *_keys(document, "functions")]
+    blocks = [document.workflow, *document.functions.values()]
+    open_ended = any(block is not None and block.names_functions for block in blocks)
     for i, name in enumerate(config.target_functions):
-        if name not in functions:
+        if name not in functions and not open_ended:
             yield (
                 ("finetuning", "target_functions", i),
                 f"functions has no {name!r}, so no call can be trained."

@@ -17,7 +17,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -63,6 +63,8 @@ Inside = Annotated[str, AfterValidator(_inside)]
 
 class CommandConfig(FunctionBaseConfig, name="command"):
     """A program, started once per rollout; it reads the model's address from its environment."""
+
+    names_functions: ClassVar[bool] = True  # in the header X-Hone-Function
 
     command: list[Argument] = Field(min_length=1)
     """The program and its arguments. A program with a slash is relative to this file. Placeholders:

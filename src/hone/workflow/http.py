@@ -11,7 +11,7 @@ if the service speaks the OpenAI API.
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import quote, urlsplit
 
 import httpx2
@@ -45,6 +45,8 @@ def _is_http(url: str) -> str:
 
 class HttpConfig(FunctionBaseConfig, name="http"):
     """A running service, called once per rollout; it reads the model's address from the request."""
+
+    names_functions: ClassVar[bool] = True  # in the header X-Hone-Function
 
     url: Annotated[str, AfterValidator(_is_http)]
     """Address of the agent. It may have the placeholders of `body`."""
