@@ -107,6 +107,10 @@ class BadRequest(ConfigError):
         self.status = status
 
 
+class GrammarError(ConfigError):
+    """A JSON schema, regular expression or grammar that answers cannot be constrained by."""
+
+
 class NotInThisVersion(ConfigError):
     """Known, but not implemented yet; never accepted and ignored."""
 

@@ -27,6 +27,18 @@ class AdapterRef:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of an answer must match, in the syntax of the library llguidance.
+
+    Equal constraints allow the same answers, so a compiled one is cached under its Constraint.
+    """
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+    """A JSON schema as JSON, a regular expression in Rust's syntax, or a grammar in Lark's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Sampling settings of one request."""
@@ -46,11 +58,33 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     top_logprobs: int = 0
     """Number of most likely tokens to report with each sampled token."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for every time the answer has it already."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in prompt and answer, and multiplies negative ones."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each with a number that is added to its logit before the penalties."""
+    constraint: Constraint | None = None
+    """The answer's text must match it. The tokenizer's end token then ends the answer too."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p exclude tokens."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
 
     @property
     def narrowed(self) -> bool:
-        """Whether tokens were excluded before the draw."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        """Whether the draw may be from another distribution than the model's."""
+        changes = self.constraint is not None or bool(self.logit_bias)
+        return changes or self.penalizes or self.truncates
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +93,14 @@ class SampledToken:
 
     id: int
     logprob: float
-    """Temperature-scaled, before top-p, top-k and min-p; after them if not `exact`."""
+    """Temperature-scaled, of the model's own distribution; of the narrowed one if not `exact`."""
     masked_logprob: float | None = None
-    """After them; None where nothing was excluded."""
+    """After logit_bias, penalties, the constraint, top-p, top-k and min-p; None where they changed
+    nothing."""
     exact: bool = True
-    """False if tokens were excluded and the engine knows only the log-probability after that."""
+    """False if the draw was narrowed and the engine knows only the log-probability after that."""
+    forced: bool = False
+    """The constraint allowed no other token."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens at this position with their logprobs, best first."""
 
@@ -85,22 +122,28 @@ class Completion:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    masked_logprobs: list[float] | None = None
+    masked_logprobs: list[float | None] | None = None
+    """None for a token whose draw was not narrowed; None altogether if none was."""
     exact: bool = True
-    """Whether every log-probability is of the distribution before tokens were excluded."""
+    """Whether every log-probability is of the model's own distribution."""
+    forced: list[int] = field(default_factory=list)
+    """Places of the tokens that a constraint forced."""
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish: FinishReason = "abort"
     stop: str | int | None = None
 
     def add(self, delta: Delta) -> None:
         for token in delta.tokens:
+            if token.masked_logprob is not None and self.masked_logprobs is None:
+                self.masked_logprobs = [None] * len(self.ids)
+            if self.masked_logprobs is not None:
+                self.masked_logprobs.append(token.masked_logprob)
+            if token.forced:
+                self.forced.append(len(self.ids))
             self.ids.append(token.id)
             self.logprobs.append(token.logprob)
             self.top.append(token.top)
             self.exact = self.exact and token.exact
-            if token.masked_logprob is not None:
-                self.masked_logprobs = self.masked_logprobs or []
-                self.masked_logprobs.append(token.masked_logprob)
         if delta.finish is not None:
             self.finish, self.stop = delta.finish, delta.stop
 
@@ -146,6 +189,14 @@ class Engine(Protocol):
     @property
     def max_length(self) -> int:
         """Most tokens of a prompt and its answer together."""
+        ...
+
+    async def check(self, sampling: Sampling) -> None:
+        """Refuse settings that cannot be sampled with: a constraint that does not compile.
+
+        Raises GrammarError or ConfigError, which name what is wrong. The work is done once for a
+        constraint, and not on the event loop.
+        """
         ...
 
     def generate(

@@ -29,6 +29,13 @@ def check_request(
             f"the prompt has {len(prompt_ids)} tokens; the model reads {max_length} "
             "including the answer. Shorten the conversation."
         )
+    check_settings(sampling, vocab)
+    if sampling.stop and not has_decode:
+        raise ConfigError("stop strings need an engine that can turn ids into text")
+
+
+def check_settings(sampling: Sampling, vocab: int) -> None:
+    """Refuse settings that no engine can sample with; the error names the field."""
     ranges: list[tuple[str, float, float, float]] = [
         ("n", sampling.n, 1, float("inf")),
         ("max_tokens", sampling.max_tokens, 1, float("inf")),
@@ -37,6 +44,9 @@ def check_request(
         ("top_k", sampling.top_k, 0, float("inf")),
         ("min_p", sampling.min_p, 0, 1),
         ("top_logprobs", sampling.top_logprobs, 0, vocab),
+        ("presence_penalty", sampling.presence_penalty, -2, 2),
+        ("frequency_penalty", sampling.frequency_penalty, -2, 2),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-2, 100),
     ]
     for name, value, low, high in ranges:
         if not low <= value <= high:
@@ -47,8 +57,11 @@ def check_request(
         )
     if "" in sampling.stop:
         raise ConfigError("stop holds an empty string, which ends every answer at once")
-    if sampling.stop and not has_decode:
-        raise ConfigError("stop strings need an engine that can turn ids into text")
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < vocab:
+            raise ConfigError(f"logit_bias: {token} is outside the vocabulary of {vocab}")
+        if not -100 <= bias <= 100:
+            raise ConfigError(f"logit_bias: {bias!r} for token {token}; expected -100 to 100")
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], vocab: int, max_length: int) -> None:

@@ -29,7 +29,8 @@ from hone.errors import EngineError, EngineFailed, ModelUnsupported
 from hone.inference.adapter_merge import MERGE_AFTER, has_memory_for_copy
 from hone.inference.background import run_in_background
 from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
-from hone.inference.checks import check_request, check_sequences
+from hone.inference.checks import check_request, check_sequences, check_settings
+from hone.inference.grammar import Grammars, start_matchers
 from hone.inference.requests import Request, deliver
 from hone.inference.runner import ModelRunner
 from hone.inference.scheduler import Scheduler
@@ -58,17 +59,19 @@ class EmbeddedEngine:
         decoder: Decoder,
         *,
         decode: Callable[[list[int]], str] | None = None,
+        grammars: Grammars | None = None,
         kv_budget_bytes: int | None = None,
         max_running: int = 256,
         prefill_tokens: int = PREFILL_TOKENS,
         merge_after: int = MERGE_AFTER,
         seed: int | None = None,
     ) -> None:
-        """`decode` turns ids into text; only stop strings need it.
+        """`decode` turns ids into text; only stop strings need it. Constraints need `grammars`.
 
         The default budget of the KV cache, copies included, is a quarter of the free memory.
         """
         self._decoder = decoder
+        self._grammars = grammars
         if kv_budget_bytes is None:
             kv_budget_bytes = available_memory(str(decoder.device)) // 4
         self._scheduler = Scheduler(
@@ -119,9 +122,11 @@ class EmbeddedEngine:
             return decoder.pack() if has_memory_for_copy(decoder) else decoder
 
         tokenizer = load_tokenizer(files)
+        decoder = run_in_background(load).result()
         return cls(
-            run_in_background(load).result(),
+            decoder,
             decode=lambda ids: str(tokenizer.decode(ids)),
+            grammars=Grammars(tokenizer, decoder.config.vocab),
             kv_budget_bytes=kv_budget_bytes,
         )
 
@@ -140,6 +145,10 @@ class EmbeddedEngine:
     def max_length(self) -> int:
         return self._decoder.config.max_positions
 
+    async def check(self, sampling: Sampling) -> None:
+        check_settings(sampling, self._decoder.config.vocab)
+        await start_matchers(self._grammars, sampling, 0)
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -153,6 +162,7 @@ class EmbeddedEngine:
         check_request(
             prompt_ids, sampling, config.vocab, config.max_positions, has_decode=has_decode
         )
+        matchers = await start_matchers(self._grammars, sampling, sampling.n)
         seed = sampling.seed
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
@@ -164,6 +174,7 @@ class EmbeddedEngine:
             key=BASE_SHA256 if adapter is None else adapter.sha256,
             seed=seed,
             loop=asyncio.get_running_loop(),
+            matchers=matchers,
         )
         scheduler = self._scheduler
         request.require_fit(scheduler.budget, scheduler.needed(request), scheduler.max_running)
@@ -270,6 +281,8 @@ class EmbeddedEngine:
             self._closed = True
             self._wakeup.notify()
         await asyncio.to_thread(self._thread.join)
+        if self._grammars is not None:
+            self._grammars.close()
 
     # ---- the engine's thread ----------------------------------------------------------------
 

@@ -10,9 +10,10 @@ A request that can never fit is refused before it waits: it would block all that
 import asyncio
 from collections.abc import Callable, Sequence
 
-from hone.errors import EngineError, RequestTooLarge
+from hone.errors import GrammarError, HoneError, RequestTooLarge
 from hone.inference.base import Delta, FinishReason, SampledToken, Sampling
 from hone.inference.blocks import Block
+from hone.inference.grammar import Matcher
 from hone.inference.sampler import SampleState, random_stream
 from hone.inference.slots import slot_capacity
 from hone.models.architecture import DecoderConfig
@@ -32,7 +33,9 @@ class Request:
         key: str,
         seed: int,
         loop: asyncio.AbstractEventLoop,
+        matchers: Sequence[Matcher] | None = None,
     ) -> None:
+        """`matchers`: one for every sample, for a request with a constraint."""
         self.prompt_ids = tuple(prompt_ids)
         self.sampling = sampling
         self.lora = lora
@@ -40,7 +43,9 @@ class Request:
         self.loop = loop
         self.max_tokens = min(sampling.max_tokens, config.max_positions - len(prompt_ids))
         self.deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
-        self.samples = [Sample(self, i, seed) for i in range(sampling.n)]
+        self.samples = [
+            Sample(self, i, seed, matchers[i] if matchers else None) for i in range(sampling.n)
+        ]
         self.reserved = 0
         self.aborted = False
         self._block: Block | None = None
@@ -85,7 +90,7 @@ class Request:
                 f"n={self.sampling.n} samples; the engine runs {max_running} at a time. Lower n."
             )
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: HoneError) -> None:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.deltas.put_nowait, error)
 
@@ -93,11 +98,18 @@ class Request:
 class Sample:
     """One answer: the ids drawn so far, and the state of its random stream."""
 
-    def __init__(self, request: Request, index: int, seed: int) -> None:
+    def __init__(
+        self, request: Request, index: int, seed: int, matcher: Matcher | None = None
+    ) -> None:
         self.request = request
         self.index = index
-        self.state = SampleState(request.sampling, random_stream(seed, index))
-        self.ids: list[int] = []
+        self.state = SampleState(
+            request.sampling,
+            random_stream(seed, index),
+            prompt_ids=request.prompt_ids,
+            matcher=matcher,
+        )
+        self.ids = self.state.ids
         self.finish: FinishReason | None = None
 
     @property
@@ -108,13 +120,29 @@ class Sample:
         """Append a drawn token and decide whether the answer ends here."""
         self.ids.append(token.id)
         self.finish, stop = self._finish(token.id, decode)
+        if self.state.matcher is not None:
+            self._follow(self.state.matcher, token.id)
         return Delta(self.index, (token,), self.finish, stop)
+
+    def _follow(self, matcher: Matcher, token: int) -> None:
+        """Advance the constraint; one that became too complex fails the request."""
+        if not matcher.error and not self.done:
+            matcher.accept(token)
+        if matcher.error and not self.request.aborted:
+            self.request.aborted = True
+            self.request.fail(
+                GrammarError(
+                    f"the constraint became too complex after {len(self.ids)} tokens of the answer "
+                    f"({matcher.error.partition(chr(10))[0]}); simplify it"
+                )
+            )
 
     def _finish(
         self, token: int, decode: Callable[[list[int]], str] | None
     ) -> tuple[FinishReason | None, str | int | None]:
         sampling = self.request.sampling
-        if token in sampling.stop_ids:
+        matcher = self.state.matcher
+        if token in sampling.stop_ids or (matcher is not None and matcher.ends(token)):
             return "stop", token
         if sampling.stop and decode is not None:
             # Every token is at least one byte, so a stop string that the newest token completes spans at

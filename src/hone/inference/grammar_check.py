@@ -1,0 +1,78 @@
+"""Runs as a process of its own: checks constraints, so that a bad one ends this process only.
+
+In:   lines of JSON on stdin: first the tokenizer, then one grammar a line
+Out:  a line of JSON for each: what is wrong with it, or nothing
+
+llguidance 1.9 limits the size of a grammar, and yet a few lines of Lark make it overflow the stack,
+and a JSON schema with a dozen patterns in one `allOf` takes minutes. A thread can be stopped in
+neither case. Here an alarm ends the process, as a crash does, and the reader sees the end of the file.
+The stack is smaller than that of the server's threads: what passes here is safe there.
+"""
+
+import json
+import random
+import resource
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import llguidance
+
+DEADLINE_S = 5.0
+"""Most seconds that the check of one grammar may take."""
+MEMORY_BYTES = 4 << 30
+STACK_BYTES = 2 << 20
+STEPS = 32
+"""Tokens of a random answer that the check follows."""
+_BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+
+
+def make_tokenizer(spec: dict[str, Any]) -> llguidance.LLTokenizer:
+    """`spec` holds the tokenizer's JSON, its vocabulary's size and its end token."""
+    return llguidance.LLTokenizer(spec["json"], n_vocab=spec["vocab"], eos_token=spec["end"])
+
+
+def compile_grammar(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
+    """A matcher at the beginning of an answer. It never raises; it may be in an error state."""
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+
+
+def check(tokenizer: llguidance.LLTokenizer, source: str) -> str:
+    """What is wrong with a grammar; empty if nothing is."""
+    matcher = compile_grammar(tokenizer, source)
+    mask = matcher.compute_bitmask()
+    error = matcher.get_error()
+    choose = random.Random(0)
+    for _ in range(STEPS):  # what a later token makes it compute can overflow the stack too
+        allowed = [8 * i + bit for i, byte in enumerate(mask) for bit in _BITS[byte]]
+        if matcher.is_stopped() or not allowed or not matcher.consume_token(choose.choice(allowed)):
+            break
+        mask = matcher.compute_bitmask()
+    return error
+
+
+def _answer_lines() -> None:
+    tokenizer = make_tokenizer(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)  # nothing handles it: it ends the process
+        error = check(tokenizer, json.loads(line))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(json.dumps(error) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
+        with suppress(OSError, ValueError):  # not every system has both
+            resource.setrlimit(limit, (value, value))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_answer_lines)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()
