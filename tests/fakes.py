@@ -102,6 +102,8 @@ class ScriptedEngine:
 
     # ---- the Engine protocol ----------------------------------------------------------------
 
+    async def check(self, sampling: Sampling) -> None: ...
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -10,6 +10,7 @@
     |   |-- Conflict                      the name is in use, or the state does not allow it
     |   |-- Unprocessable                 a request with wrong fields; names each of them
     |   |-- BadRequest                    a request that cannot be answered as sent
+    |   |-- GrammarError                  a schema, regex or grammar that constrains no answer
     |   |-- NotInThisVersion              known, but not implemented yet
     |   `-- Unauthorized                  no API key, or a wrong one
     |-- RolloutError (RuntimeError)       the agent or its environment must act

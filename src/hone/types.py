@@ -63,9 +63,13 @@ class Call(Strict):
     logprobs: list[float] | None = None
     """Temperature-scaled, unmasked log-probability of each completion token; None if unknown."""
     exact: bool = True
-    """False if only the log-probability after top-p, top-k, min-p or a grammar is known."""
+    """False if only the log-probability after top-p, top-k, min-p, a penalty or a grammar is known."""
+    masked_logprobs: list[float | None] | None = None
+    """Log-probability of each completion token after top-p, top-k, min-p, penalties, logit_bias and
+    the grammar; null where they changed nothing, None if they did so nowhere."""
     forced: list[int] = []
-    """Positions in the completion that were not sampled but inserted; they get no label."""
+    """Positions in the completion that were not chosen: inserted, or the only token that the grammar
+    allowed. They get no label."""
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Sampling temperature; a greedy call (0) is context and never labelled."""
     step: int = Field(default=0, ge=0, lt=2**31)
@@ -81,6 +85,11 @@ class Call(Strict):
             raise ValueError(
                 f"logprobs has {len(self.logprobs)} values for {len(self.completion_ids)} "
                 "completion_ids; send one for each, or none at all"
+            )
+        if self.masked_logprobs and len(self.masked_logprobs) != len(self.completion_ids):
+            raise ValueError(
+                f"masked_logprobs has {len(self.masked_logprobs)} values for "
+                f"{len(self.completion_ids)} completion_ids; send one for each, or none at all"
             )
         outside = [i for i in self.forced if not 0 <= i < len(self.completion_ids)]
         if outside:

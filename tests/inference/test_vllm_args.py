@@ -115,6 +115,7 @@ def test_the_command_line() -> None:
         "--served-model-name": ["base"],
         "--generation-config": ["vllm"],
         "--logprobs-mode": ["processed_logprobs"],
+        "--structured-outputs-config": ['{"backend": "guidance"}'],
         "--enable-lora": [],
         "--lora-target-modules": ["k_proj", "q_proj"],
         "--disable-uvicorn-access-log": [],

@@ -125,6 +125,8 @@ async def test_every_sampling_parameter_is_sent(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "logit_bias": None,
+        "structured_outputs": None,
         "stop": ["x"],
         "stop_token_ids": [5],
         "ignore_eos": True,

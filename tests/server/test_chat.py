@@ -378,48 +378,6 @@ def test_tool_choice_none_hides_the_tools(talk: Any, tokenizer: Any) -> None:
     assert '"name": "look"' in tokenizer.decode(shown.prompt_token_ids)
 
 
-@pytest.mark.parametrize(
-    ("tools", "choice", "forced", "sampled", "name"),
-    [
-        ([LOOK, WEATHER], "required", '<tool_call>\n{"name": "', 'weather", "arguments": {}}', "weather"),
-        ([LOOK], "required", '<tool_call>\n{"name": "look", "arguments": ', '{"word": "a"}}', "look"),
-        (
-            [LOOK, WEATHER],
-            {"type": "function", "function": {"name": "weather"}},
-            '<tool_call>\n{"name": "weather", "arguments": ',
-            "{}}",
-            "weather",
-        ),
-    ],
-)  # fmt: skip
-def test_a_forced_call_begins_with_ids_that_were_not_sampled(
-    talk: Any, tokenizer: Any, tools: Any, choice: Any, forced: str, sampled: str, name: str
-) -> None:
-    answer = talk(
-        sampled + "\n</tool_call>", tools=tools, tool_choice=choice, logprobs=True, max_tokens=99
-    )
-    (said,) = answer.choices
-    put = ids(tokenizer, forced)
-    assert [call.function.name for call in said.message.tool_calls] == [name]
-    assert said.finish_reason == "tool_calls"
-    assert said.token_ids[: len(put)] == put
-    assert list(asked(answer.server).prompt_ids) == [*answer.prompt_token_ids, *put]
-    assert asked(answer.server).sampling.max_tokens == 99 - len(put)
-    content = said.logprobs.content
-    assert len(content) == len(said.token_ids) == answer.usage.completion_tokens
-    assert [entry.logprob for entry in content[: len(put)]] == [0.0] * len(put)
-    (recorded,) = answer.server.state.calls.get([said.call_id])
-    assert recorded.call.forced == list(range(len(put)))
-    assert recorded.call.completion_ids == said.token_ids
-
-
-def test_a_forced_call_that_does_not_parse_is_text_and_says_so(talk: Any) -> None:
-    (said,) = talk("nonsense", tools=[LOOK], tool_choice="required").choices
-    assert (said.message.tool_calls, said.finish_reason) == (None, "stop")
-    assert said.message.content.startswith("<tool_call>")
-    assert "never closed" in said.malformed[0]
-
-
 def test_forced_calls_are_refused_where_the_template_has_none(
     make_server: MakeServer, tmp_path: Path
 ) -> None:
@@ -494,14 +452,22 @@ def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
 @pytest.mark.parametrize(
     ("request_", "param", "says"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty", "not in this version; leave it out"),
-        ({"frequency_penalty": 1}, "frequency_penalty", "not in this version"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "or send 1"),
-        ({"repetition_penalty": True}, "repetition_penalty", "not in this version"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not in this version"),
-        ({"logit_bias": {"1": 2}}, "logit_bias", "not in this version"),
-        ({"guided_json": {}}, "guided_json", "not in this version"),
-        ({"guided_choice": ["a"]}, "guided_choice", "not in this version"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"repetition_penalty": True}, "repetition_penalty", "valid number"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+        ({"logit_bias": {"one": 2}}, "logit_bias", "token ids as keys"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]", "less than or equal to 100"),
+        ({"guided_json": 3}, "guided_json", "a JSON schema"),
+        ({"guided_choice": []}, "guided_choice", "a list of texts"),
+        (
+            {"guided_regex": "a", "guided_choice": ["a"]},
+            "guided_regex",
+            "guided_choice is there too",
+        ),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "one of json"),
         ({"audio": {"voice": "x"}}, "audio", "not in this version"),
         ({"modalities": ["audio"]}, "modalities", "not in this version"),
         ({"functions": []}, "functions", "send tools instead"),

@@ -306,10 +306,12 @@ def test_thinking_is_switched_off_where_the_template_can(
     assert not hasattr(talk("ok"), "not_applicable")
 
 
-def test_a_tool_can_be_required_and_calls_limited_to_one(talk: Any) -> None:
+def test_a_tool_can_be_required_and_calls_limited_to_one(talk: Any, shared: Server) -> None:
     named: dict[str, Any] = {"tools": [LOOK], "tool_choice": {"type": "tool", "name": "look"}}
-    message = talk('{"word": "x"}}\n</tool_call>', **named)
-    assert [(b.name, b.input) for b in message.content] == [("look", {"word": "x"})]
+    message = talk(CALL, **named)
+    assert [b.name for b in message.content] == ["look"]
+    constraint = shared.engine.asked[-1].sampling.constraint
+    assert constraint is not None and constraint.text.startswith("start: (call)")
     one = {"type": "auto", "disable_parallel_tool_use": True}
     message = talk(TWO_CALLS, tools=[LOOK, WEATHER], tool_choice=one)
     assert [b.name for b in message.content] == ["look"]

@@ -182,21 +182,6 @@ def test_without_logprobs_there_are_no_empty_chunks(chunks: Any) -> None:
     assert all(chunk.choices[0].delta.tool_calls for chunk in others)
 
 
-def test_a_forced_call_streams_what_was_forced(chunks: Any, tokenizer: Any) -> None:
-    said = chunks(
-        '{"word": "a"}}\n</tool_call>', tools=[LOOK], tool_choice="required", logprobs=True
-    )
-    end = said[-1].choices[0]
-    forced = tokenizer.encode(
-        '<tool_call>\n{"name": "look", "arguments": ', add_special_tokens=False
-    )
-    found = [e.logprob for e in entries(said)]
-    assert len(found) == len(end.token_ids)
-    assert found[: len(forced)] == [0.0] * len(forced)
-    (call,) = streamed_calls(said)
-    assert (call.function.name, call.function.arguments) == ("look", '{"word": "a"}')
-
-
 def test_n_choices_are_told_apart(shared: Server, tiny_model: Path) -> None:
     shared.engine.says(["one", "the second is longer"])
     said = list(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import cached_property, lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from hone.chat import chatml
 from hone.chat import renderers as library
@@ -50,6 +50,9 @@ UNPROVED = (
 """Families whose rendering no test of hone compares with the model's own template."""
 
 
+Reasoning = Literal["none", "open", "optional", "channels"]
+"""`none`: the template has no <think> tags, or the prompt has closed them. `open`: the prompt has
+opened them. `optional`: the model may open them. `channels`: it has channels instead of tags."""
 Renderer = chatml.ChatML | library.Library | Jinja
 Parser = StreamParser | library.WholeParser
 """Parses one completion: feed it, close it, then take the reply."""
@@ -216,13 +219,12 @@ class ChatTemplate:
                 seed=seed,
                 end_ids=self._end_ids,
             )
-        thinks = CLOSE_THINK in self._own.source
         return StreamParser(
             self.decoder(),
             stop_ids=self.stop_ids,
             tools=bool(tools) and self._hermes,
-            thinks=thinks,
-            reasoning_open=thinks and self._opens_reasoning(prompt_ids),
+            thinks=CLOSE_THINK in self._own.source,
+            reasoning_open=self.reasoning(prompt_ids) == "open",
             stop=stop,
             seed=seed,
         )
@@ -258,9 +260,15 @@ class ChatTemplate:
         """Turns sampled ids into text, piece by piece."""
         return WindowDecoder(self.tokenizer) if self.pieces is None else ByteDecoder(self.pieces)
 
-    def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        end = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
-        return end.rstrip().endswith(OPEN_THINK)
+    def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning:
+        """Whether the answer to a prompt may hold reasoning."""
+        if CLOSE_THINK not in self._own.source:
+            channels = "<|channel" in self._own.source or self.renderer_name == "renderers/gpt-oss"
+            return "channels" if channels else "none"
+        end = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False).rstrip()
+        if end.endswith(OPEN_THINK):
+            return "open"
+        return "none" if end.endswith(CLOSE_THINK) else "optional"
 
 
 _NAMED_CONVERSATIONS: chatml.Conversations = (

@@ -1,13 +1,12 @@
 """What `tools`, `tool_choice` and `parallel_tool_calls` of a request come to for one template.
 
 In:   the request's tools and choice; the model's chat template
-Out:  ToolChoice: the tools the model is shown, what its answer must begin with, and where it ends
+Out:  ToolChoice: the tools the model is shown, which of them must be called, and where the answer ends
 
-There is no grammar in this version. A call is forced by beginning the answer as the template
-begins a call; those tokens are not sampled, are recorded as forced, and get no label.
+How the template writes a call is read from a call that it renders. chat/constraint.py makes a grammar
+of it where calls are required, or functions are strict.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,20 @@ from functools import lru_cache
 from typing import Any
 
 from hone.chat.hermes import CLOSE_CALL, OPEN_CALL
-from hone.chat.jinja import encode
 from hone.chat.messages import check_tools
-from hone.chat.reply import OPEN_THINK
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, TemplateError
 
 _PROBE = "zq9probe"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """A tool call between its tags: around the function's name, and after its arguments."""
+
+    before_name: str
+    after_name: str
+    end: str
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,14 @@ class ToolChoice:
 
     tools: list[dict[str, Any]]
     """Shown to the model; calls to them are parsed."""
-    forced: str = ""
-    """Text that the answer must begin with."""
+    required: bool = False
+    """The answer consists of calls."""
+    name: str | None = None
+    """The function that must be called."""
     single: bool = False
     """The answer ends after its first call."""
+    syntax: CallSyntax | None = None
+    """How the template writes a call; None if it does not write Hermes calls."""
 
     @classmethod
     def of(
@@ -44,7 +54,7 @@ class ToolChoice:
         *,
         parallel: bool | None,
     ) -> "ToolChoice":
-        """Raises BadRequest where the template cannot force the choice."""
+        """Raises BadRequest where the template cannot express the choice."""
         offered, name = check_tools(tools), _function_name(choice)
         if name is None and choice not in (None, "auto", "none", "required"):
             raise BadRequest(
@@ -66,29 +76,19 @@ class ToolChoice:
                 param="tool_choice",
             )
         single = name is not None or parallel is False
-        if not required and not single:
-            return cls(offered)
-        opening = _call_opening(template)
-        if opening is None:
-            raise _impossible(f"the chat template of {template.name!r} writes no Hermes tool calls")
-        if not required:
-            return cls(offered, single=single)
-        before, after = opening
-        only = name or (names[0] if len(names) == 1 else None)
-        written = "" if only is None else json.dumps(only, ensure_ascii=False)[1:-1] + after
-        return cls(offered, before + written, single)
+        syntax = _call_syntax(template)
+        if syntax is None and (required or single):
+            raise _impossible(template)
+        return cls(offered, required, name, single, syntax)
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of a function must match its schema."""
+        return any(tool["function"].get("strict") is True for tool in self.tools)
 
     @property
     def stop(self) -> tuple[str, ...]:
         return (CLOSE_CALL,) if self.single else ()
-
-    def forced_ids(self, template: ChatTemplate, prompt_ids: Sequence[int]) -> list[int]:
-        if not self.forced:
-            return []
-        end = template.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False)
-        if end.rstrip().endswith(OPEN_THINK):
-            raise _impossible("the template opens the answer with a reasoning")
-        return encode(template.tokenizer, self.forced)
 
 
 def _function_name(choice: Any) -> str | None:
@@ -100,11 +100,7 @@ def _function_name(choice: Any) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _call_opening(template: ChatTemplate) -> tuple[str, str] | None:
-    """What a call begins with up to its name, and from there to its arguments.
-
-    None for a template that does not write Hermes calls.
-    """
+def _call_syntax(template: ChatTemplate) -> CallSyntax | None:
     call = {"id": "c0", "type": "function", "function": {"name": _PROBE, "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "?"},
@@ -115,15 +111,16 @@ def _call_opening(template: ChatTemplate) -> tuple[str, str] | None:
     except TemplateError:
         return None
     match = re.search(
-        rf'({OPEN_CALL}\s*\{{"name": ?"){_PROBE}(", ?"arguments": ?)\{{\}}\}}\s*{CLOSE_CALL}',
+        rf'{OPEN_CALL}(\s*\{{"name": ?"){_PROBE}(", ?"arguments": ?)\{{\}}(\}}\s*){CLOSE_CALL}',
         template.tokenizer.decode(ids, skip_special_tokens=False),
     )
-    return (match[1], match[2]) if match else None
+    return CallSyntax(match[1], match[2], match[3]) if match else None
 
 
-def _impossible(why: str) -> BadRequest:
+def _impossible(template: ChatTemplate) -> BadRequest:
     return BadRequest(
-        f"tool_choice, parallel_tool_calls: {why}; possible here: tool_choice 'auto' and 'none', "
-        "with parallel_tool_calls left out or true",
+        f"tool_choice, parallel_tool_calls: the chat template of {template.name!r} writes no Hermes "
+        "tool calls; possible here: tool_choice 'auto' and 'none', with parallel_tool_calls left out "
+        "or true",
         param="tool_choice",
     )

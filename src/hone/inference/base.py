@@ -135,7 +135,7 @@ class Completion:
     def add(self, delta: Delta) -> None:
         for token in delta.tokens:
             if token.masked_logprob is not None and self.masked_logprobs is None:
-                self.masked_logprobs = [None] * len(self.ids)
+                self.masked_logprobs = [None for _ in self.ids]
             if self.masked_logprobs is not None:
                 self.masked_logprobs.append(token.masked_logprob)
             if token.forced:

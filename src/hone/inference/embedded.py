@@ -126,7 +126,7 @@ class EmbeddedEngine:
         return cls(
             decoder,
             decode=lambda ids: str(tokenizer.decode(ids)),
-            grammars=Grammars(tokenizer, decoder.config.vocab),
+            grammars=Grammars(lambda: tokenizer, decoder.config.vocab),
             kv_budget_bytes=kv_budget_bytes,
         )
 

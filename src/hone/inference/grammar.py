@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -75,8 +75,9 @@ class Matcher:
 class Grammars:
     """Compiles constraints for one tokenizer. Thread-safe and blocking."""
 
-    def __init__(self, tokenizer: Any, vocab: int) -> None:
-        self._hf = tokenizer
+    def __init__(self, load_tokenizer: Callable[[], Any], vocab: int) -> None:
+        """The tokenizer is loaded with the first constraint."""
+        self._load_tokenizer = load_tokenizer
         self._vocab = vocab
         self._checker = _Checker()
         self._compiled: OrderedDict[Constraint, llguidance.LLMatcher | str] = OrderedDict()
@@ -130,8 +131,9 @@ class Grammars:
 
     def _tokenizer_spec(self) -> dict[str, Any]:
         if self._spec is None:
-            backend = getattr(self._hf, "backend_tokenizer", None)
-            if backend is None or self._hf.eos_token_id is None:
+            tokenizer = self._load_tokenizer()
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if backend is None or tokenizer.eos_token_id is None:
                 raise GrammarError(
                     "answers of this model cannot be constrained: its tokenizer has no end token, "
                     "or is not one of the library tokenizers"
@@ -140,8 +142,8 @@ class Grammars:
             plain.update(truncation=None, padding=None)
             self._spec = {
                 "json": json.dumps(plain),
-                "vocab": max(self._vocab, len(self._hf)),
-                "end": self._hf.eos_token_id,
+                "vocab": max(self._vocab, len(tokenizer)),
+                "end": tokenizer.eos_token_id,
             }
         return self._spec
 

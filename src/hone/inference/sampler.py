@@ -173,9 +173,9 @@ def _adjusted(scores: Tensor, sample: SampleState) -> Tensor | None:
     if sample.ids and (sampling.presence_penalty or sampling.frequency_penalty):
         tokens, counts = np.unique(sample.ids, return_counts=True)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-        adjusted[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(
-            penalties.astype(np.float32)
-        ).to(device) * scale
+        adjusted[torch.from_numpy(tokens).to(device)] -= (
+            torch.from_numpy(penalties.astype(np.float32)).to(device) * scale
+        )
     return adjusted
 
 

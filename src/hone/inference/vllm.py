@@ -3,8 +3,10 @@
 In:   requests as token ids; adapters as PEFT directories
 Out:  sampled ids and log-probabilities; the proof that an adapter is served
 
-Every sampling parameter is sent, so that no default of vLLM's applies. Where top-p, top-k or min-p
-exclude tokens vLLM knows only the log-probability after that; such tokens are marked as not exact.
+Every sampling parameter is sent, so that no default of vLLM's applies. Where top-p, top-k, min-p,
+penalties, logit_bias or a constraint change the draw, vLLM knows only the log-probability after that;
+such tokens are marked as not exact. vLLM constrains answers with the library that hone checks
+constraints with before it sends them.
 
 An adapter is loaded under its hash, once, from a copy that stays until nothing can read it again,
 and never in place: vLLM's prefix cache would go on with what the old weights computed. After loading,
@@ -22,7 +24,8 @@ from typing import Any
 
 from hone.errors import EngineError
 from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
-from hone.inference.checks import check_request, check_sequences
+from hone.inference.checks import check_request, check_sequences, check_settings
+from hone.inference.grammar import start_matchers
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
 from hone.inference.vllm_client import COMPLETIONS, VllmClient, completion_body, read_delta
 from hone.inference.vllm_server import VllmServer, find_server, start_server
@@ -37,6 +40,7 @@ class VllmEngine:
         """`directory` is for copies of adapters; vLLM must see it under the same path."""
         self._server = server
         self._vocab, self._max_length, self._base = server.vocab, server.max_length, server.name
+        self._grammars = server.grammars
         self._directory = directory
         self._client = VllmClient(server.process, server.url)
         self._adapters: dict[str, StagedAdapter] = {}
@@ -75,6 +79,10 @@ class VllmEngine:
 
     # ---- sampling -----------------------------------------------------------------------------
 
+    async def check(self, sampling: Sampling) -> None:
+        check_settings(sampling, self._vocab)
+        await start_matchers(self._grammars, sampling, 0)
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -85,6 +93,7 @@ class VllmEngine:
     ) -> AsyncIterator[Delta]:
         name = self._name(adapter)
         check_request(prompt_ids, sampling, self._vocab, self._max_length)
+        await start_matchers(self._grammars, sampling, 0)
         body = completion_body(name, prompt_ids, sampling, self._max_length)
         await self._admit()
         self._users[name] += 1
@@ -306,6 +315,7 @@ class VllmEngine:
         self._client.closed = True  # before those who wait are let in
         self._awake.set()
         await self._client.close()
+        self._grammars.close()
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def _name(self, adapter: AdapterRef | None) -> str:

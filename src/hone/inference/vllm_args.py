@@ -160,6 +160,8 @@ def server_arguments(
         "served_model_name": name,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        # llguidance, as in the embedded engine: a constraint means the same in both.
+        "structured_outputs_config": {"backend": "guidance"},
         "enable_lora": True,
         "lora_target_modules": sorted(modules) or None,
         "disable_uvicorn_access_log": True,

@@ -30,6 +30,7 @@ TIES = 10
 """Tokens that may share the best score where log-probabilities are checked."""
 IMPOSSIBLE = -1000.0
 """vLLM writes minus infinity as -9999."""
+_VLLM_KINDS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 _FINISH = {"stop": "stop", "length": "length"}
 
 
@@ -180,23 +181,25 @@ def completion_body(
     name: str, prompt_ids: Sequence[int], sampling: Sampling, max_length: int, **more: Any
 ) -> dict[str, Any]:
     """A request with every sampling parameter, so that no default of the server applies."""
-    narrows = sampling.narrowed
+    truncates, constraint = sampling.truncates, sampling.constraint
     return {
         "model": name,
         "prompt": list(prompt_ids),
         "n": sampling.n,
         "max_tokens": min(sampling.max_tokens, max_length - len(prompt_ids)),
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p if narrows else 1.0,
-        "top_k": sampling.top_k if narrows else 0,
-        "min_p": sampling.min_p if narrows else 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "top_p": sampling.top_p if truncates else 1.0,
+        "top_k": sampling.top_k if truncates else 0,
+        "min_p": sampling.min_p if truncates else 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+        "structured_outputs": constraint and {_VLLM_KINDS[constraint.kind]: constraint.text},
         "seed": None if sampling.seed is None else _spread(sampling.seed),
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": True,
+        "ignore_eos": constraint is None,
         "logprobs": sampling.top_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -237,12 +240,15 @@ def read_delta(choice: Mapping[str, Any], sampling: Sampling) -> Delta:
     values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
     narrowed = sampling.narrowed
+    # Where the constraint leaves one token, that one is certain; vLLM does not say so otherwise.
+    follows = sampling.constraint is not None and not sampling.truncates
     tokens = tuple(
         SampledToken(
             id=token,
             logprob=value,
             masked_logprob=value if narrowed else None,
             exact=not narrowed,
+            forced=follows and value == 0.0,
             top=() if tops is None else _best(tops[i], sampling.top_logprobs),
         )
         for i, (token, value) in enumerate(zip(ids, values, strict=True))

@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 
 from hone.errors import EngineError
+from hone.inference.grammar import Grammars
 from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
 from hone.inference.vllm_client import CONNECT_S, CONTROL_S, check_logprobs
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
 from hone.logs import say
-from hone.models.files import linear_names
+from hone.models.files import ModelFiles, linear_names, load_tokenizer
 from hone.models.find import find
 
 BASE_NAME = "base"
@@ -44,6 +45,8 @@ class VllmServer:
     """Whether its memory can be freed for a while."""
     kv_bytes: int | None = None
     """Size of its KV cache, of all GPUs together; None if it cannot be asked."""
+    grammars: Grammars
+    """Checks constraints for the model's tokenizer before vLLM gets them."""
 
 
 def start_server(
@@ -102,6 +105,7 @@ def start_server(
         process=process,
         sleeps=sleeps,
         kv_bytes=kv_bytes,
+        grammars=_grammars(files),
     )
 
 
@@ -132,4 +136,9 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
         max_rank=RANKS[-1],
         name=card["id"],
         url=url,
+        grammars=_grammars(files),
     )
+
+
+def _grammars(files: ModelFiles) -> Grammars:
+    return Grammars(lambda: load_tokenizer(files), int(files.text_config["vocab_size"]))

@@ -71,7 +71,6 @@ class Choice:
         self.index = index
         self.id = call_id
         self.tokens: list[SampledToken] = []
-        """Forced ones first, then the sampled ones."""
         self.stop: str | int | None = None
         """The string or id that ended it, if one did."""
         self._finish: FinishReason | None = None
@@ -134,8 +133,6 @@ class Generation:
     """The call that it continues, or that came before; their common prefix is stored once."""
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
-    forced: list[int] = field(default_factory=list)
-    """Ids that every answer is made to begin with."""
     not_applicable: list[str] = field(default_factory=list)
     """Keys of the request that change nothing for this model; named in the response."""
     request_fields: dict[str, Any] | None = None
@@ -173,14 +170,9 @@ class Generation:
             if send is not None:
                 await send(Piece(choice, tokens, choice.deltas()))
 
-        if self.forced:
-            # Put there and not sampled: certain, so their log-probability is 0.
-            for choice in self.choices:
-                await grow(choice, [SampledToken(token, 0.0) for token in self.forced])
         policy = self.context.policy
-        prompt = [*self.prompt.ids, *self.forced]
         stream = policy.base.engine.generate(
-            prompt, self.sampling, policy.adapter, stream=send is not None
+            self.prompt.ids, self.sampling, policy.adapter, stream=send is not None
         )
         try:
             async for delta in stream:
@@ -231,7 +223,8 @@ class Generation:
                 completion_ids=choice.ids,
                 logprobs=[token.logprob for token in choice.tokens],
                 exact=all(token.exact for token in choice.tokens),
-                forced=list(range(min(len(self.forced), len(choice.tokens)))),
+                forced=[i for i, token in enumerate(choice.tokens) if token.forced],
+                masked_logprobs=_masked_logprobs(choice.tokens),
                 temperature=self.sampling.temperature,
                 step=policy.step,
                 function=scope.function,
@@ -258,3 +251,8 @@ class Generation:
         if abandoned:
             metrics.abandoned.inc(len(calls))
             say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)
+
+
+def _masked_logprobs(tokens: Sequence[SampledToken]) -> list[float | None] | None:
+    values = [token.masked_logprob for token in tokens]
+    return None if all(value is None for value in values) else values

@@ -4,20 +4,22 @@ In:   a request of any dialect, or a CompletionRequest, and its RequestContext
 Out:  the Generation, ready to run
 
 Refused here, before a token is sampled: prompts and answers that do not fit, tools that the template
-cannot show, tool calls that cannot be forced. Only a request that passed takes an index in its
+cannot show, constraints that do not compile. Only a request that passed takes an index in its
 rollout, so that the seeds of later ones do not depend on it.
 """
 
 import asyncio
 import sys
+from dataclasses import replace
 
 from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.choice_tokens import first_outside
+from hone.chat.constraint import answer_constraint, plain_constraint
 from hone.chat.reply import StreamParser
 from hone.chat.template import ChatTemplate
 from hone.chat.tool_choice import ToolChoice
-from hone.errors import BadRequest
-from hone.inference.base import Sampling
+from hone.errors import BadRequest, GrammarError
+from hone.inference.base import Constraint, Sampling
 from hone.server.chat_tasks import render, too_long
 from hone.server.conversations import Match, request_seed
 from hone.server.generation import Generation, RequestContext
@@ -35,8 +37,13 @@ async def prepare_chat(
     limit = context.max_length
     tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages, limit)
     template = tokenizer.template
-    forced = choice.forced_ids(template, prompt.ids)
-    max_tokens = _max_tokens(context, len(prompt.ids), request, len(forced))
+    max_tokens = _max_tokens(context, len(prompt.ids), request)
+    output, constraint = request.output_format, None
+    if output is not None or choice.tools:
+        build = answer_constraint
+        constraint = await asyncio.to_thread(build, template, choice, output, prompt.ids)
+    sampling = _sampling(context, request, max_tokens, template, constraint, choice.stop)
+    await _check_sampling(context, sampling, "tools" if output is None else output.param)
     kwargs = request.chat_template_kwargs or {}
     ignored = [key for key in template.ignored_kwargs if key in kwargs]
     index = context.history.next_index()
@@ -45,14 +52,13 @@ async def prepare_chat(
         prompt=prompt,
         parent=parent,
         index=index,
-        sampling=_sampling(context, request, index, max_tokens, template, choice.stop),
+        sampling=_seeded(context, sampling, index),
         make_parser=lambda call: template.parser(
             prompt_ids=prompt.ids, tools=choice.tools, stop=request.stop, seed=call
         ),
         fingerprint=tokenizer.fingerprint,
         messages=request.messages,
         tools=choice.tools,
-        forced=forced,
         not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
         request_fields=dialect_request.request_fields,
     )
@@ -61,13 +67,17 @@ async def prepare_chat(
 async def prepare_completion(context: RequestContext, request: CompletionRequest) -> Generation:
     base = context.policy.base
     prompt = await _completion_prompt(context, request.text_or_ids)
-    max_tokens = _max_tokens(context, len(prompt.ids), request, 0)
+    max_tokens = _max_tokens(context, len(prompt.ids), request)
+    output = request.output_format
+    constraint = None if output is None else await asyncio.to_thread(plain_constraint, output)
+    sampling = _sampling(context, request, max_tokens, base.template, constraint)
+    await _check_sampling(context, sampling, "" if output is None else output.param)
     index = context.history.next_index()
     return Generation(
         context=context,
         prompt=prompt,
         index=index,
-        sampling=_sampling(context, request, index, max_tokens, base.template),
+        sampling=_seeded(context, sampling, index),
         make_parser=lambda call: StreamParser(
             base.template.decoder(), stop_ids=base.template.stop_ids, stop=request.stop, seed=call
         ),
@@ -139,33 +149,30 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
 
 
 def _max_tokens(
-    context: RequestContext, prompt: int, request: ChatRequest | CompletionRequest, forced: int
+    context: RequestContext, prompt: int, request: ChatRequest | CompletionRequest
 ) -> int:
     """How many tokens may be sampled; BadRequest where prompt and answer cannot fit."""
     limit, settings, requested = context.max_length, context.state.settings, request.limit
     if request.fitted and requested is not None:
         requested = min(requested, max(limit - prompt, 1))
-    answer = max(requested or 1, forced + 1)
+    answer = requested or 1
     if prompt + answer > limit:
         raise too_long(context.policy.base, context.prompt_key, prompt, answer, limit)
-    if requested is None:
-        answer = min(limit - prompt, settings.max_tokens or limit)
-    return max(answer - forced, 1)
+    return requested or min(limit - prompt, settings.max_tokens or limit)
 
 
 def _sampling(
     context: RequestContext,
     request: ChatRequest | CompletionRequest,
-    index: int,
     max_tokens: int,
     template: ChatTemplate,
+    constraint: Constraint | None,
     stop: tuple[str, ...] = (),
 ) -> Sampling:
-    scope, temperature, seed = context.scope, request.sampling_temperature, request.seed
-    if scope.temperature is not None:
-        temperature = effective_temperature(scope.temperature)
-    if scope.rollout:
-        seed = request_seed(context.run, scope.rollout, index)
+    temperature = request.sampling_temperature
+    if context.scope.temperature is not None:
+        temperature = effective_temperature(context.scope.temperature)
+    penalty = request.repetition_penalty
     return Sampling(
         n=request.n or 1,
         max_tokens=max_tokens,
@@ -173,11 +180,32 @@ def _sampling(
         top_p=request.sampling_top_p,
         top_k=max(request.top_k or 0, 0),
         min_p=request.min_p or 0.0,
-        seed=seed,
+        seed=request.seed,
         stop=(*request.stop, *stop),
         stop_ids=template.stop_ids,
         top_logprobs=request.alternatives,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if penalty is None else penalty,
+        logit_bias=tuple(sorted(request.logit_bias.items())),
+        constraint=constraint,
     )
+
+
+async def _check_sampling(context: RequestContext, sampling: Sampling, param: str) -> None:
+    """Let the engine refuse the settings; `param` is the key that the constraint came from."""
+    try:
+        await context.policy.base.engine.check(sampling)
+    except GrammarError as error:
+        raise BadRequest(f"{param}: {error}", param=param) from None
+
+
+def _seeded(context: RequestContext, sampling: Sampling, index: int) -> Sampling:
+    """Inside a rollout the server's own seed is used."""
+    rollout = context.scope.rollout
+    if not rollout:
+        return sampling
+    return replace(sampling, seed=request_seed(context.run, rollout, index))
 
 
 def wants_logprobs(context: RequestContext, request: ChatRequest | CompletionRequest) -> bool:

@@ -66,7 +66,7 @@ _BODY_FIELDS = {
     *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
     *("outcome", "reasons", "continues", "abandoned", "request_fields"),
 }
-_CALL_FIELDS = {"exact", "forced", "temperature", "step", "function", "trained"}
+_CALL_FIELDS = {"exact", "masked_logprobs", "forced", "temperature", "step", "function", "trained"}
 
 
 def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:

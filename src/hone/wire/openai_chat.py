@@ -26,6 +26,7 @@ from pydantic import (
 from hone.errors import BadRequest
 from hone.wire.errors import brief
 from hone.wire.json import load_object
+from hone.wire.output_format import VLLM_KEYS, OutputFormat, output_format
 
 IGNORED = {
     "user": "names the end user; there are no accounts here",
@@ -39,11 +40,6 @@ IGNORED = {
 """Keys that many clients send, accepted with any value, and why they change nothing."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -79,6 +75,23 @@ _Stops = Annotated[
 ]
 
 
+def _token_ids(bias: Any) -> Any:
+    """The keys of logit_bias as numbers; JSON has them as text."""
+    if not isinstance(bias, dict):
+        return bias
+    wrong = next((key for key in bias if not str(key).isdecimal()), None)
+    if wrong is not None:
+        raise ValueError(f"expected token ids as keys, got {brief(wrong)}")
+    return {int(key): value for key, value in bias.items()}
+
+
+_LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024),
+    BeforeValidator(_token_ids, json_schema_input_type=dict[str, float]),
+]
+
+
 class _Request(BaseModel):
     """The fields of both kinds of request."""
 
@@ -106,6 +119,23 @@ class _Request(BaseModel):
     """Inside a rollout the server's own seed is used instead."""
     stop: _Stops = []
     """Up to 16 strings that end the answer."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    """vLLM's key: divides the logits of tokens in prompt and answer; 1 changes nothing."""
+    logit_bias: _LogitBias = {}
+    """Token ids as text, each with a number from -100 to 100 that is added to its logit."""
+    response_format: dict[str, Any] | None = None
+    """{type: text}, {type: json_object}, or {type: json_schema, json_schema: {name, schema}}. The
+    answer's text matches it, strict or not, unless it is cut at its limit."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's key: an object with one of json, regex, choice, grammar, json_object. A grammar is Lark
+    as the library llguidance reads it, or GBNF."""
+    guided_json: Any = None
+    """Like structured_outputs.json; so are the next three."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     """include_usage: one last chunk with the usage."""
@@ -123,6 +153,12 @@ class _Request(BaseModel):
     def sampling_top_p(self) -> float:
         """1 masks nothing; greedy sampling needs no mask."""
         return 1.0 if self.top_p is None or self.top_p < SMALLEST_TOP_P else self.top_p
+
+    @property
+    def output_format(self) -> OutputFormat | None:
+        """The form that the answer's text must have; None for free text. Raises BadRequest."""
+        keys = ("response_format", *VLLM_KEYS)
+        return output_format({key: getattr(self, key) for key in keys})
 
     @field_validator("stream_options")
     @classmethod
@@ -151,6 +187,7 @@ class _Request(BaseModel):
             raise BadRequest(
                 f"n: {request.n} answers; this server gives at most {max_n}", param="n"
             )
+        _ = request.output_format  # raises
         return request
 
     @classmethod
@@ -173,9 +210,9 @@ class _Request(BaseModel):
 
 def _is_neutral(key: str, value: Any) -> bool:
     """Whether a key that is not in this version requests nothing. Raises BadRequest if it does."""
-    if not key.startswith("guided_") and key not in _NEUTRAL:
+    if key not in _NEUTRAL:
         return False
-    neutral = _NEUTRAL.get(key, ())
+    neutral = _NEUTRAL[key]
     # In Python 0 == False and 1 == True; in JSON they are not.
     boolean = isinstance(value, bool)
     if any(value == other and boolean == isinstance(other, bool) for other in neutral):
@@ -199,7 +236,8 @@ class ChatRequest(_Request):
     """The conversation so far, as OpenAI messages of text."""
     tools: list[Any] | None = None
     tool_choice: Any = None
-    """auto (default), none, required, or one function by name."""
+    """auto (default), none, required, or one function by name. The arguments of a call that is
+    required, or of a function with strict: true, match the schema of the function's parameters."""
     parallel_tool_calls: bool | None = None
     """False: the answer ends after its first call."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
