@@ -38,6 +38,8 @@ ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
 """A project becomes a directory under the server's root."""
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
+ModelAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$")]
+"""Another name of a model; it has no step."""
 _FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
 SERVER_ADDRESS = "server.json"
 """File under a server's root with its address, while it runs."""
@@ -310,6 +312,14 @@ class RunSpec(Strict):
     model: str | None = None
     """NAME or PROJECT/NAME: the model that answers to the base model's name inside this run."""
     seed: int = Field(default=0, ge=0)
+    aliases: tuple[ModelAlias, ...] = Field(default=(), max_length=100)
+    """Names that mean `model` inside this run, for agents with a model name in their code."""
+
+    @model_validator(mode="after")
+    def _aliases_mean_a_model(self) -> Self:
+        if self.aliases and self.model is None:
+            raise ValueError(f"aliases {', '.join(self.aliases)} mean `model`, which is not set")
+        return self
 
 
 class RecordedCall(Strict):

@@ -11,6 +11,8 @@ from openai import AsyncOpenAI
 from tests.finetune.rehearsal import Rehearsal
 from tests.workflow.rollouts import why
 
+from hone.config.policy import describe
+from hone.finetune.preflight import failures
 from hone.server import listen
 from hone.workflow.run import RolloutResult, run_rollout
 
@@ -30,7 +32,9 @@ def ask(messages, **more):
     body = {"model": os.environ["HONE_MODEL"], "messages": messages, **more}
     key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     link.request("POST", url.path + "/chat/completions", json.dumps(body), key)
-    return link.getresponse()
+    answer = link.getresponse()
+    assert answer.status == 200, answer.read()
+    return answer
 
 talk = [{"role": "user", "content": question}]
 reply = json.loads(ask(talk, max_tokens=4).read())["choices"][0]["message"]
@@ -84,6 +88,22 @@ async def test_no_call_crosses_rollouts_although_a_third_of_the_agents_is_killed
     assert killed == 11  # 0, 3, ... 30
     assert list(places.iterdir()) == []
     assert _processes(f"HONE_ROLLOUT={run.id}:") == []
+
+
+async def test_a_program_with_a_model_name_in_its_code_is_trained_under_an_alias(
+    rehearsal: Rehearsal,
+):
+    named = PROGRAM.replace('os.environ["HONE_MODEL"]', '"gpt-4o"')
+    workflow = {"_type": "command", "command": [sys.executable, "-I", "-S", "-c", named]}
+    finetuning = {"model_aliases": ["gpt-4o"], "target_model": "actor"}
+    async with rehearsal.live(workflow={**workflow, "target": None}, finetuning=finetuning) as run:
+        assert failures(await run.checks()) == []
+        trained = run.builder.served.trained if run.builder.served else None
+        assert trained is not None
+        line = describe(run.builder.document, trained, run.builder.policy)
+        assert f"Inside a rollout 'gpt-4o' means '{trained.name}'" in line
+    check = await rehearsal.failed(workflow={**workflow, "target": None})
+    assert "no model called" in check.message and "gpt-4o" in check.message
 
 
 async def test_a_service_is_trained_by_the_address_that_comes_with_each_request(

@@ -478,7 +478,8 @@ def test_inside_a_run_the_base_name_is_the_runs_model(
         ModelSpec(name="agent", base_model=str(tiny_model), token_ids_as_text=True)
     )
     opened = http.post(f"{server.control_url}/v1/runs", json={"id": "run1", "model": "agent"})
-    said = {"id": "run1", "model": "agent", "seed": 0, "open": True, "calls": 0, "unmarked": {}}
+    said = {"id": "run1", "model": "agent", "seed": 0, "aliases": [], "open": True}
+    said |= {"calls": 0, "unmarked": {}}
     assert opened.json() == said
     with caplog.at_level(logging.INFO, "hone.server"):
         inside = [ask(server, "one", rollout=f"run1:{i}") for i in range(3)]
@@ -487,6 +488,41 @@ def test_inside_a_run_the_base_name_is_the_runs_model(
     assert ask(server, "one")["choices"][0]["logprobs"] is None
     models = [server.state.calls.rollout(r)[0].model for r in ("run1:0", "")]
     assert models == ["default/agent", str(tiny_model)]
+
+
+def test_a_name_in_the_agents_code_is_the_runs_model_inside_the_run_alone(
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client
+) -> None:
+    server = make_server()
+    for name in ("agent", "gpt-3"):
+        server.state.models.register(ModelSpec(name=name, base_model=str(tiny_model)))
+    runs = f"{server.control_url}/v1/runs"
+    spec = {"id": "run1", "model": "agent", "aliases": ["gpt-4o", "claude-x"]}
+    assert http.post(runs, json=spec).json()["aliases"] == ["gpt-4o", "claude-x"]
+    assert http.post(runs, json={"id": "run2", "model": "agent"}).status_code == 200
+    body = {"model": "gpt-4o", "messages": [user("one")], "max_tokens": 2}
+
+    def sent(place: str, **headers: str) -> int:
+        url = f"{server.inference_url}{place}/v1"
+        listed = {
+            entry["id"] for entry in http.get(f"{url}/models", headers=headers).json()["data"]
+        }
+        answer = http.post(f"{url}/chat/completions", json=body, headers=headers)
+        assert ("gpt-4o" in listed) == (answer.status_code == 200)
+        assert http.get(f"{url}/models/gpt-4o", headers=headers).status_code == answer.status_code
+        return answer.status_code
+
+    assert sent("/rollout/run1:0") == sent("", **{"X-Hone-Rollout": "run1:1"}) == 200
+    assert [sent(p) for p in ("", "/rollout/alone", "/rollout/run2:0")] == [404] * 3
+    [call] = server.state.calls.rollout("run1:0")
+    assert (call.model, call.asked) == ("default/agent", "gpt-4o")
+    # A run that goes on may have other aliases; a name that is a model's is none.
+    assert http.post(runs, json={**spec, "aliases": ["o1"]}).json()["aliases"] == ["o1"]
+    assert sent("/rollout/run1:2") == 404
+    taken = http.post(runs, json={**spec, "aliases": ["gpt-3"]})
+    assert taken.status_code == 409 and "is the name of the model default/gpt-3" in taken.text
+    for wrong in ({**spec, "aliases": ["a@1"]}, {"id": "run3", "aliases": ["gpt-4o"]}):
+        assert http.post(runs, json=wrong).status_code == 422
 
 
 def test_a_run_tells_of_requests_that_named_no_rollout(

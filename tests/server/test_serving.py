@@ -247,6 +247,22 @@ async def test_inside_a_run_the_base_name_means_the_runs_newest_step(
     assert untrained.adapter is None
 
 
+async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) -> None:
+    world.model("agent", steps=2)
+    run = RunSpec(id="run1", model="agent", aliases=("gpt-4o", "openai/o1"))
+    for name in ("gpt-4o", "openai/o1", "gpt-4o@latest"):
+        policy = await world.serving.resolve(name, run=run)
+        assert (policy.model, policy.step, policy.asked) == ("default/agent", 2, name)
+    pinned = await world.serving.resolve("gpt-4o", run=run, step=1)
+    assert (pinned.model, pinned.step) == ("default/agent", 1)
+    other = RunSpec(id="run2", model="agent")
+    for elsewhere in (None, other):
+        with pytest.raises(UnknownModel, match=r"'gpt-4o' is served\. Served: agent, agent@latest"):
+            await world.serving.resolve("gpt-4o", run=elsewhere)
+    with pytest.raises(UnknownModel, match=r"in a run, set finetuning\.model_aliases"):
+        await world.serving.resolve("gpt-4", run=run)
+
+
 async def test_a_rollout_may_be_answered_by_an_earlier_step_of_the_runs_model(world: World) -> None:
     """X-Hone-Step stands in for the newest step of the run's model, and for nothing else."""
     record = world.model("agent", steps=3)

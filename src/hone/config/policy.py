@@ -37,10 +37,12 @@ class Trained:
     """Both spellings of the name: NAME and PROJECT/NAME."""
     base_model: str
     addresses: frozenset[Address]
+    aliases: frozenset[str] = frozenset()
+    """Other names of it inside the run's rollouts."""
 
     def names_like(self, name: str) -> frozenset[str] | None:
         """All names under which the server answers as it does to this one, if with the policy."""
-        every = self.names | {self.base_model}
+        every = self.names | self.aliases | {self.base_model}
         return every | {f"{name}@latest" for name in every} if name in every else None
 
 
@@ -116,6 +118,12 @@ def describe(document: Document, trained: Trained, policy: str | None) -> str:
         f"A client of the agent's own that asks for {trained.base_model!r} inside a rollout gets "
         f"{trained.name!r}."
     )
+    if aliases := sorted(trained.aliases):
+        verb = "means" if len(aliases) == 1 else "mean"
+        parts.append(
+            f"Inside a rollout {', '.join(map(repr, aliases))} {verb} {trained.name!r} "
+            "(finetuning.model_aliases)."
+        )
     return " ".join(parts)
 
 

@@ -33,6 +33,7 @@ from hone.config.check import SECTION_OF, check, not_named, unnamed
 from hone.config.load import Loaded, load
 from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.registry import ByType
+from hone.types import ModelAlias
 
 __all__ = [
     "ConfigProblems",
@@ -155,6 +156,9 @@ class FinetuneConfig(Strict):
     """The model to train: a key of `llms`, or a model's name. Not needed if only one entry is
     `trainable`, or only one names the model in training or its base model at the training server.
     Other entries that name that base model get the base weights and are not trained."""
+    model_aliases: list[ModelAlias] = Field(default_factory=list)
+    """Other names of the model in training inside the run's rollouts, such as `gpt-4o`, for agents
+    with a model name in their code. Outside the run the server does not know them."""
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     num_epochs: int = Field(default=1, ge=1)
     """Number of epochs. One epoch: collect, select, train, publish."""

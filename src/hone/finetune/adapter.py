@@ -12,6 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,12 @@ class ARTTrainerAdapter(TrainerAdapter):
         name = self.model.get_inference_name()
         urls = (self.backend.base_url, base_url, info.inference_base_url)
         trained = self.adapter_config.backend.trained(name, *urls)
+        trained = replace(trained, aliases=frozenset(self._aliases))
         return Served(base_url, key, name, host_of(host), trained, self.recorded)
+
+    @property
+    def _aliases(self) -> tuple[str, ...]:
+        return () if self.run_config is None else tuple(self.run_config.model_aliases)
 
     def _log_connection(self, info: ModelInfo) -> None:
         started = isinstance(self.backend, LocalBackend) and not self.backend.shared
@@ -202,7 +208,8 @@ class ARTTrainerAdapter(TrainerAdapter):
     # ---- the run ----------------------------------------------------------------------------
 
     async def open_run(self, run_id: str, seed: int) -> None:
-        await self.backend.open_run(RunSpec(id=run_id, model=self.model_name, seed=seed))
+        spec = RunSpec(id=run_id, model=self.model_name, seed=seed, aliases=self._aliases)
+        await self.backend.open_run(spec)
 
     async def close_run(self, run_id: str) -> None:
         await self.backend.close_run(run_id)

@@ -11,12 +11,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hone.errors import UnknownModel
+from hone.errors import Conflict, UnknownModel
 from hone.server import rollouts
 from hone.server.respond import IN_ROLLOUT, add_dialect, respond
 from hone.server.serving import ServedName
 from hone.server.state import State
 from hone.wire.openai_chat_response import ChatDialect, TextDialect
+from hone.wire.rollout import RolloutScope
 
 CHAT, TEXT = ChatDialect(), TextDialect()
 
@@ -33,14 +34,22 @@ def routes(state: State) -> APIRouter:
         """Continue a text, or token ids, without a chat template."""
         return await respond(state, request, TEXT)
 
-    async def models() -> dict[str, Any]:
+    def served_to(request: Request) -> list[ServedName]:
+        scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
+        try:
+            run = state.calls.run_of(scope.rollout)
+        except Conflict:  # the run is closed; a request for an answer says so
+            run = None
+        return state.serving.served(run)
+
+    async def models(request: Request) -> dict[str, Any]:
         """Every name that can be asked for."""
-        served = await asyncio.to_thread(state.serving.served)
+        served = await asyncio.to_thread(served_to, request)
         return {"object": "list", "data": [_list_entry(name) for name in served]}
 
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """One name that can be asked for."""
-        served = await asyncio.to_thread(state.serving.served)
+        served = await asyncio.to_thread(served_to, request)
         for entry in served:
             if entry.id == name:
                 return _list_entry(entry)

@@ -31,6 +31,8 @@ class RunInfo(Strict):
     id: str
     model: str | None
     seed: int
+    aliases: tuple[str, ...]
+    """Names that mean its model inside the run."""
     open: bool
     calls: int
     """How many calls of it are kept."""
@@ -56,6 +58,8 @@ def routes(state: State) -> APIRouter:
         """Open a run, or go on with it; its calls are kept until it is closed."""
         if spec.model is not None:
             state.models.find(spec.model)
+        for alias in spec.aliases:
+            _check_free(state, alias)
         state.calls.open_run(spec)
         return _run_info(state, spec.id)
 
@@ -76,6 +80,16 @@ def routes(state: State) -> APIRouter:
         return _run_info(state, run_id)
 
     return router
+
+
+def _check_free(state: State, alias: str) -> None:
+    """Refuse an alias that is the name of a model: that model could not be reached in the run."""
+    with suppress(NotFound):
+        record = state.models.find(alias)
+        raise Conflict(
+            f"alias {alias!r} is the name of the model {record.key} on this server; choose another "
+            "alias, or rename the model"
+        )
 
 
 def _run_info(state: State, run_id: str) -> RunInfo:

@@ -97,8 +97,9 @@ class Serving:
     ) -> Policy:
         """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
 
-        Inside a run, the name of its model's base means that model's newest step. `step` stands in
-        for the newest step of the run's model; names with a step of their own keep it.
+        Inside a run, the name of its model's base and its aliases mean that model's newest step.
+        `step` stands in for the newest step of the run's model; names with a step of their own keep
+        it.
         """
         # One thread for all lookups: each costs a third of a millisecond.
         base_name, record, at = await asyncio.to_thread(self._look_up, name, run, step)
@@ -122,6 +123,8 @@ class Serving:
         """The base model, the registered model, and which of its steps; None for the newest."""
         match = _AT.fullmatch(name)
         stem, at = (match["stem"], match["at"]) if match else (name, "latest")
+        if run is not None and run.model is not None and stem in run.aliases and at == "latest":
+            stem = run.model
         try:
             record, own = self._models.find(stem), None
         except NotFound:
@@ -133,7 +136,7 @@ class Serving:
                 self._log_once(run, own)
         if record is None:
             if at not in ("latest", "0") or not self._may_use(stem):
-                raise self._unknown(name)
+                raise self._unknown(name, run)
             return stem, None, 0
         if at == "latest":
             return record.spec.base_model, record, step if own == record else None
@@ -173,12 +176,15 @@ class Serving:
         # A job may have published a later one meanwhile.
         base.adapters.newest.setdefault(record.key, (step, adapter))
 
-    def _unknown(self, name: str) -> UnknownModel:
+    def _unknown(self, name: str, run: RunSpec | None) -> UnknownModel:
+        alias = ""
+        if run is not None and run.model is not None:
+            alias = f" To have it mean {run.model!r} in a run, set finetuning.model_aliases."
         names = ", ".join(served.id for served in self.served()) or "nothing yet"
         return UnknownModel(
             f"no model called {name[:200]!r} is served. Served: {names}. POST /v1/training/models "
             "registers one; a base model must be on the server's machine, and on the inference port "
-            "it must be one that the server allows (--allow-base-models)."
+            f"it must be one that the server allows (--allow-base-models).{alias}"
         )
 
     # ---- steps ------------------------------------------------------------------------------
@@ -245,8 +251,17 @@ class Serving:
         loaded = self._engines.loaded()
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
-    def served(self) -> list[ServedName]:
+    def served(self, run: RunSpec | None = None) -> list[ServedName]:
         """Every name that the current request may use. Blocking: reads the disk."""
+        names = self._served()
+        if run is not None and run.model is not None and run.aliases:
+            record = self._models.find(run.model)
+            step, _ = self.newest(record)
+            root, created = record.spec.base_model, record.created_at
+            names += [ServedName(alias, root, step, created) for alias in run.aliases]
+        return names
+
+    def _served(self) -> list[ServedName]:
         records = self._models.list()
         uses = Counter(record.key.name for record in records)
         names: list[ServedName] = []

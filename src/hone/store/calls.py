@@ -104,20 +104,23 @@ class CallStore:
             }
 
     def open_run(self, spec: RunSpec) -> None:
-        """Keep this run's calls until it is closed. It may be opened again, but not with another spec."""
+        """Keep this run's calls until it is closed.
+
+        It may be opened again, with other aliases, but not with another model or seed.
+        """
         with self._lock:
             with self._store.transaction() as db:
                 query = "SELECT spec, opened_at FROM runs WHERE id = ?"
                 text, opened_at = db.execute(query, (spec.id,)).fetchone() or (None, time.time())
                 known = None if text is None else RunSpec.model_validate_json(text)
-                if known is not None and known != spec:
+                if known is not None and (known.model, known.seed) != (spec.model, spec.seed):
                     raise Conflict(
                         f"run {spec.id!r} exists with model {known.model!r} and seed {known.seed}, "
                         f"not {spec.model!r} and {spec.seed}; choose another id, or open it as it was"
                     )
                 db.execute(
                     "INSERT INTO runs (id, spec, opened_at) VALUES (?, ?, ?) "
-                    "ON CONFLICT (id) DO UPDATE SET closed_at = NULL",
+                    "ON CONFLICT (id) DO UPDATE SET closed_at = NULL, spec = excluded.spec",
                     (spec.id, spec.model_dump_json(), opened_at),
                 )
             self._open[spec.id] = spec, opened_at
