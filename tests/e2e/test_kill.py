@@ -162,7 +162,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     process.send_signal(signal.SIGINT)
     assert finetune.finish(process) == 130, finetune.said[-1]
     last = finetune.said[-1].strip().splitlines()[-1]
-    assert "Interrupted. The same command goes on with run art_run_" in last
+    assert "Interrupted. The same command resumes run art_run_" in last
     assert not NOISE & set(finetune.said[-1].split()), finetune.said[-1]
     assert json.loads((finetune.output / "report.json").read_text())["status"] == "unfinished"
     text = (finetune.output / "report.md").read_text()

@@ -170,6 +170,6 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
         _, stderr = process.communicate(timeout=100)
     assert process.returncode == INTERRUPTED
     *_, last = stderr.splitlines()
-    assert last.endswith(f"Interrupted. The same command goes on with run {command.run_id}.")
+    assert last.endswith(f"Interrupted. The same command resumes run {command.run_id}.")
     assert "Traceback" not in stderr
     assert output.read_text() == "", "it was not waited for"

@@ -174,7 +174,7 @@ async def test_rollouts_that_fail_by_the_models_doing(rehearsal: Rehearsal):
     assert failures(checks) == []
     check = one(checks, "workflow")
     assert check.warning
-    assert "as it seems by the model's own doing (unparseable): PolicyFailure: no move" in (
+    assert "apparently because of the model (unparseable): PolicyFailure: no move" in (
         check.message
     )
 

@@ -247,7 +247,7 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     capsys.readouterr()
     assert command(("finetuning.num_epochs", "3"), dry_run=True) == 0
     output = capsys.readouterr().out
-    assert f"goes on with {command.run_id}, of which 2 epochs are done" in output
+    assert f"resumes {command.run_id}, of which 2 epochs are done" in output
     assert "left          1 epoch: at most 2 rollouts, 1 job\n" in output
     assert command(dry_run=True) == 0
     assert f"run           {command.run_id} is finished, nothing to do" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
     Parts.builder.reward = in_its_second_epoch
     assert command(validation_dataset=Path("val.json")) == 130
     assert caplog.records[-1].levelname == "ERROR"
-    goes_on = f"Interrupted. The same command goes on with run {command.run_id}."
+    goes_on = f"Interrupted. The same command resumes run {command.run_id}."
     assert caplog.records[-1].message == goes_on
     assert Parts.closed == ["builder", "adapter"]
     assert command.events("run_finished") == [] and len(command.events("run_interrupted")) == 1
@@ -56,7 +56,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(
     warned, last = caplog.records[-2:]
     assert warned.message.startswith("The report could not be written: IsADirectoryError: ")
     assert last.message == (
-        f"Interrupted. The same command goes on with run {command.run_id}. Leave out --fresh and "
+        f"Interrupted. The same command resumes run {command.run_id}. Leave out --fresh and "
         "finetuning.resume: never."
     )
 
@@ -74,7 +74,7 @@ def test_ctrl_c_before_anything_has_begun_says_so_in_a_line(
 ):
     Parts.adapter = Starting()
     assert command() == 130
-    begins = f"Interrupted. The same command goes on with run {command.run_id}."
+    begins = f"Interrupted. The same command resumes run {command.run_id}."
     assert [r.message for r in caplog.records if r.levelname != "DEBUG"] == [begins]
     assert not (command.out / "report.json").exists()
     assert (command.out / "events.jsonl").read_bytes() == b""
@@ -92,7 +92,7 @@ def test_ctrl_c_while_a_run_is_taken_up_again_leaves_a_report_of_what_it_had(
     (command.out / "report.json").unlink()  # as if it had been killed
     Parts.builder.reward, Parts.adapter = rising, Starting()
     assert command() == 130
-    goes_on = f"Interrupted. The same command goes on with run {command.run_id}."
+    goes_on = f"Interrupted. The same command resumes run {command.run_id}."
     assert caplog.records[-1].message == goes_on
     # The time in between was not the run's: nothing was added to it.
     assert (command.out / "events.jsonl").read_bytes() == events

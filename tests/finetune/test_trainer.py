@@ -168,7 +168,8 @@ async def test_too_many_failures_of_the_world_fail_the_epoch_and_are_run_again(b
     (status,) = await bench.run(1)
     assert status.status is FAILED
     assert (
-        "epoch 1: 2 of 8 rollouts failed by no fault of the model (connection: 2)" in status.message
+        "epoch 1: 2 of 8 rollouts failed because of the infrastructure (connection: 2)"
+        in status.message
     )
     assert "max_infrastructure_failures allows 20%" in status.message
     assert not bench.adapter.jobs
@@ -189,7 +190,7 @@ async def test_failures_of_the_policy_are_dropped_and_loudly_so(
     assert bench.events("epoch_collected")[0]["dropped"] == {"token_limit": 4}
     assert "Epoch 1 left out: token_limit: 4" in caplog.text
     (warning,) = bench.events("warning")
-    assert "4 of 8 rollouts failed by the model's own doing (token_limit: 4)" in warning["message"]
+    assert "4 of 8 rollouts failed because of the model (token_limit: 4)" in warning["message"]
     assert "finetuning.on_policy_failure: {reward: 0.0}" in warning["message"]
 
 

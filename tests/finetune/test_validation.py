@@ -54,7 +54,7 @@ async def test_a_validation_that_fails_is_a_gap_and_no_zero(bench: Bench):
     first, _ = bench.events("validation")
     assert (first["avg_reward"], first["failures"]) == (None, 2)
     assert first["rewards"] == {"x": [None], "y": [None]}
-    assert "2 of 2 rollouts failed by no fault of the model" in first["error"]
+    assert "2 of 2 rollouts failed because of the infrastructure" in first["error"]
     assert not [entry for entry in bench.adapter.logged if entry[0] == "val"]
     history = json.loads((bench.directory / "validation_history.json").read_text())
     assert history[0]["avg_reward"] is None

@@ -1,10 +1,10 @@
 """Submit groups to a hone server as jobs, and report how the jobs end.
 
 In:   a TrajectoryCollection; which server, which model, how to train
-Out:  a job on the server, its status, and the address where the model in training answers
+Out:  a job on the server, its status, and the address of the model in training
 
 A trajectory whose calls the server recorded is sent as a reference: its rollout and the ids of the
-calls that are trained. Only where nothing was recorded is text sent (rerender.py).
+trained calls. Others are sent as text (rerender.py).
 """
 
 import asyncio
@@ -53,9 +53,9 @@ __all__ = ["ARTBackendConfig", "ARTTrainerAdapter", "ARTTrainerAdapterConfig", "
 logger = logging.getLogger("hone")
 
 BACKEND = "openpipe-art"
-"""What a TrainingJobRef calls it."""
+"""`backend` of a TrainingJobRef."""
 USUAL_ROOT = Path(".hone")
-"""Where `hone serve` looks by default."""
+"""Default root of `hone serve`."""
 NO_CONNECTION = "Failed to connect to ART backend"
 STATES = {
     "queued": TrainingStatusEnum.PENDING,
@@ -64,7 +64,7 @@ STATES = {
     "failed": TrainingStatusEnum.FAILED,
     "cancelled": TrainingStatusEnum.CANCELED,
 }
-"""A job's state on the server, in the harness's words."""
+"""Status of the harness for each state of a job on the server."""
 LESS_MEMORY = (
     "What to do: reduce backend.engine_args.gpu_memory_utilization, reduce "
     "backend.init_args.max_seq_length (or training.max_seq_length) or training.row_tokens, reduce "
@@ -79,7 +79,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     adapter_config: ARTTrainerAdapterConfig
 
     def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
-        """Makes no connection yet."""
+        """Does not connect yet."""
         super().__init__(adapter_config)
         config, training = adapter_config.backend, adapter_config.training
         self.server = self
@@ -95,18 +95,18 @@ class ARTTrainerAdapter(TrainerAdapter):
         )
         self.model: TrainableModel[Any] = config.trainable_model()
         self.info: ModelInfo | None = None
-        """The model as the server sees it; known after `initialize`."""
+        """The model on the server; known after `initialize`."""
         self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
         self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
         self.dropped: Counter[str] = Counter()
-        """What the last `submit` left out, by reason."""
+        """What the last `submit` dropped, by reason."""
         self.training_jobs: dict[str, asyncio.Task[TrainingJobStatus]] = {}
         """By run id, the newest job of each, as a task that ends with it and has its id as name."""
 
     # ---- the server -------------------------------------------------------------------------
 
     async def initialize(self, run_config: "FinetuneConfig") -> None:
-        """Reach or start the server, register the model, load what serving needs."""
+        """Connect or start the server, register the model, and load it."""
         await super().initialize(run_config)
         if self.info is not None:
             return
@@ -137,7 +137,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             raise Unreachable(self.no_connection(str(error))) from error
 
     def no_connection(self, why: str) -> str:
-        """The error where the server is not what the configuration says, with what to do."""
+        """The error message for a server that cannot be reached."""
         config, url = self.adapter_config.backend, self.backend.base_url
         if config.ip is None:
             return f"{NO_CONNECTION}. The server of this run's own did not start: {why}"
@@ -181,7 +181,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             logger.info("Not applicable to this server, and not used: %s", ", ".join(ignored))
 
     async def is_healthy(self) -> bool:
-        """Whether the server answers, with success, on the ports of the configuration."""
+        """Whether the server answers on the configured ports."""
         try:
             await self.backend.health()
             await self.backend.served_models(self.served.base_url if self.served else None)
@@ -195,7 +195,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         return self.backend.base_url
 
     def describe(self) -> dict[str, Any]:
-        """The model, and where it stays: at a server that runs already, or under a root."""
+        """The model, and the running server or the root that has it."""
         config, training = self.adapter_config.backend, self.adapter_config.training
         model = config.model_dump(include={"name", "project", "base_model"})
         model["learning_rate"] = training.learning_rate
@@ -220,14 +220,14 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def log_metrics(
         self, metrics: Mapping[str, float], *, split: str, step: int | None
     ) -> None:
-        # A validation may be counted anew, and the server would average the two numbers.
+        # A validation can be counted again; without `replace` the server would average both.
         await self.backend.log(self.model, metrics, split=split, step=step, replace=split == "val")
 
     async def prune(self, keep_last: int) -> None:
         await self.backend.delete_checkpoints(self.model, keep_last=keep_last)
 
     async def start_anew(self, old_run_id: str | None) -> None:
-        """Rename what was trained under this name before; its steps are kept. Before `initialize`."""
+        """Rename the model that was trained under this name; its steps are kept."""
         await self._connect()
         aside = f"{self.model.name}.{old_run_id or datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
         try:
@@ -238,7 +238,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.info = None
 
     async def close(self) -> None:
-        """Stop waiting, and stop a server of this run's own; jobs go on when it is started again."""
+        """Stop waiting, and stop the run's own server; its jobs continue at its next start."""
         for job in self.training_jobs.values():
             job.cancel()
         await asyncio.gather(*self.training_jobs.values(), return_exceptions=True)
@@ -248,7 +248,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     # ---- jobs -------------------------------------------------------------------------------
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """A job on the server; it is on the server's disk when this returns."""
+        """Submit a job; it is on the server's disk on return."""
         run_id, place = trajectories.run_id, trajectories.metadata or {}
         training = self.adapter_config.training
         running = self.training_jobs.get(run_id)
@@ -317,13 +317,13 @@ class ARTTrainerAdapter(TrainerAdapter):
             self.events.tell("job_progress", **event.data)
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """Where the job stands now."""
+        """The current status of the job."""
         return self._described(ref, await self.backend.job(_job_id(ref)))
 
     async def wait_until_complete(
         self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
-        """Until its last event; a caller that stops waiting does not stop the job."""
+        """Wait for its last event; cancelling the wait does not stop the job."""
         following = self.training_jobs.get(ref.run_id)
         if following is None or following.get_name() != _job_id(ref):
             return await self._follow(ref)  # another process submitted it, or it has ended
@@ -339,7 +339,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         )
         messages = {
             "done": job.reason,
-            "cancelled": f"job {job.id} was cancelled by somebody else",
+            "cancelled": f"job {job.id} was cancelled by another client",
             "failed": f"{failed}\n{LESS_MEMORY}" if _is_memory(why) else failed,
         }
         return TrainingJobStatus(
@@ -379,7 +379,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 async def art_trainer_adapter(
     config: ARTTrainerAdapterConfig, builder: "Builder"
 ) -> AsyncIterator[ARTTrainerAdapter]:
-    """A hone server that runs already, or one that is started now and stopped at the end."""
+    """A running hone server, or one that the run starts and stops."""
     adapter = ARTTrainerAdapter(config)
     yield adapter
     await adapter.close()

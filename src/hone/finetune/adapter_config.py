@@ -88,9 +88,9 @@ class ARTBackendConfig(Strict):
         )
 
     def trained(self, name: str | None = None, *urls: str) -> Trained:
-        """The model in training by its names, at the server of these URLs.
+        """Names and addresses of the model in training; `urls` are those of its server.
 
-        Without any, at every port of `ip`: which one serves inference is known only to the server.
+        Without URLs, any port of `ip`: only the server knows which one serves inference.
         """
         at_ip = [] if self.ip is None else [(host_of(self.ip), None)]
         return Trained(
@@ -146,32 +146,32 @@ class ARTTrainingConfig(TrainConfig, Strict):
     learning_rate: float = Field(default=5e-5, ge=0)
     """AdamW's step size (0 measures without moving the weights)."""
     schedule: Literal["constant", "linear"] = "constant"
-    """linear: from learning_rate in the first job down to 0 after the last one planned."""
+    """linear: from learning_rate in the first job down to 0 after the last planned one."""
     plot_tensors: bool = False
-    """Draw what was trained, beside each checkpoint."""
+    """Write a picture of the packed training rows beside each checkpoint."""
 
     def job_keys(self, place: int, planned: int) -> dict[str, Any]:
-        """What job number `place` (from 0) of so many says about its training."""
+        """Training keys of job number `place` (from 0) of `planned` jobs."""
         own = {"schedule", "plot_tensors"}
-        # What is not written is left to the server; these two have defaults of this adapter's own.
+        # Keys that are not set have the server's defaults; these two have this adapter's.
         written = self.model_dump(exclude_unset=True, exclude=own)
         left = 1.0 if self.schedule == "constant" else 1 - place / planned
         return {**written, "learning_rate": self.learning_rate * left, "beta": self.beta}
 
 
 class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
-    """Trains on a hone server: one that runs already, or one of this run's own."""
+    """Trains on a hone server: a running one, or one that the run starts."""
 
     backend: ARTBackendConfig
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
 
 
 def art_config_of(document: "Document") -> ARTTrainerAdapterConfig | None:
-    """The block of the run's trainer adapter; None where the adapter is a plugin's own."""
+    """The block of the run's trainer adapter; None for a plugin's adapter."""
     config = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
     return config if isinstance(config, ARTTrainerAdapterConfig) else None
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in an address: IPv6 in brackets."""
+    """The host for a URL: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

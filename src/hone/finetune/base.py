@@ -8,7 +8,7 @@ needs new imports and little else. `Trainer` is the loop over epochs; what owns 
 server's Learner. What hone adds to the classes has defaults that do nothing.
 """
 
-# ruff: noqa: B027  # what a backend need not do is a method that does nothing, not an abstract one
+# ruff: noqa: B027  # optional methods do nothing by default
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -92,33 +92,33 @@ class TrialRollouts(Protocol):
 
 
 class TrajectoryBuilder(ABC):
-    """Runs the workflow on examples and turns what happened into groups of trajectories."""
+    """Runs the workflow on examples and turns the rollouts into groups of trajectories."""
 
     def __init__(self, trajectory_builder_config: TrajectoryBuilderConfig) -> None:
         self.trajectory_builder_config = trajectory_builder_config
         self.run_config: FinetuneConfig | None = None
         self.evaluation: Evaluation | None = None
-        """The training set, bound before the first run."""
+        """The training set; set before the first run."""
         self.dropped: Counter[str] = Counter()
         """What the last `finalize` left out, by reason."""
         self.num_generations: int | None = None
-        """Rollouts per example; None where the builder does not say."""
+        """Rollouts per example; None if unknown."""
         self.evaluation_runs: dict[str, list[asyncio.Task[Any]]] = {}
-        """By run id, the tasks that `start_run` began."""
+        """Tasks of `start_run`, by run id."""
         self.trial: TrialRollouts | None = None
-        """What runs single rollouts for preflight; None where the builder cannot."""
+        """Runs single rollouts for preflight; None if the builder cannot."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
         self.trajectory_builder_config.reward = run_config.reward_function
 
     def bind_evaluation(self, evaluation: "Evaluation") -> None:
-        """What `run_eval` runs; built once for the whole run."""
+        """Set the training set, which is built once per run."""
         self.evaluation = evaluation
 
     @property
     def bound_evaluation(self) -> "Evaluation":
-        """The training set; raises ConfigError where none is bound."""
+        """The training set; raises ConfigError if there is none."""
         if self.evaluation is None:
             raise ConfigError(
                 f"{type(self).__name__}: no evaluation is bound yet; call bind_evaluation(...) "
@@ -127,12 +127,12 @@ class TrajectoryBuilder(ABC):
         return self.evaluation
 
     async def run_eval(self) -> "EvaluationRunOutput":
-        """Every example once."""
+        """Run every example once."""
         return await self.bound_evaluation.run()
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Begin to collect.
+        """Start the rollouts.
 
         `meta` from the built-in trainer: `epoch`, `round`, `run_id`, `items` (the examples to run),
         `journal`, `session`, `events`, `trainer_config`.
@@ -142,12 +142,12 @@ class TrajectoryBuilder(ABC):
     async def finalize(
         self, run_id: str, meta: dict[str, Any] | None = None
     ) -> TrajectoryCollection:
-        """Wait for what `start_run` began; one group for each example that gave any trajectory."""
+        """Wait for the rollouts; returns one group per example that has a trajectory."""
 
     async def compute_reward(
         self, output_item: "EvalOutputItem", meta: dict[str, Any] | None = None
     ) -> float | None:
-        """The evaluator's score; None, never 0, where there is none."""
+        """The evaluator's score; None, never 0, if there is none."""
         return None if output_item.score is None else float(output_item.score)
 
     @abstractmethod
@@ -157,10 +157,10 @@ class TrajectoryBuilder(ABC):
         """Called after each round with its metrics and the run's output_dir."""
 
     async def load_episodes(self, trajectories: TrajectoryCollection) -> None:
-        """Fetch the text of trajectories that refer to recorded calls, for those who read it."""
+        """Fetch the text of trajectories that refer to recorded calls."""
 
     async def cancel(self) -> None:
-        """End what `start_run` began and nobody waits for any longer."""
+        """Cancel the tasks of `start_run` and wait until they have ended."""
         running = [task for tasks in self.evaluation_runs.values() for task in tasks]
         for task in running:
             task.cancel()
@@ -168,24 +168,23 @@ class TrajectoryBuilder(ABC):
 
 
 class TrainerAdapter(ABC):
-    """Hands groups to whatever trains, and tells what came of them."""
+    """Submits groups to a training backend and reports how the jobs end."""
 
     def __init__(self, adapter_config: TrainerAdapterConfig) -> None:
         self.adapter_config = adapter_config
         self.run_config: FinetuneConfig | None = None
         self.served: Served | None = None
-        """Where the model in training answers; known after `initialize`, None for a backend that
-        does not serve it."""
+        """Address of the model in training; known after `initialize`, None for a backend that does
+        not serve it."""
         self.events: EventLog | None = None
-        """Where the progress of a job is told; bound by the trainer."""
+        """Event log for the progress of jobs; set by the trainer."""
         self.shares_server = False
         """Whether a server that another process runs on the same root may be used; set before
         `initialize`."""
         self.serves_steps = False
-        """Whether an earlier step answers a rollout that names it (the header X-Hone-Step)."""
+        """Whether a rollout can choose an earlier step (the header X-Hone-Step)."""
         self.server: ModelServer | None = None
-        """What serves the model in training and records its calls; None for a backend that only
-        trains."""
+        """Serves the model and records its calls; None for a backend that only trains."""
         self.comparison = Comparison()
         """How the trajectories of a job are compared."""
         self.reads_episodes = True
@@ -200,7 +199,7 @@ class TrainerAdapter(ABC):
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Start a job, or find the one that this submission's `key` started before."""
+        """Start a job, or return the one that was started with this submission's `key` before."""
 
     @abstractmethod
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus: ...
@@ -209,7 +208,7 @@ class TrainerAdapter(ABC):
     async def wait_until_complete(
         self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
-        """Until the job has ended; ours waits for an event and does not use `poll_interval`."""
+        """Wait until the job has ended. The built-in adapter does not poll."""
 
     @abstractmethod
     def log_progress(
@@ -218,49 +217,49 @@ class TrainerAdapter(ABC):
         """Called after each job with its metrics and the run's output_dir."""
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of the model: `name`, `project`, `base_model`, `learning_rate`.
+        """The model, for the report: `name`, `project`, `base_model`, `learning_rate`.
 
-        Also `base_url`, of a server that stays, or `root`, of one that the run starts.
+        Also `base_url` of a server that outlives the run, or `root` of one that the run starts.
         """
         return dict.fromkeys(("name", "project", "base_model", "learning_rate"))
 
     async def open_run(self, run_id: str, seed: int) -> None:
-        """Calls of this run's rollouts are kept from now on."""
+        """Keep the calls of this run's rollouts until `close_run`."""
 
     async def close_run(self, run_id: str) -> None:
-        """They need not be kept any longer."""
+        """Allow the calls of this run to be deleted."""
 
     async def policy_step(self) -> int | None:
-        """The step that is served now; None for a backend that does not count steps."""
+        """The step that is served; None for a backend that does not count steps."""
         return None
 
     async def log_metrics(
         self, metrics: Mapping[str, float], *, split: str, step: int | None
     ) -> None:
-        """Write metrics of a step into the model's history, as SPLIT/METRIC."""
+        """Write metrics of a step to the model's history, as SPLIT/METRIC."""
 
     async def prune(self, keep_last: int) -> None:
-        """Delete all checkpoints but the newest so many and the best one."""
+        """Delete all checkpoints except the newest `keep_last` and the best."""
 
     async def start_anew(self, old_run_id: str | None) -> None:
-        """Set what was trained before aside, so that `initialize` finds step 0 (`--fresh`).
+        """Move earlier steps of the model aside, so that the run starts at step 0 (`--fresh`).
 
         Called before `initialize`, and again if the run was killed in between.
         """
 
     async def close(self) -> None:
-        """Let go of the backend."""
+        """Close the connection to the backend."""
 
 
 class Trainer(ABC):
     """Runs the epochs: collect, select, submit, wait, log."""
 
     journal: "Journal"
-    """What a killed run needs to go on; there from `initialize` on."""
+    """What a killed run needs to resume; set by `initialize`."""
     events: "EventLog"
-    """What happened in the run; there from `initialize` on."""
+    """Events of the run; set by `initialize`."""
     state: "RunState | None" = None
-    """Where the run stands, from its events; None before `initialize`."""
+    """What is done, according to the events; None before `initialize`."""
 
     def __init__(self, trainer_config: TrainerConfig) -> None:
         self.trainer_config = trainer_config
@@ -270,7 +269,7 @@ class Trainer(ABC):
         self.trainer_adapter: TrainerAdapter | None = None
         self._curriculum_state: dict[str, Any] | None = None
         self.validation: Evaluation | None = None
-        """The validation set, bound before the first epoch; None without one."""
+        """The validation set; None without one."""
 
     async def bind_components(
         self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter
@@ -281,14 +280,14 @@ class Trainer(ABC):
     def bind_run(
         self, journal: "Journal", events: "EventLog", state: "RunState | None" = None
     ) -> None:
-        """Where this run writes what it does; without it, `initialize` opens them in output_dir.
+        """Set the journal and the events; otherwise `initialize` opens those of output_dir.
 
-        `state` listens to `events` already; without it, `initialize` reads them.
+        `state` must listen to `events`; without it, `initialize` reads them.
         """
         self.journal, self.events, self.state = journal, events, state
 
     def bind_evaluations(self, training: "Evaluation", validation: "Evaluation | None") -> None:
-        """What is run; built after `initialize`, because only then the model can be reached."""
+        """Set the datasets; they are built after `initialize`, which connects the model."""
         assert self.trajectory_builder is not None, "bind_components comes first"
         self.trajectory_builder.bind_evaluation(training)
         self.validation = validation
@@ -313,7 +312,7 @@ class Trainer(ABC):
 
     @abstractmethod
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Collect, select and submit once; None where there was nothing to train on."""
+        """Collect, select and submit once; None if there is nothing to train on."""
 
     @abstractmethod
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]: ...
@@ -331,7 +330,7 @@ class Trainer(ABC):
         """Called after each submission with the round's metrics and the run's output_dir."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """The reward over the validation set, as it is after so many epochs."""
+        """Rewards on the validation set after `epoch` epochs of training."""
         if self.validation is None:
             raise ConfigError(
                 "run_validation_evaluation: there is no validation set; name one with "
@@ -341,7 +340,7 @@ class Trainer(ABC):
         return {**measured, "epoch": epoch, "dataset_type": "validation"}
 
     def _calculate_validation_metrics(self, eval_output: "EvaluationRunOutput") -> dict[str, Any]:
-        """Over the reward's scores; what could not be scored is counted and not averaged."""
+        """Mean, minimum and maximum of the scores; items without a score are only counted."""
         wanted = None if self.trainer_config.reward is None else self.trainer_config.reward.name
         items = [
             item
@@ -364,7 +363,7 @@ class Trainer(ABC):
         raise NotInThisVersion("Curriculum learning not implemented for this backend.")
 
     def get_curriculum_state(self) -> dict[str, Any]:
-        """The state as plain values, with the configuration it follows."""
+        """The state as JSON values, with its configuration."""
         state = self._curriculum_state or {}
         return {
             "current_percentile": state.get("current_percentile", 1.0),

@@ -1,14 +1,14 @@
 """Run each example several times, score the rollouts, and group them by example.
 
 In:   an Evaluation (workflow, items, evaluators), the number of generations, the targets
-Out:  a TrajectoryCollection, one group per example; what was left out, counted by reason
+Out:  a TrajectoryCollection, one group per example; counts of what was dropped, by reason
 
-    start_run   one task per generation; the Evaluation's budget bounds all their rollouts
-    finalize    wait, count what failed, group by example
+    start_run   one task per generation; max_concurrency of the Evaluation limits all rollouts
+    finalize    wait, count failures, group by example
 
-A rollout becomes one record, which is in the journal before anything builds on it: after a kill it
-is read from there, and no token is sampled twice. Trajectories refer to records; the text of an
-episode is made when somebody reads it.
+A finished rollout is one record in the journal: after a kill it is read from there, and no token is
+sampled twice. Trajectories refer to records; the text of an episode is made only for an adapter
+that reads it.
 """
 
 import asyncio
@@ -76,18 +76,18 @@ class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_tra
     """Runs every example several times and compares the results."""
 
     num_generations: int = Field(default=2, ge=1)
-    """Rollouts per example. More compare better and cost more."""
+    """Rollouts per example. More give a better comparison and cost more."""
 
 
 def num_generations(document: "Document") -> int | None:
-    """Rollouts per example of the run's builder; None where the builder is a plugin's own."""
+    """Rollouts per example of the run's builder; None for a plugin's builder."""
     config = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
     return config.num_generations if isinstance(config, ARTTrajectoryBuilderConfig) else None
 
 
 @dataclass(slots=True)
 class _Round:
-    """What one `start_run` is about."""
+    """State of one `start_run`."""
 
     run_id: str
     items: list["EvalInputItem"]
@@ -97,7 +97,7 @@ class _Round:
     journal: "Journal | None"
     events: "EventLog | None"
     unscoped: Counter[str]
-    """Requests by model that had named no rollout when the round began."""
+    """Requests without a rollout, by model, when the round began."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls and rollouts that are not trained, by reason."""
 
@@ -111,18 +111,18 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self.num_generations, self.trial = trajectory_builder_config.num_generations, self
         self.server: ModelServer | None = None
-        """What records the model's calls; None where the model's server is not hone's."""
+        """Records the model's calls; None if no hone server serves the model."""
         self.comparison = Comparison()
         """How the trajectories of a job are compared."""
         self.reads_episodes = True
-        """Whether somebody reads the text of trajectories whose calls the server recorded."""
+        """Whether the adapter reads the text of trajectories whose calls the server recorded."""
         self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
-        """The names by which the target's calls ask for their model, of a key or a model's name."""
+        """Model names in requests to the target, which is a key of `llms` or a model's name."""
         self._rounds: dict[str, _Round] = {}
         self._reported_unscoped = False
 
     def bind_adapter(self, adapter: TrainerAdapter) -> None:
-        """Train what its server recorded, in the form that it reads."""
+        """Take over the adapter's server and how it reads trajectories."""
         self.server, self.comparison = adapter.server, adapter.comparison
         self.reads_episodes = adapter.reads_episodes
 
@@ -135,7 +135,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return Targets(frozenset(self._config.target_functions), models, trained)
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Begin `num_generations` evaluation runs; rollouts that the journal has are not run."""
+        """Start `num_generations` evaluation runs, without the rollouts that the journal has."""
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
         meta, everything = meta or {}, self.bound_evaluation.items
@@ -165,7 +165,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         places = {item.id: place for place, item in enumerate(everything)}
         logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
         rollouts: list[list[asyncio.Task[RolloutRecord]]] = [[] for _ in generations]
-        # All generations of an example one after the other: they share its prompt.
+        # All generations of an example in a row: the server computes their prompt once.
         for item in at.items:
             for k, tasks in enumerate(rollouts):
                 place, before = places.get(item.id, len(places)), known.get((item.id, k))
@@ -178,7 +178,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     async def finalize(
         self, run_id: str, meta: dict[str, Any] | None = None
     ) -> TrajectoryCollection:
-        """Wait for all generations; one group for each example that gave enough trajectories."""
+        """Wait for all generations; returns one group per example with enough trajectories."""
         if run_id not in self.evaluation_runs:
             raise ConfigError(f"No evaluation runs found for run_id: {run_id}")
         try:
@@ -204,7 +204,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return collection
 
     async def _report_unscoped(self, at: _Round) -> None:
-        """Count calls that named no rollout; warn about the first of them."""
+        """Count calls without a rollout; warn the first time."""
         counts = await count_unscoped(self.server, at.run_id) - at.unscoped
         if self.server is None or not counts:
             return
@@ -245,7 +245,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         known: RolloutRecord | None,
         config: "FinetuneConfig",
     ) -> RolloutRecord:
-        """The record of a rollout: from the journal, or of one that runs now."""
+        """The record of a rollout, which is run unless it is known."""
         if known is not None:
             return known
 
@@ -278,7 +278,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     async def run_item(
         self, item: "EvalInputItem", rollout: str, reward: str | None
     ) -> "ItemResult":
-        """One rollout, scored; its evaluators' calls to the server are not the agent's."""
+        """Run and score one rollout; calls of evaluators are marked as theirs."""
         host = self.bound_evaluation.host
         with nullcontext() if host is None else outside_rollouts(EVALUATION, host=host):
             return await self.bound_evaluation.run_item(
@@ -286,7 +286,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             )
 
     async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
-        """What of a rollout is trained: of what the server recorded, or of what was seen."""
+        """The calls that are trained: recorded by the server, or seen by this process."""
         if self.server is None:
             return from_seen(seen, self.targets)
         calls = await self.server.recorded(rollout)
@@ -295,7 +295,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return from_recorded(calls, seen, self.targets)
 
     async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
-        """The record with the reward of `compute_reward`, which others may override."""
+        """The record with the reward of `compute_reward`, which a plugin may override."""
         if record.reward is None:
             return record
         score = result.scores[self._reward_name or ""]
@@ -308,7 +308,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                     f"compute_reward returned {reward}; return a finite number, or None where "
                     "there is no reward"
                 )
-        except Exception as error:  # noqa: BLE001  # a plugin's code: whatever it raises is data
+        except Exception as error:  # noqa: BLE001  # a plugin may raise anything; it is recorded
             return _failed(record, "evaluator", error)
         metadata = {"reasoning": plain(score.reasoning)}
         return record.model_copy(update={"reward": reward, "metadata": metadata})
@@ -348,7 +348,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     @property
     def _smallest(self) -> int:
-        """Size of the smallest group that is trained; one trajectory compares with a batch, too."""
+        """Size of the smallest group that is trained; 1 if groups are compared with the batch."""
         with_batch = self.comparison.baseline == "batch"
         by_default = "min_group_size" not in self._config.model_fields_set
         if self.num_generations == 1 or (with_batch and by_default):
@@ -365,7 +365,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 async def art_trajectory_builder(
     config: ARTTrajectoryBuilderConfig, builder: "Builder"
 ) -> AsyncIterator[ARTTrajectoryBuilder]:
-    """Groups of rollouts of the same example, with what the server recorded of each."""
+    """Groups of rollouts of the same example, with the calls that the server recorded."""
     trajectory_builder = ARTTrajectoryBuilder(config)
 
     def names_of(wanted: str) -> frozenset[str]:

@@ -1,11 +1,10 @@
 """Which calls of a rollout are trained, and which calls named no rollout.
 
-In:   the calls a hone server recorded (or those the harness saw of another one), the targets
-Out:  the calls that are trained, with a value for each; the others, counted by reason
+In:   the calls that a hone server recorded, or that the harness saw of another server; the targets
+Out:  the calls that are trained, with their values; counts of the others, by reason
 
-A call is identified by its id and never by its text: two answers may say the same, and only one of
-them may be a target. Evaluators may call the same server, so their calls say whose they are
-(`EVALUATION`).
+A call is identified by its id and never by its text: two answers may be equal, and only one of them
+may be a target. Evaluators may call the same server; their calls carry the function `EVALUATION`.
 """
 
 import logging
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hone")
 
 WORKFLOW = "<workflow>"
-"""As a target: every call of a rollout, whatever function made it."""
+"""Target for every call of a rollout."""
 EVALUATION = "<evaluation>"
-"""The function that calls of evaluators name."""
+"""Function of calls that evaluators make."""
 UNSEEN = (
     "An agent's calls are seen if its HTTP client is httpx or httpx2, as that of openai is, and if "
     "a thread it starts gets the context (contextvars.copy_context().run; thread pools have it); any "
@@ -51,7 +50,7 @@ class ModelServer(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Where it is reached, without /v1."""
+        """Address of the server, without /v1."""
         ...
 
     @property
@@ -61,7 +60,7 @@ class ModelServer(Protocol):
 
     @property
     def base_model(self) -> str:
-        """What the configuration says that the model is trained from."""
+        """The base model according to the configuration."""
         ...
 
     @property
@@ -70,11 +69,11 @@ class ModelServer(Protocol):
         ...
 
     async def recorded(self, rollout: str) -> list[RecordedCall]:
-        """The calls that it recorded of a rollout."""
+        """The recorded calls of a rollout."""
         ...
 
     async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
-        """Requests to the run's models that named no rollout so far, by model."""
+        """Number of requests to the run's models without a rollout so far, by model."""
         ...
 
 
@@ -84,7 +83,7 @@ class Targets:
 
     functions: frozenset[str] = frozenset({WORKFLOW})
     models: frozenset[str] | None = None
-    """Names by which the target model is asked for; None: any."""
+    """Names of the target model in requests; None: any."""
     trained: str | None = None
     """PROJECT/NAME of the model in training, as a hone server records it; None: any."""
 
@@ -101,37 +100,37 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class SampledCall:
-    """One answer that could be trained."""
+    """One sampled answer that can be trained."""
 
     id: str
     place: int
-    """Of its request among the rollout's, for steps."""
+    """Number of its request in the rollout."""
     messages: list[Message]
     reply: Message
     finish: str
     logprobs: Any
-    """An empty dict where the server has them."""
+    """An empty dict if the server recorded them."""
     token_ids: list[int] | None = None
-    """Where a foreign server tells them."""
+    """Token ids, if a foreign server returns them."""
     tokens: Sequence[Any] = ()
-    """What was sampled: ids, or the text of each token where a foreign server tells no ids."""
+    """Sampled token ids, or the text of each token if a foreign server returns no ids."""
     logprob: float = 0.0
-    """The log-probability of all of it."""
+    """Sum of the log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedCalls:
-    """What of a rollout is trained."""
+    """The calls of a rollout that are trained."""
 
     sampled: list[SampledCall] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls that are not trained, by reason."""
     foreign: bool = False
-    """No hone server recorded it: its text and its log-probabilities are all there is."""
+    """No hone server recorded the calls; only text and log-probabilities are known."""
 
     @property
     def reason(self) -> str | None:
-        """Why nothing is trained, if nothing is: what the most of its calls lacked."""
+        """Why nothing is trained: the most frequent reason; None if something is."""
         if self.sampled:
             return None
         return self.dropped.most_common(1)[0][0] if self.dropped else "no_calls"
@@ -140,7 +139,7 @@ class TrainedCalls:
 def from_recorded(
     recorded: Sequence[RecordedCall], seen: "Sequence[SeenCall]", targets: Targets
 ) -> TrainedCalls:
-    """What a hone server recorded; `seen` tells by which name each call asked for its model."""
+    """Select from the recorded calls; `seen` has the model name that each call requested."""
     requests = {choice["call_id"]: c for c in seen for choice in c.choices if "call_id" in choice}
     trained = TrainedCalls()
     for one in sorted(recorded, key=lambda c: (c.index, c.choice)):
@@ -150,14 +149,14 @@ def from_recorded(
             trained.sampled.append(_sampled(one, one.index if request is None else request.index))
         else:
             trained.dropped[why] += 1
-    # A server records what its client left when it has noticed that, which may be later.
+    # A server records an abandoned call when it notices that the client left, maybe later.
     left = 0 if recorded else sum(call.error == LEFT for call in seen)
     trained.dropped.update(+Counter(abandoned=left, unrecorded=len(requests)))
     return trained
 
 
 def with_ids(recorded: Sequence[RecordedCall], ids: Sequence[str]) -> list[SampledCall]:
-    """The recorded calls of these ids, in the order in which they were made."""
+    """The recorded calls with these ids, in the order of the requests."""
     ordered = sorted(recorded, key=lambda c: (c.index, c.choice))
     return [_sampled(one, one.index) for one in ordered if one.id in ids]
 
@@ -176,7 +175,7 @@ def _sampled(one: RecordedCall, place: int) -> SampledCall:
 
 
 def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
-    """What the harness saw of a foreign server: only answers with log-probabilities count."""
+    """Select from the calls to a foreign server; only answers with log-probabilities count."""
     trained = TrainedCalls(foreign=True)
     dropped = trained.dropped
     for call in seen:
@@ -210,7 +209,7 @@ def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
 
 
 def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> str | None:
-    """Why a recorded call is not trained."""
+    """Why a recorded call is not trained; None if it is."""
     if one.abandoned:
         return "abandoned"
     if targets.trained is not None and one.model != targets.trained:
@@ -218,7 +217,7 @@ def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> 
     if one.is_frozen:
         return "frozen"
     if targets.models is not None:
-        # A server that did not record what was asked for leaves what this process saw, if it did.
+        # If the server did not record the requested name, this process may have seen it.
         name = one.asked or requested
         names = {name} if name else {one.model, one.base_model}
         if not names & targets.models:
@@ -234,10 +233,10 @@ def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> 
 
 
 def shaped_rewards(steps: "Sequence[Step]", sampled: Sequence[SampledCall]) -> list[float] | None:
-    """One value per trained call: the sum of the values that were noted for it.
+    """One value per trained call: the sum of the values of its `hone.step` calls.
 
-    None where no step has a value. A value noted before any trained call was answered belongs to
-    none; one noted for a call that is not trained belongs to the trained call answered before it.
+    None if no step has a value. A value before the first trained call is not used; a value for a
+    call that is not trained counts for the trained call before it.
     """
     values = [0.0] * len(sampled)
     trained = {one.place: i for i, one in enumerate(sampled)}
@@ -253,10 +252,10 @@ def shaped_rewards(steps: "Sequence[Step]", sampled: Sequence[SampledCall]) -> l
 
 
 async def count_unscoped(server: ModelServer | None, run_id: str) -> Counter[str]:
-    """Requests that named no rollout so far, by model; none where no server can tell.
+    """Requests without a rollout so far, by model; empty if there is no server to ask.
 
-    hone cannot see them: they are missing from the trajectory, and under the base model's name they
-    get the untrained model. Only the server knows of them.
+    Only the server sees them: they are missing from the trajectory, and under the base model's name
+    they are answered by the untrained model.
     """
     try:
         return Counter() if server is None else Counter(await server.unscoped_calls(run_id))
@@ -266,12 +265,12 @@ async def count_unscoped(server: ModelServer | None, run_id: str) -> Counter[str
 
 
 def unscoped_message(server: ModelServer, counts: Counter[str]) -> str:
-    """What to tell the user about such requests."""
+    """The warning about such requests."""
     by_model = ", ".join(f"{name}: {n}" for name, n in counts.items())
     base = [name for name in counts if name != server.model_name]
     stale = f" Outside a rollout {base[0]!r} is the untrained model." if base else ""
     return (
         f"{counts.total()} calls named no rollout while rollouts ran ({by_model}), and are not "
-        f"trained.{stale} {UNSEEN.format(root=server.base_url)}. If somebody else used the server, "
+        f"trained.{stale} {UNSEEN.format(root=server.base_url)}. If another client used the server, "
         "nothing is wrong."
     )

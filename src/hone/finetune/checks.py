@@ -1,11 +1,11 @@
-"""Read the files that `hone finetune` names, or refuse them with every mistake in them.
+"""Read the files that `hone finetune` names, and report every mistake in them.
 
-In:   FinetuneRunConfig: the configuration, the validation's own one, files of examples
+In:   FinetuneRunConfig: the configuration, that of the validation, dataset files
 Out:  valid Documents, or ConfigProblems with the mistakes of all files, each with its place
 
-A valid Document may still be no run. Datasets are read and the user's modules imported, as the run
-will do it; no function of theirs is called, and no server is contacted. A file that cannot be read,
-or a block that is wrong, hides nothing of the others.
+A valid Document may not be enough for a run. Datasets are read and the user's modules are imported,
+as in the run; no function of theirs is called, and no server is contacted. A file or a block that
+cannot be read does not hide mistakes in the others.
 """
 
 import inspect
@@ -45,11 +45,11 @@ _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATH = ("/", "./", "../", "~")
 
 Mistakes = Iterator[tuple[Keys, str]]
-"""Keys, and what is wrong with each and what to do."""
+"""Keys, and for each what is wrong and what to do."""
 
 
 def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | None]:
-    """The run's document, and the validation's if the command names a file of its own for it."""
+    """The run's document, and that of --validation_config_file."""
     assert options.config_file is not None, "the command line requires it"
     validates = bool(options.validation_dataset or options.validation_config_file)
     document, problems = _examine(
@@ -81,9 +81,9 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
 def read_run(
     file: Path, overrides: Sequence[tuple[str, str]] = (), *, dataset: Path | None = None
 ) -> Document:
-    """Read a file; one that enables finetuning must also have all that `hone finetune` needs.
+    """Read a file; one that enables finetuning must have all that `hone finetune` needs.
 
-    Raises ConfigProblems with everything that is wrong. `dataset` replaces the file's dataset.
+    Raises ConfigProblems with every mistake. `dataset` replaces the file's dataset.
     """
     document, problems = _examine(file, overrides, lambda one: _run_mistakes(one, dataset))
     if document is None or problems:
@@ -94,7 +94,7 @@ def read_run(
 def check_file(
     option: str, file: Path | None, document: Document | None, reward: str | None = None
 ) -> list[Problem]:
-    """What is wrong with a file of examples that the command names, read as the document says."""
+    """Mistakes in a dataset file of the command line, which is read as the document says."""
     config = None if document is None else document.eval.general.dataset
     if file is None:
         return []
@@ -104,7 +104,7 @@ def check_file(
         return []  # a function, or a plugin's loader, reads the file
     problems = []
     for _, message in _row_mistakes(config or JsonDataset(), document, reward, file):
-        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, where one is named
+        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, if the message has one
         named = colon and where.startswith(str(file))
         place = Place(f"{option} {where if named else file}")
         problems.append(Problem(place, (), rest if named else message))
@@ -114,7 +114,7 @@ def check_file(
 def _examine(
     file: Path, overrides: Sequence[tuple[str, str]], check: Callable[[Document], Mistakes]
 ) -> tuple[Document | None, list[Problem]]:
-    """As much of a file as can be read, and everything wrong with it."""
+    """As much of a file as can be read, and every mistake in it."""
     try:
         loaded, document, problems = examine(file, overrides)
     except ConfigProblems as error:  # not YAML, or not there
@@ -131,7 +131,7 @@ def _examine(
 
 
 def _reward_of(document: Document | None) -> str | None:
-    """The evaluator that a run trains by."""
+    """The evaluator that computes the rewards."""
     reward = None if document is None else document.finetuning.reward_function
     return None if reward is None else reward.name
 
@@ -167,7 +167,7 @@ def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool =
 
 
 def _validation_mistakes(document: Document, dataset: Path | None, reward: str | None) -> Mistakes:
-    """Mistakes of the validation's file; `reward` is the evaluator that the run trains by."""
+    """Mistakes of the validation's file; `reward` is the evaluator that computes the rewards."""
     scores = document.eval.evaluators
     yield from _missing(document, dataset, "--validation_dataset")
     if reward is not None and reward not in scores:
@@ -242,12 +242,12 @@ def _target_mistakes(document: Document) -> Mistakes:
 
 
 def _is_unplaced(entry: "LLMBaseConfig") -> bool:
-    """Whether it is served wherever the training server is."""
+    """Whether the training server serves it, whatever its address is."""
     return entry.type_name == TRAINABLE and getattr(entry, "base_url", None) is None
 
 
 def _group_size(document: Document) -> Mistakes:
-    """Groups in which nothing can be compared."""
+    """Groups that are too small to compare anything."""
     config, adapter, count = document.finetuning, art_config_of(document), num_generations(document)
     path = ("trajectory_builders", config.trajectory_builder or "", "num_generations")
     if count is None:
@@ -269,7 +269,7 @@ def _group_size(document: Document) -> Mistakes:
 
 
 def _keys(document: Document, section: str) -> list[str]:
-    """The keys of a section as written, those of broken blocks too."""
+    """The keys of a section, including those of broken blocks."""
     block = document.loaded.data.get(section)
     return [str(key) for key in block] if isinstance(block, Mapping) else []
 
@@ -278,7 +278,7 @@ def _keys(document: Document, section: str) -> list[str]:
 
 
 def _function_mistakes(document: Document) -> Mistakes:
-    """Functions of the user's that are not there or cannot be imported."""
+    """The user's functions that do not exist or cannot be imported."""
     for path, target in targets_of(document, document.eval.evaluators):
         try:
             function = load_target(target, document.file.resolve().parent)
@@ -331,7 +331,7 @@ def _row_mistakes(
 
 
 def _target_with_expected(document: Document | None, reward: str | None) -> str | None:
-    """The reward's function, if it cannot do without the expected answer."""
+    """The reward's function, if it requires the expected answer."""
     config = None if document is None else document.eval.evaluators.get(reward or "")
     target = getattr(config, "target", None)
     if document is None or config is None or config.type_name != "python" or not target:
@@ -340,12 +340,12 @@ def _target_with_expected(document: Document | None, reward: str | None) -> str 
         function = load_target(target, document.file.resolve().parent)
         expected = inspect.signature(function).parameters["expected"]
     except (ConfigError, TypeError, ValueError, KeyError):
-        return None  # it takes none, or is reported with the functions
+        return None  # it does not take it, or _function_mistakes reports it
     return target if expected.default is inspect.Parameter.empty else None
 
 
 def _base_model(document: Document) -> Mistakes:
-    """A name that a server of this run's own cannot know; another machine's paths are its own."""
+    """A base model that the run's own server cannot load; a running one has its own paths."""
     adapter = art_config_of(document)
     if adapter is None or adapter.backend.ip is not None:
         return

@@ -1,18 +1,16 @@
-"""What of a round is trained: groups by example, easy ones first, and their numbers.
+"""Select what a round trains on: groups by example, easy ones first, and their metrics.
 
 In:   the records of a round; the curriculum's configuration, how trajectories are compared, a seed
-Out:  the groups that are trained; before that, which examples need to be run at all; means, counts,
-      and refusals where too many rollouts failed
+Out:  the examples to run, the groups to train on, metrics; RolloutError if too many rollouts failed
 
-Groups are always of one example: comparing answers to different questions would reward the easier
-question.
+A group has the rollouts of one example: comparing answers to different questions would reward the
+easier question. The mean reward of its group says how easy an example is. Examples are identified
+by id, not by position, which changes when a group is missing. The share of groups that is trained
+depends on the epoch alone, so a resumed run is at the same point of the schedule.
 
-How easy an example is, is the mean reward of its group, and examples are known by their ids, never
-by their place in a list: a missing group would move all places behind it. The share that is trained
-depends on the epoch alone, so a resumed run is at the same point of the schedule. What is learned
-is decided by the learner (learner/samples.py), and followed here: with `credit: per_call` a group
-of equal outcomes can teach much, and with `baseline: batch` a group of equal rollouts is compared
-with those of the other examples.
+Which groups teach something follows the learner (learner/samples.py): with `credit: per_call`, a
+group with equal outcomes can have different call values, and with `baseline: batch`, a group with
+equal rewards is compared with the other groups.
 """
 
 import math
@@ -32,14 +30,14 @@ if TYPE_CHECKING:
 
 Groups = Sequence[Sequence[Trajectory]]
 POLICY_FAILURES_WARNED = 0.05
-"""Share of policy failures above which dropping them is worth a warning: it rewards them."""
+"""Share of dropped policy failures above which there is a warning."""
 MESSAGES_SHOWN = 3
 ROUNDING = 1e-9
-"""0.5 - 0.4 is less than 0.1 and 0.7 x 10 more than 7; neither is meant."""
+"""Tolerance for rounding errors: 0.5 - 0.4 < 0.1, and 0.7 x 10 > 7."""
 
 
 def expansions(config: "CurriculumLearningConfig", epoch: int) -> int:
-    """How often the share has grown by this epoch (0-based); it stops growing at 1."""
+    """Number of expansions up to this epoch (0-based); none after the share is 1."""
     needed = math.ceil((1 - config.initial_percentile) / config.increment_percentile - ROUNDING)
     return min(epoch // config.expansion_interval, needed)
 
@@ -51,22 +49,22 @@ def percentile(config: "CurriculumLearningConfig", epoch: int) -> float:
 
 
 def share(count: int, fraction: float) -> int:
-    """So many of `count`, rounded up."""
+    """`fraction` of `count`, rounded up."""
     return math.ceil(count * fraction - ROUNDING)
 
 
 @dataclass
 class Curriculum:
-    """The schedule, and what earlier epochs told of each example."""
+    """The schedule, and the examples that it excludes."""
 
     config: "CurriculumLearningConfig"
     seed: int = 0
     state: dict[str, Any] = field(default_factory=dict)
-    """current_percentile, last_expansion_epoch (-1: not yet), total_groups (of the first epoch that
-    had any), included_groups (ids of the examples that are trained)."""
+    """current_percentile, last_expansion_epoch (-1: not yet), total_groups (in the first epoch with
+    any), included_groups (ids of the examples that are trained)."""
     excluded: dict[str, int] = field(default_factory=dict)
-    """Examples that had a signal and were too hard (or too easy) for the schedule when they were
-    last run, by id, each with that epoch."""
+    """Examples with different rewards that were too hard (or too easy) for the schedule when they
+    were last run: id and epoch."""
 
     def __post_init__(self) -> None:
         fresh = {
@@ -79,9 +77,9 @@ class Curriculum:
             self.state.setdefault(key, value)
 
     def plan(self, examples: Sequence[str], epoch: int) -> list[str]:
-        """The examples to run this epoch: all of them, unless `skip_excluded` saves some.
+        """The examples to run in this epoch: all, or without the excluded ones (`skip_excluded`).
 
-        Where it would save all of them (`examples_per_epoch` drew no other), all are run.
+        If all of them are excluded, which `examples_per_epoch` can cause, all are run.
         """
         skipped = self._skipped(epoch)
         return [example for example in examples if example not in skipped] or list(examples)
@@ -96,8 +94,8 @@ class Curriculum:
     ) -> TrajectoryCollection:
         """The groups to train on. The same collection in the same epoch gives the same groups.
 
-        `examples` are those of this round before `plan`; all that were ever seen, if left out.
-        `comparison` says which groups can teach something; by outcome within a group, if left out.
+        `examples`: ids of the round before `plan`; by default all that were ever seen.
+        `comparison`: how trajectories are compared; by default by outcome, within a group.
         """
         config, groups = self.config, collection.trajectories
         if not config.enabled:
@@ -105,7 +103,7 @@ class Curriculum:
         draw = random.Random(f"{self.seed}:{epoch}:{round}")
         self._advance(epoch)
         if len(groups) == 1:
-            # One group cannot be ranked; of its trajectories a share may still be drawn.
+            # One group cannot be ranked; `random_subsample` applies to its trajectories.
             self.state["included_groups"] = {example_of(groups[0], 0)}
             only = [_drawn(groups[0], config.random_subsample, draw)]
             return collection.model_copy(update={"trajectories": only})
@@ -117,7 +115,7 @@ class Curriculum:
         ]
         telling = [i for i in telling if rewards[i]]
         telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)
-        # Those that were not run for being out of reach count as if they stood at the end.
+        # Excluded examples, which were not run, are ranked last.
         skipped = self._skipped(epoch) - set(ids)
         ranked = len(telling) + len(skipped if examples is None else skipped & set(examples))
         chosen = telling[: max(1, share(ranked, self.state["current_percentile"]))]
@@ -138,7 +136,7 @@ class Curriculum:
         return collection.model_copy(update={"trajectories": [groups[i] for i in chosen]})
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything it remembers, as JSON values."""
+        """The state as JSON values, for `restore`."""
         return {
             "state": {**self.state, "included_groups": sorted(self.state["included_groups"])},
             "history": {
@@ -151,7 +149,7 @@ class Curriculum:
     def restore(
         cls, config: "CurriculumLearningConfig", seed: int, snapshot: Mapping[str, Any]
     ) -> Self:
-        """As it was when `snapshot` was taken; an empty one gives a fresh curriculum."""
+        """The curriculum at the time of the snapshot; a new one for an empty snapshot."""
         state = dict(snapshot.get("state", {}))
         if "included_groups" in state:
             state["included_groups"] = set(state["included_groups"])
@@ -166,10 +164,10 @@ class Curriculum:
             self.state["last_expansion_epoch"] = grown * self.config.expansion_interval
 
     def _skipped(self, epoch: int) -> set[str]:
-        """Examples that this epoch need not run: left out since the share last grew.
+        """Examples that were excluded since the last expansion.
 
-        Every expansion measures all examples anew, and one without a signal is always run: with
-        few generations it may only have been bad luck.
+        Every expansion measures all examples again. An example with equal rewards is always run:
+        with few generations that may be chance.
         """
         config = self.config
         if not (config.enabled and config.skip_excluded) or percentile(config, epoch) >= 1:
@@ -179,7 +177,7 @@ class Curriculum:
 
 
 def example_of(group: Sequence[Trajectory], place: int) -> str:
-    """The id of the example a group is of; its place where a builder names none."""
+    """The id of a group's example; its position if the builder sets none."""
     for trajectory in group:
         if (example := (trajectory.metadata or {}).get("id")) is not None:
             return str(example)
@@ -199,7 +197,7 @@ def _drawn(
 
 
 def num_flat(groups: Groups, comparison: Comparison) -> int:
-    """How many groups nothing can be learned from."""
+    """Number of groups that teach nothing."""
     rows = [_rows(group, comparison) for group in groups]
     if comparison.baseline == "group":
         return sum(all(map(is_flat, columns(one))) for one in rows)
@@ -208,7 +206,7 @@ def num_flat(groups: Groups, comparison: Comparison) -> int:
 
 
 def spreads(groups: Groups, comparison: Comparison) -> list[float]:
-    """How far apart the values of each group lie; from the batch's mean, too, if that counts."""
+    """Range of each group's values, with `baseline: batch` including the mean of the batch."""
     rows = [_rows(group, comparison) for group in groups]
     means: list[float] = []
     if comparison.baseline == "batch":
@@ -222,7 +220,7 @@ def spreads(groups: Groups, comparison: Comparison) -> list[float]:
 
 
 def _rows(group: Sequence[Trajectory], comparison: Comparison) -> list[list[float]]:
-    """A row of values per trajectory; empty where it has none of the kind that counts."""
+    """One row of values per trajectory; empty for calls without values."""
     if comparison.credit == "outcome":
         return [[one.reward] for one in group]
     return [call_values(one.reward, one.shaped_rewards or [], comparison.credit) for one in group]
@@ -238,9 +236,9 @@ def _spread(values: Sequence[float]) -> float:
 def group_by_example(
     records: Sequence[RolloutRecord], examples: Sequence[str], smallest: int
 ) -> tuple[list[list[Trajectory]], Counter[str]]:
-    """One group per example, in their order; and what is left out, by reason.
+    """One group per example, in order; and counts of what is dropped, by reason.
 
-    Groups of fewer than `smallest` trajectories are left out.
+    Groups of fewer than `smallest` trajectories are dropped.
     """
     dropped = Counter[str]()
     by_example: dict[str, list[RolloutRecord]] = {example: [] for example in examples}
@@ -260,7 +258,7 @@ def group_by_example(
 
 
 def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
-    """Where other rollouts noted values, one that noted none earned 0 at each of its calls."""
+    """`shaped`: other rollouts have step values, so the calls of one without any are worth 0."""
     trajectory = record.trajectory()
     if shaped and trajectory.shaped_rewards is None:
         trajectory.shaped_rewards = [0.0] * record.num_trained_calls
@@ -270,7 +268,7 @@ def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
 def round_metrics(
     collected: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
 ) -> dict[str, Any]:
-    """Means over trajectories; None where there is none."""
+    """Metrics of a round; a mean without trajectories is None."""
     return {
         **_rewards(collected, ""),
         "num_trajectories": collected.count,
@@ -292,12 +290,12 @@ def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float |
 
 
 def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: float) -> None:
-    """Refuse to go on from rollouts of which too many failed by no fault of the model."""
+    """Raise RolloutError if too many rollouts have infrastructure failures."""
     failed = [r for r in records if r.failure and r.failure.kind == "infrastructure"]
     if len(failed) <= allowed * len(records):
         return
     raise RolloutError(
-        f"{where}: {len(failed)} of {len(records)} rollouts failed by no fault of the model "
+        f"{where}: {len(failed)} of {len(records)} rollouts failed because of the infrastructure "
         f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
         f"{allowed:.0%}. Fix what failed and run the same command again: rollouts that ended well "
         f"are kept. Where the code had to change, add --fresh.\n{_last(failed)}"
@@ -305,12 +303,12 @@ def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: flo
 
 
 def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
-    """What to say where many rollouts failed by the model's own doing and are dropped."""
+    """The warning about many dropped policy failures; None if there are few."""
     failed = [r for r in records if r.failure and r.failure.kind == "policy" and r.reward is None]
     if len(failed) <= POLICY_FAILURES_WARNED * len(records):
         return None
     return (
-        f"{where}: {len(failed)} of {len(records)} rollouts failed by the model's own doing "
+        f"{where}: {len(failed)} of {len(records)} rollouts failed because of the model "
         f"({reasons(failed)}) and were dropped. Dropping them rewards them: set "
         "finetuning.on_policy_failure: {reward: 0.0}, or whatever such a failure is worth.\n"
         f"{_last(failed)}"
@@ -318,13 +316,13 @@ def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | Non
 
 
 def reasons(failed: Sequence[RolloutRecord]) -> str:
-    """How often each, the commonest first."""
+    """Reasons with their counts, the most frequent first."""
     counted = Counter(r.failure.reason for r in failed if r.failure)
     return ", ".join(f"{reason}: {n}" for reason, n in counted.most_common())
 
 
 def _last(failed: Sequence[RolloutRecord]) -> str:
-    """What the last few said, each once."""
+    """The last few error messages, each once."""
     messages = dict.fromkeys(
         f"  {r.failure.type}: {r.failure.message}" for r in reversed(failed) if r.failure
     )
@@ -332,7 +330,7 @@ def _last(failed: Sequence[RolloutRecord]) -> str:
 
 
 def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:
-    """What to say of an epoch without a single trajectory."""
+    """The error of an epoch without trajectories."""
     why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
     return (
         f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "

@@ -1,15 +1,15 @@
-"""The fingerprint of a run: what must not change if the same command is to resume it.
+"""The fingerprint of a run: what must not change between two starts of it.
 
-In:   the configuration as it was read, and what the command line said beside it
-Out:  JSON values that run.json keeps and the next start is compared with; the functions that a
+In:   the configuration, and the options of the command line
+Out:  JSON values that run.json holds, with which the next start is compared; the functions that a
       configuration names
 
-Left out is what does not change what is learned: how long to go on (unless the learning rate falls
-to 0 over the epochs), when to stop, how much runs at a time, how long to wait, and where the servers
-are. Datasets and the user's code count by their content. The code of a function is the file it is
-defined in, and the files that this one imports, directly or not, from the configuration's directory
-or from its own package; imports are read, not executed. Of a package in site-packages only the
-named module counts. Keys that hold a secret are never written.
+Settings that do not change what is learned are left out: the number of epochs (unless the learning
+rate falls over the epochs), early stopping, concurrency, timeouts, and addresses. Datasets and the
+user's code count by their content. The code of a function is the file it is defined in, and the
+files that this one imports, directly or not, from the configuration's directory or from its own
+package; imports are read, not executed. Of a package in site-packages only the named module counts.
+Secrets are never written.
 """
 
 import ast
@@ -57,16 +57,16 @@ FREE = (
     "trainer_adapters.*.backend.engine_url",
     "llms.*.base_url",
 )
-"""Keys that may differ from one start to the next."""
+"""Keys that may change between two starts."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CODE = "code"
-"""Under this key: the user's code, file by file."""
+"""Key of the user's code, by file."""
 
 
 def fingerprint_of(
     document: "Document", options: "FinetuneRunConfig", validating: "Document | None" = None
 ) -> dict[str, Any]:
-    """What makes two starts the same run; `validating` is the validation's own document, if any."""
+    """The fingerprint; `validating` is the document of --validation_config_file."""
     written = Secrets(document.loaded.data).hide(document.loaded.data)
     for key in FREE:
         _remove(written, key.split("."))
@@ -90,7 +90,7 @@ def fingerprint_of(
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What changed between two starts, a line each."""
+    """What changed between two starts, one line per key."""
     before, after = dict(_leaves(then)), dict(_leaves(now))
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return [_difference(key, before.get(key), after.get(key)) for key in changed]
@@ -108,7 +108,7 @@ def _difference(key: str, then: Any, now: Any) -> str:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is not itself a table."""
+    """Dotted key and value of every leaf."""
     if not isinstance(value, dict) or not value:
         if value != {} or not path.startswith(CODE):
             yield path, value
@@ -123,13 +123,13 @@ def _file_of(document: "Document") -> Path | None:
 
 
 def resume_arguments(arguments: Sequence[str], resume: str) -> list[str]:
-    """Arguments of the command that goes on with a run: none that would begin anew."""
+    """Arguments of the command that resumes the run."""
     rest = [argument for argument in arguments if argument != "--fresh"]
     return [*rest, "-o", "finetuning.resume", "auto"] if resume == "never" else rest
 
 
 def evaluators_of(name: str, training: "Document", validation: "Document | None") -> dict[str, str]:
-    """What measures the rewards; two names where the validation's own file has another evaluator."""
+    """The evaluators, for the report; two if the validation's file has another one."""
     documents = [one for one in (training, validation) if one and name in one.eval.evaluators]
     configs = [one.eval.evaluators[name] for one in documents]
     # The same `file.py:function` in two directories names two files.
@@ -145,7 +145,7 @@ def evaluators_of(name: str, training: "Document", validation: "Document | None"
 
 
 def _remove(table: Any, path: Sequence[str]) -> None:
-    """Take a key out; `*` is every key of a table."""
+    """Remove a key; `*` is every key of a table."""
     if not isinstance(table, dict):
         return
     for key in list(table) if path[0] == "*" else [path[0]]:
@@ -156,7 +156,7 @@ def _remove(table: Any, path: Sequence[str]) -> None:
 
 
 def _digest(path: str | Path | None, near: Path) -> str | None:
-    """What a file holds, not where it lies; None where there is none, or it is no plain file."""
+    """SHA-256 of a file; the path if it is no file, None without one."""
     if path is None:
         return None
     for place in (Path(path), near.parent / path):
@@ -213,7 +213,7 @@ def code_of(document: "Document") -> dict[str, str]:
 
 
 def _plugins(document: "Document") -> Iterator[str]:
-    """Modules of the components that are a plugin's."""
+    """Modules of the components that plugins registered."""
     run, general = document.finetuning, document.eval.general
     reward = None if run.reward_function is None else run.reward_function.name
     used = [
@@ -232,7 +232,7 @@ def _plugins(document: "Document") -> Iterator[str]:
 
 
 def _root(file: Path, directory: Path) -> Path:
-    """Where imports of a file are looked for: beside the YAML, or around the file's package."""
+    """Where imports of a file are looked up: the YAML's directory, or that of its package."""
     if file.is_relative_to(directory) and not INSTALLED & set(file.parts):
         return directory
     root = file.parent
@@ -248,7 +248,7 @@ def _imports(file: Path, root: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return  # whoever loads it says so
+        return  # loading it raises the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -262,7 +262,7 @@ def _imports(file: Path, root: Path) -> Iterator[Path]:
 
 
 def _files(root: Path, parts: list[str]) -> Iterator[Path]:
-    """The module of that dotted name and the packages it is in, as far as they are files here."""
+    """Files of a module and of the packages that contain it, if they are under `root`."""
     for end in range(len(parts) + 1):
         place = root.joinpath(*parts[:end])
         for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):

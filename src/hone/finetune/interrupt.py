@@ -1,13 +1,12 @@
-"""Ctrl-C: the first one ends a run with a report, the second one leaves at once.
+"""Ctrl-C: the first one ends a run with a report, the second one exits at once.
 
-In:   SIGINT, while a run goes on
-Out:  the run's task is cancelled, once; or the process ends with 130
+In:   SIGINT during a run
+Out:  the run's task is cancelled, once; or the process exits with 130
 
-Python's own way raises KeyboardInterrupt wherever the event loop happens to be, and asyncio then
-complains about every task that was torn apart. Here nothing is raised into the loop: a run is cancelled
-like any other task, its agents' `finally` blocks are run, and what the loop might still say about them
-is left to --log-level debug. Leaving at once is safe at any time, because what a run needs to go on is
-on disk before it is needed, and a server of its own ends when its pipe closes.
+By default Python raises KeyboardInterrupt wherever the event loop is, and asyncio then logs an
+error for every interrupted task. Here the run is cancelled like any other task, `finally` blocks of
+agents are run, and further errors of the loop are logged at debug level. Exiting at once is safe at
+any time: what a run needs to resume is on disk, and the run's own server ends when its pipe closes.
 """
 
 import asyncio
@@ -24,13 +23,13 @@ from hone.workflow.loop import to_debug
 INTERRUPTED = 130
 """The exit status."""
 SAME_S = 0.5
-"""Signals so near each other are one Ctrl-C: a terminal sends it to all its processes, and one that
-started this one (`uv run`, `make`) may pass it on."""
+"""Signals within this time are one Ctrl-C: a terminal sends it to all its processes, and a parent
+process (`uv run`, `make`) may forward it."""
 MESSAGE = b"\nEnding what runs; Ctrl-C again leaves at once\n"
 
 
 class Interrupts:
-    """Handles SIGINT while it is open, in the main thread, unless a program handles it already."""
+    """Handles SIGINT in the main thread, unless the program has its own handler."""
 
     def __init__(self) -> None:
         self.received = False
@@ -51,7 +50,7 @@ class Interrupts:
             self._installed = False
 
     def end_this(self) -> None:
-        """From now on the first Ctrl-C cancels the task that calls this."""
+        """Let the first Ctrl-C cancel the current task."""
         task = asyncio.current_task()
         assert task is not None, "called outside of a task"
         self._running = asyncio.get_running_loop(), task
@@ -65,7 +64,7 @@ class Interrupts:
         self.received, self._received_at = True, now
         if self._running is None:
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # nobody reads it any more: the run ends all the same
+        with contextlib.suppress(OSError):  # stderr may be closed; the run ends anyway
             os.write(2, MESSAGE)  # past the console, whose lock this thread may hold
         loop, task = self._running
         loop.set_exception_handler(to_debug)
@@ -74,7 +73,7 @@ class Interrupts:
 
 
 def leave() -> NoReturn:
-    """End the process as interrupted, and wait for no thread of an agent's."""
+    """Exit as interrupted, without waiting for threads of agents."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             stream.flush()

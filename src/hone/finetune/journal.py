@@ -1,16 +1,16 @@
-"""What a killed run needs to go on: which rollouts ended, and what exactly was submitted.
+"""What a killed run needs to resume: finished rollouts, and what exactly was submitted.
 
-In:   RolloutRecords as they end; each submission before it is sent
-Out:  files under output_dir; the same after a kill, less a torn last line
+In:   RolloutRecords of finished rollouts; each submission before it is sent
+Out:  files under output_dir; after a kill, all of them without a torn last line
 
-    run.json                        which run this is, from which configuration, how often started
-    trajectories/epoch_NNN.jsonl    one line a training rollout; validation_NNN.jsonl for the others
-    submissions/NNN_RRR.json        which rollouts are trained in round RRR of epoch NNN
+    run.json                        id and configuration of the run, number of starts
+    trajectories/epoch_NNN.jsonl    one line per rollout; also validation_NNN.jsonl, final_NNN.jsonl
+    submissions/NNN_RRR.json        the rollouts that round RRR of epoch NNN trains on
 
 A submission refers to rollouts by id, is on disk before it is sent, and is sent again byte for byte
-under the same key: the server then knows it, whenever the harness was killed. What is done is in
-events.jsonl and nowhere else, so the two cannot contradict each other. The rollouts of an epoch are
-read once and indexed; every later one is added to the index.
+with the same key, so the server recognizes it whenever the harness was killed. Only events.jsonl
+says what is done, so the two cannot contradict each other. The rollouts of an epoch are read once
+and indexed; later ones are added to the index.
 """
 
 import secrets
@@ -43,7 +43,7 @@ RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
 COMMAND, KEY = "hone finetune", "finetuning.output_dir"
 DIFFERENCES_SHOWN = 8
-"""How many of the keys that differ are named."""
+"""Number of differing keys that are named."""
 
 Rollouts = dict[tuple[str, int], RolloutRecord]
 """By example and generation."""
@@ -56,18 +56,18 @@ class RunFile(Strict):
     seed: int
     created: float
     session: int = Field(ge=1)
-    """How often it was started."""
+    """Number of starts."""
     anew: bool = False
-    """The backend has still to be told that this run begins at step 0."""
+    """The backend must still be reset to step 0."""
     replaces: str | None = None
-    """The run that was set aside for it."""
+    """The run that it replaces (`--fresh`)."""
     facts: dict[str, Any]
-    """The fingerprint: what must not change under a run, its configuration, data and code."""
+    """The fingerprint: configuration, data and code, which must not change during a run."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is trained in one round, and what it was chosen from."""
+    """What is trained in one round, and the numbers of what was collected."""
 
     collection: TrajectoryCollection
     collected: dict[str, Any]
@@ -80,24 +80,24 @@ class RunFingerprint:
 
     seed: int
     facts: Mapping[str, Any]
-    """JSON values, nested; keys that may change between starts are left out by the caller."""
+    """JSON values, without keys that may change between starts."""
 
 
 class Journal:
-    """One run's directory, held by one process."""
+    """The directory of one run, locked by this process."""
 
     def __init__(self, directory: Path, run: RunFile, lock: LockFile) -> None:
         self.directory = directory
         self.run = run
         self._lock = lock
         self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
-        """The file that was asked for last, and its rollouts by round."""
+        """The file that was read last, and its rollouts by round."""
         for path in (directory / "trajectories").glob("*.jsonl"):
             open_lines(path).close()  # which cuts a torn last line
 
     @classmethod
     def open(cls, directory: Path, started: RunFingerprint, *, fresh: bool = False) -> Self:
-        """The run in this directory, or a new one; `fresh` moves the old one to DIR.RUNID."""
+        """Resume the run in this directory, or start one; `fresh` moves the old to DIR.RUNID."""
         lock = _locked(directory)
         try:
             start = plan_start(directory, started, fresh=fresh)
@@ -127,7 +127,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Let another process have the directory."""
+        """Unlock the directory."""
         self._lock.release()
 
     @property
@@ -136,25 +136,25 @@ class Journal:
 
     @property
     def session(self) -> int:
-        """How often the run was started; part of rollout ids, so that none is used twice."""
+        """Number of starts; part of rollout ids, so that no id is used twice."""
         return self.run.session
 
     def begun_anew(self) -> None:
-        """The backend begins at step 0 now."""
+        """Record that the backend was reset to step 0."""
         self.run = self.run.model_copy(update={"anew": False})
         write_atomic(self.directory / RUN_FILE, self.run.model_dump_json(indent=2))
 
     # ---- rollouts -------------------------------------------------------------------------
 
     def add(self, record: RolloutRecord) -> None:
-        """On the disk when it returns."""
+        """Append a record; it is on disk on return."""
         path = self._rollouts(record.split, record.epoch)
         append_lines(path, record.model_dump_json().encode() + b"\n")
         if self._indexed is not None and self._indexed[0] == path:
             _index(self._indexed[1], record)
 
     def records(self, split: Split, epoch: int, round: int = 0) -> list[RolloutRecord]:
-        """Every rollout that ended, in that order; of one that was run again, the last."""
+        """Finished rollouts in order; of one that was run again, the last record."""
         path = self._rollouts(split, epoch)
         if self._indexed is None or self._indexed[0] != path:
             rounds: dict[int, Rollouts] = {}
@@ -166,7 +166,7 @@ class Journal:
     def finished(self, split: Split, epoch: int, round: int = 0) -> Rollouts:
         """Rollouts that need not be run again.
 
-        One that its environment failed is not among them: the server may be back by now.
+        Infrastructure failures are not among them: the server may be back by now.
         """
         return {
             (record.example, record.generation): record
@@ -181,7 +181,7 @@ class Journal:
     # ---- submissions ----------------------------------------------------------------------
 
     def note_submission(self, epoch: int, round: int, submission: Submission) -> None:
-        """Written whole, before it is sent."""
+        """Write a submission atomically, before it is sent."""
         path, sent = self._submission(epoch, round), submission.collection
         known = {record.rollout: record for record in self.records("train", epoch, round)}
         groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
@@ -189,11 +189,11 @@ class Journal:
         write_atomic(path, to_json(file | {"groups": groups}))
 
     def submitted(self, epoch: int, round: int) -> Submission | None:
-        """What was noted; None where the round has not come so far."""
+        """The submission of a round; None if the round has none yet."""
         path = self._submission(epoch, round)
         try:
             file = from_json(path.read_bytes())
-            sent = file.get("collection")  # the whole text, as hone wrote it before
+            sent = file.get("collection")  # written by an earlier version, with the whole text
             if sent is None:
                 known = {record.rollout: record for record in self.records("train", epoch, round)}
                 groups = [[_resolved(one, known) for one in group] for group in file["groups"]]
@@ -217,17 +217,17 @@ class Start:
     """What starting a run in a directory does."""
 
     resumed: RunFile | None = None
-    """The run that goes on; None where a new one begins."""
+    """The run to resume; None for a new one."""
     aside: Path | None = None
-    """Where the directory of the run before is moved to, so that nothing of it is lost."""
+    """New place of the earlier run's directory; None if it is not moved."""
     replaced: str | None = None
-    """That run, unless its file is damaged."""
+    """Id of the earlier run."""
 
 
 def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Start:
     """What starting here does, without doing it; raises what the start would raise.
 
-    Both the run and `--dry-run` ask this function.
+    Used by the run and by `--dry-run`.
     """
     path = directory / RUN_FILE
     try:
@@ -247,7 +247,7 @@ def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Star
 
 
 def check_free(directory: Path) -> None:
-    """Raise what a start would raise if another process held the directory."""
+    """Raise Conflict if another process has locked the directory."""
     process = holder(directory / LOCK_FILE)
     if process is not None:
         raise in_use(directory, process, command=COMMAND, key=KEY)
@@ -265,9 +265,9 @@ async def run_recorded(
     retries: int,
     **place: Any,
 ) -> RolloutRecord:
-    """Run a rollout, again where its environment failed it, and write its record down.
+    """Run a rollout, retry infrastructure failures, and write its event and its record.
 
-    `place`: what `rollout_id` needs besides the run and the retry.
+    `place`: arguments of `rollout_id` besides the run and the retry.
     """
     record = await run(rollout_id(run_id, **place))
     for retry in range(1, retries + 1):
@@ -298,7 +298,7 @@ def rollout_id(
 ) -> str:
     """RUN:EPOCH.ROUND.ITEM.GENERATION.sSESSION[rRETRY].
 
-    `v` stands before the epoch of a validation, `f` before that of a final one.
+    The epoch of a validation is preceded by `v`, that of a final validation by `f`.
     """
     first = {"train": "", "val": "v", "final": "f"}[split]
     again = f"r{retry}" if retry else ""
@@ -309,10 +309,10 @@ def rollout_id(
 
 
 def _resume(directory: Path, run: RunFile, started: RunFingerprint) -> RunFile:
-    """The run, started once more; one without rollouts takes a changed configuration."""
+    """The run with one more start; a run without rollouts accepts a changed configuration."""
     update: dict[str, Any] = {"session": run.session + 1}
     if not any((directory / "trajectories").glob("*.jsonl")):
-        # Its server was not there, or preflight found the mistake that was fixed since.
+        # The server was unreachable, or preflight failed; the mistake may be fixed now.
         return run.model_copy(update=update | {"seed": started.seed, "facts": dict(started.facts)})
     changed = [f"  {line}" for line in differences(run.facts, started.facts)]
     if not changed:
@@ -328,7 +328,7 @@ def _resume(directory: Path, run: RunFile, started: RunFingerprint) -> RunFile:
 
 
 def _locked(directory: Path) -> LockFile:
-    """Held until it is released or the process ends, however it ends."""
+    """A lock that is held until it is released or the process ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -343,7 +343,7 @@ def _locked(directory: Path) -> LockFile:
 
 
 def _reference(trajectory: Trajectory, known: Mapping[str, RolloutRecord]) -> dict[str, Any]:
-    """A reference to a rollout that the journal has; a trajectory with a text of its own, whole."""
+    """A reference to a rollout in the journal; a trajectory with other text is written whole."""
     rollout = (trajectory.metadata or {}).get("rollout")
     record, text = known.get(rollout or ""), vars(trajectory).get("episode")
     if record is None or text not in (None, record.episode):
@@ -381,6 +381,6 @@ def _lines(path: Path) -> Iterator[RolloutRecord]:
 
 
 def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, in a line."""
+    """The first error, in one line."""
     wrong = error.errors()[0]
     return f"{'.'.join(map(str, wrong['loc'])) or 'it'}: {wrong['msg']}"

@@ -1,7 +1,7 @@
-"""How much a run does, and what `hone finetune --dry-run` prints. Makes no connection.
+"""The size of a run, and the output of `hone finetune --dry-run`. Makes no connection.
 
-In:   the run's document and the validation's, what the command said beside them
-Out:  a Plan: rollouts, jobs and optimizer steps; lines for a reader
+In:   the run's document and the validation's, the options of the command line
+Out:  a Plan: rollouts, jobs and optimizer steps; lines to print
 """
 
 import math
@@ -24,13 +24,13 @@ from hone.report.text import counted
 PREFLIGHT = 2
 """Rollouts before the first epoch that are not used for training."""
 HARDLY = 1e-3
-"""learning rate x optimizer steps under which a run moves the model too little to be seen. AdamW
-moves each weight by about the learning rate a step; the demo's task turns at about 1e-2."""
+"""Smallest learning rate x optimizer steps that can change the model's answers. AdamW moves each
+weight by about the learning rate per step; the demo needs about 1e-2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would do, if every group could be trained."""
+    """The size of a run, if every group can be trained."""
 
     examples: int
     """Examples per epoch."""
@@ -43,13 +43,13 @@ class Plan:
     jobs: int
     optimizer_steps: int
     learning_rate: float | None
-    """None for an adapter that is not hone's."""
+    """None for a plugin's adapter."""
     moved: float = 0.0
-    """How far each weight moves at most, about."""
+    """Approximate largest change of a weight."""
 
     @property
     def is_too_small(self) -> bool:
-        """So many steps at this learning rate can hardly be seen in what the model says."""
+        """Whether so few steps at this learning rate hardly change the model."""
         return 0 < self.moved < HARDLY
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Plan:
 
 
 def plan(document: Document, examples: int) -> Plan:
-    """How many rollouts, jobs and optimizer steps the configuration means for so many examples."""
+    """The size of a run over so many examples."""
     config, adapter = document.finetuning, art_config_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
     of_round = min(config.groups_per_step or of_epoch, of_epoch)
@@ -108,7 +108,7 @@ async def dry_run(
 ) -> tuple[list[str], str | None]:
     """Lines to print, and why the run refuses to start, if it does.
 
-    `validation` is the validation's own document, if any.
+    `validation` is the document of --validation_config_file.
     """
     examples = await _count(document, options.dataset)
     held_out = 0
@@ -178,14 +178,14 @@ def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -
 def _left(
     run_id: str, planned: Plan, state: RunState, options: FinetuneRunConfig, held_out: int
 ) -> Iterator[str]:
-    """What a run that goes on still does; at most, because rollouts of an open round are kept."""
+    """What a resumed run still does, at most; it may have finished rollouts already."""
     if state.is_finished(planned.epochs):
         yield f"run           {run_id} is finished, nothing to do"
         return
     if not state.history.rounds:
         yield _preflight()
     epochs = [epoch for epoch in range(planned.epochs) if not state.is_done(epoch)]
-    yield f"run           goes on with {run_id}, of which {state.epochs_done(planned.epochs)} done"
+    yield f"run           resumes {run_id}, of which {state.epochs_done(planned.epochs)} done"
     rollouts = planned.examples * planned.generations * len(epochs)
     line = (
         f"left          {counted(len(epochs), 'epoch')}: at most {counted(rollouts, 'rollout')}, "

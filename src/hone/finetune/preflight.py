@@ -1,11 +1,11 @@
-"""Checks before the first epoch: what would make a run fail or learn nothing.
+"""Checks before the first epoch: mistakes that would make a run fail or learn nothing.
 
-In:   the document, the live parts of a run, and its server
-Out:  Checks, each with what to change if it failed
+In:   the document, the components of a run, and its server
+Out:  Checks; a failed one says what to change
 
-The last checks run one example twice: do the agent's calls reach the model, name their rollout,
-come back with tokens, and differ; does the evaluator score them. The two rollouts are in no journal
-and are not used for training. Where an earlier check failed, those that build on it are left out.
+The last checks run one example twice: whether the agent's calls reach the model, name their
+rollout, return tokens and differ, and whether the evaluator scores them. The two rollouts are not
+in the journal and are not used for training. Checks that depend on a failed one are left out.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hone.workflow.llm import LLM
 
 PROBE_S = 120.0
-"""For one token; the model is loaded by then."""
+"""Timeout for one token; the model is loaded by then."""
 COINCIDENCE = 1e-3
 """Upper bound on the chance of rejecting a good run: two equal rollouts are refused if the model
 samples such a pair less often than this. Answers of one or two tokens only give a warning."""
@@ -68,9 +68,9 @@ class Check:
     name: str
     ok: bool
     message: str
-    """What is true; if it is not ok, what to change."""
+    """The result; for a failed check also what to change."""
     warning: bool = False
-    """It is ok, and the user should still read the message."""
+    """The check passed, but its message is a warning."""
 
 
 def failures(checks: Sequence[Check]) -> list[Check]:
@@ -87,7 +87,7 @@ async def preflight(
     evaluation: "Evaluation",
     run_id: str,
 ) -> list[Check]:
-    """All checks; the run must be open at its server."""
+    """Run all checks; the run must be open on the server."""
     checks = [await _healthy(trainer_adapter)]
     if failures(checks):
         return checks
@@ -172,7 +172,7 @@ async def _llms(
 
 
 async def _reaches(llm: "LLM", server: ModelServer, run_id: str) -> Check:
-    """Whether one token of it comes back with all that training needs, from the right model."""
+    """Request one token, and check that it has all that training needs."""
     import openai  # here: it takes a second
 
     name, where = f"llm {llm.name}", f"llms.{llm.name} ({llm.model!r} at {llm.base_url})"
@@ -216,7 +216,7 @@ async def _reaches(llm: "LLM", server: ModelServer, run_id: str) -> Check:
 
 
 class _Trials:
-    """Two rollouts of one example, and what they show."""
+    """The checks that run one example twice."""
 
     def __init__(
         self, document: "Document", adapter: TrainerAdapter, item: "EvalInputItem", run_id: str
@@ -227,7 +227,7 @@ class _Trials:
         self._item, self._example, self._run_id = item, f"example {item.id!r}", run_id
 
     async def checks(self, trial: TrialRollouts) -> list[Check]:
-        """In the order in which one depends on the other; stops at the first that fails."""
+        """The checks in the order of their dependencies; stops at the first that fails."""
         server = self._adapter.server
         before = await count_unscoped(server, self._run_id)
         draw = secrets.token_hex(6)
@@ -243,7 +243,7 @@ class _Trials:
             checks.append(self._calls(both))
             counts = await count_unscoped(server, self._run_id) - before
             if server is not None and counts:
-                # Calls by the base model's name may be somebody else's: only a warning.
+                # Calls to the base model's name may be another user's: only a warning.
                 ok, message = not counts[server.model_name], unscoped_message(server, counts)
                 checks.append(Check("unmarked calls", ok, message, warning=ok))
             if not failures(checks):
@@ -259,7 +259,7 @@ class _Trials:
         if len(failed) < len(results):
             return Check("workflow", True, f"the workflow ran twice on {self._example}")
         message = (
-            f"both rollouts of {self._example} failed, as it seems by the model's own doing "
+            f"both rollouts of {self._example} failed, apparently because of the model "
             f"({failed[0].reason}): {_described(failed[0].failure)}"
         )
         return Check("workflow", True, message, warning=True)
@@ -321,7 +321,7 @@ class _Trials:
         )
 
     def _valued(self, results: "Sequence[ItemResult]") -> list[Check]:
-        """Whether the calls have the values that they are compared by."""
+        """Whether the calls have the values that `credit` compares."""
         credit = self._adapter.comparison.credit
         steps = [step for run in results if run.rollout for step in run.rollout.steps]
         if credit == "outcome" or any(step.value is not None for step in steps):
@@ -359,6 +359,6 @@ class _Trials:
 
 
 def _described(failure: "Failure", lines: int = 4) -> str:
-    """What was raised, with the end of its traceback."""
+    """The exception, with the end of its traceback."""
     tail = "\n".join(failure.traceback.rstrip().splitlines()[-lines:])
     return f"{failure.type}: {failure.message}" + (f"\n{tail}" if tail else "")

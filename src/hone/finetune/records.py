@@ -44,7 +44,7 @@ class Comparison:
 
 
 class TrainingStatusEnum(StrEnum):
-    """Where a training job stands."""
+    """Status of a training job."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -54,7 +54,7 @@ class TrainingStatusEnum(StrEnum):
 
 
 class TrainingJobRef(_Value):
-    """A job that was handed to a backend."""
+    """A job that was submitted to a backend."""
 
     run_id: str
     backend: str
@@ -62,7 +62,7 @@ class TrainingJobRef(_Value):
 
 
 class TrainingJobStatus(_Value):
-    """Where a job stands, and what came of it."""
+    """Status and result of a job."""
 
     run_id: str
     backend: str
@@ -71,13 +71,12 @@ class TrainingJobStatus(_Value):
     """Percent."""
     message: str | None = None
     metadata: dict[str, Any] | None = None
-    """Of a job that ended, as far as its backend knows them: `job` (id), `step` (served now),
-    `metrics`, `counts`, `reason` (why nothing was learned), `config` (what was really used),
-    `seconds`."""
+    """For a job that ended, if known: `job` (id), `step` (served now), `metrics`, `counts`,
+    `reason` (why nothing was learned), `config` (the settings that were used), `seconds`."""
 
 
 class EpisodeItemRole(StrEnum):
-    """Who speaks."""
+    """Author of a message."""
 
     USER = "user"
     ASSISTANT = "assistant"
@@ -94,7 +93,7 @@ class EpisodeItem(_Value):
     role: EpisodeItemRole
     content: str
     logprobs: Any | None = None
-    """Of a sampled message; an empty dict where the server recorded them."""
+    """Log-probabilities of a sampled message; an empty dict if the server recorded them."""
     metadata: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -120,19 +119,19 @@ class DPOItem(_Value):
 
 
 class Trajectory(_Value):
-    """One rollout as the harness sees it: what was said, and what it was worth."""
+    """One rollout: its messages and its reward."""
 
     episode: list[EpisodeItem] | list[DPOItem]
-    """Left out of a trajectory that refers to recorded calls, until somebody reads it: see
-    `load_episodes` of the trajectory builder."""
+    """Not set in a trajectory that refers to recorded calls; `load_episodes` of the trajectory
+    builder fetches it."""
     reward: float = Field(allow_inf_nan=False)
     shaped_rewards: list[float] | None = None
     """One value per trained call."""
     metadata: dict[str, Any] | None = None
-    """JSON values only: a trajectory is written down before it is sent."""
+    """JSON values only: a trajectory is written to disk before it is sent."""
 
     def __getattr__(self, name: str) -> Any:
-        """Only called for what is not there, such as an episode that was left out."""
+        """Only called for missing attributes, such as an episode that was not fetched."""
         if name != "episode":
             return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - pydantic hides it from type checkers
         raise ConfigError(
@@ -143,13 +142,13 @@ class Trajectory(_Value):
 
 
 class TrajectoryCollection(_Value):
-    """What is trained on together; each inner list holds the trajectories of one example."""
+    """Groups that are trained together; each inner list holds the trajectories of one example."""
 
     trajectories: list[list[Trajectory]]
     run_id: str
     metadata: dict[str, Any] | None = None
-    """The trainer's, for `submit`: `epoch`, `round`, `rounds` (of this epoch), `epochs`, and `key`,
-    which names this submission: sent again under the same key it is the same job."""
+    """Set by the trainer for `submit`: `epoch`, `round`, `rounds` (of this epoch), `epochs`, and
+    `key`, the idempotency key: the same key is the same job."""
 
     @property
     def count(self) -> int:
@@ -239,7 +238,7 @@ class RolloutRecord(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_trajectory(cls, fields: Any) -> Any:
-        """Read a record that embeds its whole trajectory, as hone wrote it before."""
+        """Read a record of an earlier version, which embeds its trajectory."""
         if not isinstance(fields, dict) or "trajectory" not in fields:
             return fields
         record = dict(fields)
@@ -255,7 +254,7 @@ class RolloutRecord(Strict):
 
     @property
     def is_trained(self) -> bool:
-        """Whether anything of it can be trained."""
+        """Whether any of it is trained."""
         return self.trained_calls is not None or self.episode is not None
 
     @property
@@ -265,7 +264,7 @@ class RolloutRecord(Strict):
         return sum("call" in (item.metadata or {}) for item in self.episode or ())
 
     def trajectory(self) -> Trajectory:
-        """What is trained of it; its text is left out where a server recorded the calls."""
+        """The trajectory; without its text if a server recorded the calls."""
         text: dict[str, Any] = {} if self.episode is None else {"episode": self.episode}
         return Trajectory.model_construct(
             **text,
@@ -285,7 +284,7 @@ class RolloutRecord(Strict):
 
 
 _OF_RECORD = ("id", "run_id", "epoch", "round", "generation", "rollout")
-"""What a trajectory's metadata takes from the fields of its record."""
+"""Metadata of a trajectory that are fields of its record."""
 
 
 def record_of(
@@ -298,7 +297,7 @@ def record_of(
     generation: int = 0,
     reward_name: str | None,
 ) -> RolloutRecord:
-    """The record of a rollout that ended; a failed one has no reward."""
+    """The record of a finished rollout; a failed one has no reward."""
     item, ran = result.item, result.rollout
     calls: tuple[SeenCall, ...] = () if ran is None else ran.calls
     failure = _failure(result, reward_name)
@@ -331,7 +330,7 @@ def record_of(
 
 
 def event_fields(record: RolloutRecord) -> dict[str, Any]:
-    """The fields of the rollout's event."""
+    """Fields of the event `rollout`."""
     failure = record.failure
     return {
         **record.model_dump(
@@ -344,7 +343,7 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
 
 
 def reward_or_substitute(record: RolloutRecord, config: "FinetuneConfig") -> float | None:
-    """Its reward, or what `on_policy_failure` gives instead; None where it is left out."""
+    """Its reward, or the one of `on_policy_failure`; None if it is dropped."""
     failure, instead = record.failure, config.on_policy_failure
     if failure is None:
         return record.reward
@@ -360,7 +359,7 @@ def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> Non
 
 
 def plain(value: Any) -> Any:
-    """As JSON and UTF-8 can hold it; what they cannot hold, as text."""
+    """The value as JSON; what JSON and UTF-8 cannot hold becomes text."""
     # Half a surrogate pair, as `json.loads` makes of a lone \\ud800, becomes a question mark.
     return json.loads(dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
@@ -384,7 +383,7 @@ def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | N
 
 
 def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
-    """What the agent sent first to the policy; calls that name a step are of a frozen model."""
+    """The first request to the policy; calls that name a step are for a frozen model."""
     for call in calls:
         chat = call.messages is not None and "input" not in call.parameters  # of /v1/responses
         if chat and call.reply is not None and "@" not in call.model:

@@ -1,12 +1,12 @@
-"""Text where no tokens were recorded: episodes from calls, chat messages from episodes.
+"""Convert calls to episodes, and trajectories to the SDK's groups.
 
-In:   sampled calls; trajectories that hold an episode of messages
-Out:  episodes; the SDK's TrajectoryGroups; what could not be converted, counted by reason
+In:   sampled calls; trajectories
+Out:  episodes; the SDK's TrajectoryGroups; counts of what could not be converted, by reason
 
-A trajectory whose calls a hone server recorded is sent as a reference to them, without its text. Any
-other is sent as text with log-probabilities, and the server renders it again; so its order is
-checked here, where the message can still name the example. Calls that continue a conversation
-extend it; a call that does not continue one exactly begins another.
+A trajectory whose calls a hone server recorded is sent as a reference to them, without text. Any
+other is sent as text with log-probabilities, and the server renders it again; the order of its
+messages is checked here, because the error can name the example. A call that continues a
+conversation extends it; a call that does not continue one exactly starts another.
 """
 
 import json
@@ -42,7 +42,7 @@ _CHAT_ROLES = {
     EpisodeItemRole.ENVIRONMENT: "user",
     EpisodeItemRole.OTHER: "user",
 }
-"""Roles that chat templates do not know, in words that they do."""
+"""Roles that chat templates do not know, and those to use instead."""
 _CHAT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
@@ -50,7 +50,7 @@ _CHAT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 def episode(sampled: Sequence[SampledCall]) -> list[EpisodeItem]:
-    """Every conversation, one after the other; `metadata["conversation"]` numbers them."""
+    """All conversations in order; `metadata["conversation"]` has their numbers."""
     conversations: list[list[tuple[Message, SampledCall | None]]] = []
     for one in sampled:
         conversation = next(
@@ -79,7 +79,7 @@ def _continues(
 
 
 def _identity(message: Message) -> tuple[Any, ...]:
-    """What makes two messages the same, however a client spells what it leaves out."""
+    """The parts by which messages are compared; clients differ in how they omit the others."""
     calls = [
         (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
         for call in message.get("tool_calls") or ()
@@ -103,7 +103,7 @@ def _episode_item(message: Message, call: SampledCall | None, conversation: int)
 
 
 def _text(content: Any) -> str:
-    """The text of a message; of one in parts, what can be read of them."""
+    """The text of a message; the joined texts of one in parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -117,7 +117,7 @@ def _text(content: Any) -> str:
 
 
 def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup], Counter[str]]:
-    """The groups that can be sent, and what was left out, by reason."""
+    """The groups that can be sent, and counts of what was dropped, by reason."""
     groups, dropped = [], Counter[str]()
     for group in collection.trajectories:
         sent = []
@@ -159,13 +159,13 @@ def _wrong_order(trajectory: Trajectory) -> str | None:
 
 
 def _calls(trajectory: Trajectory) -> list[str] | None:
-    """The trained calls that a hone server recorded; None where only the text is known."""
+    """Ids of the trained calls; None if no hone server recorded them."""
     metadata = trajectory.metadata or {}
     return metadata.get("calls") if metadata.get("rollout") else None
 
 
 def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
-    """The episode, cut where another conversation of the same rollout begins."""
+    """The conversations of an episode."""
     by_number: dict[Any, list[EpisodeItem]] = {}
     for item in trajectory.episode:
         if not isinstance(item, EpisodeItem):
@@ -200,7 +200,7 @@ def _sent(trajectory: Trajectory) -> SentTrajectory:
 
 
 def _message(item: EpisodeItem) -> dict[str, Any]:
-    """A message, or a choice where it was sampled and is trained."""
+    """A message, or a choice if the message is trained."""
     metadata = item.metadata or {}
     message = {
         "role": _CHAT_ROLES.get(item.role, item.role.value),

@@ -1,10 +1,10 @@
-"""Where a run stands: what is done, what comes next, and whether to go on.
+"""The state of a run: what is done, what comes next, and whether to stop.
 
-In:   the run's events, those of earlier starts and those of this process; the `finetuning:` section
-Out:  which epochs, rounds and rollouts need not be run again, the examples of the next round
+In:   the run's events, of earlier starts and of this process; the `finetuning:` section
+Out:  the epochs, rounds and rollouts that need not be run again, the examples of the next round
 
-Events are the only memory of what happened, and the order of examples depends on the seed alone. A
-resumed run therefore takes the same turns as one that was never interrupted.
+The state depends on the events alone, and the order of examples on the seed alone. A resumed run
+therefore does the same as one that was never interrupted.
 """
 
 import random
@@ -36,17 +36,17 @@ class RoundPlan(NamedTuple):
     items: list["EvalInputItem"]
     """Examples to run."""
     drawn: list[str]
-    """Their ids, and the ids of the examples that the curriculum skips."""
+    """Ids of these examples and of those that the curriculum skips."""
 
 
 class RunState:
-    """Listens to the run's events and answers questions about them."""
+    """The state of a run, updated by its events."""
 
     def __init__(self, config: "FinetuneConfig", past: Iterable[Event] = ()) -> None:
         self.config = config
         self.history = History()
         self.failed_jobs: Counter[tuple[int, int]] = Counter()
-        """How often the job of an epoch and round failed."""
+        """Number of failed jobs, by epoch and round."""
         for event in past:
             self.add(event)
 
@@ -58,7 +58,7 @@ class RunState:
         return state
 
     def add(self, event: Event) -> None:
-        """Index one more event."""
+        """Apply one event."""
         self.history.add(event)
         if isinstance(event, JobFailed):
             self.failed_jobs[event.epoch, event.round] += 1
@@ -66,23 +66,23 @@ class RunState:
     # ---- what is done ---------------------------------------------------------------------
 
     def is_done(self, epoch: int) -> bool:
-        """Every round of it was trained or rightly skipped, and it was closed."""
+        """Whether the epoch completed."""
         done = self.history.done.get(epoch)
         return done is not None and done.status == COMPLETED
 
     def epochs_done(self, num_epochs: int) -> str:
-        """How many of so many epochs are done, in words with their verb."""
+        """Number of epochs that are done, as `1 epoch is` or `2 epochs are`."""
         done = sum(map(self.is_done, range(num_epochs)))
         return counted(done, "epoch") + (" is" if done == 1 else " are")
 
     def has_failed(self, epoch: int) -> bool:
-        """The epoch ended with a failure; it is run again."""
+        """Whether the epoch failed; it is run again."""
         return epoch in self.history.done and not self.is_done(epoch)
 
     def is_over(self, epoch: int, round: int) -> bool:
-        """The round was trained, gave nothing, or the curriculum chose none of its groups.
+        """Whether the round was trained, gave nothing, or had no group selected.
 
-        Where its epoch failed, a round that gave nothing is run again and may now give something.
+        A round that gave nothing is run again if its epoch failed.
         """
         last = next((r for r in self.history.rounds_of(epoch) if r.index == round), None)
         if last is None or isinstance(last.job, JobDone):
@@ -92,18 +92,18 @@ class RunState:
         return not self.has_failed(epoch)
 
     def is_validated(self, epoch: int) -> bool:
-        """The validation after so many epochs gave a number; one that failed is tried again."""
+        """Whether there is a validation after `epoch` epochs; a failed one is repeated."""
         return any(v.epoch == epoch and v.error is None for v in self.history.validations)
 
     def is_finished(self, num_epochs: int) -> bool:
-        """There is nothing left to do, and the run said so."""
+        """Whether the run completed and nothing is left to do."""
         ended = self.history.finished
         if ended is None or ended.status != COMPLETED:
             return False
         return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
 
     def last_job(self, epoch: int) -> JobDone | None:
-        """The epoch's newest job; raises RolloutError where it collected nothing at all."""
+        """The epoch's newest job; raises RolloutError if the epoch collected nothing."""
         rounds = self.history.rounds_of(epoch)
         if not any(r.metrics.get("num_trajectories") for r in rounds):
             dropped = [Counter(r.collected.dropped) for r in rounds if r.collected]
@@ -114,7 +114,7 @@ class RunState:
     # ---- what comes next ------------------------------------------------------------------
 
     def reason_to_stop(self) -> str | None:
-        """Why early stopping ends the run here, if it does."""
+        """Why early stopping ends the run; None if it does not."""
         return reason_to_stop(self.history.validations, self.config.early_stopping)
 
     def rounds(self, items: Sequence["EvalInputItem"], epoch: int) -> list[RoundPlan]:
@@ -129,7 +129,7 @@ class RunState:
         ]
 
     def curriculum(self, before: int | None = None) -> Curriculum:
-        """The curriculum after the rounds so far, or after those before an epoch."""
+        """The curriculum after all rounds so far, or after the epochs before `before`."""
         past = (r.collected for r in reversed(self.history.rounds))
         newest = next((c for c in past if c and (before is None or c.epoch < before)), None)
         snapshot = (newest and newest.curriculum) or {}
@@ -140,7 +140,7 @@ class RunState:
 
 
 def epoch_of(examples: Sequence[T], *, seed: int, epoch: int, size: int | None = None) -> list[T]:
-    """The examples of an epoch: `size` of them, or all. One comes again when all were seen."""
+    """The examples of an epoch: `size` of them, or all. None is repeated before all were drawn."""
     if size is None or size >= len(examples):
         everything = list(examples)
         random.Random(f"{seed}:{epoch}").shuffle(everything)
@@ -152,7 +152,7 @@ def epoch_of(examples: Sequence[T], *, seed: int, epoch: int, size: int | None =
         if len(drawn) < size:
             again = list(range(len(examples)))
             random.Random(f"{seed}:{past}").shuffle(again)
-            # The examples this epoch began with wait until the others were seen.
+            # Examples that this epoch has already come last.
             again.sort(key=set(drawn).__contains__)
             missing = size - len(drawn)
             drawn, waiting = drawn + again[:missing], again[missing:]
@@ -160,7 +160,7 @@ def epoch_of(examples: Sequence[T], *, seed: int, epoch: int, size: int | None =
 
 
 def rounds_of(examples: Sequence[T], size: int | None) -> list[list[T]]:
-    """The examples in rounds of `size`, or in one; the last may be smaller."""
+    """The examples in rounds of `size`, or in one round; the last may be smaller."""
     size = size or max(len(examples), 1)
     return [list(examples[i : i + size]) for i in range(0, len(examples), size)]
 
@@ -179,17 +179,17 @@ def known_rollouts(
 ) -> dict[tuple[str, int], RolloutRecord]:
     """Rollouts of a round that are not run again, by example and generation.
 
-    A rollout that gave something to train on is never run again. One that failed through the model,
-    or gave nothing, is a result too and is kept, unless the whole round gave nothing and its epoch
-    failed: with the same failures the run would end there again, whatever was fixed meanwhile.
+    A rollout that can be trained is never run again. One that failed because of the model, or gave
+    nothing to train on, is kept too, unless the whole round gave nothing and its epoch failed: the
+    run would then fail again with the same rollouts, whatever was fixed meanwhile.
 
     Args:
-        journal: holds the rollouts that ended.
-        epoch: of the round.
-        round: of the epoch.
-        wanted: every rollout of the round.
+        journal: has the finished rollouts.
+        epoch: epoch of the round.
+        round: number of the round in the epoch.
+        wanted: all rollouts of the round, by example and generation.
         smallest: size of the smallest group that is trained.
-        failed_before: whether the epoch may have failed in an earlier start.
+        failed_before: whether the epoch failed in an earlier start.
     """
     known = journal.finished("train", epoch, round)
     ended = journal.records("train", epoch, round)
@@ -201,9 +201,9 @@ def known_rollouts(
 def gave_nothing(
     ended: Sequence[RolloutRecord], wanted: set[tuple[str, int]], smallest: int
 ) -> bool:
-    """Whether every rollout of a round has ended, and no group of them can be trained."""
+    """Whether all rollouts of a round have ended and none of its groups can be trained."""
     if not wanted <= {(record.example, record.generation) for record in ended}:
-        return False  # it was interrupted, and goes on
+        return False  # it was interrupted
     groups = Counter(record.example for record in ended if record.is_trained)
     return all(size < smallest for size in groups.values())
 
@@ -214,14 +214,14 @@ def gave_nothing(
 def reason_to_stop(
     validations: Sequence[Validation], config: "EarlyStoppingConfig | None"
 ) -> str | None:
-    """Why to stop, if the last `patience` validations brought no improvement."""
+    """Why to stop: the last `patience` validations brought no improvement; None if they did."""
     if config is None:
         return None
     top: float | None = None
     waited = 0
     for validation in validations:
         if validation.mean is None:
-            continue  # a validation that failed says nothing either way
+            continue  # a failed validation does not count
         if top is None or validation.mean > top + config.min_delta:
             top, waited = validation.mean, 0
         else:

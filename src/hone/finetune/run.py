@@ -1,14 +1,14 @@
-"""`hone finetune`: a configuration in, a better model and a report out.
+"""`hone finetune`: run or resume a finetuning run.
 
 In:   FinetuneOptions, as the command line fills them
 Out:  an exit status: 0 only if every epoch was trained or had nothing to train on, 130 after
-      Ctrl-C; under output_dir everything that happened
+      Ctrl-C; the files of the run in output_dir
 
     read the configuration -> journal and events -> builder, adapter, trainer -> the server is
     reached -> training and validation sets -> preflight -> THE CLIENT LOOP (trainer.py) -> report
 
-The order is forced: a model can be called only when its server is known, so the workflow is built
-after the adapter. Everything is closed in reverse, whatever happened in between.
+The workflow is built after the adapter, because a model can be called only when its server is
+known. Everything is closed in reverse order, also after a failure.
 """
 
 import asyncio
@@ -43,19 +43,19 @@ from hone.workflow.loop import run_loop
 log = logging.getLogger("hone")
 
 LOGGED_CHECKS = ("cost", "movement")
-"""Checks whose message is logged even where nothing is wrong."""
+"""Checks whose message is logged even if they pass."""
 COMPLETED = TrainingStatusEnum.COMPLETED
 
 
 class FinetuneOptions(FinetuneRunConfig):
-    """What the command line says; `config_file` is always set."""
+    """Options of the command line; `config_file` is always set."""
 
     fresh: bool = False
     dry_run: bool = False
 
 
 def finetune(options: FinetuneOptions) -> int:
-    """Run it, or go on with it; the exit status. Its last line says why, unless that is 0."""
+    """Run or resume; returns the exit status. If it is not 0, the last log line says why."""
     began = time.time()
     document, validation = read_documents(options)
     config = document.finetuning.model_copy(update={"run_configuration": options})
@@ -94,7 +94,7 @@ class Run:
 
     document: Document
     validation: Document | None
-    """The validation's document, if it is another."""
+    """The document of --validation_config_file."""
     config: FinetuneConfig
     options: FinetuneOptions
     journal: Journal
@@ -109,7 +109,7 @@ class Run:
         self.state = RunState.follow(self.config, self.events)
 
     async def go(self) -> int:
-        """Everything between opening the journal and the exit status."""
+        """Train, write the report, and return the exit status."""
         self.interrupts.end_this()
         self._write_configuration()
         try:
@@ -118,7 +118,7 @@ class Run:
             status, message = self._verdict(statuses)
         except HoneError as error:
             status, message = TrainingStatusEnum.FAILED, str(error)
-        if self.interrupts.received:  # whatever it met on its way out
+        if self.interrupts.received:  # also where it failed on its way out
             raise asyncio.CancelledError
         history = self.state.history
         self.events.append(
@@ -137,7 +137,7 @@ class Run:
         return 1
 
     async def _train(self, stack: AsyncExitStack) -> list[TrainingJobStatus]:
-        """Build the parts, see that they fit, run the loop."""
+        """Build the components, run preflight, run the loop."""
         config, builder = self.config, await stack.enter_async_context(build(self.document))
         adapter = await builder.get_trainer_adapter(str(config.trainer_adapter))
         trajectories = await builder.get_trajectory_builder(str(config.trajectory_builder))
@@ -221,7 +221,7 @@ class Run:
         self.events.append("run_started", **adapter.describe() | fields)
         if resumed:
             done = self.state.epochs_done(self.config.num_epochs)
-            log.info("Going on with run %s: %s done", self.journal.run_id, done)
+            log.info("Resuming run %s: %s done", self.journal.run_id, done)
         elif step:
             log.warning(
                 "The model is at step %d already, and this run begins there; --fresh begins at 0",
@@ -229,7 +229,7 @@ class Run:
             )
 
     def _refuse_failed(self, checks: list[Check]) -> None:
-        """Do not start what would fail, or learn nothing."""
+        """Log the checks; raise ConfigError if one failed."""
         self.events.append("preflight", checks=[asdict(check) for check in checks])
         for check in (one for one in checks if one.ok):  # the others are raised below
             quiet = log.info if check.name in LOGGED_CHECKS else log.debug
@@ -256,18 +256,18 @@ class Run:
         return COMPLETED, f"Finetuning completed successfully: {epochs}, run {run_id}"
 
     def interrupted(self) -> int:
-        """Tell what there is so far; whatever stands in the way of that, the exit status is 130."""
+        """Write a brief report; the exit status is 130, even if that fails."""
         history = self.state.history
         try:
             if history.finished is None:  # else its report is there
                 if history.run.session == self.journal.session:
-                    self.events.append("run_interrupted")  # the time until here was spent, too
+                    self.events.append("run_interrupted")  # which ends the phase that was running
                 self._report(brief=True)
-        except Exception as error:  # noqa: BLE001  # an interrupt ends as one, whatever the report meets
+        except Exception as error:  # noqa: BLE001  # the exit status must be 130
             log.warning("The report could not be written: %s: %s", type(error).__name__, error)
         anew = self.options.fresh or self.config.resume == "never"
         more = " Leave out --fresh and finetuning.resume: never." if anew else ""
-        log.error("Interrupted. The same command goes on with run %s.%s", self.journal.run_id, more)
+        log.error("Interrupted. The same command resumes run %s.%s", self.journal.run_id, more)
         return INTERRUPTED
 
     @property
@@ -281,7 +281,7 @@ class Run:
         write_atomic(self.config.output_dir / "config_effective.yml", text)
 
     def _report(self, *, brief: bool = False) -> None:
-        """Whatever came of it; a run that never started has nothing to tell."""
+        """Write the report; there is none for a run that never started."""
         if not self.state.history.sessions:
             return
         from hone.report import report  # here, because it draws

@@ -9,9 +9,9 @@ Out:  one TrainingJobStatus an epoch; everything else is in events.jsonl
         run_epoch                 collect -> select -> journal -> submit
         _wait                     until the job has ended and its step is served
 
-The trainer remembers nothing itself: resume.py knows from the run's events what is done, whether
-the earlier epochs ran in this process or in one that was killed. What is trained is in the journal
-before it is sent, under a key by which the server recognizes it.
+The trainer has no memory of its own: resume.py reads from the run's events what is done, in this
+process or in one that was killed. A submission is in the journal before it is sent, with an
+idempotency key by which the server recognizes it.
 """
 
 import asyncio
@@ -55,16 +55,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("hone")
 
 BACKEND = "openpipe-art"
-"""What the originals call the backend of this trainer."""
+"""Name of the backend, as in NeMo Agent Toolkit."""
 GRACE_S = 60.0
-"""Beyond the adapter's own deadline, which cancels the job as well."""
+"""Added to the adapter's own deadline, which also cancels the job."""
 JOB_KEYS = frozenset({"job", "step", "metrics", "counts", "reason", "config", "seconds"})
 """Metadata of a job's status that goes into its event."""
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
 
 class ARTTrainer(Trainer):
-    """Runs the epochs of a finetuning run, from wherever it stands."""
+    """Runs the epochs of a finetuning run that are not done yet."""
 
     _config: "FinetuneConfig"
     _builder: TrajectoryBuilder
@@ -79,11 +79,11 @@ class ARTTrainer(Trainer):
         self._step: int | None = None
         """The policy step that is served now."""
         self._planned: tuple[int, list[RoundPlan]] | None = None
-        """The rounds of the epoch that was asked for last."""
+        """The epoch of the last `_rounds` call, and its rounds."""
         self._opened = ExitStack()
 
     async def initialize(self, run_config: "FinetuneConfig") -> None:
-        """Reach the backend, and take up the run where its events end."""
+        """Connect the backend, and resume the run where its events end."""
         if not hasattr(self, "journal"):  # for those who use a trainer without `hone finetune`
             directory, fingerprint = run_config.output_dir, RunFingerprint(run_config.seed, {})
             journal = self._opened.enter_context(Journal.open(directory, fingerprint))
@@ -105,7 +105,7 @@ class ARTTrainer(Trainer):
         self._step = await self._adapter.policy_step()
 
     async def cleanup(self) -> None:
-        """End what still runs, and wait until the files are written."""
+        """Cancel running rollouts, and wait until the files are written."""
         if self.trajectory_builder is not None:
             await self.trajectory_builder.cancel()
         if hasattr(self, "_files"):
@@ -117,7 +117,7 @@ class ARTTrainer(Trainer):
         return {"run_id": run_id, "total_epochs": len(jobs), "jobs": jobs}
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Every epoch that is not done yet; stops at one that failed."""
+        """Run every epoch that is not done yet; stop at one that fails."""
         if self.run_config is None:
             raise ConfigError(
                 f"{type(self).__name__} was not initialized; await initialize(run_config) first"
@@ -143,7 +143,7 @@ class ARTTrainer(Trainer):
         return statuses
 
     async def _epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus:
-        """One epoch; whatever stops it becomes its status."""
+        """Run one epoch; an exception becomes its status."""
         log.info("Starting epoch %d for run %s", epoch + 1, self._run_id)
         before = self._state.history.phases
         try:
@@ -153,7 +153,7 @@ class ARTTrainer(Trainer):
                     if job is not None:
                         await self._wait(job, epoch, round)
             status = self._outcome(epoch)
-        except Exception as error:  # plugins' code: what it raises ends the run, as data
+        except Exception as error:  # plugins may raise anything; the run ends and reports it
             if not isinstance(error, HoneError):
                 log.error("epoch %d failed", epoch + 1, exc_info=error)
             status = self._status(epoch, FAILED, str(error) or type(error).__name__)
@@ -163,7 +163,7 @@ class ARTTrainer(Trainer):
         return status
 
     async def run_epoch(self, epoch: int, run_id: str, round: int = 0) -> TrainingJobRef | None:
-        """One round: collect, select, journal, submit; None where there is nothing to train on."""
+        """One round: collect, select, journal, submit; None if there is nothing to train on."""
         submission = self.journal.submitted(epoch, round)
         if submission is None:
             collection = await self._collect(epoch, round)
@@ -183,7 +183,7 @@ class ARTTrainer(Trainer):
         place = {"epoch": epoch, "round": round}
         self._builder.log_progress(run_id, place | collected, output_dir)
         self.log_progress(epoch, collected, output_dir)
-        # While the job runs: what the policy earned, and room for the next checkpoint.
+        # While the job runs: log the reward, and make room for the next checkpoint.
         reward = {"reward": collected["avg_reward"], "trajectories": collected["num_trajectories"]}
         step = submission.collected["step"]
         await self._adapter.log_metrics(reward, split="train", step=step)
@@ -192,7 +192,7 @@ class ARTTrainer(Trainer):
         return job
 
     async def _validate(self, epoch: int) -> None:
-        """The reward on held-out examples after so many epochs, unless it is known."""
+        """Measure the held-out reward after `epoch` epochs, unless that was done."""
         if self.validation is None:
             return
         if not self._state.is_validated(epoch):
@@ -213,7 +213,7 @@ class ARTTrainer(Trainer):
         return {**outcome, "dataset_type": "validation"}
 
     async def _collect(self, epoch: int, round: int) -> TrajectoryCollection:
-        """Run the round's examples; refused where too many rollouts failed."""
+        """Run the round's examples; raises RolloutError if too many rollouts failed."""
         run_id, rounds = self.journal.run_id, self._rounds(epoch)
         place, items = {"epoch": epoch, "round": round}, rounds[round].items
         meta = {
@@ -243,7 +243,7 @@ class ARTTrainer(Trainer):
         return collection
 
     def _select(self, collection: TrajectoryCollection, epoch: int, round: int) -> Submission:
-        """What is trained of the collection, in the form in which it will be sent."""
+        """Select the groups to train on, in the form in which they are sent."""
         rounds = self._rounds(epoch)
         place = {"epoch": epoch, "round": round}
         plan = {"rounds": len(rounds), "epochs": self._config.num_epochs}
@@ -282,7 +282,7 @@ class ARTTrainer(Trainer):
         )
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
-        """Send it; sent twice under one key, it is one job."""
+        """Submit the job; the same key twice is one job."""
         # A job that failed gets a new key: under the old one the server answers with the failure.
         failed = self._state.failed_jobs[epoch, round]
         key = f"{self._run_id}:{epoch}:{round}" + (f":again{failed}" if failed else "")
@@ -303,7 +303,7 @@ class ARTTrainer(Trainer):
         return job
 
     async def _wait(self, job: TrainingJobRef, epoch: int, round: int) -> None:
-        """Until the job has ended and its step is served; raises if it did not end well."""
+        """Wait until the job has ended and its step is served; raises TrainingFailed."""
         started, limit_s = time.monotonic(), self._config.job_timeout_s + GRACE_S
         try:
             async with asyncio.timeout(limit_s):
@@ -330,7 +330,7 @@ class ARTTrainer(Trainer):
             self._warn(f"epoch {epoch + 1}: nothing was learned: {outcome['reason']}")
 
     def _outcome(self, epoch: int) -> TrainingJobStatus:
-        """The status of an epoch whose rounds are over."""
+        """The status of an epoch whose rounds have ended."""
         job = self._state.last_job(epoch)
         if job is None:
             return self._status(epoch, COMPLETED, "No trajectories to train on")
@@ -383,7 +383,7 @@ class ARTTrainer(Trainer):
     def log_progress(
         self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None
     ) -> None:
-        """Log it, and have the metrics files and the plot written in the background."""
+        """Log the reward; the metrics files and the plot are written in the background."""
         self._files.output_dir = Path(output_dir or self._config.output_dir)
         self._files.output_dir.mkdir(parents=True, exist_ok=True)
         self._files.refresh()
@@ -401,10 +401,10 @@ class ARTTrainer(Trainer):
 
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
-    """The loop over epochs; all it needs to know is in `finetuning:`."""
+    """The loop over epochs; `finetuning:` has its settings."""
 
 
 @register_trainer(config_type=ARTTrainerConfig)
 async def art_trainer(config: ARTTrainerConfig, builder: "Builder") -> AsyncIterator[ARTTrainer]:
-    """Validates, collects, selects, submits and waits, epoch after epoch."""
+    """Runs the epochs: validate, collect, select, submit, wait."""
     yield ARTTrainer(config)

@@ -56,7 +56,7 @@ class Validator:
     async def validate(
         self, epoch: int, step: int | None, *, final: bool = False
     ) -> dict[str, Any]:
-        """Every example `validation.reps` times; rollouts that ended before a kill are kept.
+        """Run every example `validation.reps` times, without the rollouts that the journal has.
 
         `final`: `step` answers, which may be an earlier one, instead of the newest.
         """
@@ -80,15 +80,15 @@ class Validator:
         outcome = self._outcome(records, where)
         answered = {
             s for record in records for s in record.policy_steps
-        }  # those of helpers as well
+        }  # including those of helper models
         if final and answered and pinned not in answered and not outcome["error"]:
             error = f"{where}: step {max(answered)} answered instead"
             outcome |= {"avg_reward": None, "error": error}
         return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
 
     async def confirm(self) -> None:
-        """Let the first policy and the chosen one answer again, where a step was chosen."""
-        greedy = self.config.validation.greedy  # which would give the same answers again
+        """Run the first and the chosen policy again, if a step was chosen."""
+        greedy = self.config.validation.greedy  # would give the same answers again
         for earlier in () if greedy else to_confirm(self.state.history):
             if earlier.step is None or not self.adapter.serves_steps:
                 return
@@ -100,7 +100,7 @@ class Validator:
     async def _run(
         self, item: "EvalInputItem", epoch: int, place: int, rep: int, step: int | None
     ) -> RolloutRecord:
-        """One rollout; `step` is the policy's in a final validation, None for the newest one."""
+        """One rollout; `step` is that of a final validation, None for the newest one."""
         config, split = self.config, "val" if step is None else "final"
         assert config.reward_function is not None, "no run is read without one"
         reward = config.reward_function.name

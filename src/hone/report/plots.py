@@ -4,8 +4,8 @@ In:   the History of a run
 Out:  reward_plot.png; two more as PNG bytes for the report
 
 What failed is a gap and a cross, never a point at 0. Bands and bars are 95% intervals over examples.
-Colours differ in lightness too, and every line has its own marker, so that nobody has to tell colours
-apart. The x value of a reward is the number of epochs that its policy was trained for, so training
+Colours also differ in lightness, and every line has its own marker, for readers who cannot tell
+colours apart. The x value of a reward is the number of epochs that its policy was trained for, so training
 and validation rewards at the same place belong to the same policy.
 """
 

@@ -41,8 +41,8 @@ PHASE_NAMES = {
 def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
     """Write the files from what is known now; returns the numbers in report.json.
 
-    `brief` draws nothing, because somebody waits for the command to end: the report shows the reward
-    plot if it is up to date, and leaves out the other pictures.
+    `brief` draws nothing, because the command should end soon: the report shows the reward plot if it
+    is up to date, and no other pictures.
     """
     outcome, plot = measure(output_dir), output_dir / "reward_plot.png"
     examples = _examples(output_dir, outcome)

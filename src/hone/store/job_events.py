@@ -1,7 +1,7 @@
 """Events of jobs: durable ones are on disk before a listener sees them, progress is in memory.
 
 In:   events of jobs, inside the transaction that changes the job; progress, outside of any
-Out:  JobEvents by ascending ids; listeners are woken, nobody polls
+Out:  JobEvents by ascending ids; listeners are woken and need not poll
 
 A listener never sees a change that a crash could undo. Progress changes nothing and is never
 written. Ids count up from the time at which the server started, in microseconds, and from far above
@@ -43,7 +43,7 @@ class JobEvents:
     def __init__(self, store: Store, *, keep_progress: int) -> None:
         self._store = store
         self.stopping = False
-        """The server stops; nobody waits for an event any more."""
+        """The server stops; `wait` returns at once."""
         self.lock = threading.RLock()
         """Held from choosing an event's id to storing it, so that ids appear in order."""
         (row,) = store.query("SELECT coalesce(max(id), 0) AS id FROM job_events")
@@ -112,7 +112,7 @@ class JobEvents:
             self._listeners.discard(listener)
 
     def stop_waiting(self) -> None:
-        """Wake all waiters, and let nobody wait again. Callable from any thread."""
+        """Wake all waiters; later calls of `wait` return at once. Callable from any thread."""
         self.stopping = True
         self.wake(None)
 

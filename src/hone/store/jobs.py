@@ -1,7 +1,7 @@
 """Training jobs: a durable queue, the allowed changes of state, and the events of a job.
 
 In:   resolved trajectory groups and a TrainConfig
-Out:  JobInfos, JobEvents; listeners are woken, nobody polls
+Out:  JobInfos, JobEvents; listeners are woken and need not poll
 
 A change and its event are one transaction, synced before a listener sees it: no listener sees what
 a crash could undo. The exception is a failing disk: then a job that goes back to the queue, or is
