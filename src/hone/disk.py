@@ -131,7 +131,8 @@ def storage(path: Path) -> Iterator[None]:
         number = _errno(error)
         if number is None:
             raise
-        where = getattr(error, "filename", None) or path
+        renamed_to = getattr(error, "filename2", None)
+        where = renamed_to or getattr(error, "filename", None) or path
         if number in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(
                 f"{where}: the disk is full ({error}). Free some space on the disk that holds it."

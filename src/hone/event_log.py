@@ -120,16 +120,21 @@ class EventReader:
         try:
             return parse(fields)
         except ValidationError as error:
-            first = error.errors()[0]
             raise StateError(
-                f"{where} of type {fields['type']!r} ({'.'.join(map(str, first['loc']))}: "
-                f"{first['msg']}). Restore the file from a backup, or start anew with --fresh."
+                f"{where} of type {fields['type']!r} ({first_error(error)}). Restore the file from a "
+                "backup, or start anew with --fresh."
             ) from None
 
 
 def read(path: Path) -> list[Event]:
     """All events of a log, without a torn last line; none if there is no file yet."""
     return EventReader(path).read()
+
+
+def first_error(error: ValidationError) -> str:
+    """The first of pydantic's errors, in one line."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
 
 
 def _parsed_json(line: bytes) -> dict[str, Any] | None:

@@ -91,9 +91,8 @@ async def test_it_trains_from_its_yaml(write: Callable[..., Path], parrot: int):
             trainer_adapter=await builder.get_trainer_adapter("a"),
         )
         await trainer.initialize(run)
-        async with evaluation(builder) as training:
-            trainer.bind_evaluations(training, None)
-            statuses = await trainer.run(2)
+        trainer.bind_evaluations(await evaluation(builder), None)
+        statuses = await trainer.run(2)
     assert [status.status for status in statuses] == ["completed", "completed"]
     lines = Path("out/training_metrics.jsonl").read_text(encoding="utf-8").splitlines()
     # Two examples, two generations; the mean is below stop_at, so both epochs ran.

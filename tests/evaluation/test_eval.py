@@ -365,10 +365,10 @@ async def test_an_evaluation_is_built_once_from_a_builder(
 ):
     says(endpoint, "a0", "a0")
     async with build(read(bench.file)) as builder:
-        async with evaluation(builder, evaluators=["exact"], reps=2, timeout_s=30) as run:
-            assert [i.id for i in run.items][:4] == ["0_rep0", "1_rep0", "2_rep0", "0_rep1"]
-            assert (list(run.evaluators), run.max_concurrency, run.timeout_s) == (["exact"], 1, 30)
-            results = [await run.run_item(run.items[n]) for n in (0, 1)]
+        run = await evaluation(builder, evaluators=["exact"], reps=2, timeout_s=30)
+        assert [i.id for i in run.items][:4] == ["0_rep0", "1_rep0", "2_rep0", "0_rep1"]
+        assert (list(run.evaluators), run.max_concurrency, run.timeout_s) == (["exact"], 1, 30)
+        results = [await run.run_item(run.items[n]) for n in (0, 1)]
         assert [r.scores["exact"].value for r in results] == [1.0, 0.0]
 
 

@@ -264,9 +264,9 @@ class Rehearsal:
                 builder.choose_policy()
             run_id = f"art_run_{secrets.token_hex(4)}"
             await adapter.open_run(run_id, 0)
-            async with evaluation(builder) as evaluating:
-                trajectories.bind_evaluation(evaluating)
-                yield Live(builder, trajectories, adapter, evaluating, run_id)
+            evaluating = await evaluation(builder)
+            trajectories.bind_evaluation(evaluating)
+            yield Live(builder, trajectories, adapter, evaluating, run_id)
 
     async def checked(self, **changes: Any) -> list[Check]:
         async with self.live(**changes) as run:

@@ -54,7 +54,8 @@ def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(
     Parts.builder.reward = interrupting
     assert command(fresh=True) == 130
     warned, last = caplog.records[-2:]
-    assert warned.message.startswith("The report could not be written: IsADirectoryError: ")
+    failed = "The report could not be written: StorageError: out/report.json: the file cannot be"
+    assert warned.message.startswith(failed) and "Is a directory" in warned.message
     assert last.message == (
         f"Interrupted. The same command resumes run {command.run_id}. Leave out --fresh and "
         "finetuning.resume: never."

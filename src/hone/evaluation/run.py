@@ -12,8 +12,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,6 @@ class Evaluation:
         return dict(zip(names, scores, strict=True))
 
 
-@asynccontextmanager
 async def evaluation(
     builder: Builder,
     *,
@@ -221,22 +220,36 @@ async def evaluation(
     reps: int = 1,
     evaluators: Collection[str] | None = None,
     timeout_s: float | None = None,
-) -> AsyncIterator[Evaluation]:
-    """An Evaluation of the Builder's document; a training server must be connected before."""
-    yield Evaluation(
-        workflow=await builder.get_workflow(),
-        items=await dataset_items(builder, dataset, reps=reps),
-        **await scoring(builder, evaluators),
+    skip_workflow: bool = False,
+) -> Evaluation:
+    """An Evaluation of the Builder's document.
+
+    Connects to or starts the training server if the document needs one and none is connected.
+    """
+    general = builder.document.eval.general
+    names = builder.document.eval.evaluators if evaluators is None else evaluators
+    prepare = general.output.custom_pre_eval_process_function if general.output else None
+    items = await dataset_items(builder, dataset, reps=reps)
+    if skip_workflow:
+        workflow = Function.of("<workflow>", _not_run)
+    else:
+        await builder.serve()
+        workflow = await builder.get_workflow()
+    return Evaluation(
+        workflow=workflow,
+        items=items,
+        evaluators={name: await _evaluator(builder, name) for name in names},
+        max_concurrency=general.max_concurrency,
         result_json_path=result_json_path,
         timeout_s=timeout_s,
-        **_server(builder),
+        host=None if builder.served is None else builder.served.host,
+        recorded_calls=None if builder.served is None else builder.served.recorded,
+        prepare=None if prepare is None else _prepare(prepare, builder.document.file),
     )
 
 
-def _server(builder: Builder) -> dict[str, Any]:
-    """Arguments of an Evaluation about the training server."""
-    served = builder.served
-    return {} if served is None else {"host": served.host, "recorded_calls": served.recorded}
+async def _not_run(input: Any) -> Any:
+    raise ConfigError("--skip_workflow: the workflow is not run")
 
 
 async def dataset_items(
@@ -247,18 +260,6 @@ async def dataset_items(
     loader = await builder.get_dataset_loader(config) if config is not None else None
     near = builder.document.file.parent
     return load_items(config, dataset, reps=reps, loader=loader, near=near)
-
-
-async def scoring(builder: Builder, evaluators: Collection[str] | None = None) -> dict[str, Any]:
-    """Arguments of an Evaluation from the `eval:` section."""
-    general = builder.document.eval.general
-    names = builder.document.eval.evaluators if evaluators is None else evaluators
-    process = general.output.custom_pre_eval_process_function if general.output else None
-    return {
-        "evaluators": {name: await _evaluator(builder, name) for name in names},
-        "max_concurrency": general.max_concurrency,
-        "prepare": None if process is None else _prepare(process, builder.document.file),
-    }
 
 
 async def _evaluator(builder: Builder, name: str) -> Evaluator:
@@ -318,13 +319,13 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
     general = document.eval.general
     keep = options.skip_workflow or options.skip_completed_entries
     async with build(document) as builder:
-        run = Evaluation(
-            items=await dataset_items(builder, options.dataset, reps=options.reps),
-            workflow=await _workflow(builder, skipped=options.skip_workflow),
-            **await scoring(builder),
+        run = await evaluation(
+            builder,
+            dataset=options.dataset,
             result_json_path=options.result_json_path,
+            reps=options.reps,
             timeout_s=document.finetuning.rollout_timeout_s,
-            **_server(builder),
+            skip_workflow=options.skip_workflow,
         )
         structure = (general.dataset or JsonDataset()).structure
         with closing(OutputDir(general, structure)) as output:
@@ -356,14 +357,3 @@ async def _run_into(
                 not options.skip_workflow and not (keep and item.output_obj is not None)
             ),
         )
-
-
-async def _workflow(builder: Builder, *, skipped: bool) -> Function:
-    if skipped:
-
-        async def never(input: Any) -> Any:
-            raise ConfigError("--skip_workflow: the workflow is not run")
-
-        return Function.of("<workflow>", never)
-    await builder.serve()
-    return await builder.get_workflow()

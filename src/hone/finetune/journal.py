@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_json
 
 from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
+from hone.event_log import first_error
 from hone.finetune.fingerprint import differences
 from hone.finetune.records import (
     RolloutRecord,
@@ -236,7 +237,7 @@ def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Star
         return Start()
     except ValidationError as error:
         raise StateError(
-            f"{path}: not what hone wrote ({_first(error)}). Move {directory} away."
+            f"{path}: not what hone wrote ({first_error(error)}). Move {directory} away."
         ) from None
     if not fresh:
         return Start(resumed=_resume(directory, run, started))
@@ -375,12 +376,6 @@ def _lines(path: Path) -> Iterator[RolloutRecord]:
             yield RolloutRecord.model_validate_json(line)
         except ValidationError as error:
             raise StateError(
-                f"{path}:{number}: not a rollout ({_first(error)}). Restore the file, or start anew with "
+                f"{path}:{number}: not a rollout ({first_error(error)}). Restore the file, or start anew with "
                 "--fresh."
             ) from None
-
-
-def _first(error: ValidationError) -> str:
-    """The first error, in one line."""
-    wrong = error.errors()[0]
-    return f"{'.'.join(map(str, wrong['loc'])) or 'it'}: {wrong['msg']}"

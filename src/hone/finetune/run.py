@@ -149,7 +149,7 @@ class Run:
         await trainer.initialize(config)
         builder.served = adapter.served
         builder.choose_policy()
-        training = await self._evaluation(stack, builder, self.options.dataset)
+        training = await self._evaluation(builder, self.options.dataset)
         held_out = await self._validation(stack, builder)
         trainer.bind_evaluations(training, held_out)
         await self._announce(
@@ -172,17 +172,13 @@ class Run:
             self._refuse_failed(checks)
         return await trainer.run(config.num_epochs)
 
-    async def _evaluation(
-        self, stack: AsyncExitStack, builder: Builder, dataset: Path | None
-    ) -> Evaluation:
-        return await stack.enter_async_context(
-            evaluation(
-                builder,
-                dataset=dataset,
-                result_json_path=self.options.result_json_path,
-                evaluators=[self.reward],
-                timeout_s=self.config.rollout_timeout_s,
-            )
+    async def _evaluation(self, builder: Builder, dataset: Path | None) -> Evaluation:
+        return await evaluation(
+            builder,
+            dataset=dataset,
+            result_json_path=self.options.result_json_path,
+            evaluators=[self.reward],
+            timeout_s=self.config.rollout_timeout_s,
         )
 
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
@@ -195,7 +191,7 @@ class Run:
             builder.choose_policy(policy)
         elif dataset is None:
             return None
-        return await self._evaluation(stack, builder, dataset)
+        return await self._evaluation(builder, dataset)
 
     async def _announce(self, adapter: TrainerAdapter, **sizes: int | None) -> None:
         resumed, step = self.journal.session > 1, await adapter.policy_step()
