@@ -1,10 +1,12 @@
-"""Policy, frozen helper and judge on one base model: only the policy's calls are trained."""
+"""Policy, frozen helper and judge on one base model, and a foreign one: only the policy is trained."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.e2e.conftest import QWEN, Finetune, Server
+from tests.e2e.test_foreign import ANSWERS, endpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -20,8 +22,12 @@ async def hint(question, llm):
     reply = await llm.chat([{"role": "user", "content": f"hint {question}"}])
     return reply.choices[0].message.content or ""
 
+async def critic(question, llm):
+    reply = await llm.chat([{"role": "user", "content": question}])
+    return reply.choices[0].message.content
+
 async def run(question, llm, functions, base_model):
-    advice = await functions["hint"](question)
+    advice = await functions["hint"](question) + await functions["critic"](question)
     reply = await llm.chat([{"role": "user", "content": f"{advice} {question}"}])
     # A client of the agent's own, which knows the base model's name and nothing of hone.
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as own:
@@ -42,13 +48,16 @@ llms:
   policy: {{_type: {policy}, temperature: 1.0, max_tokens: 4}}
   helper: {{_type: openai, model_name: {base}, base_url: "{url}", api_key: default, max_tokens: 4}}
   judge: {{_type: openai, model_name: {base}, base_url: "{url}", api_key: default, max_tokens: 4}}
+  foreign:
+    {{_type: openai, model_name: other, base_url: "{foreign}", api_key: default, logprobs: true}}
 functions:
+  critic: {{_type: python, target: "agent.py:critic", llm: foreign}}
   hint: {{_type: python, target: "agent.py:hint", llm: helper}}
 workflow:
   _type: python
   target: "agent.py:run"
   llm: policy
-  functions: [hint]
+  functions: [hint, critic]
   args: {{base_model: {base}}}
 eval:
   general: {{dataset: {{_type: json, file_path: rows.json}}}}
@@ -72,16 +81,18 @@ finetuning:
 
 
 @pytest.fixture
-def prepared(server: Server, environment: dict[str, str], tmp_path: Path) -> Finetune:
+def prepared(server: Server, environment: dict[str, str], tmp_path: Path) -> Iterator[Finetune]:
     rows = [{"id": i, "question": f"word {i}"} for i in range(2)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "agent.py").write_text(AGENT)
     url = f"http://127.0.0.1:{server.inference_port}/v1"
-    told = {"base": QWEN, "url": url, "port": server.port, "name": NAME}
-    (tmp_path / "train.yml").write_text(CONFIG.format(policy="trainable", **told))
-    named = f"openai, model_name: {QWEN}, base_url: '{url}', api_key: default"
-    (tmp_path / "unclear.yml").write_text(CONFIG.format(policy=named, **told))
-    return Finetune(tmp_path, environment, ["--config_file=train.yml"])
+    with endpoint(list) as foreign:
+        told = {"base": QWEN, "url": url, "port": server.port, "name": NAME}
+        trained = CONFIG.format(policy="trainable", foreign=foreign, **told)
+        (tmp_path / "train.yml").write_text(trained)
+        named = f"openai, model_name: {QWEN}, base_url: '{url}', api_key: default"
+        (tmp_path / "unclear.yml").write_text(CONFIG.format(policy=named, foreign=url, **told))
+        yield Finetune(tmp_path, environment, ["--config_file=train.yml"])
 
 
 def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path: Path):
@@ -96,6 +107,7 @@ def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path
     # 2 examples x 3 generations: the policy by its entry and by the agent's own client, the helper.
     assert [job["counts"] for job in jobs] == [{"by_rollout": 12, "dropped/frozen": 6}] * 2
     for epoch in (0, 1):
+        labels = 0
         for record in prepared.lines(f"trajectories/epoch_{epoch:03}.jsonl"):
             calls = server.get(f"/v1/rollouts/{record['rollout']}")["calls"]
             assert [(call["asked"], call["call"]["step"]) for call in calls] == [
@@ -107,6 +119,10 @@ def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path
             assert calls[0]["adapter_sha256"] is None
             trained = record["trained_calls"]
             assert trained == [call["id"] for call in calls[1:]]
+            # The foreign model's answers, with log-probabilities of their own, are in the prompt only.
+            assert any(answer in calls[1]["messages"][0]["content"] for answer in ANSWERS)
+            labels += sum(len(call["call"]["completion_ids"]) for call in calls[1:])
+        assert jobs[epoch]["metrics"]["learn/labels"] == labels
     # The judge is asked outside of rollouts, two preflight rollouts included: the base each time.
     judged = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert {tuple(one) for one in judged} == {(f"{SENT}@0", 0)}
