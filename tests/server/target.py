@@ -89,6 +89,10 @@ class QuickLearner(LearnerProcess):
     def close(self, **_: Any) -> None: ...
 
 
+ERROR = {"message", "type", "param", "code"}
+"""Keys of an error of the OpenAI API; those of Anthropic's have no `param`."""
+
+
 @dataclass
 class Target:
     """A server in an event loop of its own; requests go to its ASGI app without a socket."""
@@ -119,7 +123,8 @@ class Target:
         assert answer.status_code < 500 or answer.status_code == 501, answer.text
         if answer.status_code >= 400:
             said = answer.json()
-            assert set(said["error"]) == {"message", "type", "param", "code"}, said
+            shape = {"message", "type", "code"} if "/v1/messages" in path else ERROR
+            assert set(said["error"]) == shape, said
             assert "Traceback" not in answer.text
         if answer.status_code == 202:
             self.accepted.append(JobInfo.model_validate_json(answer.content).id)
