@@ -130,6 +130,25 @@ def test_the_client_parses_into_a_model(shared: Server, model: str) -> None:
     assert isinstance(final.parsed, Person)
 
 
+def test_the_client_parses_a_response_into_a_model(shared: Server, model: str) -> None:
+    given: dict[str, Any] = {"model": model, "input": "hello", "max_output_tokens": MOST}
+    with client(shared) as asking:
+        parsed = asking.responses.parse(**given, text_format=Person)
+        assert isinstance(parsed.output_parsed, Person)
+        with asking.responses.stream(**given, text_format=Person) as stream:
+            pieces = [e.delta for e in stream if e.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert len(pieces) > 3 and "".join(pieces) == final.output_text
+        assert isinstance(final.output_parsed, Person)
+        call = openai.pydantic_function_tool(Person, name="greet")["function"]
+        tool: Any = {"type": "function", **call}
+        answer = asking.responses.parse(**given, tools=[tool], tool_choice="required")
+        assert {item.type for item in answer.output} == {"function_call"}
+        Person.model_validate_json(answer.output[0].arguments)
+        kept = asking.responses.retrieve(parsed.id)
+    assert kept.text.format.schema_["title"] == "Person"
+
+
 def test_json_object_is_any_object(ask: Callable[..., Any]) -> None:
     answer = ask(n=8, response_format={"type": "json_object"}, max_tokens=60)
     whole = [choice for choice in answer.choices if choice.finish_reason == "stop"]

@@ -293,9 +293,9 @@ async def test_the_async_client(make_server: MakeServer, tiny_model: Path) -> No
 
 def test_a_call_can_be_required_and_limited_to_some_tools(create: Create, shared: Server) -> None:
     tools = [FLAT_LOOK, FLAT_WEATHER]
-    rest = ' {"word": "x"}}\n</tool_call>'
-    answer = create(rest, tools=tools, tool_choice={"type": "function", "name": "look"})
+    answer = create(CALL, tools=tools, tool_choice={"type": "function", "name": "look"})
     assert [item.name for item in answer.output] == ["look"]
+    assert shared.engine.asked[-1].sampling.constraint is not None
     plain = create("ok", tools=tools)
     some = {
         "type": "allowed_tools",
@@ -391,6 +391,20 @@ def test_items_can_be_sent_back_as_references(
     assert continues(first, second)
     spelt = create("ok", input=[question, *first.output, *outputs], tools=tools)
     assert spelt.prompt_token_ids == second.prompt_token_ids
+
+
+def test_the_tokens_of_a_prompt_are_counted(
+    create: Create, responses: Any, shared: Server, tiny_model: Path
+) -> None:
+    first = create("ok", instructions="be brief", tools=[FLAT_LOOK])
+    before = len(shared.state.calls.rollout(""))
+    request = {"model": str(tiny_model), "instructions": "be brief", "tools": [FLAT_LOOK]}
+    count = responses.input_tokens.count
+    assert count(input="hello", **request).input_tokens == first.usage.input_tokens
+    longer = count(input="go on", previous_response_id=first.id, **request).input_tokens
+    assert len(shared.state.calls.rollout("")) == before
+    second = create("ok", input="go on", previous_response_id=first.id, **request)
+    assert longer == second.usage.input_tokens > first.usage.total_tokens
 
 
 def test_responses_that_are_not_stored(create: Create, shared: Server, responses: Any) -> None:
@@ -563,6 +577,11 @@ def test_the_harness_sees_a_stream_as_far_as_it_came(
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"include": ["everything"]}, "include", "cannot be included"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "text.format"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "schema",
+        ),
         ({"text": {"shape": 1}}, "text.shape", "text.format"),
         ({"reasoning": {"effort": 3}}, "reasoning", "effort"),
         ({"instruction": "x"}, "instruction", "Did you mean 'instructions'?"),

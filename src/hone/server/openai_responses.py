@@ -1,4 +1,4 @@
-"""Routes of the OpenAI Responses API: /v1/responses.
+"""Routes of the OpenAI Responses API: /v1/responses and below.
 
 In:   requests of any client of that API, inside a rollout or outside
 Out:  responses and typed events; every call recorded
@@ -15,29 +15,34 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hone.errors import BadRequest, NotFound
-from hone.server.respond import IN_ROLLOUT, add_dialect, respond
+from hone.server.respond import IN_ROLLOUT, add_dialect, count_tokens, respond
 from hone.server.state import State
 from hone.store.calls import CallStore
 from hone.types import RecordedCall
 from hone.wire.base import Answer, AnswerHead
 from hone.wire.json import write_json
-from hone.wire.openai_response_events import ResponsesDialect, ResponseWriter
+from hone.wire.openai_response_events import InputTokensDialect, ResponsesDialect, ResponseWriter
 from hone.wire.openai_response_items import ItemIds, call_id_of, output_items
 from hone.wire.openai_responses import ResponsesRequest, response_tool
 
-RESPONSES = ResponsesDialect()
+RESPONSES, INPUT_TOKENS = ResponsesDialect(), InputTokensDialect()
 
 
 def routes(state: State) -> APIRouter:
     router = APIRouter(tags=["openai"])
 
+    def resume(parsed: ResponsesRequest) -> ResponsesRequest:
+        return _resume(state.calls, parsed)
+
     async def create(request: Request) -> Response:
         """Answer a conversation, given as items of the Responses API."""
-
-        def resume(parsed: ResponsesRequest) -> ResponsesRequest:
-            return _resume(state.calls, parsed)
-
         return await respond(state, request, RESPONSES, resume=resume)
+
+    async def count(request: Request) -> Response:
+        """Count the tokens of the prompt that a response would have. Nothing is recorded."""
+        tokens = await count_tokens(state, request, INPUT_TOKENS, resume=resume)
+        body = {"object": "response.input_tokens", "input_tokens": tokens}
+        return Response(write_json(body), media_type="application/json")
 
     async def retrieve(request: Request, response_id: str) -> Response:
         """A stored response."""
@@ -64,6 +69,7 @@ def routes(state: State) -> APIRouter:
         )
 
     add_dialect(router, RESPONSES, create)
+    add_dialect(router, INPUT_TOKENS, count)
     for prefix in ("", IN_ROLLOUT):
         for suffix, endpoint, method in (
             ("", retrieve, "GET"),

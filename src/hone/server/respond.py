@@ -28,7 +28,12 @@ from hone.logs import log
 from hone.server.bodies import accept_large_body
 from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
 from hone.server.generation import Generation, Piece, RequestContext
-from hone.server.prepare import prepare_chat, prepare_completion, wants_logprobs
+from hone.server.prepare import (
+    count_prompt_tokens,
+    prepare_chat,
+    prepare_completion,
+    wants_logprobs,
+)
 from hone.server.state import State
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, AnswerWriter, Dialect, Event, Logprobs
 from hone.wire.errors import error_response
@@ -91,6 +96,19 @@ async def respond(
             await Response(body, media_type="application/json")(scope, receive, send)
 
     return UntilDisconnect(answer)
+
+
+async def count_tokens(
+    state: State, request: Request, dialect: Dialect, *, resume: Resume | None = None
+) -> int:
+    """The length of the prompt that a request would have. Nothing is sampled or recorded."""
+    scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
+    parsed, messages, large = await read_body(state, request, dialect)
+    if resume is not None:
+        parsed, messages = await asyncio.to_thread(_resumed, resume, parsed, messages)
+    assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
+    async with admitted(state, dialect, parsed.model, scope, large=large) as context:
+        return await count_prompt_tokens(context, parsed.chat, messages)
 
 
 async def read_body(

@@ -20,7 +20,7 @@ from hone.wire.openai_response_items import (
     reasoning_item,
     text_part,
 )
-from hone.wire.openai_responses import ENCRYPTED, ResponsesRequest
+from hone.wire.openai_responses import CHAT_NAMES, ENCRYPTED, ResponsesRequest
 
 
 class ResponsesDialect:
@@ -43,7 +43,18 @@ class ResponsesDialect:
         )
 
     def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        """An error of the chat completion names the keys of this API."""
+        error = body["error"]
+        if own := CHAT_NAMES.get(error["param"]):
+            message = own + error["message"].removeprefix(error["param"])
+            body = {**body, "error": {**error, "param": own, "message": message}}
         return body
+
+
+class InputTokensDialect(ResponsesDialect):
+    """Requests for the length of the prompt of a response."""
+
+    path: ClassVar[str] = "/v1/responses/input_tokens"
 
 
 class ResponseWriter:

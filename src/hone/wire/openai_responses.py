@@ -61,9 +61,10 @@ _INCLUDES = (
     "web_search_call.results",
 )
 """All but the first two belong to items that no response has here."""
-_CHAT_NAMES = {
+CHAT_NAMES = {
     "messages": "input",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
     "max_completion_tokens": "max_output_tokens",
 }
 """Keys of the chat completion, as clients of this API know them."""
@@ -260,20 +261,14 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
         "chat_template_kwargs": kwargs or None,
         "stream": body.stream,
     }
-    try:
-        return ChatRequest.parse(sent, max_n=1)
-    except BadRequest as error:
-        key = error.param or ""
-        name = _CHAT_NAMES.get(key, key)
-        message = name + str(error).removeprefix(key)
-        raise BadRequest(message, param=name, code=error.code) from None
+    return ChatRequest.parse(sent, max_n=1)
 
 
 def _chat_extras(body: _Body) -> dict[str, Any]:
     """Keys of a chat completion that this API does not have."""
     extras = body.model_extra or {}
     for key in extras:
-        if key not in ChatRequest.model_fields and not key.startswith("guided_"):
+        if key not in ChatRequest.model_fields:
             known = [*_Body.model_fields, *IGNORED, *_REFUSED, *ChatRequest.model_fields]
             close = difflib.get_close_matches(key[:100], known, n=1)
             guess = f" Did you mean {close[0]!r}?" if close else ""
@@ -301,10 +296,15 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     written = text.get("format")
     if written is None:
         return None
-    if not isinstance(written, dict) or not isinstance(written.get("type"), str):
-        raise _bad_value("text.format", f"expected an object with a type, got {brief(written)}")
-    if written["type"] != "json_schema":
-        return written
+    kind = written.get("type") if isinstance(written, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _bad_value(
+            "text.format",
+            "expected {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'name': "
+            f"..., 'schema': ...}}, got {brief(written)}",
+        )
+    if kind != "json_schema":
+        return {"type": kind}
     fields = {key: value for key, value in written.items() if key != "type" and value is not None}
     return {"type": "json_schema", "json_schema": fields}
 
