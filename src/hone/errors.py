@@ -24,6 +24,7 @@
     |   |-- SampleRefused                 a trajectory that cannot be trained on as sent
     |   |-- Cancelled                     the job was cancelled
     |   |-- LearnerDied                   the learner's process ended during the job
+    |   |-- OutOfMemory                   the memory of a GPU did not suffice for the job
     |   |-- NotProved                     the engine does not serve the trained adapter
     |   `-- TrainingFailed                raised by a client for a job that failed on its server
     `-- ServerError (RuntimeError)        the operator must act
@@ -183,6 +184,10 @@ class Cancelled(TrainingError):
 
 class LearnerDied(TrainingError):
     """The learner's process ended during a job."""
+
+
+class OutOfMemory(TrainingError):
+    """The memory of a GPU did not suffice for the job; says what to reduce."""
 
 
 class NotProved(TrainingError):

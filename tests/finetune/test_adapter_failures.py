@@ -78,6 +78,17 @@ async def test_a_job_that_runs_out_of_memory_says_what_to_do():
         assert "logs/server.log" in status.message
 
 
+async def test_what_the_server_proposes_is_not_repeated_without_its_values():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        advice = "reduce max_seq_length to 4096; reduce num_generations to 4."
+        failure = {"type": "OutOfMemory", "message": f"CUDA out of memory.\n{advice}"}
+        standin.emit("failed", failure=failure)
+        status = await adapter.wait_until_complete(ref)
+        assert status.message is not None and advice in status.message
+        assert "CUDA out of memory" in status.message and LESS_MEMORY not in status.message
+
+
 async def test_a_server_without_memory_for_the_model_says_what_to_do():
     standin = StandIn()
 

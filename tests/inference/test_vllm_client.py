@@ -1,6 +1,7 @@
 """The vLLM engine as a client of a server that runs already; a small server stands in for vLLM."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,13 @@ from tests.inference.test_embedded import write_adapter
 
 from hone.errors import EngineError, EngineFailed
 from hone.inference.base import AdapterRef, Sampling, complete
+from hone.inference.grammar import Grammars
 from hone.inference.vllm import VllmEngine
+from hone.inference.vllm_process import VllmProcess
+from hone.inference.vllm_server import VllmServer
+from hone.inference.vllm_worker import digest, tensor_name
 from hone.models.decoder import Decoder
+from hone.models.lora import read_tensors
 
 
 class Standin:
@@ -60,6 +66,95 @@ class Standin:
     async def unload(self, request: Request) -> Response:
         known = self.loaded.pop((await request.json())["lora_name"], None)
         return Response("Success", status_code=200 if known else 404)
+
+
+class OwnStandin(Standin):
+    """A server that hone has started: it sleeps, wakes and shows the adapters that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.lost = False
+        """Whether it has forgotten an adapter's weights."""
+        self.app.post("/sleep")(self.sleep)
+        self.app.post("/wake_up")(self.wake)
+        self.app.post("/collective_rpc")(self.rpc)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    async def rpc(self, request: Request) -> dict[str, Any]:
+        body = await request.json()
+        self.calls.append(body["method"])
+        if body["method"] == "hone_adapters":
+            return {"results": [[i + 1 for i, _ in enumerate(self.loaded)]]}
+        (path,) = self.loaded.values()
+        settings = json.loads((Path(path) / "adapter_config.json").read_text())
+        scale, tensors = settings["lora_alpha"] / settings["r"], {}
+        for name, tensor in read_tensors(Path(path) / "adapter_model.safetensors").items():
+            stem, _, factor = name.removesuffix(".weight").rpartition(".lora_")
+            value = tensor * scale if factor == "B" else tensor
+            value = value * 0 if self.lost else value
+            tensors[tensor_name(stem.removeprefix("base_model.model."), factor)] = digest(value)
+        held = {"held": True, "tensors": tensors, "wrong": [], "ignored": []}
+        return {"results": [{**held, "dtypes": ["float32"]}]}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[tuple[OwnStandin, VllmProcess]]:
+    """A stand-in at the socket of a process that hone would have started."""
+    standin, process = OwnStandin(), VllmProcess(tmp_path / "engine")
+    config = uvicorn.Config(
+        standin.app, uds=str(process.socket), log_level="warning", lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    yield standin, process
+    server.should_exit = True
+    thread.join()
+    process.stop()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_the_digest_is_compared_again_after_waking(
+    own: tuple[OwnStandin, VllmProcess],
+    adapter: tuple[AdapterRef, Path],
+    tmp_path: Path,
+    lost: bool,
+) -> None:
+    standin, process = own
+    server = VllmServer(
+        vocab=512,
+        max_length=300,
+        max_rank=64,
+        name="tiny",
+        process=process,
+        sleeps=True,
+        kv_bytes=1 << 20,
+        grammars=Grammars(lambda: None, 512),
+    )
+    engine = VllmEngine(server, directory=tmp_path / "adapters")
+    await engine.publish(*adapter)
+    assert engine.stats().kv_budget_bytes == 1 << 20
+    standin.calls.clear()
+    await engine.sleep()
+    standin.lost = lost
+    await engine.wake()
+    assert standin.calls == ["sleep 1", "wake", "hone_digests"]
+    if lost:
+        assert "after vLLM's sleep, step 1 of" in str(engine.failure)
+        with pytest.raises(EngineFailed, match="holds other weights for"):
+            await complete(engine, [1, 2, 3], Sampling(max_tokens=1), adapter[0])
+    else:
+        assert engine.failure is None
+        await complete(engine, [1, 2, 3], Sampling(max_tokens=1), adapter[0])
+    await engine.close()
 
 
 @pytest.fixture

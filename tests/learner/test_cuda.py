@@ -112,3 +112,21 @@ def test_recomputed_layers_change_nothing():
         assert torch.equal(results["none"], results[name])
     error = (results["feed-forward"] - results["none"]).norm() / results["none"].norm()
     assert error < 0.02, error
+
+
+@pytest.mark.gpu
+def test_released_memory_is_free_and_the_next_job_gives_the_same_bits(tiny_llama_dir: Path):
+    """Frozen weights leave the GPU between jobs; parameters and compiled code stay valid."""
+    body = TransformersBody.load(tiny_llama_dir, device="cuda", dtype=torch.bfloat16)
+    size = sum(parameter.nbytes for parameter in body.model.parameters())
+    config, hashes = TrainConfig(learning_rate=1e-3, row_tokens=512), []
+    for _ in range(3):
+        learner = Learner(body, Lora.init(body.layout, seed=1, device="cuda"), base_model="tiny")
+        hashes.append(learner.train(job(), config).sha256)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        learner.release(weights=True)
+        assert torch.cuda.memory_allocated() <= held - size
+        assert torch.cuda.memory_reserved() < 64 * 2**20
+        assert {parameter.device.type for parameter in body.model.parameters()} == {"cpu"}
+    assert len(set(hashes)) == 1

@@ -191,3 +191,19 @@ def test_a_row_is_padded_like_a_longer_one():
     (row,) = pack(samples(3), row_tokens=10**6, fill=True).rows
     assert len(row) < 512
     assert [len(body.arranged(row, like)) for like in (0, 513, 1500)] == [512, 768, 1536]
+
+
+def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup]):
+    model = BY_NAME["Qwen2.5"].model()
+    body = TransformersBody(model, raw=model.config.to_dict())
+    before = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
+    results = []
+    for away in (False, True):
+        learner = learner_of(body)
+        if away:
+            learner.release(weights=True)
+            learner.release(weights=True)  # twice does no harm
+            assert all(parameter.data_ptr() != place for parameter, place in before)
+        results.append(learner.train(groups, CONFIG).sha256)
+    assert results[0] == results[1]
+    assert [parameter for parameter, _ in before] == list(model.parameters()), "the same objects"

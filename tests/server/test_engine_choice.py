@@ -126,7 +126,10 @@ def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
         checked_spec(spec(engine_args={"max_num_seqs": 8}), check_arg)
 
 
-def test_arts_clients_send_engine_args_and_gpu_ids(state: State, python: Path) -> None:
+def test_arts_clients_send_engine_args_and_gpu_ids(
+    state: State, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 2)
     internal = {
         "engine_args": {"gpu_memory_utilization": 0.7},
         "inference_gpu_ids": [1],
@@ -135,8 +138,9 @@ def test_arts_clients_send_engine_args_and_gpu_ids(state: State, python: Path) -
     body = {"name": "agent", "base_model": "tiny", "_internal_config": internal}
     check_arg = choice(state, engine="vllm", engine_python=python).check_arg()
     sent = model_spec(ArtModel.model_validate(body), check_arg)
-    assert sent.engine_args == {"gpu_memory_utilization": 0.7, "inference_gpu_ids": [1]}
-    assert sent.not_applicable == ["trainer_gpu_ids"]
+    ids = {"inference_gpu_ids": [1], "trainer_gpu_ids": [0]}
+    assert sent.engine_args == {"gpu_memory_utilization": 0.7, **ids}
+    assert sent.not_applicable == []
 
 
 def test_more_gpus_than_there_are(state: State, python: Path) -> None:

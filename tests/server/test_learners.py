@@ -17,7 +17,7 @@ from hone.errors import TrainingError
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models import machine
-from hone.server import learning
+from hone.server import learners
 from hone.server.settings import Settings
 
 
@@ -98,10 +98,10 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
     launches = Launches(LearnerHere)
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
         language = await server.serving.template(str(tiny_model))
-        assert learning.fits_beside_engine(language, server.settings)
+        assert learners.fits_beside_engine(language, server.settings)
         # Half a megabyte of weights is more than a part in 2**60 of any memory.
-        monkeypatch.setattr(learning, "AHEAD_SHARE", 2**60)
-        assert not learning.fits_beside_engine(language, server.settings)
+        monkeypatch.setattr(learners, "AHEAD_SHARE", 2**60)
+        assert not learners.fits_beside_engine(language, server.settings)
         await server.service.prepare(server.models.register(spec(tiny_model)))
         await server.trained(tiny_model, 0)
     assert launches.gave_way == [False]
@@ -110,7 +110,7 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
 async def test_no_learner_is_launched_ahead_on_a_gpu(tiny_model: Path, tmp_path: Path):
     async with SmallServer.started(tmp_path / "hone") as server:
         language = await server.serving.template(str(tiny_model))
-    assert not learning.fits_beside_engine(language, Settings(device="cuda:0"))
+    assert not learners.fits_beside_engine(language, Settings(device="cuda:0"))
 
 
 async def test_a_learner_that_cannot_be_launched_is_the_first_jobs_failure(
@@ -219,7 +219,7 @@ async def test_a_server_that_stops_does_not_wait_for_a_learner_that_loads(
 def test_threads_are_counted_from_the_cores_the_server_may_use():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "from hone.server.learning import usable_cores; print(usable_cores())"
+        "from hone.server.learners import usable_cores; print(usable_cores())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"

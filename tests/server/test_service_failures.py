@@ -16,7 +16,7 @@ from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerSpec
 from hone.models.decoder import Decoder
 from hone.server import supervision
-from hone.server.learning import PATIENT
+from hone.server.learners import PATIENT
 from hone.types import ModelKey
 
 KEY = ModelKey("default", "agent")

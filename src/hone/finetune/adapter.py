@@ -393,4 +393,6 @@ def _job_id(ref: TrainingJobRef) -> str:
 
 
 def _is_memory(message: str) -> bool:
-    return "out of memory" in message.lower() or "OutOfMemory" in message
+    """Whether memory did not suffice, and the server has not said what to do."""
+    short = "out of memory" in message.lower() or "OutOfMemory" in message
+    return short and "num_generations" not in message

@@ -288,7 +288,7 @@ class VllmEngine:
         self._client.check_open()
         self._awake.clear()
         await self._idle.wait()
-        if self._awake.is_set():  # woken meanwhile
+        if self._awake.is_set() or self._asleep:  # woken meanwhile, or put to sleep by another
             return
         if self._server.sleeps:
             self._asleep = True

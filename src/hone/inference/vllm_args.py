@@ -14,8 +14,9 @@ from typing import Any
 
 from hone.errors import ConfigError, did_you_mean
 
-GPU_IDS = "inference_gpu_ids"
-"""The GPUs that vLLM may use, by number. hone's key, not vLLM's."""
+INFERENCE_IDS, TRAINER_IDS = "inference_gpu_ids", "trainer_gpu_ids"
+"""The GPUs of vLLM and of the learner, by number. ART's keys, not vLLM's."""
+GPU_IDS = (INFERENCE_IDS, TRAINER_IDS)
 MIN_LORAS = 3
 """Adapters in one batch: with fewer, requests of the new step wait for those of the old one."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -89,7 +90,7 @@ _SAME: dict[str, Any] = {
 
 def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
     """Refuse an argument that vLLM does not know, or that hone decides; `where` names the key."""
-    if key == GPU_IDS:
+    if key in GPU_IDS:
         is_list = isinstance(value, list) and value and all(type(gpu) is int for gpu in value)
         if not is_list or any(gpu < 0 for gpu in value):
             raise ConfigError(f"{where}: {value!r} is no list of GPU numbers, such as [0, 1]")
@@ -107,24 +108,6 @@ def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
         )
     if key == "max_lora_rank" and value not in RANKS:
         raise ConfigError(f"{where}: {value!r}; vLLM accepts {', '.join(map(str, RANKS))}")
-
-
-def check_gpus(args: Mapping[str, Any], gpus: int, *, where: str = "engine_args") -> None:
-    """Refuse more GPUs than the machine has."""
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-    needed = 1
-    for key in sizes:
-        needed *= int(args.get(key) or 1)
-    ids = args.get(GPU_IDS)
-    if ids is not None and (missing := [gpu for gpu in ids if gpu >= gpus]):
-        raise ConfigError(
-            f"{where}.{GPU_IDS}: GPU {missing[0]} does not exist; this machine has {gpus}"
-        )
-    present = gpus if ids is None else len(ids)
-    if needed > max(1, present):
-        raise ConfigError(
-            f"{where}: {' x '.join(sizes)} is {needed}, and {present} GPUs are present; lower it"
-        )
 
 
 def rank_limit(rank: int) -> int:
@@ -153,7 +136,7 @@ def server_arguments(
         "max_lora_rank": rank_limit(rank),
         "disable_log_stats": True,
         **({"enable_sleep_mode": True} if sleeps else {}),
-        **{key: value for key, value in args.items() if key not in OWNED and key != GPU_IDS},
+        **{key: value for key, value in args.items() if key not in OWNED and key not in GPU_IDS},
         "max_loras": loras,
         # One more than the server keeps: the next step is loaded before the oldest is unloaded.
         "max_cpu_loras": max(loras, max_adapters + 2, int(args.get("max_cpu_loras") or 0)),
@@ -172,12 +155,6 @@ def server_arguments(
     for key, value in merged.items():
         line += _option(key, value)
     return line
-
-
-def environment_variables(args: Mapping[str, Any]) -> dict[str, str]:
-    """What vLLM's processes find in their environment."""
-    ids = args.get(GPU_IDS)
-    return {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
 
 
 def _option(key: str, value: Any) -> list[str]:

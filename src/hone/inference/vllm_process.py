@@ -41,6 +41,12 @@ DESCRIBE_S = 60.0
 LAST_LINES, MOST_CAUSES = 15, 5
 """Lines of vLLM's log in an error: the last ones, and the first different exceptions."""
 CAUSE = re.compile(r"(?:^| ERROR .*\] )(\w+(?:\.\w+)*(?:Error|Exception): .+)")
+NO_MEMORY = re.compile(
+    r"out of memory|No available memory for the cache|less than desired GPU memory utilization"
+    r"|KV cache is needed, which is larger",
+    re.IGNORECASE,
+)
+"""What vLLM's exceptions say if the GPU's memory, or its share of it, does not suffice."""
 LOOK_S = 2.0
 """Longest time between two looks at a server that is starting."""
 READY = "Application startup complete"
@@ -121,9 +127,13 @@ def check_version(version: str, *, where: str) -> None:
 class VllmProcess:
     """A vLLM server started by this process."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` is for its log and adapters; `start` begins it."""
+    def __init__(self, directory: Path, *, less_memory: str = "") -> None:
+        """`directory` is for its log and adapters; `start` begins it.
+
+        `less_memory` is added to the error of a server whose memory did not suffice.
+        """
         self.directory = directory
+        self._less_memory = less_memory
         self.log = directory / "vllm.log"
         # Not in `directory`: the path of a socket may have a hundred characters.
         self._private = Path(tempfile.mkdtemp(prefix="hone-vllm-"))
@@ -198,7 +208,13 @@ class VllmProcess:
         with self._changed:
             if self._status is None or self._stopping:
                 return None
-            return EngineFailed(f"vLLM ended with exit status {self._status}. {self._log_end()}")
+            memory = f"CUDA out of memory. {self._less_memory}\n" if self._lacked_memory else ""
+            ending = f"vLLM ended with exit status {self._status}. {self._log_end()}"
+            return EngineFailed(memory + ending)
+
+    @property
+    def _lacked_memory(self) -> bool:
+        return any(NO_MEMORY.search(cause) for cause in self._causes)
 
     def _log_end(self) -> str:
         """The exceptions in its log, and the last lines."""

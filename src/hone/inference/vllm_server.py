@@ -18,7 +18,7 @@ import httpx
 
 from hone.errors import EngineError
 from hone.inference.grammar import Grammars
-from hone.inference.vllm_args import RANKS, environment_variables, rank_limit, server_arguments
+from hone.inference.vllm_args import RANKS, rank_limit, server_arguments
 from hone.inference.vllm_client import CONNECT_S, CONTROL_S, check_logprobs
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
 from hone.logs import say
@@ -60,12 +60,15 @@ def start_server(
     max_adapters: int,
     rank: int,
     on_gpu: bool,
+    env: Mapping[str, str] | None = None,
+    less_memory: str = "",
     start: Callable[[VllmProcess], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> VllmServer:
     """Start a vLLM server for a model by name. Blocking.
 
     `max_length` holds unless `args` has a max_model_len; the model's own limit always does.
-    `start` is entered while the process starts, so that its owner can stop it.
+    `env` is added to the environment of its processes. `less_memory` says what to do if its memory
+    does not suffice. `start` is entered while the process starts, so that its owner can stop it.
     """
     files = find(name)
     sleeps = on_gpu and args.get("enable_sleep_mode") is not False
@@ -81,7 +84,7 @@ def start_server(
         rank=rank,
         sleeps=sleeps,
     )
-    process = VllmProcess(directory)
+    process = VllmProcess(directory, less_memory=less_memory)
     began = perf_counter()
     say("vLLM starts", base_model=name, version=environment.version, log=process.log)
 
@@ -89,7 +92,7 @@ def start_server(
         say(f"vLLM {stage}", base_model=name, after_s=round(perf_counter() - began))
 
     with start(process):
-        process.start(environment, arguments, env=environment_variables(args), tell=tell)
+        process.start(environment, arguments, env=env, tell=tell)
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
             check_logprobs(client, "http://vllm", BASE_NAME)

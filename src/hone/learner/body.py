@@ -19,6 +19,7 @@ from torch import Tensor
 from hone.errors import ConfigError
 from hone.learner.attention import ancestors_attention
 from hone.learner.logprobs import Head
+from hone.learner.offload import free_cached
 from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.decoder import Decoder
@@ -91,6 +92,14 @@ class Body(Protocol):
         """Tokens of the longest row that fits into the learner's memory."""
         ...
 
+    def release(self, *, weights: bool) -> None:
+        """Free device memory that only a job needs; with `weights` that of the model, too."""
+        ...
+
+    def restore(self) -> None:
+        """Be ready for a job again."""
+        ...
+
 
 class DecoderBody:
     """hone's own decoder."""
@@ -153,16 +162,28 @@ class DecoderBody:
             device=str(decoder.device),
         )
 
+    def release(self, *, weights: bool) -> None:
+        """Its models are small ones; their weights stay."""
+        free_cached(self.device)
 
-def load_body(directory: Path, *, device: str, dtype: torch.dtype) -> Body:
-    """The body of an HF directory: on a CPU hone's own decoder where it knows the model."""
+    def restore(self) -> None:
+        """Nothing was taken away."""
+
+
+def load_body(
+    directory: Path, *, device: str, dtype: torch.dtype, memory: int | None = None
+) -> Body:
+    """The body of an HF directory: on a CPU hone's own decoder where it knows the model.
+
+    `memory` replaces the learner's share of a GPU, in bytes.
+    """
     raw = json.loads((directory / "config.json").read_text())
     own = runs_own_decoder(raw, device)
     if os.environ.get(BODY, "decoder" if own else "transformers") == "decoder":
         return DecoderBody(Decoder.load(directory, device=device, dtype=dtype))
     from hone.learner.transformers_body import TransformersBody  # takes seconds to import
 
-    return TransformersBody.load(directory, device=device, dtype=dtype)
+    return TransformersBody.load(directory, device=device, dtype=dtype, memory=memory)
 
 
 def runs_own_decoder(raw: Mapping[str, Any], device: str) -> bool:

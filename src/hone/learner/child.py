@@ -95,6 +95,11 @@ def main() -> None:
                 send("done", job, result=_answer(learner, request, inbox, send))
         except HoneError as error:
             send("failed", job, type=type(error).__name__, message=str(error))
+        except RuntimeError as error:
+            # By its name: torch is imported only when a model is loaded.
+            if type(error).__name__ != "OutOfMemoryError":
+                raise
+            send("failed", job, type="OutOfMemory", message=str(error).splitlines()[0])
 
 
 def _answer(
@@ -109,6 +114,9 @@ def _answer(
             else:
                 learner.load(directory, optimizer=request["optimizer"])
         return {"sha256": learner.lora.sha256}
+    if request["do"] == "release":
+        learner.release(weights=request["weights"])
+        return {}
     assert request["do"] == "train", f"unknown request {request['do']!r}"
     groups, config = unpack_groups(request.pop("data")), TrainConfig(**request["config"])
     if request["base_step"] is not None:
@@ -141,7 +149,12 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
     # Otherwise every new tensor is filled with NaN, to make reads of unset memory repeatable; hone
     # has no such reads, and it costs a tenth of the step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    body = load_body(spec.model_dir, device=spec.device, dtype=getattr(torch, spec.dtype))
+    if spec.memory is not None and spec.device.startswith("cuda"):
+        # What exceeds it fails here, instead of taking the memory that vLLM needs.
+        total = torch.cuda.get_device_properties(spec.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory / total), spec.device)
+    dtype = getattr(torch, spec.dtype)
+    body = load_body(spec.model_dir, device=spec.device, dtype=dtype, memory=spec.memory)
     lora = Lora.init(
         body.layout, rank=spec.rank, alpha=spec.alpha, seed=spec.seed, device=spec.device
     )

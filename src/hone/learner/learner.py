@@ -102,6 +102,7 @@ class Learner:
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
         probe = ProbeCalls.choose(samples.samples if probe_tokens else (), body.dtype)
         lengths = {len(row) for batch in batches for row in batch.rows}
+        body.restore()
         with self._atomic():
             with clock.phase("probe"):
                 before = probe.logprobs(body, self.lora, lengths)
@@ -125,6 +126,11 @@ class Learner:
             sha256=self.lora.sha256,
             logprobs=logprobs,
         )
+
+    def release(self, *, weights: bool) -> None:
+        """Free device memory between two jobs; with `weights` also that of the base model."""
+        self.optimizer.zero_grad()
+        self.body.release(weights=weights)
 
     def most_row_tokens(self) -> int:
         """The value that `row_tokens: null` stands for."""

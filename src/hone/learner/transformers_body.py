@@ -23,6 +23,7 @@ from hone.errors import ModelUnsupported
 from hone.learner import flex
 from hone.learner.attention import SegmentAttention
 from hone.learner.model_facts import inspect_model
+from hone.learner.offload import HostWeights, free_cached
 from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.lora import Layout, Lora
@@ -52,6 +53,8 @@ class TransformersBody:
         `attention` (SEGMENTS or FLEX) and `compile_options` are for tests and benchmarks.
         """
         self.model = model.eval().requires_grad_(False)
+        self.device: torch.device = model.device
+        self._weights = HostWeights(model, self.device)
         self._raw = raw
         self._memory = memory
         self._text = model.config.get_text_config()
@@ -100,10 +103,6 @@ class TransformersBody:
         return cls(model.to(device), raw=raw, memory=memory)
 
     @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
@@ -140,6 +139,14 @@ class TransformersBody:
             device=str(self.device),
             learner=self._memory,
         )
+
+    def release(self, *, weights: bool) -> None:
+        if weights:
+            self._weights.release()
+        free_cached(self.device)
+
+    def restore(self) -> None:
+        self._weights.restore()
 
     def layout_of(self, target_modules: Collection[str]) -> Layout:
         return restricted(self.layout, target_modules)

@@ -50,6 +50,8 @@ class LearnerSpec(Strict):
     threads: int = Field(gt=0)
     device: str = "cpu"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    memory: int | None = Field(default=None, gt=0)
+    """Most bytes of a GPU that it may use; None: half of the GPU."""
 
 
 class WorkerInfo(Strict):
@@ -191,6 +193,10 @@ class LearnerProcess:
         """Continue from a checkpoint; returns the adapter's hash."""
         body = {"directory": str(directory), "optimizer": optimizer}
         return self._request("load", body, deadline_s)["sha256"]
+
+    def release(self, *, weights: bool, deadline_s: float = 120.0) -> None:
+        """Free GPU memory between two jobs; with `weights` also that of the base model."""
+        self._request("release", {"weights": weights}, deadline_s)
 
     def cancel(self) -> None:
         """Ask the running job to stop; `train` raises Cancelled within one micro-batch."""

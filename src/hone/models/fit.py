@@ -149,6 +149,15 @@ def recomputation(
     return next((c for c in choices if plan.most_tokens(learner, c) >= tokens), choices[-1])
 
 
+def learner_bytes(
+    config_json: Mapping[str, Any], tokens: int, *, dtype_bytes: int, rank: int
+) -> int:
+    """Memory of the learner on CUDA with a row of so many tokens, of which nothing is recomputed."""
+    plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
+    row = CUDA_LOGITS + tokens * plan.layers * plan.kept if tokens else 0
+    return plan.fixed + row
+
+
 @dataclass(frozen=True, slots=True)
 class _CudaPlan:
     """Bytes of a row on CUDA, with some of the layers recomputed."""

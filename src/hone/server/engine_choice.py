@@ -13,8 +13,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +22,19 @@ from typing import Any
 
 from hone.errors import ConfigError, EngineError
 from hone.inference.base import Engine
-from hone.inference.vllm_args import check_arg, check_gpus, rank_limit
+from hone.inference.vllm_args import GPU_IDS, TRAINER_IDS, check_arg, rank_limit
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
+from hone.logs import say
+from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
+from hone.models.find import find
+from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
 from hone.server.settings import Settings
 from hone.store.models import ModelStore
 from hone.types import ModelSpec
 from hone.wire.errors import brief
 
-CheckArg = Callable[[str, str, Any], None]
-"""Refuses one argument of the engine: where it stands, its key, its value."""
+CheckArg = Callable[[str, str, Any], bool]
+"""Checks one argument of the engine (where it stands, its key, its value): whether it applies here."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,18 @@ class EngineChoice:
         """The check of engine_args; None for the embedded engine, to which they do not apply."""
         if not self.is_vllm:
             return None
-        if self.vllm is None:
-            return _refuse_for_url
-        known = self.vllm.keys
-        return lambda where, key, value: check_arg(where, key, value, known)
+        known = None if self.vllm is None else self.vllm.keys
+
+        def check(where: str, key: str, value: Any) -> bool:
+            if known is None and key != TRAINER_IDS:
+                raise ConfigError(
+                    f"{where}: {brief(value)} cannot be set for a vLLM that runs already "
+                    "(--engine-url); set it there"
+                )
+            check_arg(where, key, value, known or ())
+            return key not in GPU_IDS or num_gpus(self._settings.device) > 0
+
+        return check
 
     def register(self, spec: ModelSpec, in_use: bool) -> bool:
         """Serve this model from now on; whether the running engine must be opened again for it.
@@ -99,7 +111,7 @@ class EngineChoice:
         """
         if not self.is_vllm:
             return False
-        check_gpus(spec.engine_args, num_gpus(self._settings.device))
+        self._gpus(spec.engine_args)
         with self._lock:
             opened = self._opened.get(spec.base_model)
             changes = opened is not None and not opened.covers(self._plan(spec.base_model, spec))
@@ -123,6 +135,66 @@ class EngineChoice:
             rank=max((s.rank for s in specs), default=8),
             max_length=min(most, max(lengths, default=0) or most),
         )
+
+    # ---- GPUs ---------------------------------------------------------------------------------
+
+    def gpus(self, base_model: str) -> Gpus:
+        """The GPUs that the engine and the learner of a base model use."""
+        return self._gpus(self._current(base_model).args)
+
+    def _gpus(self, args: Mapping[str, Any]) -> Gpus:
+        device = self._settings.device
+        gpus = choose_gpus(args, device=device, count=num_gpus(device))
+        if self._settings.engine_url is not None:  # where that one is, is not known here
+            return Gpus((), gpus.trainer)
+        return gpus
+
+    def _current(self, base_model: str) -> Plan:
+        """How vLLM was started, or would be started now."""
+        with self._lock:
+            return self._opened.get(base_model) or self._plan(base_model, None)
+
+    def card(self, base_model: str) -> CardPlan | None:
+        """How vLLM and the learner divide the GPU that they share; None if they share none."""
+        plan, gpus = self._current(base_model), self.gpus(base_model)
+        if self.vllm is None or gpus.shared is None:
+            return None
+        sleep = plan.args.get("enable_sleep_mode")
+        if self._settings.serving_during_training == "continue":
+            sleep = False
+        share = plan.args.get("gpu_memory_utilization")
+        total, needs = self._needs(base_model, plan, gpus)
+        return plan_card(total, needs, utilization=share, sleep=sleep)
+
+    def less_memory(self, base_model: str, generations: int | None = None) -> str:
+        """What to do if the memory of a GPU did not suffice, with values that would fit."""
+        plan, gpus = self._current(base_model), self.gpus(base_model)
+        if gpus.trainer is None:
+            return ""
+        total, needs = self._needs(base_model, plan, gpus)
+        return memory_advice(
+            total,
+            needs,
+            utilization=plan.args.get("gpu_memory_utilization"),
+            generations=generations,
+            tensor_parallel=len(gpus.inference) or 1,
+        )
+
+    def _needs(self, base_model: str, plan: Plan, gpus: Gpus) -> tuple[int, Needs]:
+        """Bytes of the learner's GPU, and what the model needs there."""
+        from hone.models.fit import total_memory
+        from hone.models.machine import choose  # torch takes seconds to load
+
+        files, (_, dtype) = find(base_model), choose(self._settings.device)
+        positions = int(files.text_config["max_position_embeddings"])
+        needs = needs_of(
+            files.config,
+            dtype_bytes=dtype.itemsize,
+            rank=plan.rank,
+            max_length=min(int(plan.args.get("max_model_len") or plan.max_length), positions),
+            gpus=len(gpus.inference) or 1,
+        )
+        return total_memory(f"cuda:{gpus.trainer}"), needs
 
     # ---- opening ------------------------------------------------------------------------------
 
@@ -148,16 +220,26 @@ class EngineChoice:
                 base_model, url, directory=directory, max_length=plan.max_length
             )
         assert self.vllm is not None
+        card, gpus = self.card(base_model), self.gpus(base_model)
+        args: dict[str, Any] = {}
+        if card is not None:
+            say(card.describe(), base_model=base_model)
+            args["gpu_memory_utilization"] = int(1000 * card.utilization) / 1000
+            args["enable_sleep_mode"] = card.sleeps
+        elif gpus.inference:  # nobody else needs its memory
+            args["enable_sleep_mode"] = False
         return VllmEngine.open(
             base_model,
             environment=self.vllm,
             directory=directory,
-            args=plan.args,
+            args=args | plan.args,
             dtype=str(dtype).removeprefix("torch."),
             max_length=plan.max_length,
             max_adapters=self._settings.max_adapters,
             rank=plan.rank,
             on_gpu=device.startswith("cuda"),
+            env=visible(gpus.inference),
+            less_memory=self.less_memory(base_model),
             start=self._started,
         )
 
@@ -197,24 +279,6 @@ class EngineChoice:
         if self.vllm is None:
             return "embedded"
         return f"vLLM {self.vllm.version} of {self.vllm.python}"
-
-
-def num_gpus(device: str | None) -> int:
-    """CUDA devices that may be used."""
-    if device == "cpu" or not Path("/dev/nvidiactl").exists():
-        return 0  # without loading torch
-    import torch
-
-    with suppress(RuntimeError):
-        return torch.cuda.device_count()
-    return 0
-
-
-def _refuse_for_url(where: str, key: str, value: Any) -> None:
-    raise ConfigError(
-        f"{where}: {brief(value)} cannot be set for a vLLM that runs already (--engine-url); set it "
-        "there"
-    )
 
 
 def open_embedded(name: str, settings: Settings) -> Engine:

@@ -153,9 +153,11 @@ def read_args(
             all_linear = value == "all-linear" or _sorted(value) == PROJECTIONS
             spec.take(name, [] if all_linear else value, {TARGETS: "target_modules"})
             continue
-        if check_arg and name not in _MODELS and (section == "engine_args" or key == GPU_IDS):
-            check_arg(".".join(map(str, (*root, name))), key, value)
-            engine_args[key] = value
+        if check_arg and name not in _MODELS and (section == "engine_args" or key in GPU_IDS):
+            if check_arg(".".join(map(str, (*root, name))), key, value):
+                engine_args[key] = value
+            else:
+                spec.not_applicable.append(name)
             continue
         (defaults if name in _DEFAULTS else spec).take(name, value, _DEFAULTS | _SPEC)
     if engine_args:

@@ -16,17 +16,18 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hone.errors import Cancelled, NotProved, StorageError
+from hone.errors import Cancelled, LearnerDied, NotProved, OutOfMemory, StorageError
 from hone.inference.base import AdapterRef
+from hone.learner.packed import unpack_groups
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server import learning
 from hone.server.endings import Endings, check_disk_space
-from hone.server.learning import Learners, StartLearner
+from hone.server.learners import Learners, StartLearner
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
@@ -86,7 +87,7 @@ class TrainingService:
         self._serving = serving
         self._settings = settings
         self._metrics = metrics
-        self._learners = Learners(settings, start_learner)
+        self._learners = Learners(settings, start_learner, serving.choice)
         self._endings = Endings(jobs, metrics)
         self._loops: dict[str, _Loop] = {}
         self._writing_first = threading.Lock()
@@ -189,7 +190,7 @@ class TrainingService:
         pin = None
         if checkpoint is None:
             await asyncio.to_thread(check_disk_space, newest)
-            start = (newest, record.spec, tokenizer, self._settings)
+            start = (newest, record.spec, tokenizer, self._settings, serving.choice)
             pin = await asyncio.to_thread(learning.pin, *start)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
@@ -259,10 +260,24 @@ class TrainingService:
 
         The learner is free again before the job is marked as done.
         """
+        async with AsyncExitStack() as loading:
+            card = await asyncio.to_thread(self._serving.choice.card, job.base_model)
+            if card is not None and card.sleeps:  # the learner has no room to load in before
+                await loading.enter_async_context(self._serving_paused(job.base_model))
+            return await self._learn_with(loading, job, newest, base, key)
+
+    async def _learn_with(
+        self, loading: AsyncExitStack, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey
+    ) -> tuple[Checkpoint | None, dict[str, Any]]:
         async with self._learners.borrow(base) as learner:
             failpoint("job/before-learn")
-            async with self._serving_paused(learner) as held:
-                result = await asyncio.to_thread(self._learn, learner, job, newest)
+            async with self._serving_paused(job.base_model) as held:
+                await loading.aclose()  # pauses are counted: this one goes on
+                try:
+                    result = await asyncio.to_thread(self._learn, learner, job, newest)
+                finally:
+                    # Before vLLM wakes: it needs the memory.
+                    await asyncio.to_thread(self._release, learner, job.base_model)
             result["metrics"] |= held
             failpoint("job/after-learn")
             if not result["steps"] and not job.advance_when_flat:
@@ -272,15 +287,15 @@ class TrainingService:
             return checkpoint, result
 
     @asynccontextmanager
-    async def _serving_paused(self, learner: LearnerProcess) -> AsyncIterator[dict[str, float]]:
+    async def _serving_paused(self, base_model: str) -> AsyncIterator[dict[str, float]]:
         """Requests wait while the block runs, if so configured or if engine and learner share a GPU.
 
         Yields a mapping that holds the metric of how long, once the block has ended.
         """
         held: dict[str, float] = {}
         choice = self._settings.serving_during_training
-        shared = learner.info is not None and learner.info.device.startswith("cuda")
-        if choice == "continue" or (choice is None and not shared):
+        gpus = await asyncio.to_thread(self._serving.choice.gpus, base_model)
+        if choice == "continue" or (choice is None and gpus.shared is None):
             yield held
             return
         started = time.monotonic()
@@ -289,18 +304,31 @@ class TrainingService:
         held["serve/held_s"] = time.monotonic() - started
 
     def _learn(self, learner: LearnerProcess, job: JobInfo, base: Checkpoint) -> dict[str, Any]:
-        result = learning.learn(
-            learner,
-            job,
-            self._jobs.packed_groups(job.id),
-            base,
-            tell=lambda at: self._jobs.progress(job.id, at),
-            check_cancelled=lambda: self._check_cancelled(job),
-        )
+        try:
+            result = learning.learn(
+                learner,
+                job,
+                self._jobs.packed_groups(job.id),
+                base,
+                tell=lambda at: self._jobs.progress(job.id, at),
+                check_cancelled=lambda: self._check_cancelled(job),
+            )
+        except OutOfMemory as error:
+            groups = unpack_groups(self._jobs.packed_groups(job.id))
+            generations = max((len(group.trajectories) for group in groups), default=None)
+            advice = self._serving.choice.less_memory(job.base_model, generations)
+            raise OutOfMemory(f"{error}\n{advice}") from None
         notes = list(learner.info.notes) if learner.info else []
         learned = {"metrics": result["metrics"], "reason": result["reason"], "notes": notes}
         self._jobs.emit(job.id, "learned", learned)
         return result
+
+    def _release(self, learner: LearnerProcess, base_model: str) -> None:
+        """Free the learner's share of a GPU that it shares with vLLM, as planned."""
+        card = self._serving.choice.card(base_model)
+        if card is not None:
+            with suppress(LearnerDied):  # its memory is free then
+                learner.release(weights=card.offloads)
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or self._jobs.is_cancelling(job.id):

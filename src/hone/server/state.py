@@ -17,7 +17,7 @@ from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server.bodies import BodyBudget
 from hone.server.conversations import Conversations
-from hone.server.learning import StartLearner
+from hone.server.learners import StartLearner
 from hone.server.service import TrainingService
 from hone.server.serving import OpenEngine, Serving
 from hone.server.settings import Settings

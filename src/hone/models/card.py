@@ -1,0 +1,203 @@
+"""How the memory of one GPU is divided between vLLM and the learner.
+
+In:   the GPU's memory, the model's bytes, the learner's estimate, the longest sequence
+Out:  CardPlan: vLLM's share, the learner's share, and whether vLLM sleeps while the learner trains
+
+A function of these numbers alone, never of the memory that happens to be free: the learner's share
+decides how long its rows are, and the same job must give the same bits.
+
+With a standing split both keep their memory, and nothing is moved between sampling and training. It is
+chosen where vLLM still has a KV cache for STANDING_SEQUENCES. Otherwise each has almost the whole GPU in
+turn: vLLM sleeps while the learner trains, and the learner moves its weights to the machine's memory
+while vLLM samples if they are in the way.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hone.errors import ModelTooLarge
+from hone.models.fit import FULL_SPEED, learner_bytes
+from hone.models.shape import shape_of
+
+CONTEXT = 10**9
+"""CUDA context, kernels and workspaces of one process. An assumption, not measured yet."""
+OVERHEAD = 4 * 10**9
+"""What vLLM needs besides weights and KV cache: context, activations, CUDA graphs, adapters. An
+assumption, not measured yet."""
+ASLEEP = 4 * 10**9
+"""What vLLM keeps while it sleeps: context, CUDA graphs, workspaces. An assumption, not measured yet."""
+SPARE_SHARE = 0.02
+"""Share of the GPU that no estimate uses."""
+MOST_SEQUENCES = 256
+"""A larger KV cache than for so many sequences of full length gains nothing: vLLM's usual batch."""
+STANDING_SEQUENCES = 32
+"""A standing split has a KV cache for at least so many sequences of full length."""
+SHORTEST = 256
+"""Shortest max_seq_length that a message proposes; longer ones are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a model needs on the GPU, in bytes."""
+
+    weights: int
+    """vLLM's copy of the base weights; the learner has one of its own."""
+    kv_token: int
+    """KV cache per token."""
+    max_length: int
+    """Tokens of the longest sequence."""
+    learner: int
+    """The learner with a row of full speed, its copy of the weights included."""
+    learner_fixed: int
+    """The learner without a row: weights, adapter, optimizer."""
+
+    def kv(self, sequences: int) -> int:
+        """KV cache of so many sequences of full length."""
+        return sequences * self.max_length * self.kv_token
+
+
+def needs_of(
+    config_json: Mapping[str, Any], *, dtype_bytes: int, rank: int, max_length: int, gpus: int = 1
+) -> Needs:
+    """What a model needs on one of the `gpus` that vLLM uses; the learner is on one of them."""
+    shape = shape_of(config_json)
+    kv_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype_bytes
+    learner = {"dtype_bytes": dtype_bytes, "rank": rank}
+    return Needs(
+        weights=shape.parameters * dtype_bytes // gpus,
+        kv_token=kv_token // gpus,
+        max_length=max_length,
+        learner=learner_bytes(config_json, FULL_SPEED, **learner),
+        learner_fixed=learner_bytes(config_json, 0, **learner),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardPlan:
+    """Bytes of one GPU by use."""
+
+    total: int
+    weights: int
+    """vLLM's weights."""
+    kv: int
+    """vLLM's KV cache."""
+    learner: int
+    """Most that the learner may use while it trains."""
+    kept: int
+    """What the learner keeps while vLLM samples."""
+    sleeps: bool
+    """vLLM sleeps while the learner trains."""
+
+    @property
+    def utilization(self) -> float:
+        """vLLM's gpu_memory_utilization."""
+        return (self.weights + OVERHEAD + self.kv) / self.total
+
+    @property
+    def offloads(self) -> bool:
+        """The learner's weights leave the GPU while vLLM samples."""
+        return self.kept <= CONTEXT
+
+    @property
+    def spare(self) -> int:
+        """What nobody uses while vLLM samples."""
+        return self.total - self.weights - OVERHEAD - self.kv - self.kept
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        vllm = f"weights {gb(self.weights)}, KV cache {gb(self.kv)}, other {gb(OVERHEAD)}"
+        vllm_then = "vLLM asleep" if self.sleeps else "vLLM as before"
+        return (
+            f"{gb(self.total)} GB of GPU memory; sampling: vLLM {self.utilization:.2f} ({vllm}), "
+            f"learner {gb(self.kept)}, spare {gb(self.spare)}; training: {vllm_then}, learner "
+            f"{gb(self.learner)}"
+        )
+
+
+def plan_card(
+    total: int, needs: Needs, *, utilization: float | None = None, sleep: bool | None = None
+) -> CardPlan:
+    """Divide a GPU of `total` bytes.
+
+    `utilization` is the user's gpu_memory_utilization: it holds while vLLM samples. `sleep` False
+    asks for a standing split, True for sleep; None decides. Raises ModelTooLarge with what would fit.
+    """
+    plan = _divided(total, needs, utilization, sleep)
+    # Whether vLLM fits into the user's share is for vLLM to say: it measures, and this estimates.
+    problem = _problem(plan, needs, planned=utilization is None)
+    if problem is None:
+        return plan
+    advice = memory_advice(total, needs, utilization=utilization)
+    raise ModelTooLarge(f"CUDA out of memory: {problem}.\n{advice}")
+
+
+def _divided(total: int, needs: Needs, utilization: float | None, sleep: bool | None) -> CardPlan:
+    usable = total - int(SPARE_SHARE * total)
+    beside = usable - needs.weights - OVERHEAD  # for the KV cache and the learner
+    fixed = needs.learner_fixed + CONTEXT
+    if utilization is not None:
+        sleeps = sleep is not False
+        kv = max(0, int(utilization * total) - needs.weights - OVERHEAD)
+    else:
+        standing = beside - needs.learner - CONTEXT
+        sleeps = standing < needs.kv(STANDING_SEQUENCES) if sleep is None else sleep
+        stays = beside - fixed >= needs.kv(STANDING_SEQUENCES)
+        kv = beside - (fixed if stays else CONTEXT) if sleeps else max(standing, needs.kv(1))
+        kv = min(kv, needs.kv(MOST_SEQUENCES))
+    left = total - needs.weights - OVERHEAD - kv
+    learner = usable - ASLEEP if sleeps else min(left, beside - kv)
+    kept = (fixed if fixed <= left else CONTEXT) if sleeps else learner
+    return CardPlan(
+        total=total, weights=needs.weights, kv=kv, learner=learner, kept=kept, sleeps=sleeps
+    )
+
+
+def _problem(plan: CardPlan, needs: Needs, *, planned: bool = True) -> str | None:
+    """Why a plan does not work: vLLM cannot hold one sequence, or the learner not its weights."""
+    share = gb(plan.kv + plan.weights + OVERHEAD)
+    if plan.kv <= 0 and planned:
+        return f"{share} GB for vLLM do not hold its weights ({gb(plan.weights + OVERHEAD)} GB)"
+    if plan.kv < needs.kv(1) and planned:
+        return f"{share} GB for vLLM do not hold a sequence of {needs.max_length:,} tokens"
+    fixed = needs.learner_fixed + CONTEXT
+    if plan.learner < fixed:
+        return f"{gb(plan.learner)} GB for the learner do not hold its weights ({gb(fixed)} GB)"
+    return None
+
+
+def memory_advice(
+    total: int,
+    needs: Needs,
+    *,
+    utilization: float | None = None,
+    generations: int | None = None,
+    tensor_parallel: int = 1,
+) -> str:
+    """What to do when memory was exhausted: the four settings, with values that would fit."""
+    fewer = "" if generations is None else f" to {max(2, generations // 2)}"
+    rest = (
+        f"reduce num_generations{fewer}; or increase tensor_parallel_size to {2 * tensor_parallel}, "
+        "with as many GPUs."
+    )
+    for length in _shorter(needs.max_length):
+        plan = _divided(total, replace(needs, max_length=length), None, None)
+        if _problem(plan, needs=replace(needs, max_length=length)) is None:
+            share = min(plan.utilization, (utilization or 1.0) - 0.1)
+            least = (needs.weights + OVERHEAD + length * needs.kv_token) / total
+            return (
+                f"What would fit on a GPU of {gb(total)} GB: reduce gpu_memory_utilization to "
+                f"{max(share, least):.2f}; reduce max_seq_length to {length}; {rest}"
+            )
+    return f"Nothing of this model fits on a GPU of {gb(total)} GB: choose a smaller base_model; or {rest}"
+
+
+def _shorter(length: int) -> Iterator[int]:
+    """Half of a length, a quarter, ..."""
+    while (length := length // 2) >= SHORTEST:
+        yield length // SHORTEST * SHORTEST
+
+
+def gb(size: int) -> str:
+    """Bytes as gigabytes (10**9), as text."""
+    return f"{size / 10**9:.1f}"

@@ -1,0 +1,262 @@
+"""Learner processes, one for each base model.
+
+In:   a base model that is about to be trained
+Out:  a loaded LearnerProcess
+
+A learner takes seconds to load, so it is launched when its model is prepared, beside the engine and
+at a low priority. It is kept between jobs. A learner that dies without a job is replaced at once; one
+that has had no job for long is closed.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.errors import LearnerDied
+from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.logs import log, say
+from hone.models.card import CONTEXT
+from hone.server.engine_choice import EngineChoice
+from hone.server.gpus import visible
+from hone.server.settings import Settings
+from hone.server.tokenizer import BaseTokenizer
+
+PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""Waiting threads of the learner must not spin: they would take the engine's cores."""
+AHEAD_SHARE = 8
+"""A learner is launched ahead of its first job if its weights take less than 1 / this of the free
+memory: the engine, which may load at the same time, takes two to three times as much."""
+
+StartLearner = Callable[..., LearnerProcess]
+"""LearnerProcess.launch, or what a test puts in its place."""
+REPLACED = 3
+"""Learners in a row that may die without a job and are replaced; then the next job launches one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The learner of one base model."""
+
+    learner: LearnerProcess | None = None
+    launching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is checked whether there is a learner, and one is launched if not."""
+    ahead: "asyncio.Task[None] | None" = None
+    """Launches it before there is a job; once, whether or not it succeeds."""
+    busy: bool = False
+    """A job uses it."""
+    used_at: float = field(default_factory=time.monotonic)
+    """When the last job released it."""
+    died: str | None = None
+    """Why there is none, if the last one died; until the next has loaded."""
+    deaths: int = 0
+    """How many in a row died without a job."""
+    noted: LearnerProcess | None = None
+    """The learner whose notes are in the log."""
+    gpu: "LearnerGpu | None" = None
+    """Where it was launched."""
+
+
+class Learners:
+    """Learners by base model, at most one for each."""
+
+    def __init__(
+        self, settings: Settings, start_learner: StartLearner, choice: EngineChoice
+    ) -> None:
+        self._settings = settings
+        self._start_learner = start_learner
+        self._choice = choice
+        self._slots: dict[str, _Slot] = {}
+        self._closed = False
+
+    def launch_ahead(self, tokenizer: BaseTokenizer) -> None:
+        """Begin to load it where memory allows, once; returns at once."""
+        slot = self._slot(tokenizer)
+        if slot.ahead is None and not self._closed:
+            self._start_ahead(slot, tokenizer)
+
+    @asynccontextmanager
+    async def borrow(self, tokenizer: BaseTokenizer) -> AsyncIterator[LearnerProcess]:
+        """A loaded learner while the block runs; launched now if there is none.
+
+        One that dies while a job uses it is dropped, and the next job gets another.
+        """
+        slot = self._slot(tokenizer)
+        slot.busy = True
+        try:
+            learner = await self._launched(slot, tokenizer, gives_way=False)
+            info = await asyncio.to_thread(learner.ready)
+            slot.died, slot.deaths = None, 0
+            for note in info.notes if learner is not slot.noted else ():
+                say(note, base_model=tokenizer.name)
+            slot.noted = learner
+            yield learner
+        except LearnerDied as error:
+            slot.died = str(error).partition("\n")[0]
+            await self._drop(slot)
+            raise
+        finally:
+            slot.busy, slot.used_at = False, time.monotonic()
+
+    async def close_idle(self, idle_s: float) -> None:
+        """Close learners that no job has used for so long; the next job launches another."""
+        for name, slot in list(self._slots.items()):
+            if slot.busy or slot.learner is None or time.monotonic() < slot.used_at + idle_s:
+                continue
+            async with slot.launching:
+                slot.ahead = None
+                await self._drop(slot, deadline_s=10.0)
+            say("learner closed: it was idle", base_model=name, idle_s=idle_s)
+
+    def status(self) -> dict[str, Any]:
+        """Whether the learner of every base model that has one lives."""
+        dead = {name: slot.died for name, slot in self._slots.items() if slot.died}
+        if dead:
+            reason = "; ".join(f"{name}: {why}" for name, why in dead.items())
+            return {"status": "restarting", "reason": reason}
+        loaded = any(slot.learner is not None for slot in self._slots.values())
+        return {"status": "ok", "loaded": loaded}
+
+    async def close(self) -> None:
+        """End them all; the job that one of them runs gets LearnerDied. May be called twice."""
+        self._closed = True
+        for slot in self._slots.values():
+            if slot.learner is not None:
+                await asyncio.to_thread(slot.learner.close)
+        ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
+        await asyncio.gather(*ahead, return_exceptions=True)  # which close what they launch now
+
+    def _slot(self, tokenizer: BaseTokenizer) -> _Slot:
+        return self._slots.setdefault(tokenizer.name, _Slot())
+
+    def _start_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
+        slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
+        slot.ahead.add_done_callback(_log_if_failed)
+
+    async def _load_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
+        if await asyncio.to_thread(fits_beside_engine, tokenizer, self._settings):
+            learner = await self._launched(slot, tokenizer, gives_way=True)
+            say("its learner loads ahead of the first job", base_model=tokenizer.name)
+            await asyncio.to_thread(learner.ready)
+            slot.died = None
+
+    async def _launched(
+        self, slot: _Slot, tokenizer: BaseTokenizer, *, gives_way: bool
+    ) -> LearnerProcess:
+        """The learner, which may still be loading."""
+        async with slot.launching:
+            gpu = await asyncio.to_thread(LearnerGpu.of, self._choice, tokenizer.name)
+            # Another GPU, or another share of it: a model with other engine_args was registered.
+            if slot.learner is not None and (not slot.learner.alive or slot.gpu != gpu):
+                await self._drop(slot)
+            if slot.learner is None:
+                start = (launch, self._start_learner, tokenizer, self._settings, gpu)
+                slot.learner = learner = await asyncio.to_thread(*start, gives_way=gives_way)
+                slot.gpu = gpu
+                slot.used_at = time.monotonic()
+                self._watch(slot, learner, tokenizer)
+                if self._closed:  # which did not see it
+                    await asyncio.to_thread(slot.learner.close)
+            return slot.learner
+
+    def _watch(self, slot: _Slot, learner: LearnerProcess, tokenizer: BaseTokenizer) -> None:
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped
+                loop.call_soon_threadsafe(self._on_end, slot, learner, tokenizer)
+
+        learner.when_ended(ended)
+
+    def _on_end(self, slot: _Slot, learner: LearnerProcess, tokenizer: BaseTokenizer) -> None:
+        """A learner ended. The job that uses one handles that itself; without a job it is replaced."""
+        if slot.learner is not learner or slot.busy or self._closed:
+            return
+        slot.died = f"learner process {learner.pid} ended while it had no job"
+        log.warning(
+            "a learner died while it had no job and is replaced",
+            extra={"fields": {"base_model": tokenizer.name, "pid": learner.pid}},
+        )
+        slot.deaths += 1
+        if slot.deaths <= REPLACED:
+            self._start_ahead(slot, tokenizer)
+
+    async def _drop(self, slot: _Slot, deadline_s: float = 0.0) -> None:
+        learner, slot.learner = slot.learner, None
+        if learner is not None:
+            await asyncio.to_thread(learner.close, deadline_s=deadline_s)
+
+
+def _log_if_failed(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("no learner could be launched ahead; the first job tries it", exc_info=error)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerGpu:
+    """The GPU of a learner, and its share of it."""
+
+    number: int | None = None
+    """None: the learner runs on the CPU."""
+    memory: int | None = None
+    """Bytes for its tensors where it shares the GPU with vLLM; None: by its default."""
+
+    @classmethod
+    def of(cls, choice: EngineChoice, base_model: str) -> "LearnerGpu":
+        """That of a base model's learner. Blocking."""
+        card = choice.card(base_model)
+        memory = None if card is None else card.learner - CONTEXT
+        return cls(choice.gpus(base_model).trainer, memory)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; in a container often fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def launch(
+    start_learner: StartLearner,
+    tokenizer: BaseTokenizer,
+    settings: Settings,
+    gpu: "LearnerGpu",
+    *,
+    gives_way: bool,
+) -> LearnerProcess:
+    """A learner process that has begun to load the base model."""
+    from hone.models.machine import choose  # here, as in save_first
+
+    device, dtype = choose(settings.device)
+    on_gpu = device.startswith("cuda") and gpu.number is not None
+    spec = LearnerSpec(
+        model_dir=tokenizer.files.path,
+        base_model=tokenizer.name,
+        threads=settings.learner_threads or usable_cores(),
+        device="cuda" if on_gpu else device,  # the only one that it sees
+        dtype=dtype_name(dtype),
+        memory=gpu.memory if on_gpu else None,
+    )
+    env = PATIENT | (visible([gpu.number]) if on_gpu and gpu.number is not None else {})
+    return start_learner(spec, gives_way=gives_way, env=env)
+
+
+def dtype_name(dtype: Any) -> Any:
+    """A torch dtype as LearnerSpec and a job write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def fits_beside_engine(tokenizer: BaseTokenizer, settings: Settings) -> bool:
+    """Whether a learner without a job leaves enough memory for the engine; never on a shared GPU."""
+    from hone.models.fit import available_memory, estimate
+    from hone.models.machine import choose
+
+    device, dtype = choose(settings.device)
+    if device != "cpu":
+        return False
+    config = tokenizer.files.config
+    weights = estimate(config, dtype_bytes=dtype.itemsize, kv_tokens=0).weights
+    return weights < available_memory() // AHEAD_SHARE

@@ -1,0 +1,134 @@
+"""models/card.py: how a GPU is divided, by hand, for the shapes and GPUs that people have."""
+
+import re
+
+import pytest
+
+from hone.errors import ModelTooLarge
+from hone.models.card import ASLEEP, CONTEXT, OVERHEAD, Needs, memory_advice, needs_of, plan_card
+from hone.models.known import KNOWN
+
+GB = 10**9
+NAMES = {
+    "135M": "smollm2-135m-instruct",
+    "3B": "Qwen/Qwen2.5-3B-Instruct",
+    "7B": "Qwen/Qwen2.5-7B-Instruct",
+}
+
+
+def needs(size: str, max_length: int = 8192) -> Needs:
+    config = KNOWN[NAMES[size]].config
+    return needs_of(config, dtype_bytes=2, rank=8, max_length=max_length)
+
+
+def test_what_a_model_needs_by_hand():
+    # Qwen2.5-3B: 3,085,938,688 parameters in 2 bytes; KV 2 x 36 layers x 2 heads x 128 in 2 bytes.
+    model = needs("3B")
+    assert (model.weights, model.kv_token) == (6_171_877_376, 36_864)
+    # LoRA of rank 8 in 16 bytes per weight: width per layer (2048 + 2048) + 2 x (256 + 2048) +
+    # (2048 + 2048) + 3 x (11008 + 2048) = 51,968; x 36 x 8 x 16 = 239,468,544.
+    assert model.learner_fixed == 6_171_877_376 + 239_468_544
+    # A row of 8,192 without recomputation: 36 layers x 92,160 bytes a token, and the logits.
+    assert model.learner == model.learner_fixed + 8192 * 36 * 92_160 + 9 * 2**28
+    assert model.kv(32) == 32 * 8192 * 36_864
+    # On two GPUs each has half of vLLM's weights and of its cache, the learner all of its own.
+    half = needs_of(KNOWN[NAMES["3B"]].config, dtype_bytes=2, rank=8, max_length=8192, gpus=2)
+    assert (half.weights, half.kv_token) == (model.weights // 2, model.kv_token // 2)
+    assert half.learner == model.learner
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "sleeps", "kv", "learner", "kept"),
+    [
+        # 2% spare. 3B at full speed: 36.0 and 1 of context; vLLM 6.2 and 4. Of 141: 138.2 - 10.2 -
+        # 37.0 = 91.0, which is more than 256 sequences (77.3); the learner gets the rest, 50.7.
+        (141, "3B", False, 77.3, 50.7, 50.7),
+        # 7B: 15.2 + 4, learner 54.6 + 1: 138.2 - 19.2 - 55.6 = 63.3, more than 32 sequences (15.0).
+        (141, "7B", False, 63.3, 55.6, 55.6),
+        # 135M: 256 sequences of 8,192 x 23,040 bytes are 48.3.
+        (141, "135M", False, 48.3, 85.6, 85.6),
+        # 78.4 - 10.2 - 37.0 = 31.2, more than 32 sequences of 3B (9.7).
+        (80, "3B", False, 31.2, 37.0, 37.0),
+        # 78.4 - 19.2 - 55.6 = 3.6 is less than 15.0: vLLM sleeps. While it samples the learner's 16.6
+        # may stay: 78.4 - 19.2 - 16.6 = 42.6. While it sleeps it keeps 4 of 78.4.
+        (80, "7B", True, 42.6, 74.4, 16.6),
+        (80, "135M", False, 48.3, 25.8, 25.8),
+        # 23.5 - 10.2 - 7.4 = 5.9 is less than 9.7: the learner's weights go; 23.5 - 10.2 - 1 = 12.3.
+        (24, "3B", True, 12.3, 19.5, 1.0),
+        # 23.5 - 19.2 - 1 = 3.3: seven sequences of 8,192 tokens.
+        (24, "7B", True, 3.3, 19.5, 1.0),
+        # 23.5 - 4.3 - 8.0 = 11.3, more than 32 sequences (6.0).
+        (24, "135M", False, 11.3, 8.0, 8.0),
+    ],
+)
+def test_a_gpu_is_divided(
+    total: int, size: str, sleeps: bool, kv: float, learner: float, kept: float
+):
+    plan = plan_card(total * GB, needs(size))
+    assert plan.sleeps is sleeps and plan.offloads is (kept == 1.0)
+    got = [plan.kv / GB, plan.learner / GB, plan.kept / GB]
+    assert got == pytest.approx([kv, learner, kept], abs=0.06)
+    vllm = plan.utilization * plan.total
+    assert vllm == pytest.approx(plan.weights + OVERHEAD + plan.kv)
+    assert vllm + plan.kept + plan.spare == pytest.approx(plan.total)
+    assert plan.spare >= 0.0199 * plan.total
+    while_training = plan.learner + (ASLEEP if plan.sleeps else vllm)
+    assert while_training <= 0.981 * plan.total
+
+
+@pytest.mark.parametrize("size", NAMES)
+@pytest.mark.parametrize("total", [24, 80, 141])
+def test_the_users_share_holds_while_vllm_samples(total: int, size: str):
+    plan = plan_card(total * GB, needs(size), utilization=0.9)
+    assert plan.utilization == pytest.approx(0.9) and plan.sleeps
+    # A tenth is left for the learner; what does not fit into it leaves the GPU.
+    fits = needs(size).learner_fixed + CONTEXT <= 0.1 * total * GB
+    assert plan.offloads is not fits
+    assert plan.learner == pytest.approx(0.98 * total * GB - ASLEEP)
+
+
+def test_a_server_that_goes_on_serving_has_a_standing_split():
+    # 80 GB, 7B: at least one sequence of 8,192 tokens (0.47) and what is left of 3.6.
+    plan = plan_card(80 * GB, needs("7B"), sleep=False)
+    assert not plan.sleeps and plan.kv / GB == pytest.approx(3.6, abs=0.06)
+    explicit = plan_card(80 * GB, needs("7B"), sleep=False, utilization=0.5)
+    assert not explicit.sleeps and explicit.learner == pytest.approx(0.48 * 80 * GB)
+    assert plan_card(141 * GB, needs("3B"), sleep=True).sleeps
+
+
+def test_the_plan_in_one_line():
+    assert plan_card(80 * GB, needs("7B")).describe() == (
+        "80.0 GB of GPU memory; sampling: vLLM 0.77 (weights 15.2, KV cache 42.6, other 4.0), learner "
+        "16.6, spare 1.6; training: vLLM asleep, learner 74.4"
+    )
+
+
+def test_what_does_not_fit_says_what_would():
+    # 12 x 0.98 - 1 = 10.8 is less than 15.2 + 4.
+    with pytest.raises(ModelTooLarge) as refused:
+        plan_card(12 * GB, needs("7B"))
+    assert str(refused.value) == (
+        "CUDA out of memory: 10.8 GB for vLLM do not hold its weights (19.2 GB).\n"
+        "Nothing of this model fits on a GPU of 12.0 GB: choose a smaller base_model; or reduce "
+        "num_generations; or increase tensor_parallel_size to 2, with as many GPUs."
+    )
+    # One sequence of 131,072 tokens is 7.5 of the 3.3 that 24 leave; half of it 3.8, a quarter 1.9.
+    with pytest.raises(ModelTooLarge, match="do not hold a sequence of 131,072 tokens") as refused:
+        plan_card(24 * GB, needs("7B", 131072))
+    assert "reduce max_seq_length to 32768;" in str(refused.value)
+    # 10% of 24 do not hold the learner beside a vLLM that goes on.
+    with pytest.raises(ModelTooLarge, match="for the learner do not hold its weights"):
+        plan_card(24 * GB, needs("3B"), utilization=0.9, sleep=False)
+
+
+def test_the_advice_has_values_that_fit():
+    for size, total in (("3B", 24), ("7B", 24), ("7B", 80), ("135M", 8)):
+        model = needs(size)
+        text = memory_advice(total * GB, model, utilization=0.9, generations=8, tensor_parallel=2)
+        share = re.search(r"reduce gpu_memory_utilization to ([\d.]+);", text)
+        length = re.search(r"reduce max_seq_length to (\d+);", text)
+        assert share is not None and length is not None, text
+        assert float(share[1]) <= 0.81 and int(length[1]) == 4096
+        plan_card(total * GB, needs(size, int(length[1])), utilization=float(share[1]))
+        assert "reduce num_generations to 4;" in text
+        assert "increase tensor_parallel_size to 4," in text

@@ -1,0 +1,380 @@
+"""Which GPUs vLLM and the learner get, down to their processes, and what they do on a shared one."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
+from tests.server.test_engine_choice import ARGS
+
+from hone.errors import ConfigError, EngineError, ModelTooLarge
+from hone.inference.embedded import EmbeddedEngine
+from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.models import fit, machine
+from hone.models.card import CONTEXT
+from hone.models.decoder import Decoder
+from hone.server import engine_choice
+from hone.server.gpus import Gpus, choose_gpus, visible
+from hone.server.settings import Settings
+from hone.types import ModelSpec
+
+RECORD = """
+import json, os, sys
+names = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+def main():
+    seen = {"argv": sys.argv, "env": {name: os.environ.get(name) for name in names}}
+    open(os.environ["HONE_TEST_RECORD"], "w").write(json.dumps(seen))
+    raise RuntimeError(os.environ.get("HONE_TEST_ERROR", "no GPU here"))
+"""
+"""The command line of a vLLM that notes how it was started, and fails."""
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of 24 GB, as far as the server can see."""
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 2)
+    monkeypatch.setattr(fit, "total_memory", lambda device: 24 * GB)
+    monkeypatch.setattr(machine, "choose", lambda device: ("cuda", torch.bfloat16))
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter with a package called vllm, whose server notes how it was started."""
+    package = tmp_path / "packages" / "vllm"
+    for part in ("engine", "entrypoints/cli"):
+        (package / part).mkdir(parents=True)
+    for part in (".", "engine", "entrypoints", "entrypoints/cli"):
+        (package / part / "__init__.py").touch()
+    (package / "engine" / "arg_utils.py").write_text(ARGS + "    enable_sleep_mode: bool = False\n")
+    (package / "entrypoints" / "cli" / "main.py").write_text(RECORD)
+    info = package.parent / "vllm-0.30.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.1\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("HONE_TEST_RECORD", str(tmp_path / "record.json"))
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    return link
+
+
+def started(
+    server: SmallServer, base_model: Path, tmp_path: Path, **engine_args: Any
+) -> tuple[dict[str, str | None], str | None, str]:
+    """Options and visible GPUs of the vLLM that is started for a model, and how it failed."""
+    model = spec(base_model, engine_args=engine_args)
+    server.serving.register(model)
+    server.models.register(model)
+    with pytest.raises(EngineError) as failed:
+        server.serving.choice.open(str(base_model))
+    seen = json.loads((tmp_path / "record.json").read_text())
+    words = [word.partition("=") for word in seen["argv"] if word.startswith("--")]
+    options = {name: value if equals else None for name, equals, value in words}
+    return options, seen["env"]["CUDA_VISIBLE_DEVICES"], str(failed.value)
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "expected"),
+    [
+        ({}, None, Gpus((0,), 0)),
+        ({}, "cuda:2", Gpus((2,), 2)),
+        ({"tensor_parallel_size": 2}, None, Gpus((0, 1), 0)),
+        ({"tensor_parallel_size": 2}, "cuda:3", Gpus((0, 1), 3)),
+        ({"inference_gpu_ids": [1]}, None, Gpus((1,), 0)),
+        ({"trainer_gpu_ids": [3]}, None, Gpus((0,), 3)),
+        (
+            {"inference_gpu_ids": [3, 1], "tensor_parallel_size": 2, "trainer_gpu_ids": [1]},
+            None,
+            Gpus((3, 1), 1),
+        ),
+    ],
+)
+def test_the_gpus_of_a_model(args: dict[str, Any], device: str | None, expected: Gpus):
+    assert choose_gpus(args, device=device, count=4) == expected
+
+
+def test_one_gpu_is_shared_unless_both_have_their_own():
+    assert Gpus((0, 1), 1).shared == 1 and Gpus((0, 1), 2).shared is None
+    assert Gpus().shared is None and Gpus((), 0).shared is None
+
+
+@pytest.mark.parametrize(
+    ("args", "count", "why"),
+    [
+        ({"tensor_parallel_size": 2}, 1, "is 2, and 1 GPUs are present; lower it"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2, "is 4, and 2 GPUs"),
+        ({"tensor_parallel_size": 2, "inference_gpu_ids": [1]}, 2, "is 2, and 1 GPUs"),
+        ({"inference_gpu_ids": [0, 3]}, 2, "inference_gpu_ids: GPU 3 does not exist; this machine"),
+        ({"trainer_gpu_ids": [2]}, 2, "trainer_gpu_ids: GPU 2 does not exist; this machine has 2"),
+        ({"trainer_gpu_ids": [0, 1]}, 2, "the learner trains on one GPU in this version"),
+    ],
+)
+def test_more_gpus_than_there_are_is_an_error(args: dict[str, Any], count: int, why: str):
+    with pytest.raises(ConfigError, match=why):
+        choose_gpus(args, device=None, count=count)
+
+
+def test_numbers_are_among_those_that_the_server_sees(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible([1, 0]) == {"CUDA_VISIBLE_DEVICES": "1,0"} and visible([]) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
+    assert visible([1, 0]) == {"CUDA_VISIBLE_DEVICES": "GPU-5,4"}
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def test_vllm_is_started_with_its_share_of_a_gpu_that_it_shares(
+    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    caplog.set_level("INFO")
+    options, visible_gpus, _ = started(server, tiny_model, tmp_path)
+    # A tiny model: almost nothing but 4 GB of overhead and 256 sequences of its context.
+    card = server.serving.choice.card(str(tiny_model))
+    assert card is not None and not card.sleeps
+    assert visible_gpus == "0" and "--no-enable-sleep-mode" in options
+    assert float(options["--gpu-memory-utilization"] or 0) == pytest.approx(0.17, abs=0.01)
+    assert "24.0 GB of GPU memory; sampling: vLLM 0.17 (weights 0.0" in caplog.text
+
+    options, _, _ = started(server, tiny_model, tmp_path, gpu_memory_utilization=0.9)
+    assert options["--gpu-memory-utilization"] == "0.9" and "--enable-sleep-mode" in options
+    server.store.close()
+
+
+def test_gpu_ids_reach_vllm(gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path):
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    args = {"inference_gpu_ids": [1, 0], "tensor_parallel_size": 2}
+    options, visible_gpus, _ = started(server, tiny_model, tmp_path, **args)
+    assert visible_gpus == "1,0" and options["--tensor-parallel-size"] == "2"
+    args = {"inference_gpu_ids": [1], "trainer_gpu_ids": [0]}
+    options, visible_gpus, _ = started(server, tiny_model, tmp_path, **args)
+    assert visible_gpus == "1" and "--no-enable-sleep-mode" in options
+    assert "--gpu-memory-utilization" not in options  # vLLM's own default: nobody else is there
+    server.store.close()
+
+
+async def test_gpu_ids_reach_the_learner(
+    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    launched: list[tuple[LearnerSpec, dict[str, str]]] = []
+
+    def launch(asked: LearnerSpec, **more: Any) -> LearnerProcess:
+        learner = LearnerProcess.launch(asked.model_copy(update={"device": "cpu"}), **more)
+        launched.append((asked, psutil.Process(learner.pid).environ()))
+        learner.close()
+        raise ConfigError("seen")
+
+    settings: dict[str, Any] = {"engine": "vllm", "engine_python": vllm, "device": None}
+    server = SmallServer.at(tmp_path / "hone", start_learner=launch, **settings)
+    tokenizer = await server.serving.template(str(tiny_model))
+    for args in ({"trainer_gpu_ids": [1]}, {"inference_gpu_ids": [1], "trainer_gpu_ids": [1]}):
+        model = spec(tiny_model, engine_args=args)
+        server.serving.register(model)
+        server.models.register(model)
+        with pytest.raises(ConfigError, match="seen"):
+            async with server.service._learners.borrow(tokenizer):
+                pass
+    card = server.serving.choice.card(str(tiny_model))
+    assert card is not None and 10 * GB < card.learner < 24 * GB
+    (alone, env), (shares, _) = launched
+    assert env["CUDA_VISIBLE_DEVICES"] == "1" and env["GOMP_SPINCOUNT"] == "0"
+    assert (alone.device, alone.dtype, alone.memory) == ("cuda", "bfloat16", None)
+    assert shares.memory == card.learner - CONTEXT
+    server.store.close()
+
+
+def test_without_a_gpu_the_ids_are_named_as_not_applicable(
+    vllm: Path, tiny_model: Path, tmp_path: Path
+):
+    from hone.server.model_args import checked_spec
+
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm)
+    sent = spec(tiny_model, engine_args={"inference_gpu_ids": [1], "trainer_gpu_ids": [0]})
+    settled = checked_spec(sent, server.serving.choice.check_arg())
+    assert settled.engine_args == {}
+    names = ["engine_args.inference_gpu_ids", "engine_args.trainer_gpu_ids"]
+    assert settled.not_applicable == names
+    server.store.close()
+
+
+# ---- memory that does not suffice ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "ValueError: Free memory on device cuda:0 (3/24 GiB) on startup is less than desired GPU "
+        "memory utilization (0.9, 21.6 GiB)",
+        "ValueError: No available memory for the cache blocks.",
+    ],
+)
+def test_a_vllm_without_enough_memory_says_what_would_fit(
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: str,
+):
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    monkeypatch.setenv("HONE_TEST_ERROR", f"\n{error}")
+    _, _, why = started(server, tiny_model, tmp_path, gpu_memory_utilization=0.9)
+    assert why.startswith("CUDA out of memory. What would fit on a GPU of 24.0 GB: reduce ")
+    for words in (
+        "gpu_memory_utilization to 0.",
+        "max_seq_length to ",
+        "num_generations",
+        "tensor_",
+    ):
+        assert words in why, why
+    assert error.partition(":")[2][:60] in why  # and vLLM's own words
+    monkeypatch.setenv("HONE_TEST_ERROR", "\nValueError: another mistake")
+    _, _, why = started(server, tiny_model, tmp_path)
+    assert "out of memory" not in why
+    server.store.close()
+
+
+OUT_OF_MEMORY = """
+import torch
+from hone.learner import body
+
+def hidden(self, row, lora):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore of torch")
+
+body.DecoderBody.hidden = hidden
+"""
+
+
+async def test_a_learner_without_enough_memory_fails_its_job_and_says_what_would_fit(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def launch(asked: LearnerSpec, *, env: dict[str, str], **more: Any) -> LearnerProcess:
+        return LearnerProcess.launch(asked, env={**env, "PYTHONPATH": path}, **more)
+
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 1)
+    monkeypatch.setattr(fit, "total_memory", lambda device: 24 * GB)
+    async with SmallServer.started(tmp_path / "hone", start_learner=launch) as server:
+        record = server.models.register(spec(tiny_model))
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert (job.state, job.attempts, job.retries) == ("failed", 1, 0)
+        assert job.failure is not None and job.failure.type == "OutOfMemory"
+        first, advice = job.failure.message.splitlines()
+        assert first == "CUDA out of memory. Tried to allocate 2.00 GiB."
+        assert advice.startswith(
+            "What would fit on a GPU of 24.0 GB: reduce gpu_memory_utilization"
+        )
+        assert "reduce num_generations to 2;" in advice  # a group has three
+        assert "tensor_parallel_size to 2" in advice and "max_seq_length to " in advice
+
+
+# ---- one GPU for both ----------------------------------------------------------------------------
+
+
+class Released(LearnerHere):
+    """Notes when it frees its memory."""
+
+    moments: list[str]
+
+    def release(self, *, weights: bool, **_: Any) -> None:
+        self.moments.append("learner releases all" if weights else "learner releases")
+        self.learner.release(weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "setting", "expected"),
+    [
+        # A tenth of 24 GB holds the tiny learner: it frees only what a job needs.
+        ({"gpu_memory_utilization": 0.9}, None, ["asleep", "learner releases", "awake"]),
+        # Nothing but the context: the weights leave too.
+        ({"gpu_memory_utilization": 0.96}, None, ["asleep", "learner releases all", "awake"]),
+        ({}, None, ["asleep", "learner releases", "awake"]),
+        ({}, "continue", ["learner releases"]),
+        ({"inference_gpu_ids": [1]}, None, []),
+        ({"inference_gpu_ids": [1]}, "pause", ["asleep", "awake"]),
+    ],
+)
+async def test_requests_are_held_where_both_are_on_one_gpu(
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine_args: dict[str, Any],
+    setting: Any,
+    expected: list[str],
+):
+    moments: list[str] = []
+
+    class Watched(EmbeddedEngine):
+        async def sleep(self) -> None:
+            await super().sleep()
+            if moments[-1:] != ["asleep"]:
+                moments.append("asleep")
+
+        async def wake(self) -> None:
+            moments.append("awake")
+            await super().wake()
+
+    def start_learner(asked: LearnerSpec, **more: Any) -> Released:
+        assert asked.device == "cuda"
+        asleep = ["asleep"] if "gpu_memory_utilization" in engine_args else []
+        assert moments == asleep, "it loads where there is room for it"
+        learner = Released(asked.model_copy(update={"dtype": "float32"}), **more)
+        learner.moments = moments
+        return learner
+
+    settings = Settings(
+        root=tmp_path / "hone",
+        engine="vllm",
+        engine_python=vllm,
+        serving_during_training=setting,
+        learner_threads=1,
+    )
+    server = SmallServer.open(
+        settings,
+        around_open=lambda _: (
+            lambda name: Watched(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+        ),
+        start_learner=start_learner,
+    )
+    async with server.running():
+        model: ModelSpec = spec(tiny_model, engine_args=engine_args)
+        server.serving.register(model)
+        record = server.models.register(model)
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.state == "done", job.failure
+        assert moments == expected
+
+
+def test_a_model_that_fits_nowhere_is_refused_before_vllm_starts(
+    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fit, "total_memory", lambda device: 4 * GB)
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    with pytest.raises(
+        ModelTooLarge, match=r"(?s)CUDA out of memory: .* choose a smaller base_model"
+    ):
+        server.serving.choice.open(str(tiny_model))
+    assert not (tmp_path / "record.json").exists()
+    server.store.close()
