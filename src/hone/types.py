@@ -11,6 +11,7 @@ describe tokens that were never sampled.
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +39,18 @@ ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
 """A project becomes a directory under the server's root."""
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
+
+
+def _address(url: str) -> str:
+    """The URL without /v1 and without a slash at its end."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ValueError(f"{url!r} must look like http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+AdvertisedUrl = Annotated[str, AfterValidator(_address)]
+"""Address of a server as agents reach it."""
 ModelAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$")]
 """Another name of a model; it has no step."""
 _FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
@@ -238,6 +251,8 @@ class ModelInfo(Strict):
     """Base URL for OpenAI clients."""
     inference_name: str
     """The model name to send there."""
+    advertised_url: str | None = None
+    """Address for agents on other machines, if the server was told one."""
     not_applicable: list[str]
     created_at: float
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from tests.finetune.rehearsal import Rehearsal
 from tests.workflow.rollouts import why
 
 from hone.config.policy import describe
+from hone.errors import Unauthorized
 from hone.finetune.preflight import failures
 from hone.server import listen
 from hone.workflow.run import RolloutResult, run_rollout
@@ -104,6 +106,29 @@ async def test_a_program_with_a_model_name_in_its_code_is_trained_under_an_alias
         assert f"Inside a rollout 'gpt-4o' means '{trained.name}'" in line
     check = await rehearsal.failed(workflow={**workflow, "target": None})
     assert "no model called" in check.message and "gpt-4o" in check.message
+
+
+async def test_an_agent_gets_the_advertised_address(rehearsal: Rehearsal):
+    url = rehearsal.server.base_url.replace("127.0.0.1", "localhost")
+    named = PROGRAM + 'print(os.environ["OPENAI_BASE_URL"])'
+    program = {"_type": "command", "command": [sys.executable, "-I", "-S", "-c", named]}
+
+    def adapters(url: str) -> dict[str, Any]:
+        return {"a": {"backend": {"advertise_url": url}}}
+
+    async with rehearsal.live(
+        workflow={**program, "target": None}, trainer_adapters=adapters(f"{url}/v1")
+    ) as run:
+        workflow, served = await run.builder.get_workflow(), run.builder.served
+        assert served is not None and served.recorded is not None
+        known = {"host": served.host, "recorded_calls": served.recorded}
+        result = await run_rollout(workflow, "say it", id=f"{run.id}:0", **known)
+    assert result.output.endswith(f"\n{url}/rollout/{run.id}:0/v1")
+    assert len(result.calls) == 2
+    # The server would refuse every call of the agents, so the run does not begin.
+    with pytest.raises(Unauthorized, match=r"Host is 'gpu1', and .* --allowed-hosts"):
+        async with rehearsal.live(trainer_adapters=adapters("http://gpu1:8000")):
+            pass
 
 
 async def test_a_service_is_trained_by_the_address_that_comes_with_each_request(

@@ -1,5 +1,6 @@
 """Who may call: keys, trusted networks, and what a web page on the same machine may not do."""
 
+import re
 import socket
 import stat
 from ipaddress import ip_network
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hone.errors import Unauthorized
-from hone.server.auth import check, inference_key, settle_key
+from hone.errors import ConfigError, Unauthorized
+from hone.server.auth import check, check_advertised, inference_key, settle_key
 from hone.server.settings import Settings
 
 LOCAL = {"host": "127.0.0.1:7623"}
@@ -79,6 +80,29 @@ def test_with_a_key_names_that_are_not_ours_are_refused_too():
     for host in ("10.0.0.7:7623", "[fe80::1]:7623", "localhost", socket.gethostname()):
         assert passes({"host": host, **KEY}, api_key="k"), host
     assert passes({"host": "hone.example", **KEY}, api_key="k", host="hone.example")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "listens on 127.0.0.1 only, which agents elsewhere cannot reach. Add --host 0.0.0.0"),
+        ({"api_key": "k"}, "behind a proxy or a tunnel, add --allowed-hosts gpu1"),
+        ({"host": "0.0.0.0", "api_key": "k"}, "does not answer to the name 'gpu1'. Add --allowed-"),
+        ({"host": "0.0.0.0", "api_key": "k", "allowed_hosts": ("gpu1",)}, None),
+        ({"allowed_hosts": ("gpu1",)}, None),
+        ({"host": "gpu1", "api_key": "k"}, None),
+    ],
+)
+def test_an_advertised_address_that_cannot_work_is_refused(
+    options: dict[str, Any], message: str | None
+):
+    settings = Settings(advertise_url="http://gpu1:8000/v1/", **options)
+    assert settings.advertise_url == "http://gpu1:8000"
+    if message is None:
+        check_advertised(settings)
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_advertised(settings)
 
 
 def test_a_page_from_elsewhere_is_refused_with_a_key_too():

@@ -49,7 +49,9 @@ def serving(*options: str, owned: bool = False) -> Iterator[tuple[subprocess.Pop
 
 
 def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
-    with serving("--root", str(tmp_path)) as (process, said):
+    advertised = "http://127.0.0.1:9999"
+    options = ("--root", str(tmp_path), "--advertise-url", advertised)
+    with serving(*options) as (process, said):
         control = f"http://127.0.0.1:{said['port']}"
         assert httpx.get(f"{control}/health").json()["status"] == "ok"
         openai = f"http://127.0.0.1:{said['inference_port']}/v1"
@@ -58,6 +60,7 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
         out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
     assert control in out and f"curl {openai}/chat/completions" in out
+    assert f"for agents    {advertised}/v1" in out
     assert str(tmp_path / "logs" / "server.log") in out
     log = (tmp_path / "logs" / "server.log").read_text()
     assert re.search(r"request method=GET path=/health status=200 ms=[0-9.]+", log)

@@ -95,6 +95,7 @@ class Server:
         *,
         read_s: float = ANSWER_S,
         base_url: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Send one request and return its JSON; retried while the server is unreachable or busy.
 
@@ -107,7 +108,7 @@ class Server:
             retry_after_s = 0.0
             try:
                 async with self._client(read_s, url) as client:
-                    response = await client.request(method, url, content=body)
+                    response = await client.request(method, url, content=body, headers=headers)
             except httpx2.TransportError as error:
                 failure = self.unreachable(error, base_url)
             else:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from difflib import get_close_matches
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel
 
@@ -191,6 +191,11 @@ class RemoteBackend(Server):
         address = None if base_url is None else base_url.rstrip("/").removesuffix("/v1")
         models = await self.ask("GET", "/v1/models", read_s=HEALTH_S, base_url=address)
         return [str(item["id"]) for item in models["data"]]
+
+    async def check_host(self, url: str) -> None:
+        """Raise Unauthorized unless the server answers to the host name of this URL."""
+        host = {"Host": urlsplit(url).netloc.rpartition("@")[2]}
+        await self.ask("GET", "/health", read_s=HEALTH_S, headers=host)
 
     async def rename(self, model: Named, to: str) -> ModelInfo:
         """Rename a model with its steps and its history; the old name may be registered anew."""

@@ -70,6 +70,8 @@ class Served:
     """The model in training, which decides what `llms` entries send; None: their own name."""
     recorded: Callable[[str], Awaitable[list[RecordedCall]]] | None = None
     """Rollout id -> the calls that the server recorded; None where it records none."""
+    advertised_url: str | None = None
+    """Base URL for agents in other processes, if it is another one; ends in /v1."""
 
 
 class Builder:
@@ -126,6 +128,15 @@ class Builder:
         """Whether this is an address of the server that trains and records rollouts."""
         trained = None if self.served is None else self.served.trained
         return trained is not None and address_of(base_url) in trained.addresses
+
+    def get_rollouts_url(self, base_url: str) -> str | None:
+        """Where agents outside this process reach the server that has this address.
+
+        None if it is not the server that records rollouts.
+        """
+        if self.served is None or not self.is_training_server(base_url):
+            return None
+        return self.served.advertised_url or base_url
 
     async def get_function(self, name: str) -> Any:
         """One entry of `functions`, as a `workflow.function.Function`."""

@@ -123,6 +123,8 @@ class ARTTrainerAdapter(TrainerAdapter):
                 raise
             raise type(error)(f"{error}\n{LESS_MEMORY}") from error
         self.served = self._served(info)
+        if self.served.advertised_url:
+            await self.backend.check_host(self.served.advertised_url)
         if not await self.is_healthy():
             raise Unreachable(self.no_connection(f"{self.served.base_url} does not answer"))
         self.info = info
@@ -152,14 +154,16 @@ class ARTTrainerAdapter(TrainerAdapter):
     def _served(self, info: ModelInfo) -> Served:
         base_url, key = self.model.inference_base_url, self.model.inference_api_key
         assert base_url is not None and key is not None, "the model is registered"
-        host = urlsplit(base_url).hostname or ""
-        if (port := self.adapter_config.backend.inference_port) is not None:
+        host, port = urlsplit(base_url).hostname or "", self.adapter_config.backend.inference_port
+        if port is not None:
             base_url = f"http://{bracketed(host)}:{port}/v1"
         name = self.model.get_inference_name()
-        urls = (self.backend.base_url, base_url, info.inference_base_url)
+        advertised = self.adapter_config.backend.advertise_url or info.advertised_url
+        elsewhere = f"{advertised}/v1" if advertised else None
+        urls = (self.backend.base_url, base_url, info.inference_base_url, elsewhere or base_url)
         trained = self.adapter_config.backend.trained(name, *urls)
         trained = replace(trained, aliases=frozenset(self._aliases))
-        return Served(base_url, key, name, host_of(host), trained, self.recorded)
+        return Served(base_url, key, name, host_of(host), trained, self.recorded, elsewhere)
 
     @property
     def _aliases(self) -> tuple[str, ...]:
@@ -208,8 +212,8 @@ class ARTTrainerAdapter(TrainerAdapter):
     # ---- the run ----------------------------------------------------------------------------
 
     async def open_run(self, run_id: str, seed: int) -> None:
-        spec = RunSpec(id=run_id, model=self.model_name, seed=seed, aliases=self._aliases)
-        await self.backend.open_run(spec)
+        names = {"model": self.model_name, "aliases": self._aliases}
+        await self.backend.open_run(RunSpec(id=run_id, seed=seed, **names))
 
     async def close_run(self, run_id: str) -> None:
         await self.backend.close_run(run_id)

@@ -18,7 +18,7 @@ from hone.config.base import Strict
 from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
 from hone.model import TrainableModel
-from hone.types import Name, TrainConfig
+from hone.types import AdvertisedUrl, Name, TrainConfig
 
 if TYPE_CHECKING:
     from hone.config.schema import Document
@@ -34,6 +34,10 @@ class ARTBackendConfig(Strict):
     """Control port of the server."""
     inference_port: int | None = Field(None, ge=1, le=65535)
     """Port of the server's OpenAI API, if agents use another port than `port`."""
+    advertise_url: AdvertisedUrl | None = None
+    """Address of the server for agents on other machines or in containers, such as
+    `http://gpu1:8000`, if it is another one than `ip` and `port`. By default that of `hone serve
+    --advertise-url`."""
     name: Name = "trainer_run"
     """Name of the trained model on the server."""
     project: Name = "trainer_project"
@@ -107,6 +111,13 @@ class ARTBackendConfig(Strict):
             raise ValueError(
                 f"{there} is {getattr(self, there)!r} but {missing} is not set; set both for a "
                 "server that runs already, or neither to have one started"
+            )
+        if self.advertise_url is not None and self.ip is None:
+            raise ValueError(
+                f"advertise_url is {self.advertise_url!r} but ip is not set: a server of this run's "
+                "own listens on 127.0.0.1 only, where no other machine and no container reaches "
+                "it. Start `hone serve --host 0.0.0.0 --advertise-url "
+                f"{self.advertise_url}`, and set ip and port"
             )
         if self.inference_port is not None and self.ip is None:
             raise ValueError(

@@ -20,8 +20,9 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from hone.errors import Unauthorized, Unprocessable
+from hone.errors import ConfigError, Unauthorized, Unprocessable
 from hone.models.find import canonical
 from hone.server.settings import Settings, is_key
 from hone.types import FieldError, ModelSpec
@@ -114,6 +115,25 @@ def settle_key(settings: Settings) -> tuple[Settings, str | None]:
     return settings.model_copy(update={"api_key": key}), key
 
 
+def check_advertised(settings: Settings) -> None:
+    """Raise ConfigError if agents could not use the advertised address."""
+    if settings.advertise_url is None:
+        return
+    host = urlsplit(settings.advertise_url).hostname or ""
+    if host in _LOCAL or _is_allowed(settings, host):
+        return
+    where = f"--advertise-url {settings.advertise_url}"
+    if settings.loopback:
+        raise ConfigError(
+            f"{where}: the server listens on {settings.host} only, which agents elsewhere cannot "
+            f"reach. Add --host 0.0.0.0; behind a proxy or a tunnel, add --allowed-hosts {host}."
+        )
+    if not _is_own_name(settings, host):
+        raise ConfigError(
+            f"{where}: the server does not answer to the name {host!r}. Add --allowed-hosts {host}."
+        )
+
+
 def inference_key(settings: Settings) -> str | None:
     """The key that opens the OpenAI API alone; None for a server without a key.
 
@@ -171,6 +191,10 @@ def _is_own_name(settings: Settings, host: str) -> bool:
     # listens on a loopback address, and no other one leads to it but through somebody's proxy.
     if settings.api_key is not None and (_address(host) is not None or host in _own_names()):
         return True
+    return _is_allowed(settings, host)
+
+
+def _is_allowed(settings: Settings, host: str) -> bool:
     return any(
         allowed == "*"
         or host == allowed.lower()

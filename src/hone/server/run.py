@@ -24,7 +24,7 @@ from hone.inference.base import Engine
 from hone.lock import LockFile, LockHeld
 from hone.logs import say
 from hone.server.app import create_apps
-from hone.server.auth import settle_key
+from hone.server.auth import check_advertised, settle_key
 from hone.server.listen import (
     AppServer,
     bind,
@@ -58,6 +58,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     with storage(settings.root):
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
         settings, fresh_key = settle_key(settings)
+    check_advertised(settings)
     descriptors = raise_descriptor_limit()
     control = bind(settings.host, settings.port)
     inference = None
@@ -189,6 +190,7 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
     lines = [
         f"training API  {control}",
         f"OpenAI API    {openai}",
+        *([f"for agents    {settings.advertise_url}/v1"] if settings.advertise_url else []),
         f"state         {settings.root}",
         f"log           {settings.log_file}",
         f"models        {names or 'none registered yet; base models answer by their name'}"

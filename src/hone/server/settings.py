@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from hone.errors import ConfigError
-from hone.types import Strict
+from hone.types import AdvertisedUrl, Strict
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -39,6 +39,9 @@ class Settings(Strict):
     """Port of the training API and the OpenAI API; 0 takes a free one."""
     inference_port: int | None = Field(default=8000, ge=0, le=65535)
     """Port of the OpenAI API alone; 0 takes a free one, -1 opens none."""
+    advertise_url: AdvertisedUrl | None = None
+    """Address under which agents on other machines or in containers reach the OpenAI API, such as
+    `http://gpu1:8000`. Runs hand it to the agents they start."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Inference engine: embedded computes in this process, vllm starts vLLM in a process of its own.
     auto takes vllm if it is installed and the machine has a CUDA GPU, else embedded."""

@@ -162,6 +162,7 @@ def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
             state.settings, request.headers.get("host", ""), request.url.scheme
         ),
         inference_name=spec.name if len(same_name) == 1 else str(record.key),
+        advertised_url=state.settings.advertise_url,
         not_applicable=spec.not_applicable,
         created_at=record.created_at,
     )

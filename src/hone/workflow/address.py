@@ -78,7 +78,7 @@ async def workflow_llm(name: LLMRef | None, builder: Builder) -> LLM:
             base_url=served.base_url,
             model=served.model,
             api_key=served.api_key,
-            records_rollouts=builder.is_training_server(served.base_url),
+            rollouts_url=builder.get_rollouts_url(served.base_url),
         )
     known = f"one of {', '.join(llms)}" if llms else "a key of `llms`, which has no entry yet"
     raise ConfigError(

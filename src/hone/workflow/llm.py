@@ -45,7 +45,7 @@ class LLM:
         timeout_s: float = TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
         verify_ssl: bool = True,
-        records_rollouts: bool = False,
+        rollouts_url: str | None = None,
     ) -> None:
         """Makes no request yet.
 
@@ -58,13 +58,14 @@ class LLM:
             timeout_s: timeout of one answer.
             max_retries: how often the client retries a failed request.
             verify_ssl: check the server's certificate.
-            records_rollouts: it is a hone server, which has a base URL for every rollout.
+            rollouts_url: where agents outside this process reach it, if it is a hone server,
+                which has a base URL for every rollout.
         """
         self.name, self.model, self.api_key = name, model, api_key
         self.base_url = dialled(base_url)
         self._params = dict(params or {})
         self._timeout_s, self._max_retries, self._verify = timeout_s, max_retries, verify_ssl
-        self._records_rollouts = records_rollouts
+        self._rollouts_url = rollouts_url
         self._clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
         self._sync: OpenAI | None = None
 
@@ -87,11 +88,11 @@ class LLM:
         server that is not hone's, it is `base_url`.
         """
         scope = current()
-        if not self._records_rollouts or scope is None or not scope.rollout:
+        if self._rollouts_url is None or scope is None or not scope.rollout:
             return self.base_url
         if scope.recorder is not None:
             scope.recorder.is_shared = True
-        return scope.url(self.base_url)
+        return scope.url(dialled(self._rollouts_url))
 
     @property
     def client(self) -> "AsyncOpenAI":
@@ -283,7 +284,7 @@ class _OpenAIFields(LLMBaseConfig):
         base_url: str,
         api_key: str | None,
         model: str | None,
-        records_rollouts: bool = False,
+        rollouts_url: str | None = None,
     ) -> LLM:
         """The model at this address; `name` is its key under `llms`."""
         assert model, f"llms.{name} was checked to name a model where it has an address"
@@ -299,7 +300,7 @@ class _OpenAIFields(LLMBaseConfig):
             timeout_s=self.request_timeout,
             max_retries=retries,
             verify_ssl=self.verify_ssl,
-            records_rollouts=records_rollouts,
+            rollouts_url=rollouts_url,
         )
 
 
@@ -371,7 +372,7 @@ def _llm(
         base_url=url,
         api_key=config.api_key.get_secret_value() if config.api_key else key,
         model=builder.get_model_name(name),
-        records_rollouts=builder.is_training_server(url),
+        rollouts_url=builder.get_rollouts_url(url),
     )
 
 
