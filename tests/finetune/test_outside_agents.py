@@ -100,8 +100,12 @@ async def test_a_program_with_a_model_name_in_its_code_is_trained_under_an_alias
     finetuning = {"model_aliases": ["gpt-4o"], "target_model": "actor"}
     async with rehearsal.live(workflow={**workflow, "target": None}, finetuning=finetuning) as run:
         assert failures(await run.checks()) == []
-        trained = run.builder.served.trained if run.builder.served else None
-        assert trained is not None
+        served = run.builder.served
+        assert served is not None and served.trained is not None
+        trained = served.trained
+        # As in `hone eval` and `hone run`, whose rollouts belong to no run.
+        alone = await run_rollout(await run.builder.get_workflow(), "x", **served.rollout_arguments)
+        assert alone.failure is None and len(alone.calls) == 2
         line = describe(run.builder.document, trained, run.builder.policy)
         assert f"Inside a rollout 'gpt-4o' means '{trained.name}'" in line
     check = await rehearsal.failed(workflow={**workflow, "target": None})

@@ -18,6 +18,7 @@ from hone.server import conversations
 from hone.server.conversations import request_seed
 from hone.store.calls import CallStore
 from hone.types import ModelSpec, RecordedCall, RunSpec
+from hone.wire.rollout import RolloutScope
 
 SAID = "the weather in the city"
 TEMPERATURE, STEP = "X-Hone-Temperature", "X-Hone-Step"
@@ -516,6 +517,13 @@ def test_a_name_in_the_agents_code_is_the_runs_model_inside_the_run_alone(
     assert [sent(p) for p in ("", "/rollout/alone", "/rollout/run2:0")] == [404] * 3
     [call] = server.state.calls.rollout("run1:0")
     assert (call.model, call.asked) == ("default/agent", "gpt-4o")
+    # A rollout of no run brings its own, in its URL or in a header.
+    scope = RolloutScope("alone", aliases=(("gpt-4o", "default/agent"), ("openai/o1", "agent")))
+    assert sent(scope.url("")[:-3]) == sent("", **scope.headers) == 200
+    assert [call.model for call in server.state.calls.rollout("alone")] == ["default/agent"] * 2
+    unknown = RolloutScope("alone", aliases=(("gpt-4o", "agnet"),))
+    url = f"{server.inference_url}{unknown.url('')}/chat/completions"
+    assert http.post(url, json=body).status_code == 404
     # A run that goes on may have other aliases; a name that is a model's is none.
     assert http.post(runs, json={**spec, "aliases": ["o1"]}).json()["aliases"] == ["o1"]
     assert sent("/rollout/run1:2") == 404

@@ -1,5 +1,7 @@
 """The rollout of a request: what a client writes is what the server reads."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ SCOPES = st.builds(
     function=st.sampled_from(["", "agent.plan"]),
     temperature=st.none() | st.sampled_from([0.0, 0.25, 1.0, 100.0]),
     step=st.none() | st.integers(0, 999_999_999),
+    aliases=st.sampled_from([(), (("gpt-4o", "mine"),), (("openai/o1:x", "a/b"), ("c", "d"))]),
 )
 
 
@@ -27,7 +30,7 @@ def test_a_url_is_read_back_but_for_its_function(scope: RolloutScope):
     before, _, rest = url.partition("/rollout/")
     assert before == "http://127.0.0.1:8000"
     read = RolloutScope.parse({}, rest.removesuffix("/v1"))
-    assert read == RolloutScope(scope.rollout, "", scope.temperature, scope.step)
+    assert read == replace(scope, function="")
     assert RolloutScope.parse(scope.headers, rest.removesuffix("/v1")) == scope
 
 
@@ -46,6 +49,7 @@ def test_outside_a_rollout_there_is_nothing_to_read():
         ({"X-Hone-Step": "1"}, "r,step=2", "the address says step '2' and X-Hone-Step '1'"),
         ({}, "r,temperature=1e9", "temperature is '1e9'; use 0 for greedy"),
         ({}, "r,step=1.5", "step is '1.5'; use the number of a step"),
+        ({}, "r,alias=gpt-4o", "alias is 'gpt-4o'; use ALIAS=MODEL"),
         ({}, "r,rollout=s", "has 'rollout=s' after its id"),
         ({"X-Hone-Function": "f" * 513}, "r", "X-Hone-Function has 513 characters; at most 512"),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from anthropic import AsyncAnthropic
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from tests.workflow.endpoint import Endpoint, Reply, serving
@@ -248,3 +249,29 @@ async def test_a_program_s_failure_is_the_policy_s_if_it_says_so_or_hangs_after_
     assert second.failure is not None and second.failure.failure.traceback == "its stderr"
     hint = "answers cut at the token limit before it: 1 of 1"
     assert (hint in second.failure.failure.message) == (after[0] == "infrastructure")
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        ([Reply(status=529)], ("infrastructure", "server_error")),
+        ([Reply(status=404)], ("infrastructure", "agent_error")),
+        ([], ("infrastructure", "connection")),
+    ],
+)
+async def test_errors_of_anthropic_s_client_are_told_apart_too(
+    replies: list[Reply], expected: tuple[str, str]
+):
+    async with serving(Endpoint(*replies)) as url:
+        root = url.removesuffix("/v1") if replies else "http://127.0.0.1:9"
+
+        async def agent(question: str) -> None:
+            async with AsyncAnthropic(base_url=root, api_key="k", max_retries=0) as client:
+                await client.messages.create(
+                    model="m", max_tokens=1, messages=[{"role": "user", "content": question}]
+                )
+
+        result = await ran(agent)
+    assert why(result) == expected
+    if not replies:
+        assert "127.0.0.1:9/v1/messages cannot be reached" in str(result.failure)

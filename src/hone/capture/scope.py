@@ -13,7 +13,7 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import replace
@@ -26,7 +26,7 @@ from hone.capture.httpx import HttpxTap
 from hone.capture.threads import ExecutorTap
 from hone.errors import ConfigError
 from hone.trajectory import Trajectory
-from hone.wire.rollout import ROLLOUT_ID
+from hone.wire.rollout import ALIAS_TEXT, ROLLOUT_ID
 
 _FUNCTION = re.compile(rf"[!-~]{{1,{MAX_PATH}}}")
 
@@ -81,6 +81,7 @@ def rollout(
     function: str = "",
     base_url: str | None = None,
     backend: Any = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Rollout:
     """A scope in which any httpx or httpx2 client's calls to an OpenAI API are recorded together.
 
@@ -89,10 +90,19 @@ def rollout(
         function: path of the function that makes the calls.
         base_url: mark only calls to this host (on any port), so that no other host sees the id.
         backend: the same, for the host of the backend's server.
+        aliases: model names in the agent's code, and the models that they mean in this rollout:
+            `{"gpt-4o": "my-model"}`.
     """
     address = base_url if backend is None else backend.base_url
     host = None if address is None else host_of(urlsplit(address).hostname or "")
-    return Rollout(Scope(_checked_id(id), _checked(function), host=host))
+    pairs = tuple((aliases or {}).items())
+    scope = Scope(_checked_id(id), _checked(function), host=host, aliases=pairs)
+    if pairs and not ALIAS_TEXT.fullmatch(scope.alias_text):
+        raise ConfigError(
+            f"hone.rollout(aliases={aliases!r}): names are letters, digits and . _ : / -, and begin "
+            "with a letter or a digit"
+        )
+    return Rollout(scope)
 
 
 def recorded(
@@ -101,12 +111,22 @@ def recorded(
     host: str | None = None,
     temperature: float | None = None,
     step: int | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> tuple[Rollout, Recorder]:
-    """A rollout of the harness: all its calls are recorded, and those to `host` are marked."""
+    """A rollout of the harness: all its calls are recorded, and those to `host` are marked.
+
+    A rollout of a run (`RUN:REST`) has the run's aliases, and needs none of its own.
+    """
     recorder = Recorder()
     where = None if host is None else host_of(urlsplit(f"//{host}").hostname or "")
+    rollout = _checked_id(id)
     scope = Scope(
-        _checked_id(id), host=where, recorder=recorder, temperature=temperature, step=step
+        rollout,
+        host=where,
+        recorder=recorder,
+        temperature=temperature,
+        step=step,
+        aliases=() if ":" in rollout else tuple((aliases or {}).items()),
     )
     return Rollout(scope), recorder
 

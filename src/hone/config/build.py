@@ -73,6 +73,16 @@ class Served:
     advertised_url: str | None = None
     """Base URL for agents in other processes, if it is another one; ends in /v1."""
 
+    @property
+    def rollout_arguments(self) -> dict[str, Any]:
+        """Arguments of a rollout (workflow/run.py) about this server."""
+        aliases = () if self.trained is None else self.trained.aliases
+        return {
+            "host": self.host,
+            "recorded_calls": self.recorded,
+            "aliases": dict.fromkeys(sorted(aliases), self.model),
+        }
+
 
 class Builder:
     """The components of a Document. A factory gets it too, for the components it needs."""

@@ -67,6 +67,7 @@ class Evaluation:
         timeout_s: float | None = None,
         host: str | None = None,
         recorded_calls: RecordedCalls | None = None,
+        aliases: Mapping[str, str] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         """Runs nothing yet.
@@ -80,6 +81,7 @@ class Evaluation:
             timeout_s: timeout of one rollout, and of each evaluator.
             host: host of the trained model; None marks calls to any host.
             recorded_calls: reads the calls that its server recorded of a rollout.
+            aliases: names and the models that they mean in a rollout.
             prepare: called with each item between the workflow and the evaluators.
         """
         self.workflow = workflow
@@ -89,7 +91,7 @@ class Evaluation:
         self.result_json_path = json_path(result_json_path)
         self.timeout_s = timeout_s
         self.host = host
-        self._recorded_calls = recorded_calls
+        self._recorded_calls, self._aliases = recorded_calls, aliases
         self._prepare = prepare
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -121,6 +123,7 @@ class Evaluation:
                 timeout_s=self.timeout_s,
                 temperature=temperature,
                 step=step,
+                aliases=self._aliases,
                 recorded_calls=self._recorded_calls,
             )
         result = extracted(result, self.result_json_path)
@@ -242,9 +245,8 @@ async def evaluation(
         max_concurrency=general.max_concurrency,
         result_json_path=result_json_path,
         timeout_s=timeout_s,
-        host=None if builder.served is None else builder.served.host,
-        recorded_calls=None if builder.served is None else builder.served.recorded,
         prepare=None if prepare is None else _prepare(prepare, builder.document.file),
+        **({} if builder.served is None else builder.served.rollout_arguments),
     )
 
 

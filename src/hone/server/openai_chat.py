@@ -40,7 +40,7 @@ def routes(state: State) -> APIRouter:
             run = state.calls.run_of(scope.rollout)
         except Conflict:  # the run is closed; a request for an answer says so
             run = None
-        return state.serving.served(run)
+        return state.serving.served(run, dict(scope.aliases))
 
     async def models(request: Request) -> dict[str, Any]:
         """Every name that can be asked for."""

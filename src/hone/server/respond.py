@@ -138,7 +138,8 @@ async def admitted(
     ):
         await serving.ready()
         run = state.calls.run_of(scope.rollout)
-        policy = await serving.resolve(model, run=run, step=scope.step)
+        aliases = dict(scope.aliases)
+        policy = await serving.resolve(model, run=run, step=scope.step, aliases=aliases)
         async with serving.using(policy) as policy:
             yield RequestContext(
                 state=state,

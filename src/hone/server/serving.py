@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from hone.errors import Busy, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
@@ -27,6 +28,7 @@ from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey, ModelSpec, RunSpec
 
+EMPTY: Mapping[str, str] = MappingProxyType({})
 OpenEngine = Callable[[str], Engine]
 
 _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
@@ -93,16 +95,22 @@ class Serving:
     # ---- names ------------------------------------------------------------------------------
 
     async def resolve(
-        self, name: str, *, run: RunSpec | None = None, step: int | None = None
+        self,
+        name: str,
+        *,
+        run: RunSpec | None = None,
+        step: int | None = None,
+        aliases: Mapping[str, str] = EMPTY,
     ) -> Policy:
         """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
 
         Inside a run, the name of its model's base and its aliases mean that model's newest step.
         `step` stands in for the newest step of the run's model; names with a step of their own keep
-        it.
+        it. `aliases` are those of the rollout.
         """
         # One thread for all lookups: each costs a third of a millisecond.
-        base_name, record, at = await asyncio.to_thread(self._look_up, name, run, step)
+        target = aliases.get(name.removesuffix("@latest"), name)
+        base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
         base = await self.base(base_name)
         if record is None:
             return Policy(base, None, 0, None, name)
@@ -251,14 +259,16 @@ class Serving:
         loaded = self._engines.loaded()
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
-    def served(self, run: RunSpec | None = None) -> list[ServedName]:
+    def served(
+        self, run: RunSpec | None = None, aliases: Mapping[str, str] = EMPTY
+    ) -> list[ServedName]:
         """Every name that the current request may use. Blocking: reads the disk."""
         names = self._served()
-        if run is not None and run.model is not None and run.aliases:
-            record = self._models.find(run.model)
+        of_run = {} if run is None else dict.fromkeys(run.aliases, run.model or "")
+        for alias, model in {**of_run, **aliases}.items():
+            record = self._models.find(model)
             step, _ = self.newest(record)
-            root, created = record.spec.base_model, record.created_at
-            names += [ServedName(alias, root, step, created) for alias in run.aliases]
+            names.append(ServedName(alias, record.spec.base_model, step, record.created_at))
         return names
 
     def _served(self) -> list[ServedName]:

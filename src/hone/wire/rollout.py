@@ -1,11 +1,11 @@
 """The rollout a request belongs to: X-Hone headers, and the /rollout/ID/v1 base URL.
 
-In:   a rollout's id, the calling function, a temperature, a step
+In:   a rollout's id, the calling function, a temperature, a step, aliases of models
 Out:  headers and URLs for clients; and back to a RolloutScope on the server, checked
 
-A client in another process has the URL and not the headers, so the URL can carry temperature and
-step too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they must
-agree.
+A client in another process has the URL and not the headers, so the URL can carry temperature, step
+and aliases too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they
+must agree.
 """
 
 import re
@@ -20,10 +20,17 @@ ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
 TEMPERATURE_HEADER = "X-Hone-Temperature"
 STEP_HEADER = "X-Hone-Step"
+ALIAS_HEADER = "X-Hone-Alias"
 
 ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
 MAX_FUNCTION = 512
-_HEADERS = {"rollout": ROLLOUT_HEADER, "temperature": TEMPERATURE_HEADER, "step": STEP_HEADER}
+_HEADERS = {
+    "rollout": ROLLOUT_HEADER,
+    "temperature": TEMPERATURE_HEADER,
+    "step": STEP_HEADER,
+    "alias": ALIAS_HEADER,
+}
+_ALIAS = r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,199}=[A-Za-z0-9][A-Za-z0-9._~-]{0,259}"
 _FORMS = {
     "rollout": (
         ROLLOUT_ID,
@@ -34,7 +41,12 @@ _FORMS = {
         "use 0 for greedy, else a number up to 100",
     ),
     "step": (re.compile(r"[0-9]{1,9}"), "use the number of a step, such as 0"),
+    "alias": (
+        re.compile(rf"{_ALIAS}(\+{_ALIAS}){{0,99}}"),
+        "use ALIAS=MODEL, joined by +, with ~ for each slash",
+    ),
 }
+ALIAS_TEXT = _FORMS["alias"][0]
 MAX_TEMPERATURE = 100.0
 """As in the body of a request."""
 
@@ -51,6 +63,14 @@ class RolloutScope:
     """Replaces the temperature of the rollout's requests; None leaves it to them."""
     step: int | None = None
     """The step of the run's model that answers; None is the newest."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Names and the models that they mean in this rollout; a run has its own as well."""
+
+    @property
+    def alias_text(self) -> str:
+        """The aliases as header and URL carry them."""
+        # A slash would end the segment of a URL, even as %2F; no name has a ~.
+        return "+".join(f"{alias}={model}" for alias, model in self.aliases).replace("/", "~")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -60,6 +80,8 @@ class RolloutScope:
             headers[TEMPERATURE_HEADER] = f"{self.temperature:g}"
         if self.step is not None:
             headers[STEP_HEADER] = str(self.step)
+        if self.aliases:
+            headers[ALIAS_HEADER] = self.alias_text
         return headers
 
     def url(self, base_url: str) -> str:
@@ -69,6 +91,8 @@ class RolloutScope:
             segment += f",temperature={self.temperature:g}"
         if self.step is not None:
             segment += f",step={self.step}"
+        if self.aliases:
+            segment += f",alias={self.alias_text}"
         return f"{base_url.rstrip('/').removesuffix('/v1')}/rollout/{segment}/v1"
 
     @classmethod
@@ -109,7 +133,13 @@ class RolloutScope:
             function=function,
             temperature=float(values["temperature"]) if "temperature" in values else None,
             step=int(values["step"]) if "step" in values else None,
+            aliases=_parse_aliases(values.get("alias", "")),
         )
+
+
+def _parse_aliases(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = (pair.partition("=") for pair in text.replace("~", "/").split("+") if pair)
+    return tuple((alias, model) for alias, _, model in pairs)
 
 
 def _parse_segment(segment: str) -> dict[str, str]:
@@ -121,7 +151,7 @@ def _parse_segment(segment: str) -> dict[str, str]:
         if name not in _HEADERS or name in values:
             raise BadRequest(
                 f"the address of the rollout has {text[:40]!r} after its id; use "
-                "temperature=NUMBER and step=NUMBER, each once at most"
+                "temperature=NUMBER, step=NUMBER and alias=NAME=MODEL, each once at most"
             )
         values[name] = value
     return values

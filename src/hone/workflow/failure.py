@@ -78,9 +78,9 @@ def _truncated(calls: Sequence[SeenCall], remedy: str) -> str:
 
 
 def _unreached(error: BaseException) -> str:
-    """The address that openai could not reach, and why: its own message is 'Connection error.'"""
+    """The address that a client could not reach, and why: its message is 'Connection error.'"""
     for cause in _causes(error):
-        if _is(cause, "openai", "APIConnectionError"):
+        if any(_is(cause, library, "APIConnectionError") for library in ("openai", "anthropic")):
             request, why = getattr(cause, "request", None), cause.__cause__
             return (
                 f" {getattr(request, 'url', 'the endpoint')} cannot be reached: {why or 'unknown'}"
@@ -132,7 +132,7 @@ def _is_unparseable(error: BaseException | None) -> bool:
 def _outside_reason(error: BaseException) -> str | None:
     """The reason, if the error came from outside the agent: a server or the network; else None."""
     status = None
-    if _is(error, "openai", "APIStatusError"):
+    if any(_is(error, library, "APIStatusError") for library in ("openai", "anthropic")):
         status = getattr(error, "status_code", None)
     elif any(_is(error, library, "HTTPStatusError") for library in ("httpx", "httpx2")):
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -140,6 +140,7 @@ def _outside_reason(error: BaseException) -> str | None:
         return "server_error" if status >= 500 or status in _LATER else "agent_error"
     for library, late, lost in (
         ("openai", "APITimeoutError", "APIConnectionError"),
+        ("anthropic", "APITimeoutError", "APIConnectionError"),
         ("httpx", "TimeoutException", "TransportError"),
         ("httpx2", "TimeoutException", "TransportError"),
         ("builtins", "TimeoutError", "ConnectionError"),

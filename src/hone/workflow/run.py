@@ -11,7 +11,7 @@ the trained model are refused, so that nothing is recorded that was not scored.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ async def run_rollout(
     timeout_s: float | None = None,
     temperature: float | None = None,
     step: int | None = None,
+    aliases: Mapping[str, str] | None = None,
     recorded_calls: RecordedCalls | None = None,
 ) -> RolloutResult:
     """Run the workflow on the input; an exception of the agent is returned, not raised.
@@ -83,10 +84,11 @@ async def run_rollout(
         timeout_s: the rollout fails if it takes longer.
         temperature: sampling temperature, whatever the agent asks for; 0 is greedy.
         step: the step that answers; the newest one if None.
+        aliases: names and the models that they mean in this rollout.
         recorded_calls: reads the calls that the server recorded; called after the agent has ended
             if it used the rollout's URL, since another process may have made calls.
     """
-    rollout, recorder = recorded(id, host=host, temperature=temperature, step=step)
+    rollout, recorder = recorded(id, host=host, temperature=temperature, step=step, aliases=aliases)
     began = time.perf_counter()
     with rollout:
         try:
@@ -135,15 +137,13 @@ async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutRes
         await builder.serve()
         workflow = await builder.get_workflow()
         served = builder.served
-        host, known = (served.host, served.recorded) if served else (None, None)
+        server = {} if served is None else served.rollout_arguments
         budget = asyncio.Semaphore(builder.get_max_concurrency())
 
         async def one(input: str) -> RolloutResult:
             async with budget:
                 timeout_s = document.finetuning.rollout_timeout_s
-                return await run_rollout(
-                    workflow, input, host=host, timeout_s=timeout_s, recorded_calls=known
-                )
+                return await run_rollout(workflow, input, timeout_s=timeout_s, **server)
 
         return list(await asyncio.gather(*(one(input) for input in inputs)))
 
