@@ -112,6 +112,25 @@ async def test_a_program_with_a_model_name_in_its_code_is_trained_under_an_alias
     assert "no model called" in check.message and "gpt-4o" in check.message
 
 
+async def test_calls_of_a_program_that_is_a_function_can_be_the_target(rehearsal: Rehearsal):
+    (rehearsal.directory / "boss.py").write_text(
+        "async def boss(question, functions):\n    return await functions['prober'](question)\n"
+    )
+    program = {"_type": "command", "command": [sys.executable, "-I", "-S", "-c", PROGRAM]}
+    changes = {
+        "functions": {"prober": {**program, "llm": "actor"}},
+        "workflow": {"target": "boss.py:boss", "llm": None, "functions": ["prober"]},
+        "finetuning": {"target_functions": ["prober"]},
+    }
+    async with rehearsal.live(**changes) as run:
+        workflow, served = await run.builder.get_workflow(), run.builder.served
+        assert served is not None
+        arguments = served.rollout_arguments
+        result = await run_rollout(workflow, "say it", id=f"{run.id}:0", **arguments)
+        assert failures(await run.checks()) == []
+    assert [call.function for call in result.calls] == ["prober", "prober"]
+
+
 async def test_an_agent_gets_the_advertised_address(rehearsal: Rehearsal):
     url = rehearsal.server.base_url.replace("127.0.0.1", "localhost")
     named = PROGRAM + 'print(os.environ["OPENAI_BASE_URL"])'

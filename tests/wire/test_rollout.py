@@ -1,7 +1,5 @@
 """The rollout of a request: what a client writes is what the server reads."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,13 +23,21 @@ def test_headers_are_read_back(scope: RolloutScope):
 
 
 @given(SCOPES)
-def test_a_url_is_read_back_but_for_its_function(scope: RolloutScope):
+def test_a_url_is_read_back(scope: RolloutScope):
     url = scope.url("http://127.0.0.1:8000/v1/")
     before, _, rest = url.partition("/rollout/")
     assert before == "http://127.0.0.1:8000"
     read = RolloutScope.parse({}, rest.removesuffix("/v1"))
-    assert read == replace(scope, function="")
+    assert read == scope
     assert RolloutScope.parse(scope.headers, rest.removesuffix("/v1")) == scope
+
+
+def test_the_function_of_the_code_that_calls_replaces_that_of_the_url():
+    scope = RolloutScope("r", "<workflow>.search.a b.c")
+    assert scope.url("http://h/v1") == "http://h/rollout/r,function=search.c/v1"
+    assert RolloutScope("r", "<workflow>").url("http://h/v1") == "http://h/rollout/r/v1"
+    read = RolloutScope.parse({"X-Hone-Function": "own"}, "r,function=search.c")
+    assert read.function == "own"
 
 
 def test_outside_a_rollout_there_is_nothing_to_read():
@@ -49,6 +55,7 @@ def test_outside_a_rollout_there_is_nothing_to_read():
         ({"X-Hone-Step": "1"}, "r,step=2", "the address says step '2' and X-Hone-Step '1'"),
         ({}, "r,temperature=1e9", "temperature is '1e9'; use 0 for greedy"),
         ({}, "r,step=1.5", "step is '1.5'; use the number of a step"),
+        ({}, "r,function=a..b", "function is 'a..b'; use names of letters"),
         ({}, "r,alias=gpt-4o", "alias is 'gpt-4o'; use ALIAS=MODEL"),
         ({}, "r,rollout=s", "has 'rollout=s' after its id"),
         ({"X-Hone-Function": "f" * 513}, "r", "X-Hone-Function has 513 characters; at most 512"),

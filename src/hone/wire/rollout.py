@@ -3,9 +3,9 @@
 In:   a rollout's id, the calling function, a temperature, a step, aliases of models
 Out:  headers and URLs for clients; and back to a RolloutScope on the server, checked
 
-A client in another process has the URL and not the headers, so the URL can carry temperature, step
-and aliases too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they
-must agree.
+A client in another process has the URL and not the headers, so the URL can carry the other values
+too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they must agree;
+only the function of a header is a better one, because the code that calls set it.
 """
 
 import re
@@ -24,6 +24,7 @@ ALIAS_HEADER = "X-Hone-Alias"
 
 ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
 MAX_FUNCTION = 512
+_IN_URL = re.compile(r"[A-Za-z0-9_-]+")
 _HEADERS = {
     "rollout": ROLLOUT_HEADER,
     "temperature": TEMPERATURE_HEADER,
@@ -44,6 +45,10 @@ _FORMS = {
     "alias": (
         re.compile(rf"{_ALIAS}(\+{_ALIAS}){{0,99}}"),
         "use ALIAS=MODEL, joined by +, with ~ for each slash",
+    ),
+    "function": (
+        re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*"),
+        "use names of letters, digits, _ and -, joined by dots",
     ),
 }
 ALIAS_TEXT = _FORMS["alias"][0]
@@ -85,8 +90,11 @@ class RolloutScope:
         return headers
 
     def url(self, base_url: str) -> str:
-        """The rollout's own base URL at the server with this base URL; it names no function."""
+        """The rollout's own base URL at the server with this base URL."""
         segment = self.rollout
+        # Names that a URL would have to escape are left out: `<workflow>` is one, and says nothing.
+        if names := [name for name in self.function.split(".") if _IN_URL.fullmatch(name)]:
+            segment += f",function={'.'.join(names)}"
         if self.temperature is not None:
             segment += f",temperature={self.temperature:g}"
         if self.step is not None:
@@ -109,6 +117,7 @@ class RolloutScope:
                     "one",
                     param=header,
                 )
+        function = headers.get(FUNCTION_HEADER) or values.get("function", "")
         if values and "rollout" not in values:
             header = _HEADERS[next(iter(values))]
             raise BadRequest(
@@ -121,8 +130,7 @@ class RolloutScope:
                 name == "temperature" and form.fullmatch(text) and float(text) > MAX_TEMPERATURE
             )
             if too_hot or not form.fullmatch(text):
-                raise BadRequest(f"{name} is {text[:200]!r}; {remedy}", param=_HEADERS[name])
-        function = headers.get(FUNCTION_HEADER, "")
+                raise BadRequest(f"{name} is {text[:200]!r}; {remedy}", param=_HEADERS.get(name))
         if len(function) > MAX_FUNCTION:
             raise BadRequest(
                 f"{FUNCTION_HEADER} has {len(function)} characters; at most {MAX_FUNCTION}",
@@ -148,10 +156,11 @@ def _parse_segment(segment: str) -> dict[str, str]:
     values = {"rollout": rollout}
     for text in rest:
         name, _, value = text.partition("=")
-        if name not in _HEADERS or name in values:
+        if name not in _FORMS or name in values:
             raise BadRequest(
                 f"the address of the rollout has {text[:40]!r} after its id; use "
-                "temperature=NUMBER, step=NUMBER and alias=NAME=MODEL, each once at most"
+                "temperature=NUMBER, step=NUMBER, function=PATH and alias=NAME=MODEL, each once at "
+                "most"
             )
         values[name] = value
     return values
