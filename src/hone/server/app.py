@@ -30,7 +30,15 @@ import hone
 from hone import errors
 from hone.errors import HoneError
 from hone.logs import log, say
-from hone.server import anthropic_messages, art, auth, openai_chat, openai_responses, training
+from hone.server import (
+    anthropic_messages,
+    art,
+    auth,
+    openai_chat,
+    openai_responses,
+    probes,
+    training,
+)
 from hone.server.bodies import BodyReader, is_json
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
@@ -50,9 +58,9 @@ _REQUEST_ID = "hone.request_id"
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
     """The control plane, which has every route, and the OpenAI API alone."""
-    dialects = (openai_chat.routes, openai_responses.routes, anthropic_messages.routes)
-    control = _app(state, "hone", (*dialects, training.routes, art.routes), control=True)
-    inference = _app(state, "hone: OpenAI API", dialects, control=False)
+    parts = (openai_chat.routes, openai_responses.routes, anthropic_messages.routes, probes.routes)
+    control = _app(state, "hone", (*parts, training.routes, art.routes), control=True)
+    inference = _app(state, "hone: OpenAI API", parts, control=False)
     return control, inference
 
 
@@ -136,8 +144,10 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     if isinstance(error, RequestValidationError):
         status, body = _validation_error(Headers(scope=scope).get("content-type", ""), error)
     elif isinstance(error, HTTPException):
-        status = error.status_code
-        body = error_body(str(error.detail), status) | {"detail": error.detail}
+        status, detail = error.status_code, error.detail
+        if status == 404 and detail == "Not Found":
+            detail = _no_route(scope["method"], scope["path"])
+        body = error_body(str(detail), status) | {"detail": detail}
     else:
         status, body = error_response(error, state.settings.log_file)
     if status == 500:
@@ -146,6 +156,13 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     if dialect := _dialect_at(scope["path"]):
         body = dialect.error_body(status, body | {"request_id": scope.get(_REQUEST_ID)})
     return JSONResponse(body, status, headers=getattr(error, "headers", None))
+
+
+def _no_route(method: str, path: str) -> str:
+    text = f"no route {method} {path[:200]}; GET /openapi.json lists those of this server"
+    if "/v1/v1/" in path:
+        text += ". The client adds /v1 itself: leave it out of the base URL"
+    return text
 
 
 def _dialect_at(path: str) -> Dialect | None:

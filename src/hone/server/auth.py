@@ -37,7 +37,7 @@ access: ContextVar[Access] = ContextVar("access", default="operator")
 OPEN = frozenset({"/health", "/healthcheck"})
 """Paths that need no key."""
 _OPENAI = re.compile(
-    r"(/rollout/[^/]+)?/v1/"
+    r"/(version|tokenize|detokenize)?|(/rollout/[^/]+)?/v1/"
     r"(chat/completions|completions|responses(/.*)?|messages(/count_tokens)?|models(/.*)?)"
 )
 """Paths that the inference key opens."""

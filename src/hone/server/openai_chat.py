@@ -5,6 +5,7 @@ Out:  responses with token ids, log-probabilities and the step that answered; ev
 """
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -45,7 +46,9 @@ def routes(state: State) -> APIRouter:
     async def models(request: Request) -> dict[str, Any]:
         """Every name that can be asked for."""
         served = await asyncio.to_thread(served_to, request)
-        return {"object": "list", "data": [_list_entry(name) for name in served]}
+        entries = [_list_entry(name) for name in served]
+        ids = {"first_id": served[0].id, "last_id": served[-1].id} if served else {}
+        return {"object": "list", "data": entries, "has_more": False, **ids}
 
     async def model(name: str, request: Request) -> dict[str, Any]:
         """One name that can be asked for."""
@@ -66,10 +69,14 @@ def routes(state: State) -> APIRouter:
 
 
 def _list_entry(served: ServedName) -> dict[str, Any]:
+    """A model as OpenAI's clients know it, and as Anthropic's do: type, display_name, created_at."""
     return {
         "id": served.id,
         "object": "model",
+        "type": "model",
+        "display_name": served.id,
         "created": int(served.created_at),
+        "created_at": datetime.fromtimestamp(int(served.created_at), UTC).isoformat(),
         "owned_by": "hone",
         "root": served.root,
         "step": served.step,

@@ -24,6 +24,7 @@ from hone.server.auth import may_load
 from hone.server.engine_choice import EngineChoice
 from hone.server.engines import Base, Engines
 from hone.server.settings import Settings
+from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey, ModelSpec, RunSpec
@@ -124,6 +125,12 @@ class Serving:
                 checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
                 adapter = await self._load(base, record, checkpoint)
             return Policy(base, record, at, adapter, name)
+
+    async def tokenizer(self, name: str) -> BaseTokenizer:
+        """The tokenizer and chat template behind a name, as `resolve` reads it; loads no weights."""
+        base_name, record, _ = await asyncio.to_thread(self._look_up, name, None, None)
+        base = await self.template(base_name)
+        return base if record is None else base.with_kwargs(record.spec.chat_template_kwargs)
 
     def _look_up(
         self, name: str, run: RunSpec | None, step: int | None

@@ -222,6 +222,21 @@ class MessagesRequest(BaseModel):
             raise BadRequest(text, param=ours, code=error.code) from None
 
 
+def request_schema(*required: str) -> dict[str, Any]:
+    """The JSON schema of the body, with these keys required besides model and messages."""
+    schema = MessagesRequest.model_json_schema()
+    parts = {f"#/$defs/{name}": part for name, part in schema.pop("$defs").items()}
+
+    def inline(value: Any) -> Any:
+        # In /openapi.json a reference would be looked up at the top of that document.
+        if isinstance(value, dict):
+            value = parts.get(value.get("$ref", ""), value)
+            return {key: inline(item) for key, item in value.items()}
+        return [inline(item) for item in value] if isinstance(value, list) else value
+
+    return inline(schema) | {"required": [*schema["required"], *required]}
+
+
 def _bad_request(error: ValidationError) -> BadRequest:
     first = error.errors(include_url=False)[0]
     key, *rest = first["loc"]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hone.wire.anthropic_blocks import BlockWriter, message_blocks
-from hone.wire.anthropic_messages import MessagesRequest
+from hone.wire.anthropic_messages import MessagesRequest, request_schema
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event
 from hone.wire.json import object_or_empty
 
@@ -44,7 +44,7 @@ class MessagesDialect:
     path: ClassVar[str] = "/v1/messages"
     prompt_key: ClassVar[str] = "messages"
     named_events: ClassVar[bool] = True
-    schema: ClassVar[dict[str, Any]] = MessagesRequest.model_json_schema()
+    schema: ClassVar[dict[str, Any]] = request_schema("max_tokens")
 
     def parse(self, body: dict[str, Any], *, max_n: int) -> MessagesRequest:
         return MessagesRequest.parse(body)
@@ -60,6 +60,7 @@ class CountDialect(MessagesDialect):
     """Requests for the number of tokens of a prompt."""
 
     path: ClassVar[str] = "/v1/messages/count_tokens"
+    schema: ClassVar[dict[str, Any]] = request_schema()
 
     def parse(self, body: dict[str, Any], *, max_n: int) -> MessagesRequest:
         return MessagesRequest.parse(body, counting=True)

@@ -1,0 +1,98 @@
+"""Requests and responses of /tokenize and /detokenize, as vLLM has them.
+
+In:   JSON bodies
+Out:  checked requests; what cannot be honoured is refused by name
+"""
+
+from typing import Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from hone.errors import BadRequest
+from hone.wire.openai_chat import read_json
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    model: str | None = Field(default=None, min_length=1, max_length=512)
+    """As in a chat completion. Left out: the only base model that is served."""
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """The request; raises BadRequest naming the first key that is wrong."""
+        try:
+            return cls.model_validate(read_json(body))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])[:100]
+            message = first["msg"].removeprefix("Value error, ")
+            text = f"{where}: {message}" if where else message
+            raise BadRequest(text, param=where or None) from None
+
+
+class TokenizeRequest(_Request):
+    """Body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    """As in a chat completion; rendered with the model's chat template."""
+    add_special_tokens: bool | None = None
+    """Of the tokenizer, around a prompt; true by default. Chat templates write their own."""
+    add_generation_prompt: bool | None = None
+    """End the messages with the beginning of an answer; true by default."""
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the model's chat template, e.g. enable_thinking."""
+    return_token_strs: bool | None = None
+    """Return the tokens as text too, as the vocabulary spells them."""
+    continue_final_message: bool | None = None
+    """Not in this version."""
+    chat_template: str | None = None
+    """Not in this version: the model's own is used."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Not in this version."""
+
+    @field_validator("continue_final_message", "chat_template", "mm_processor_kwargs")
+    @classmethod
+    def _absent(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("not in this version; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _prompt_or_messages(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send a prompt or messages, and not both")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError(
+                "add_special_tokens: chat templates write their own; leave it out with messages"
+            )
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    """Most tokens of a prompt and its answer together."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(_Request):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str

@@ -1,0 +1,156 @@
+"""What clients ask beside the APIs: the version, the models, token ids and text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from tests.fakes import ScriptedEngine
+from tests.server.conftest import MakeServer, Server
+
+import hone
+from hone.server.auth import inference_key
+from hone.server.settings import Settings
+from hone.server.state import State
+from hone.types import ModelSpec
+
+HELLO: list[Any] = [{"role": "user", "content": "hello caf\u00e9"}]
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
+) -> Iterator[Server]:
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    settings = Settings(root=tmp_path_factory.mktemp("root"), allow_base_models=(str(tiny_model),))
+    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.inference_url) as http:
+        yield http
+
+
+def test_a_prompt_becomes_ids_and_text_again(http: Any, tokenizer: Any, tiny_model: Path) -> None:
+    text = "caf\u00e9<|im_end|> the weather"
+    body = {"model": str(tiny_model), "prompt": text, "return_token_strs": True}
+    answer = http.post("/tokenize", json=body).json()
+    ids = tokenizer.encode(text)
+    assert answer == {
+        "count": len(ids),
+        "max_model_len": 512,
+        "tokens": ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(ids),
+    }
+    # The only base model that is served need not be named.
+    assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": text}
+    assert http.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
+    longer = http.post("/tokenize", json={"prompt": "word " * 2000}).json()
+    assert longer["count"] > longer["max_model_len"]
+
+
+def test_a_chat_has_the_ids_that_would_be_fed(http: Any, server: Server, tiny_model: Path) -> None:
+    ask: dict[str, Any] = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK]}
+    fed = http.post("/v1/chat/completions", json=ask).json()["prompt_token_ids"]
+    asked = len(server.engine.asked)
+    answer = http.post("/tokenize", json=ask).json()
+    assert (answer["tokens"], answer["count"]) == (fed, len(fed))
+    assert answer["token_strs"] is None
+    bare = http.post("/tokenize", json={**ask, "add_generation_prompt": False}).json()["tokens"]
+    assert bare == fed[: len(bare)] and len(bare) < len(fed)
+    assert len(server.engine.asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/tokenize", {}, "send a prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}, "not both"),
+        ("/tokenize", {"messages": []}, "at least one message"),
+        ("/tokenize", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0]"),
+        ("/tokenize", {"messages": HELLO, "continue_final_message": True}, "not in this version"),
+        ("/tokenize", {"messages": HELLO, "chat_template": "{{x}}"}, "not in this version"),
+        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "write their own"),
+        ("/tokenize", {"prompt": "x", "modle": "m"}, "modle"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "not JSON"),
+        ("/detokenize", {"tokens": [1, 512]}, "tokens[1]: token id 512 is outside"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]: token id -1 is outside"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens.0"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(http: Any, path: str, body: dict[str, Any], says: str) -> None:
+    written = json.dumps(body)  # httpx would not write half of a surrogate pair
+    answer = http.post(path, content=written, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+def test_unknown_models_are_not_found(http: Any) -> None:
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": []})):
+        answer = http.post(path, json={**body, "model": "gpt-unknown"})
+        assert answer.status_code == 404 and "gpt-unknown" in answer.text
+
+
+def test_probes_of_clients_at_start(http: Any) -> None:
+    for path in ("/", "/version"):
+        assert http.get(path).json()["version"] == hone.__version__
+    for path in ("/", "/version", "/health", "/v1/models"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+        assert http.get(path).status_code == 200
+    for method, path in (
+        ("GET", "/api/version"),
+        ("GET", "/api/tags"),
+        ("POST", "/api/show"),
+        ("GET", "/props"),
+        ("GET", "/v1"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/messages/batches"),
+        ("GET", "/favicon.ico"),
+    ):
+        answer = http.request(method, path)
+        assert answer.status_code == 404, path
+        assert f"no route {method} {path}; GET /openapi.json" in answer.json()["error"]["message"]
+    doubled = http.post("/rollout/r/v1/v1/messages", json={})
+    assert doubled.status_code == 404 and "leave it out of the base URL" in doubled.text
+
+
+def test_both_vendors_clients_list_the_models(server: Server, tiny_model: Path, http: Any) -> None:
+    key: Any = {"api_key": "default", "max_retries": 0}
+    with anthropic.Anthropic(base_url=server.inference_url, **key) as client:
+        (model,) = client.models.list(limit=20)
+        assert (model.id, model.type, model.display_name) == (str(tiny_model), "model", model.id)
+        assert client.models.retrieve(str(tiny_model)).created_at.year == 1970
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("claude-unknown")
+    with openai.OpenAI(base_url=server.openai_url, **key) as client:
+        assert [m.id for m in client.models.list()] == [str(tiny_model)]
+
+
+def test_the_key_and_the_inference_key_open_them(
+    make_server: MakeServer, tiny_model: Path, http: Any
+) -> None:
+    server = make_server(api_key="secret-key-1")
+    server.state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
+    routes: list[Any] = [("GET", "/", {}), ("HEAD", "/", {}), ("GET", "/version", {})]
+    routes += [("POST", "/tokenize", {"model": "agent", "prompt": "x"})]
+    routes += [("POST", "/detokenize", {"model": "agent", "tokens": [1]})]
+    for url in (server.control_url, server.inference_url):
+        for method, path, body in routes:
+            for key in ("secret-key-1", inference_key(server.state.settings)):
+                headers = {"x-api-key": str(key)}
+                answer = http.request(method, url + path, json=body, headers=headers)
+                assert answer.status_code == 200, (path, answer.text)
+            assert http.request(method, url + path, json=body).status_code == 401, path
