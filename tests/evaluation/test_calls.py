@@ -16,6 +16,11 @@ from hone.evaluation.calls import (
 
 A = {"name": "search", "arguments": {"q": "x", "k": 3}}
 B = {"name": "open", "arguments": {"page": 1}}
+Q = {"name": "search", "arguments": {"q": "x"}}
+
+
+def number(n: float) -> dict[str, Any]:
+    return {"name": "set", "arguments": {"n": n}}
 
 
 def as_openai(tool: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +64,9 @@ def value(output: Any, expected: Any, calls: Any = (), **options: Any) -> float:
         ([], [], {}, 1),
         ([A], [], {}, 0),
         ({"name": "open"}, {"name": "open", "arguments": {}}, {}, 1),
+        # The first call is more than either expects; only the second expects all of it.
+        ([A, Q], [Q, A], {"arguments": "subset"}, 1),
+        ([number(1.0), number(1.2)], [number(1.1), number(0.9)], {"tolerance": 0.15}, 1),
     ],
 )
 def test_tool_calls(output: Any, expected: Any, options: Any, right: float):

@@ -245,6 +245,17 @@ def test_files_that_are_not_hones_own_are_named(tmp_path: Path):
         out.finished()
 
 
+@pytest.mark.parametrize("names", [["workflow"], ["my score", "my_score"]])
+def test_two_files_of_one_name_are_refused(tmp_path: Path, names: list[str]):
+    general = EvalGeneralConfig.model_validate({"output_dir": tmp_path})
+    directory = OutputDir(general, EvalDatasetStructure())
+    file = f"{names[-1]}_output.json"
+    with pytest.raises(
+        ConfigError, match=f"would be written to {file}, which is the file of .*; rename"
+    ):
+        directory.prepare(names, keep=False)
+
+
 def test_a_full_disk_is_said(tmp_path: Path):
     out = opened(tmp_path)
     (tmp_path / "finished.jsonl").symlink_to("/dev/full")

@@ -84,6 +84,10 @@ def test_a_failed_epoch_exits_with_1_and_the_last_line_says_why(
     assert last.levelname == "ERROR"
     assert last.message == f"epoch 1 of run {command.run_id}: CUDA out of memory"
     assert command.events("run_finished")[-1]["status"] == "failed"
+    assert json.loads((command.out / "report.json").read_text())["epochs"] == 0
+    text = (command.out / "report.md").read_text()
+    assert text.startswith("# The run failed after 0 of 2 epochs\n")
+    assert "| epochs | 0 of 2 |" in text
     Parts.adapter.fail = lambda key: None
     assert command() == 0
     assert len(Parts.builder.ran) == 8

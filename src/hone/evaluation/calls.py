@@ -75,12 +75,14 @@ class ToolCallMatch(Rule, name="tool_call_match"):
     def _matched(self, actual: Sequence[ToolCall], expected: Sequence[ToolCall]) -> int:
         if self.ordered:
             return _longest_common(actual, expected, self._equal)
-        unmatched = list(actual)
-        for wanted in expected:
-            place = next((n for n, call in enumerate(unmatched) if self._equal(call, wanted)), None)
-            if place is not None:
-                del unmatched[place]
-        return len(actual) - len(unmatched)
+        if not actual or not expected:
+            return 0
+        from scipy.optimize import linear_sum_assignment  # here, because it takes a second to load
+
+        # Not the first that fits: with `subset` or a tolerance, another call may need that one.
+        equal = [[self._equal(call, wanted) for wanted in expected] for call in actual]
+        pairs = zip(*linear_sum_assignment(equal, maximize=True), strict=True)
+        return sum(equal[row][column] for row, column in pairs)
 
     def _equal(self, actual: ToolCall, wanted: ToolCall) -> bool:
         (name, arguments), (wanted_name, wanted_arguments) = actual, wanted

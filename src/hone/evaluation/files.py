@@ -60,12 +60,15 @@ class OutputDir:
 
     def prepare(self, evaluators: Iterable[str], *, keep: bool) -> None:
         """Create and lock the directory; unless `keep`, remove an earlier evaluation's files."""
-        names = [_file_name(name) for name in evaluators]
-        if OUTPUT in names:
-            raise ConfigError(
-                f"eval.evaluators.workflow: its scores would be written to {OUTPUT}, where the "
-                "workflow's output is; call it something else"
-            )
+        files = {OUTPUT: "the workflow's output"}
+        for name in evaluators:
+            file = _file_name(name)
+            if file in files:
+                raise ConfigError(
+                    f"eval.evaluators.{name}: its scores would be written to {file}, which is the "
+                    f"file of {files[file]}; rename the evaluator"
+                )
+            files[file] = f"eval.evaluators.{name}"
         if keep:
             self.path = max(self._jobs(), key=_modified, default=self.path)
         try:
@@ -77,7 +80,7 @@ class OutputDir:
                 f"{KEY}: {self.path} cannot be created ({error.strerror}); name a directory that "
                 "can be written to"
             ) from None
-        for name in (*names, OUTPUT, FINISHED, WRITTEN, *CONFIGS):
+        for name in (*files, FINISHED, WRITTEN, *CONFIGS):
             if (self.path / name).is_dir():
                 raise ConfigError(
                     f"{KEY}: {self.path / name} is a directory, where a file is to be written; move "

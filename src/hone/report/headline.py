@@ -19,9 +19,9 @@ def headline(outcome: Outcome) -> tuple[str, str, str]:
     change, basis, tone = _change(outcome)
     message = _sentence(history.finished.message if history.finished else None)
     if history.status == "completed":
-        stopped_early = len(history.done) < planned
+        stopped_early = history.num_done < planned
         return change, f"{basis} {message}".strip() if stopped_early else basis, tone
-    done = f"after {len(history.done)} of {counted(planned, 'epoch')}"
+    done = f"after {history.num_done} of {counted(planned, 'epoch')}"
     so_far = f"So far: {change[:1].lower()}{change[1:]}. {basis}"
     if history.status == "unfinished":
         resume = "It is not finished; the command below resumes it."

@@ -168,6 +168,7 @@ class History:
         self.resumed_at: list[float] = []
         """Epochs that were done when each session after the first began."""
         self.done: dict[int, EpochDone] = {}
+        """Epochs that ended, failed ones included."""
         self.calls = self.tokens = self.rollouts = 0
         """Totals, those of interrupted rounds included."""
         self._phases = dict.fromkeys(PHASE_AFTER.values(), 0.0)
@@ -195,7 +196,7 @@ class History:
         match event:
             case RunStarted():
                 if self.sessions:
-                    self.resumed_at.append(float(len(self.done)))
+                    self.resumed_at.append(float(self.num_done))
                 self.run, self.finished = event, None
                 self.sessions += 1
                 self._last_at, self._phase = event.command_at, "start_s"
@@ -287,6 +288,11 @@ class History:
         return self._validations.get((True, of.epoch, of.step))
 
     # ---- the run --------------------------------------------------------------------------
+
+    @property
+    def num_done(self) -> int:
+        """Number of epochs that did not fail."""
+        return sum(epoch.status != "failed" for epoch in self.done.values())
 
     @property
     def status(self) -> str:

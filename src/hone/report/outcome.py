@@ -204,7 +204,7 @@ class Outcome:
             "validation_evaluator": run.evaluators[1],
             "status": history.status,
             "message": history.finished and history.finished.message,
-            "epochs": len(history.done),
+            "epochs": history.num_done,
             "epochs_planned": run.epochs,
             "seconds": history.seconds,
             "phases": history.phases,

@@ -180,7 +180,7 @@ def _details(outcome: Outcome) -> dict[str, str]:
         "configuration": run.config_file,
         "command": run.command,
         "seed": run.seed,
-        "epochs": f"{len(history.done)} of {run.epochs}",
+        "epochs": f"{history.num_done} of {run.epochs}",
         "training examples": run.examples,
         "generations per example": run.generations,
         "held-out examples": run.validation_examples,
