@@ -35,20 +35,25 @@ START_S = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = make_parser("bench.gpu_serve", __doc__)
+    parser.set_defaults(gpu_memory_utilization=0.5)
+    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of every measurement")
+    parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     if options.client:
         url, model, clients, seconds = options.client
         print(json.dumps(asyncio.run(_closed_loop(url, model, int(clients), float(seconds)))))
         return
     options.scratch.mkdir(parents=True, exist_ok=True)
-    model = options.model or _random_model(options)
-    with _hone(options) as url:
+    model = options.model or random_model(options)
+    with hone_server(options) as url:
         adapter = asyncio.run(_train_one_step(url, model, options))
         ours = _measure("hone serve", url + "/v1", "bench/policy", options)
     with _vllm(options, model, adapter) as url:
         plain = _measure("vllm serve", url + "/v1", "policy", options)
     for clients in options.clients:
-        _say(
+        say(
             "rollouts, hone serve beside vllm serve",
             clients=clients,
             ratio=ours[clients] / plain[clients],
@@ -70,7 +75,7 @@ def _measure(name: str, url: str, model: str, options: argparse.Namespace) -> di
                 raise RuntimeError(f"{name}: the clients failed: {run.stderr[-2000:]}")
             measured = json.loads(run.stdout.splitlines()[-1])
         rates[clients] = measured["tokens_per_s"]
-        _say(name, clients=clients, **measured)
+        say(name, clients=clients, **measured)
     return rates
 
 
@@ -83,7 +88,7 @@ async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> di
 
     limits = httpx.Limits(max_connections=clients)
     headers = {"Authorization": "Bearer default"}
-    prompts = _prompts()
+    texts = prompts()
     tokens = answers = 0
     latencies: list[float] = []
     end = 0.0
@@ -96,7 +101,7 @@ async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> di
                 f"{url}/chat/completions",
                 json={
                     "model": model,
-                    "messages": [{"role": "user", "content": prompts[at % len(prompts)]}],
+                    "messages": [{"role": "user", "content": texts[at % len(texts)]}],
                     "max_tokens": ANSWER_TOKENS,
                     "temperature": 1.0,
                     "logprobs": True,
@@ -123,8 +128,9 @@ async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> di
     }
 
 
-def _prompts() -> list[str]:
-    generator = random.Random(0)
+def prompts(num_words: int = PROMPT_WORDS, count: int = PROMPTS, seed: int = 0) -> list[str]:
+    """Different texts of so many words."""
+    generator = random.Random(seed)
     words = [
         "the",
         "a",
@@ -141,7 +147,7 @@ def _prompts() -> list[str]:
         "over",
         "green",
     ]
-    return [" ".join(generator.choices(words, k=PROMPT_WORDS)) for _ in range(PROMPTS)]
+    return [" ".join(generator.choices(words, k=num_words)) for _ in range(count)]
 
 
 # ---- servers -----------------------------------------------------------------------------------
@@ -152,7 +158,8 @@ def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _hone(options: argparse.Namespace) -> Iterator[str]:
+def hone_server(options: argparse.Namespace) -> Iterator[str]:
+    """A `hone serve` with vLLM; yields its address."""
     port = _free_port()
     command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(options.scratch / "root")]
     command += ["--port", str(port), "--inference-port", "-1", "--engine", "vllm"]
@@ -195,7 +202,7 @@ def _server(command: list[str], log: Path, url: str) -> Iterator[str]:
             except httpx.HTTPError:
                 pass
             time.sleep(0.5)
-        _say(f"{log.stem} started", seconds=time.perf_counter() - began)
+        say(f"{log.stem} started", seconds=time.perf_counter() - began)
         yield url
     finally:
         process.send_signal(signal.SIGINT)
@@ -220,8 +227,8 @@ async def _train_one_step(url: str, model: Path, options: argparse.Namespace) ->
         )
         began = time.perf_counter()
         await policy.register(backend)
-        _say("hone's engine started", seconds=time.perf_counter() - began)
-        messages: Any = [{"role": "user", "content": _prompts()[0]}]
+        say("hone's engine started", seconds=time.perf_counter() - began)
+        messages: Any = [{"role": "user", "content": prompts()[0]}]
         reply = await policy.openai_client().chat.completions.create(
             model=policy.get_inference_name(),
             messages=messages,
@@ -235,7 +242,7 @@ async def _train_one_step(url: str, model: Path, options: argparse.Namespace) ->
         )
         began = time.perf_counter()
         result = await policy.train([group], learning_rate=1e-3)
-        _say("one job", seconds=time.perf_counter() - began, step=result.step, **result.metrics)
+        say("one job", seconds=time.perf_counter() - began, step=result.step, **result.metrics)
         await policy.close()
     steps = options.scratch / "root" / "bench" / "models" / "policy" / "checkpoints"
     return max(path.parent for path in steps.glob("*/adapter_config.json"))
@@ -244,7 +251,7 @@ async def _train_one_step(url: str, model: Path, options: argparse.Namespace) ->
 # ---- a model of random weights -----------------------------------------------------------------
 
 
-def _random_model(options: argparse.Namespace) -> Path:
+def random_model(options: argparse.Namespace) -> Path:
     """Random weights in the shape of Qwen2.5, with the vocabulary of another model's tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -275,22 +282,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _say(what: str, **values: Any) -> None:
+def say(what: str, **values: Any) -> None:
+    """Print one JSON object."""
     rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
     print(json.dumps({"what": what, **rounded}), flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_serve", description=__doc__)
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of this module and of gpu_cycle.py."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("--engine-python", default=sys.executable, help="a Python with vLLM")
     parser.add_argument("--model", type=Path, help="a model directory; else --random")
     parser.add_argument("--random", choices=sorted(SHAPES), default="3b", help="shape of Qwen2.5")
     parser.add_argument("--tokenizer", help="directory of a tokenizer with a chat template")
-    parser.add_argument("--scratch", type=Path, default=Path("bench-gpu-serve"))
-    parser.add_argument("--clients", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of every measurement")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
-    parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, default=Path(name.replace(".", "-")))
+    parser.add_argument("--gpu-memory-utilization", type=float, help="by default hone plans")
     return parser
 
 

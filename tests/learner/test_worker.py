@@ -70,7 +70,8 @@ def test_the_process_gives_the_bits_of_this_one(
     here.save(tmp_path / "here")
     for file in (tmp_path / "here").iterdir():
         assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes(), file.name
-    # back to the start, and the same job again
+    # back to the start, and the same job again, after its memory was freed
+    worker.release(weights=True)
     assert worker.load(tmp_path / "start") == info.sha256
     assert worker.train(pack_groups(job), CONFIG)["sha256"] == result["sha256"]
 

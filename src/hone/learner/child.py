@@ -152,7 +152,7 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
     if spec.memory is not None and spec.device.startswith("cuda"):
         # What exceeds it fails here, instead of taking the memory that vLLM needs.
         total = torch.cuda.get_device_properties(spec.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory / total), spec.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory / total))
     dtype = getattr(torch, spec.dtype)
     body = load_body(spec.model_dir, device=spec.device, dtype=dtype, memory=spec.memory)
     lora = Lora.init(

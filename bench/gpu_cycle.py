@@ -1,0 +1,233 @@
+"""`python -m bench.gpu_cycle`: GRPO steps on one GPU, by phase; publishes; many cycles of sleep and wake.
+
+In:   a Python with vLLM, and a model directory or the shape of one (random weights)
+Out:  one JSON object per line, as soon as it is measured
+
+Everything goes through `hone serve` and its HTTP API. `step` samples groups of rollouts and trains on
+them. `publish` trains while chats are streamed: how soon the new step answers after its checkpoint was
+saved, and the longest gap between two tokens meanwhile. `cycles` trains one small job after the other;
+in each the engine sleeps, wakes and publishes, and its tensors are compared with the adapter.
+"""
+
+import argparse
+import asyncio
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import httpx
+
+import hone
+from bench.gpu_serve import hone_server, make_parser, prompts, random_model, say
+from hone.backends.remote import RemoteBackend
+from hone.model import TrainableModel
+from hone.trajectory import JobRequest
+from hone.types import JobEvent, JobInfo
+
+PHASES = ("started", "learned", "saved", "published", "proved", "done")
+"""Events of a job, in order."""
+STREAMS = 8
+"""Chats that are streamed while a step is published."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("bench.gpu_cycle", __doc__)
+    parser.add_argument("--only", nargs="+", default=["step", "publish", "cycles"])
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--rollouts", type=int, default=8, help="of every group")
+    parser.add_argument("--prompt-words", type=int, default=420, help="about 512 tokens")
+    parser.add_argument("--answer-tokens", type=int, default=256)
+    parser.add_argument(
+        "--repeats", type=int, default=4, help="of step and publish; the first warms up"
+    )
+    parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--max-seq-length", type=int, default=2048)
+    options = parser.parse_args(arguments)
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    model = options.model or random_model(options)
+    with hone_server(options) as url:
+        asyncio.run(_measure(url, str(model), options))
+
+
+async def _measure(url: str, base_model: str, options: argparse.Namespace) -> None:
+    share = options.gpu_memory_utilization
+    async with RemoteBackend(url) as backend, httpx.AsyncClient(timeout=None) as http:
+        policy = TrainableModel[Any](
+            name="cycle",
+            project="bench",
+            base_model=base_model,
+            engine_args={} if share is None else {"gpu_memory_utilization": share},
+            init_args={"max_seq_length": options.max_seq_length},
+        )
+        began = time.perf_counter()
+        await policy.register(backend)
+        say("engine started", seconds=time.perf_counter() - began, memory_mb=_gpu_memory_mb())
+        bench = _Bench(url, backend, http, policy, options)
+        for name in options.only:
+            await getattr(bench, name)()
+        say("health", **await backend.health())
+
+
+class _Bench:
+    def __init__(
+        self,
+        url: str,
+        backend: RemoteBackend,
+        http: httpx.AsyncClient,
+        policy: TrainableModel[Any],
+        options: argparse.Namespace,
+    ) -> None:
+        self._url, self._backend, self._http = url, backend, http
+        self._policy, self._options = policy, options
+
+    async def step(self) -> None:
+        """A whole GRPO step by phase."""
+        options = self._options
+        for repeat in range(options.repeats):
+            began = time.perf_counter()
+            groups = await self._groups(options.groups, options.rollouts, repeat)
+            sampled = time.perf_counter()
+            job, phases = await self._train(groups)
+            say(
+                "GRPO step",
+                repeat=repeat,
+                rollout_s=sampled - began,
+                train_and_publish_s=time.perf_counter() - sampled,
+                **phases,
+                **{k: v for k, v in job.metrics.items() if k.endswith(("_s", "tokens"))},
+            )
+
+    async def publish(self) -> None:
+        """From a checkpoint's rename to the first token of its step, and what streams notice."""
+        for repeat in range(self._options.repeats):
+            groups = await self._groups(2, 4, repeat)
+            ended = asyncio.Event()
+            rollout = f"probe-{repeat}-{time.time_ns()}"
+            streams = [asyncio.create_task(self._stream(ended, i)) for i in range(STREAMS)]
+            probing = asyncio.create_task(self._probe(rollout, ended))
+            events: dict[str, float] = {}
+            job, _ = await self._train(groups, events)
+            await asyncio.sleep(1.0)
+            ended.set()
+            answered = await probing
+            chunks = await asyncio.gather(*streams)
+            calls = await self._backend.calls(rollout)
+            steps = [call.call.step for call in calls]
+            first = next(at for at, step in zip(answered, steps, strict=True) if step == job.step)
+            gaps = [pair for chats in chunks for times in chats for pair in pairwise(times)]
+            meanwhile = [b - a for a, b in gaps if b >= events["saved"] and a <= events["done"]]
+            say(
+                "publish",
+                repeat=repeat,
+                rename_to_first_token_s=first - events["saved"],
+                longest_gap_s=max(meanwhile, default=None),
+                median_gap_s=median(b - a for a, b in gaps) if gaps else None,
+                steps=[min(steps), max(steps)],
+            )
+
+    async def cycles(self) -> None:
+        """Many small jobs: memory must stay flat, and every step must be proved."""
+        verdicts: dict[str, int] = {}
+        memory: list[int | None] = []
+        began = time.perf_counter()
+        for cycle in range(self._options.cycles):
+            events: dict[str, float] = {}
+            job, _ = await self._train(await self._groups(1, 4, cycle), events, verdicts)
+            memory.append(_gpu_memory_mb())
+            assert job.state == "done", job
+        known = [size for size in memory if size is not None]
+        say(
+            "cycles",
+            cycles=self._options.cycles,
+            seconds=time.perf_counter() - began,
+            verdicts=verdicts,
+            memory_mb={"first": known[0], "last": known[-1], "most": max(known)} if known else None,
+        )
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    async def _groups(self, count: int, rollouts: int, seed: int) -> list[hone.TrajectoryGroup]:
+        texts = prompts(self._options.prompt_words, count, seed=seed)
+
+        async def sample(text: str) -> hone.TrajectoryGroup:
+            messages: Any = [{"role": "user", "content": text}]
+            reply = await self._policy.openai_client().chat.completions.create(
+                model=self._policy.get_inference_name(),
+                messages=messages,
+                n=rollouts,
+                max_tokens=self._options.answer_tokens,
+                logprobs=True,
+            )
+            return hone.TrajectoryGroup(
+                hone.Trajectory(messages_and_choices=[*messages, choice], reward=float(i % 2))
+                for i, choice in enumerate(reply.choices)
+            )
+
+        return list(await asyncio.gather(*(sample(text) for text in texts)))
+
+    async def _train(
+        self,
+        groups: list[hone.TrajectoryGroup],
+        events: dict[str, float] | None = None,
+        verdicts: dict[str, int] | None = None,
+    ) -> tuple[JobInfo, dict[str, float]]:
+        """A job to its end; seconds between its events."""
+        at = {} if events is None else events
+
+        def on_event(event: JobEvent) -> None:
+            at[event.type] = event.at
+            if event.type == "proved" and verdicts is not None:
+                verdict = event.data["verdict"]
+                verdicts[verdict] = verdicts.get(verdict, 0) + 1
+
+        request = JobRequest(model="bench/cycle", groups=groups, config={"learning_rate": 1e-4})
+        submitted = await self._backend.submit(request)
+        job = await self._backend.wait(submitted.id, on_event=on_event)
+        if job.state != "done" or job.step is None:
+            raise RuntimeError(f"the job ended {job.state}: {job.failure or job.reason}")
+        known = [name for name in PHASES if name in at]
+        return job, {f"{b}_s": at[b] - at[a] for a, b in pairwise(known)}
+
+    async def _probe(self, rollout: str, ended: asyncio.Event) -> list[float]:
+        """One-token requests, one after the other; when each was answered."""
+        body = self._body("Say one word.", max_tokens=1)
+        answered = []
+        while not ended.is_set():
+            url = f"{self._url}/rollout/{rollout}/v1/chat/completions"
+            (await self._http.post(url, json=body)).raise_for_status()
+            answered.append(time.time())
+        return answered
+
+    async def _stream(self, ended: asyncio.Event, number: int) -> list[list[float]]:
+        """Chats that are streamed one after the other: for each, when its pieces arrived."""
+        body = self._body(f"{number} tells a story.", max_tokens=self._options.answer_tokens)
+        chats: list[list[float]] = []
+        while not ended.is_set():
+            chats.append([])
+            url = f"{self._url}/v1/chat/completions"
+            async with self._http.stream("POST", url, json={**body, "stream": True}) as response:
+                response.raise_for_status()
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        chats[-1].append(time.time())
+        return chats
+
+    def _body(self, text: str, **more: Any) -> dict[str, Any]:
+        name = self._policy.get_inference_name()
+        return {"model": name, "messages": [{"role": "user", "content": text}], **more}
+
+
+def _gpu_memory_mb() -> int | None:
+    """Memory of the first GPU that all processes use together."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+if __name__ == "__main__":
+    main()
