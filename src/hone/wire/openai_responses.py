@@ -241,12 +241,12 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
         messages = [{"role": "system", "content": body.instructions}, *messages]
     tools, choice = _tools(body)
     logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
-    kwargs = {
-        **_effort_kwargs(body),
-        **((body.model_extra or {}).get("chat_template_kwargs") or {}),
-    }
+    extras = _chat_extras(body)
+    kwargs = extras.get("chat_template_kwargs")
+    if kwargs is None or isinstance(kwargs, dict):  # what is neither is refused with the rest
+        kwargs = {**_effort_kwargs(body), **(kwargs or {})} or None
     sent = {
-        **_chat_extras(body),
+        **extras,
         "model": body.model,
         "messages": messages,
         "tools": tools,
@@ -258,7 +258,7 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
         "logprobs": logprobs,
         "top_logprobs": body.top_logprobs,
         "response_format": _response_format(body.text),
-        "chat_template_kwargs": kwargs or None,
+        "chat_template_kwargs": kwargs,
         "stream": body.stream,
     }
     return ChatRequest.parse(sent, max_n=1)
@@ -277,7 +277,7 @@ def _chat_extras(body: _Body) -> dict[str, Any]:
                 param=key[:100],
                 code="unknown_parameter",
             )
-    return {key: value for key, value in extras.items() if key != "chat_template_kwargs"}
+    return extras
 
 
 def _effort_kwargs(body: _Body) -> dict[str, Any]:
