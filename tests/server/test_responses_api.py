@@ -407,6 +407,18 @@ def test_the_tokens_of_a_prompt_are_counted(
     assert longer == second.usage.input_tokens > first.usage.total_tokens
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [None, "auto", "none", {"type": "allowed_tools", "mode": "auto", "tools": [FLAT_LOOK]}],
+)
+def test_a_response_is_retrieved_as_it_was_returned(
+    create: Create, responses: Any, choice: Any
+) -> None:
+    tools = [FLAT_LOOK, FLAT_WEATHER | {"strict": True}]
+    answer = create(f"See. {CALL}", tools=tools, tool_choice=choice, metadata={"k": "v"})
+    assert responses.retrieve(answer.id).to_dict() == answer.to_dict()
+
+
 def test_responses_that_are_not_stored(create: Create, shared: Server, responses: Any) -> None:
     kept, unkept = create("ok"), create("ok", store=False)
     assert (kept.store, unkept.store) == (True, False)

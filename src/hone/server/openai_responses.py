@@ -132,7 +132,9 @@ def _without_instructions(call: RecordedCall) -> list[dict[str, Any]]:
 
 def _response(call: RecordedCall) -> dict[str, Any]:
     """A stored response, as it was returned, without log-probabilities."""
-    fields = {**(call.request_fields or {}), "tools": list(map(response_tool, call.tools or ()))}
+    fields = dict(call.request_fields or {})
+    if fields.get("tools") is None:
+        fields["tools"] = list(map(response_tool, call.tools or ()))
     reasoning_tokens = fields.pop("reasoning_tokens", 0)
     head = AnswerHead(
         id=call.id,

@@ -198,8 +198,12 @@ class ResponsesRequest:
 
     @property
     def request_fields(self) -> dict[str, Any] | None:
-        """What a stored response returns again; its tools are recorded with the call."""
-        return None if self.body.store is False else {**self.fields, "tools": None}
+        """What a stored response returns again, without tools that are recorded with the call."""
+        if self.body.store is False:
+            return None
+        fields = self.fields
+        hidden = self.body.tool_choice == "none" or isinstance(self.body.tool_choice, dict)
+        return fields if hidden else {**fields, "tools": None}
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -216,7 +220,7 @@ class ResponsesRequest:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [response_tool(chat_tool(tool, "tools")) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
