@@ -23,13 +23,33 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hone.errors import ConfigError, EngineError, HoneError
-from hone.inference.base import AdapterRef, Completion, Engine, Sampling, complete
+from hone.errors import ConfigError, EngineError, GrammarError, HoneError
+from hone.inference.base import AdapterRef, Completion, Constraint, Engine, Sampling, complete
 
 PROMPT = [5, 17, 301, 44, 9, 120, 77, 3, 250, 66, 41, 12, 90, 33, 208, 7, 19, 480, 2, 111]
 """Twenty tokens: more than one chunk of the prefix cache."""
+
+
+END = 2
+
+
+def spelled(start: str) -> Constraint:
+    """A grammar over the text of spelling_tokenizer(), which cannot encode parts of "<id>".
+
+    Without the option llguidance encodes text that must come, and allows only the tokens it gets.
+    """
+    return Constraint("grammar", f'%llguidance {{"no_forcing": true}}\nstart: {start}\n')
+
+
+def spelling_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose text is "<id>" per token; token 2 ends an answer."""
+    backend = Tokenizer(WordLevel({f"<{i}>": i for i in range(512)}, unk_token="<0>"))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"<{END}>")
 
 
 @dataclass(frozen=True)
@@ -68,9 +88,12 @@ class Served:
 
     def reference(self, ids: list[int], adapter: AdapterRef | None) -> torch.Tensor:
         """Log-probabilities [len(ids), vocab] of the token after each place."""
+        return self.logits(ids, adapter).log_softmax(-1)
+
+    def logits(self, ids: list[int], adapter: AdapterRef | None = None) -> torch.Tensor:
         model = _plain_model(self.model, None if adapter is None else self.adapters[adapter])
         with torch.no_grad():
-            return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            return model(torch.tensor([ids])).logits[0].float()
 
     def expected(
         self,
@@ -251,6 +274,100 @@ class EngineConformance:
             assert sample.logprobs == pytest.approx(known, abs=near)
         if len(allowed) > 1:
             assert len({d.ids[0] for d in done}) > 1
+
+    async def test_a_constraint_leaves_the_models_distribution_over_what_it_allows(self, served):
+        p = served.reference(PROMPT, None)[-1].exp()
+        # The text of a token is "<id>", so these are the tokens 10 to 19.
+        sampling = Sampling(n=32, max_tokens=1, seed=0, constraint=spelled("/(<1[0-9]>){3}/"))
+        mass, near = float(p[10:20].sum()), 1e-4 if served.tolerance.exact else 0.1
+        done = await complete(served.engine, PROMPT, sampling)
+        for sample in done:
+            assert 10 <= sample.ids[0] < 20 and not sample.forced
+            plain = float(p[sample.ids[0]].log())
+            assert sample.masked_logprobs == pytest.approx([plain - np.log(mass)], abs=near)
+            assert sample.exact == self.knows_both
+            known = [plain] if self.knows_both else sample.masked_logprobs
+            assert sample.logprobs == pytest.approx(known, abs=near)
+        assert len({sample.ids[0] for sample in done}) > 1
+
+    async def test_a_constrained_answer_ends_and_says_what_was_forced(self, served):
+        constraint = spelled('"<30>" two "<50>"\ntwo: "<40>" | "<41>"')
+        sampling = Sampling(n=16, max_tokens=9, seed=0, constraint=constraint)
+        done = await complete(served.engine, PROMPT, sampling)
+        # Only the second token is a choice; the last is the end, which nothing else could follow.
+        assert {tuple(one.ids) for one in done} == {(30, 40, 50, END), (30, 41, 50, END)}
+        for one in done:
+            assert (one.finish, one.forced) == ("stop", [0, 2, 3])
+            assert [one.masked_logprobs[place] for place in one.forced] == pytest.approx([0, 0, 0])
+            if self.knows_both:
+                served.assert_agree(one.logprobs, served.expected(PROMPT, one, None))
+
+    async def test_streams_and_cut_answers_follow_the_constraint(self, served):
+        sampling = Sampling(n=2, max_tokens=3, seed=0, constraint=spelled("/(<30><31>)+/"))
+        done = [Completion(), Completion()]
+        async for delta in served.engine.generate(PROMPT, sampling, served.first):
+            done[delta.sample].add(delta)
+        assert {(*one.ids, one.finish) for one in done} <= {
+            (30, 31, 30, "length"),
+            (30, 31, END, "stop"),
+        }
+
+    async def test_a_constraint_that_excludes_nothing_changes_nothing(self, served):
+        free = Sampling(n=4, max_tokens=12, seed=3, stop_ids=(END,))
+        same = replace(free, constraint=Constraint("regex", "(?s:.*)"))
+        plain = await complete(served.engine, PROMPT, free)
+        done = await complete(served.engine, PROMPT, same)
+        assert not self.own_sampler or [d.ids for d in done] == [d.ids for d in plain]
+        if self.knows_both:
+            assert all(one.masked_logprobs is None and not one.forced for one in done)
+
+    async def test_greedy_takes_the_most_likely_token_that_is_allowed(self, served):
+        sampling = Sampling(max_tokens=1, temperature=0, constraint=spelled("/<1[0-9]>/"))
+        (done,) = await complete(served.engine, PROMPT, sampling)
+        row = served.reference(PROMPT, None)[-1]
+        assert not served.tolerance.exact or done.ids == [10 + int(row[10:20].argmax())]
+
+    async def test_a_constraint_that_does_not_compile_is_refused(self, served):
+        wrong = Sampling(constraint=Constraint("regex", "<1("))
+        with pytest.raises(GrammarError, match="unclosed group"):
+            await served.engine.check(wrong)
+        with pytest.raises(GrammarError, match="unclosed group"):
+            await complete(served.engine, PROMPT, wrong)
+        await served.engine.check(Sampling(constraint=Constraint("regex", "<1>")))
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+    async def test_penalties_and_bias_change_the_draw_and_not_the_logprob(
+        self, served, temperature
+    ):
+        sampling = Sampling(
+            max_tokens=12,
+            temperature=temperature,
+            seed=5,
+            presence_penalty=0.7,
+            frequency_penalty=0.4,
+            repetition_penalty=1.3,
+            logit_bias=((7, 6.0), (300, 5.0), (9, -100.0)),
+        )
+        (done,) = await complete(served.engine, PROMPT, sampling)
+        rows = served.logits(PROMPT + done.ids)[len(PROMPT) - 1 : -1]
+        for place, token in enumerate(done.ids):
+            row = rows[place].clone()
+            for biased, bias in sampling.logit_bias:
+                row[biased] += bias
+            for seen in {*PROMPT, *done.ids[:place]}:
+                row[seen] = row[seen] / 1.3 if row[seen] > 0 else row[seen] * 1.3
+            for seen, count in Counter(done.ids[:place]).items():
+                row[seen] -= 0.7 + 0.4 * count
+            if not temperature and served.tolerance.exact:
+                assert token == int(row.argmax())
+            expected = (row / (temperature or 1)).log_softmax(-1)[token]
+            near = 1e-3 if served.tolerance.exact else served.tolerance.most
+            assert done.masked_logprobs[place] == pytest.approx(float(expected), abs=near)
+        assert 9 not in done.ids
+        assert done.exact == self.knows_both
+        if self.knows_both:
+            wanted = served.expected(PROMPT, done, None, temperature or 1)
+            served.assert_agree(done.logprobs, wanted)
 
     async def test_unnarrowed_draws_have_no_masked_logprob(self, served):
         # Greedy draws exclude nothing: all log-probabilities are those of temperature 1.

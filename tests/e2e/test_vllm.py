@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -144,6 +145,37 @@ async def test_narrowed_answers_are_recorded_as_inexact(
     await ask(backend, "narrow", top_p=0.5)
     (recorded,) = await backend.calls("narrow")
     assert not recorded.call.exact
+
+
+async def test_answers_match_their_schema_and_required_calls_their_function(
+    backend: LocalBackend, agent: TrainableModel[Any]
+) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"word": {"enum": ["red", "blue"]}, "count": {"type": "integer"}},
+        "required": ["word", "count"],
+        "additionalProperties": False,
+    }
+    named = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    answer = await ask(backend, "schema", n=8, max_tokens=100, response_format=named)
+    for choice in answer["choices"]:
+        value = json.loads(choice["message"]["content"])
+        assert value["word"] in ("red", "blue") and isinstance(value["count"], int)
+    recorded = await backend.calls("schema")
+    assert all(not one.call.exact and one.call.forced for one in recorded)
+    function = {"name": "f", "parameters": schema}
+    answer = await ask(
+        backend,
+        "required",
+        max_tokens=100,
+        messages=[{"role": "user", "content": "?"}],
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+    )
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["word"] in ("red", "blue")
+    answer = await ask(backend, "regex", max_tokens=20, guided_regex="(ab|cd){2}[0-9]")
+    assert re.fullmatch("(ab|cd){2}[0-9]", answer["choices"][0]["message"]["content"])
 
 
 async def test_the_context_is_that_of_init_args(

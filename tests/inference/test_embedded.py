@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conformance.engine import PROMPT, EngineConformance, Served, assert_agree
+from tests.conformance.engine import (
+    PROMPT,
+    EngineConformance,
+    Served,
+    assert_agree,
+    spelling_tokenizer,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
@@ -18,6 +24,7 @@ from hone.errors import ConfigError, EngineError, RequestTooLarge
 from hone.inference.adapter_merge import has_memory_for_copy
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
+from hone.inference.grammar import Grammars
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 
@@ -46,7 +53,8 @@ async def serve(
     **settings: int,
 ) -> Served:
     decoder = Decoder.load(tiny, device=device)
-    engine = EmbeddedEngine(decoder, decode=decode, **settings)
+    grammars = Grammars(spelling_tokenizer, decoder.config.vocab)
+    engine = EmbeddedEngine(decoder, decode=decode, grammars=grammars, **settings)
     adapters = {}
     for step in (1, 2):
         ref = write_adapter(tmp_path / str(step), decoder, step=step)

@@ -2,10 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hone.inference.base import Sampling
+from hone.inference.base import SampledToken, Sampling
+from hone.inference.grammar import Matcher
 from hone.inference.sampler import SampleState, block_size, draw, random_stream
 
 
@@ -94,3 +98,84 @@ def test_a_stream_depends_on_seed_and_sample_only():
         )
         == 3
     )
+
+
+class Fixed(Matcher):
+    """Allows the same tokens at every place."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        self.mask = mask
+        self.error = ""
+
+    def allowed(self) -> np.ndarray:
+        return self.mask
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(2, 70),
+    temperature=st.sampled_from([1.0, 0.5, 2.0, 0.0]),
+    data=st.data(),
+)
+def test_a_mask_renormalises_and_an_empty_one_changes_nothing(
+    seed: int, vocab: int, temperature: float, data: st.DataObject
+) -> None:
+    kept = data.draw(st.sets(st.integers(0, vocab - 1), min_size=1))
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    mask = np.zeros(vocab, dtype=bool)
+    mask[list(kept)] = True
+
+    def drawn(matcher: Matcher | None) -> SampledToken:
+        sampling = Sampling(temperature=temperature)
+        (token,) = draw(
+            logits.clone(), [0], [SampleState(sampling, random_stream(seed, 0), matcher=matcher)]
+        )
+        return token
+
+    token, plain = drawn(Fixed(mask)), drawn(None)
+    logprobs = (logits[0] / (temperature or 1.0)).log_softmax(-1)
+    assert token.id in kept and token.forced == (len(kept) == 1)
+    assert token.logprob == pytest.approx(float(logprobs[token.id]), abs=1e-4)
+    if len(kept) < vocab:
+        expected = logprobs[token.id] - logprobs[sorted(kept)].logsumexp(-1)
+        assert token.masked_logprob == pytest.approx(float(expected), abs=1e-4)
+    else:
+        assert token == plain
+    assert drawn(Fixed(np.ones(vocab, dtype=bool))) == plain
+
+
+def test_masked_draws_have_the_renormalised_frequencies():
+    # Probabilities .5 .25 .125 .125 without the first: .5 .25 .25 of the rest.
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    mask = np.array([False, True, True, True])
+    states = [
+        SampleState(Sampling(), random_stream(5, i), matcher=Fixed(mask)) for i in range(4000)
+    ]
+    ids = [token.id for token in draw(logits, [0] * 4000, states)]
+    # Standard deviations: sqrt(4000 * .25) = 32 and sqrt(4000 * .1875) = 27; four of them.
+    assert ids.count(0) == 0
+    assert abs(ids.count(1) - 2000) < 128
+    assert abs(ids.count(2) - 1000) < 110
+
+
+def test_penalties_and_bias_by_hand():
+    # Logits 2, -1, 0, 1 at temperature 2; prompt 0, answer 1 1 3; penalties: repetition 2, presence
+    # 0.5, frequency 0.25; bias +1 on 2.
+    sampling = Sampling(
+        temperature=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=2.0,
+        logit_bias=((2, 1.0),),
+    )
+    state = SampleState(sampling, random_stream(0, 0), prompt_ids=[0], ids=[1, 1, 3])
+    (token,) = draw(torch.tensor([[2.0, -1.0, 0.0, 1.0]]), [0], [state])
+    # 2 / 2;  -1 * 2 - 0.5 - 2 * 0.25;  0 + 1;  1 / 2 - 0.5 - 0.25
+    after = torch.tensor([1.0, -3.0, 1.0, -0.25]) / 2
+    assert token.masked_logprob == pytest.approx(float(after.log_softmax(-1)[token.id]), abs=1e-6)
+    before = torch.tensor([2.0, -1.0, 0.0, 1.0]) / 2
+    assert token.logprob == pytest.approx(float(before.log_softmax(-1)[token.id]), abs=1e-6)
+    # Nothing was drawn yet, so presence and frequency change nothing.
+    first = SampleState(Sampling(presence_penalty=1.0), random_stream(0, 0))
+    (token,) = draw(torch.zeros(1, 4), [0], [first])
+    assert token.masked_logprob is None

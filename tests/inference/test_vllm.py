@@ -20,11 +20,16 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from tests.conformance.engine import BFLOAT16, FLOAT32, PROMPT, EngineConformance, Served
+from tests.conformance.engine import (
+    BFLOAT16,
+    FLOAT32,
+    PROMPT,
+    EngineConformance,
+    Served,
+    spelling_tokenizer,
+)
 from tests.inference.test_embedded import write_adapter
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hone.errors import EngineError, EngineFailed
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
@@ -74,9 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer = Tokenizer(WordLevel({f"<{i}>": i for i in range(512)}, unk_token="<0>"))
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    spelling_tokenizer().save_pretrained(directory)
     sampling = {"repetition_penalty": 1.3, "top_k": 5, "temperature": 0.3, "eos_token_id": 2}
     (directory / "generation_config.json").write_text(json.dumps(sampling))
     return directory

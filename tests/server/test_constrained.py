@@ -18,6 +18,8 @@ from tests.server.conftest import MakeServer, Server, write_model
 from tests.server.test_chat import HELLO, client
 
 from hone.inference.embedded import EmbeddedEngine
+from hone.inference.grammar import Grammars
+from hone.models.decoder import Decoder
 from hone.server.settings import Settings
 from hone.server.state import State
 
@@ -81,8 +83,12 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Server]:
-    engine = EmbeddedEngine.open(model, device="cpu")
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, model: str, tokenizer: Any
+) -> Iterator[Server]:
+    decoder = Decoder.load(Path(model), device="cpu")
+    grammars = Grammars(lambda: tokenizer, decoder.config.vocab, deadline_s=1.0)
+    engine = EmbeddedEngine(decoder, decode=tokenizer.decode, grammars=grammars)
     root, allowed = tmp_path_factory.mktemp("root"), (model,)
     settings = Settings(root=root, max_n=64, allow_base_models=allowed, device="cpu")
     server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()

@@ -23,13 +23,17 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.errors import GrammarError
+from hone.errors import EngineError, GrammarError
 from hone.inference.background import run_in_background
 from hone.inference.base import Constraint, Sampling
-from hone.inference.grammar_check import DEADLINE_S, compile_grammar, make_tokenizer
+from hone.inference.grammar_check import compile_grammar, make_tokenizer
 
 CACHED = 64
 """Compiled constraints that are kept for each tokenizer."""
+DEADLINE_S = 5.0
+"""Most seconds that the check of one constraint may take."""
+ENDING_S = 5.0
+"""For a process that has closed its output to end."""
 MESSAGE_CHARACTERS = 600
 
 
@@ -75,8 +79,11 @@ class Matcher:
 class Grammars:
     """Compiles constraints for one tokenizer. Thread-safe and blocking."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab: int) -> None:
-        """The tokenizer is loaded with the first constraint."""
+    def __init__(
+        self, load_tokenizer: Callable[[], Any], vocab: int, *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """The tokenizer is loaded with the first constraint; `deadline_s` bounds each check."""
+        self._deadline_s = deadline_s
         self._load_tokenizer = load_tokenizer
         self._vocab = vocab
         self._checker = _Checker()
@@ -144,6 +151,7 @@ class Grammars:
                 "json": json.dumps(plain),
                 "vocab": max(self._vocab, len(tokenizer)),
                 "end": tokenizer.eos_token_id,
+                "deadline_s": self._deadline_s,
             }
         return self._spec
 
@@ -180,11 +188,13 @@ class _Checker:
         if line:
             return json.loads(line)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(DEADLINE_S)  # it has closed its output: it is ending
+            process.wait(ENDING_S)
         self.close()
         if process.returncode == -signal.SIGALRM:
-            return f"it takes more than {DEADLINE_S:g} s to compile; simplify it"
-        return "it is nested too deeply, or needs too much memory; simplify it"
+            return f"it takes more than {tokenizer['deadline_s']:g} s to compile; simplify it"
+        if process.returncode < 0:
+            return "it is nested too deeply, or needs too much memory; simplify it"
+        raise EngineError(f"the check of a constraint ended with status {process.returncode}")
 
     def _started(self, tokenizer: dict[str, Any]) -> "subprocess.Popen[str]":
         if self._process is None or self._process.poll() is not None:

@@ -1,6 +1,6 @@
 """Runs as a process of its own: checks constraints, so that a bad one ends this process only.
 
-In:   lines of JSON on stdin: first the tokenizer, then one grammar a line
+In:   lines of JSON on stdin: first the tokenizer and the deadline, then one grammar a line
 Out:  a line of JSON for each: what is wrong with it, or nothing
 
 llguidance 1.9 limits the size of a grammar, and yet a few lines of Lark make it overflow the stack,
@@ -20,8 +20,6 @@ from typing import Any
 
 import llguidance
 
-DEADLINE_S = 5.0
-"""Most seconds that the check of one grammar may take."""
 MEMORY_BYTES = 4 << 30
 STACK_BYTES = 2 << 20
 STEPS = 32
@@ -30,7 +28,7 @@ _BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 
 
 def make_tokenizer(spec: dict[str, Any]) -> llguidance.LLTokenizer:
-    """`spec` holds the tokenizer's JSON, its vocabulary's size and its end token."""
+    """`spec` holds the tokenizer's JSON, the size of the vocabulary and the end token."""
     return llguidance.LLTokenizer(spec["json"], n_vocab=spec["vocab"], eos_token=spec["end"])
 
 
@@ -55,9 +53,11 @@ def check(tokenizer: llguidance.LLTokenizer, source: str) -> str:
 
 
 def _answer_lines() -> None:
-    tokenizer = make_tokenizer(json.loads(sys.stdin.readline()))
+    spec = json.loads(sys.stdin.readline())
+    tokenizer = make_tokenizer(spec)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)  # nothing handles it: it ends the process
+        # Nothing handles this signal: it ends the process.
+        signal.setitimer(signal.ITIMER_REAL, spec["deadline_s"])
         error = check(tokenizer, json.loads(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(json.dumps(error) + "\n")
