@@ -11,10 +11,11 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from tests.conformance.engine import spelled, spelling_tokenizer
 from tests.inference.test_embedded import write_adapter
 
-from hone.errors import EngineError, EngineFailed
-from hone.inference.base import AdapterRef, Sampling, complete
+from hone.errors import EngineError, EngineFailed, GrammarError
+from hone.inference.base import AdapterRef, Constraint, Sampling, complete
 from hone.inference.grammar import Grammars
 from hone.inference.vllm import VllmEngine
 from hone.inference.vllm_process import VllmProcess
@@ -30,6 +31,7 @@ class Standin:
     def __init__(self) -> None:
         self.version, self.healthy, self.broken = "0.31.0", True, False
         self.top = {"token_id:7": 0.0, "token_id:8": -9999.0}
+        self.refuses = ""
         self.loaded: dict[str, str] = {}
         self.bodies: list[dict[str, Any]] = []
         self.app = FastAPI()
@@ -52,6 +54,8 @@ class Standin:
             transport.abort()
         if body["model"] not in {"tiny", *self.loaded}:
             return JSONResponse({"error": {"message": "no such model"}}, 404)
+        if self.refuses:
+            return JSONResponse({"error": {"message": self.refuses}}, 400)
         logprobs = {"token_logprobs": [self.top["token_id:7"]], "top_logprobs": [self.top]}
         choice = {"index": 0, "token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
         return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": 3}})
@@ -233,6 +237,44 @@ async def test_every_sampling_parameter_is_sent(
     }
     await complete(engine, [1], Sampling(max_tokens=1, temperature=0, top_p=0.5, top_k=3))
     assert {k: standin.bodies[-1][k] for k in ("top_p", "top_k")} == {"top_p": 1.0, "top_k": 0}
+    await engine.close()
+
+
+async def test_constraints_penalties_and_bias_are_sent(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    standin, url = vllm
+    spelling_tokenizer().save_pretrained(model)
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    constraint = spelled("/(<7>)+/")
+    way = Sampling(
+        max_tokens=1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias=((7, 2.0), (9, -100.0)),
+        constraint=constraint,
+    )
+    (done,) = await complete(engine, [1, 2, 3], way)
+    sent = standin.bodies[-1]
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    assert [sent[key] for key in penalties] == [0.5, -0.5, 1.5]
+    assert sent["logit_bias"] == {"7": 2.0, "9": -100.0}
+    assert sent["structured_outputs"] == {"grammar": constraint.text}
+    assert not sent["ignore_eos"]  # the end of the text is the tokenizer's end token
+    # Log-probability 0 under a constraint: there was no other token.
+    assert (done.logprobs, done.exact, done.forced) == ([0.0], False, [0])
+    await complete(engine, [1], Sampling(constraint=Constraint("regex", "(?s:.*)")))
+    assert standin.bodies[-1]["structured_outputs"] == {"regex": "(?s:.*)"}
+    with pytest.raises(GrammarError, match="no text that the model can write matches it"):
+        await engine.check(Sampling(constraint=spelled('"x"')))
+    standin.refuses = "this backend knows no Lark"
+    for stream in (False, True):
+        with pytest.raises(
+            GrammarError, match=r"refused the constraint: this backend knows no Lark"
+        ):
+            async for _ in engine.generate([1], way, stream=stream):
+                pass
     await engine.close()
 
 

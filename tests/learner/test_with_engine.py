@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.conformance.engine import spelled, spelling_tokenizer
+from torch import Tensor
 
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
+from hone.inference.grammar import Grammars
 from hone.learner.learner import Learner
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
@@ -43,6 +46,8 @@ async def rollouts(
                             prompt_ids=prompt,
                             completion_ids=one.ids,
                             logprobs=one.logprobs,
+                            masked_logprobs=one.masked_logprobs,
+                            forced=one.forced,
                             temperature=sampling.temperature,
                             step=adapter.step,
                         )
@@ -86,6 +91,51 @@ async def test_logprobs_agree(
         for group in groups
     ]
     assert learner.train(wrong, TrainConfig(learning_rate=0)).metrics["learn/mismatch_kl"] > 1e-3
+
+
+async def test_forced_tokens_get_no_gradient_and_narrowed_ones_their_own_logprob(
+    decoder: Decoder, make_lora: Callable[..., Lora], tmp_path: Path
+):
+    learner = Learner(decoder, make_lora(decoder), base_model="tiny")
+    grammars = Grammars(spelling_tokenizer, decoder.config.vocab)
+    engine = EmbeddedEngine(decoder, kv_budget_bytes=1 << 26, grammars=grammars)
+    try:
+        adapter = await publish(engine, learner, tmp_path, 1)
+        # Two choices among ten tokens each; three forced tokens: the first, the third, the end.
+        constraint = spelled('"<30>" /<1[0-9]>/ "<50>" /<2[0-9]>/')
+        sampling = Sampling(n=8, max_tokens=9, seed=1, constraint=constraint)
+        groups = await rollouts(engine, adapter, sampling, lambda one: float(one.ids[1] % 3))
+    finally:
+        await engine.close()
+
+    def changed(**change: Callable[[Call], object]) -> list[TrajectoryGroup]:
+        copied = [group.model_copy(deep=True) for group in groups]
+        for trajectory in (t for group in copied for t in group.trajectories):
+            update = {key: value(trajectory.calls[0]) for key, value in change.items()}
+            trajectory.calls[0] = trajectory.calls[0].model_copy(update=update)
+        return copied
+
+    def trained(groups: list[TrajectoryGroup]) -> tuple[dict[str, float], Tensor]:
+        result = learner.train(groups, TrainConfig(learning_rate=0), probe_tokens=0)
+        return result.metrics, torch.cat([grad.flatten() for grad in learner.optimizer.grads])
+
+    metrics, gradient = trained(groups)
+    assert metrics["learn/labels_exact"] == 4 * 8 * 2
+    assert metrics["learn/mismatch_kl"] < 1e-9
+    assert gradient.abs().max() > 0
+
+    def other_logprobs(call: Call) -> list[float]:
+        assert call.logprobs is not None and call.forced == [0, 2, 4]
+        return [-9.0 if i in call.forced else value for i, value in enumerate(call.logprobs)]
+
+    _, same = trained(changed(logprobs=other_logprobs))
+    assert torch.equal(same, gradient)
+    metrics, labelled = trained(changed(forced=lambda call: []))
+    assert metrics["learn/labels_exact"] == 4 * 8 * 5
+    assert not torch.allclose(labelled, gradient)
+    # The masked ones are not the policy's: training with them would correct for a mismatch.
+    metrics, _ = trained(changed(logprobs=lambda call: call.masked_logprobs))
+    assert metrics["learn/mismatch_kl"] > 0.1
 
 
 async def test_a_tiny_model_learns_through_engine_and_learner(decoder: Decoder, tmp_path: Path):

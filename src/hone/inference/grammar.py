@@ -114,10 +114,10 @@ class Grammars:
             # One at a time: many rollouts begin with the same constraint at the same moment.
             with self._compiling:
                 compiled = self._cached(constraint) or self._new(constraint)
-            with self._lock:
-                self._compiled[constraint] = compiled
-                if len(self._compiled) > CACHED:
-                    self._compiled.popitem(last=False)
+                with self._lock:
+                    self._compiled[constraint] = compiled
+                    if len(self._compiled) > CACHED:
+                        self._compiled.popitem(last=False)
         if isinstance(compiled, str):
             raise GrammarError(compiled)
         return compiled
@@ -230,5 +230,7 @@ def _source(constraint: Constraint) -> str:
 
 def _shortened(message: str) -> str:
     """An error of llguidance, without the state of its parser."""
-    text = message.partition("\n<state>")[0].strip()
+    text = message.partition("\n<")[0].strip()
+    if text.startswith("NoExtension"):
+        return "no text that the model can write matches it"
     return text if len(text) <= MESSAGE_CHARACTERS else text[: MESSAGE_CHARACTERS - 3] + "..."

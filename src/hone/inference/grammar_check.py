@@ -10,6 +10,7 @@ The stack is smaller than that of the server's threads: what passes here is safe
 """
 
 import json
+import os
 import random
 import resource
 import signal
@@ -58,7 +59,10 @@ def _answer_lines() -> None:
     for line in sys.stdin:
         # Nothing handles this signal: it ends the process.
         signal.setitimer(signal.ITIMER_REAL, spec["deadline_s"])
-        error = check(tokenizer, json.loads(line))
+        try:
+            error = check(tokenizer, json.loads(line))
+        except MemoryError:
+            os.abort()
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(json.dumps(error) + "\n")
         sys.stdout.flush()

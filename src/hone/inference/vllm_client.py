@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from hone.errors import EngineError, EngineFailed
+from hone.errors import EngineError, EngineFailed, GrammarError, HoneError
 from hone.inference.base import Delta, SampledToken, Sampling
 from hone.inference.vllm_process import VllmProcess
 
@@ -84,7 +84,7 @@ class VllmClient:
         try:
             async with self._http().stream("POST", COMPLETIONS, json=body) as response:
                 if response.status_code != 200:
-                    raise await self._refused(response, await response.aread())
+                    raise await self._refused(response, await response.aread(), body)
                 async for line in response.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -127,11 +127,13 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise await self.ended(repr(error)) from None
         if response.status_code != 200:
-            raise await self._refused(response, response.content)
+            raise await self._refused(response, response.content, body)
         is_json = response.headers.get("content-type", "").startswith("application/json")
         return response.json() if is_json else None
 
-    async def _refused(self, response: httpx.Response, content: bytes) -> EngineError:
+    async def _refused(
+        self, response: httpx.Response, content: bytes, body: Mapping[str, Any]
+    ) -> HoneError:
         """What vLLM answered instead; a server error may be the end of it."""
         try:
             message = _message(json.loads(content))
@@ -139,6 +141,11 @@ class VllmClient:
             message = content.decode(errors="replace")[:500]
         if response.status_code >= 500 and not await self._is_healthy():
             return await self.ended(message)
+        if response.status_code == 400 and body.get("structured_outputs"):
+            return GrammarError(
+                f"vLLM refused the constraint: {message}. Start it with --structured-outputs-config "
+                '\'{"backend": "guidance"}\'.'
+            )
         return EngineError(f"vLLM refused {response.request.url.path}: {message}")
 
     async def _is_healthy(self) -> bool:
