@@ -147,7 +147,7 @@ async def test_narrowed_answers_are_recorded_as_inexact(
     assert not recorded.call.exact
 
 
-async def test_answers_match_their_schema_and_required_calls_their_function(
+async def test_answers_match_their_schema_regex_and_grammar(
     backend: LocalBackend, agent: TrainableModel[Any]
 ) -> None:
     schema: dict[str, Any] = {
@@ -163,17 +163,12 @@ async def test_answers_match_their_schema_and_required_calls_their_function(
         assert value["word"] in ("red", "blue") and isinstance(value["count"], int)
     recorded = await backend.calls("schema")
     assert all(not one.call.exact and one.call.forced for one in recorded)
-    function = {"name": "f", "parameters": schema}
-    answer = await ask(
-        backend,
-        "required",
-        max_tokens=100,
-        messages=[{"role": "user", "content": "?"}],
-        tools=[{"type": "function", "function": function}],
-        tool_choice={"type": "function", "function": {"name": "f"}},
-    )
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"])["word"] in ("red", "blue")
+    # As chat/constraint.py writes tool calls: text, JSON, and a token by its id.
+    lark = f'start: "call " %json {json.dumps(schema)} <[419]>'
+    answer = await ask(backend, "grammar", max_tokens=100, guided_grammar=lark)
+    text = answer["choices"][0]["message"]["content"]
+    assert text.startswith("call ") and text.endswith("</tool_call>")
+    assert json.loads(text[5:-12])["word"] in ("red", "blue")
     answer = await ask(backend, "regex", max_tokens=20, guided_regex="(ab|cd){2}[0-9]")
     assert re.fullmatch("(ab|cd){2}[0-9]", answer["choices"][0]["message"]["content"])
 

@@ -5,7 +5,8 @@ Out:  a Constraint for the engine, or None for a free answer
 
 An output format alone is passed on as it is. Everything else becomes one grammar: tool calls as the
 template writes them with their arguments as JSON, the reasoning before the answer, free text around
-calls of strict functions. The reasoning is free: the constraint begins when it is closed.
+calls of strict functions. The reasoning is free, but the answer cannot end in it: the constraint
+begins when it is closed.
 """
 
 import json
@@ -75,6 +76,7 @@ class _Tags:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._tokenizer = template.tokenizer
+        self.stop_ids = template.stop_ids
 
     def id(self, tag: str) -> int | None:
         return token_id(self._tokenizer, tag)
@@ -135,7 +137,9 @@ def _reasoning(reasoning: str, tags: _Tags) -> str:
             "constraint has no place to begin; turn the reasoning off, or leave out response_format, "
             "strict functions and a required tool_choice"
         )
-    thought = f"<[^{close}]>* <[{close}]> /[ \\n]{{0,4}}/"
+    # Everything but the tokens that end the reasoning or the answer.
+    others = ",".join(map(str, sorted({close, *tags.stop_ids})))
+    thought = f"<[^{others}]>* <[{close}]> /[ \\n]{{0,4}}/"
     return f"{thought} " if reasoning == "open" else f"(<[{tags.id(OPEN_THINK)}]> {thought})? "
 
 
