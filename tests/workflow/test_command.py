@@ -337,6 +337,26 @@ async def test_children_end_with_a_rollout_that_is_stopped(tmp_path: Path, how: 
 
 
 @linux_only
+async def test_children_end_although_the_rollout_is_cancelled_twice(tmp_path: Path):
+    note = tmp_path / "pids"
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
+    workflow = {"command": [*PYTHON, stubborn, str(note), "stay"]}
+    async with building(tmp_path, workflow) as builder:
+        task = asyncio.create_task((await builder.get_workflow())("x"))
+        pids = await written(note)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)  # until it waits for the program to end after SIGTERM
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert len(pids) == 3
+    # A thread removes the directory.
+    while alive(pids) or list((tmp_path / "tmp").iterdir()) or guard.running:
+        await asyncio.sleep(0.01)
+
+
+@linux_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_nothing_outlives_a_hone_that_is_stopped(
     tmp_path: Path, nothing_is_left: Path, number: int

@@ -84,7 +84,7 @@ class Guard:
         return len(self._running)
 
     def add(self, token: str, directory: str, group: int | None = None) -> None:
-        """A program is about to start in this directory, or has started as this group."""
+        """A program is to start in this directory, runs there as this group, or has ended."""
         with self._lock:
             self._running[token] = (group, directory)
             if self._helper is None or self._helper.poll() is not None:

@@ -65,10 +65,12 @@ async def run_program(
     finally:
         try:
             await running.stop(token)
-        finally:
-            # Again, at once: a second cancellation interrupts `stop`.
+        except BaseException:  # a second cancellation: no more patience
             kill_all(token, popen.pid)
+            raise
+        finally:
             running.close()
+            guard.add(token, str(directory))  # the id may be another process's from now on
     name, stderr = Path(arguments[0]).name, bytes(running.stderr.kept)
     details = stderr.decode(errors="replace")
     if running.stdout.full.done():
