@@ -42,6 +42,10 @@ def nested(base_url: str, api_key: str, model: str, note: str = "") -> Any:
     return outer.compile(checkpointer=InMemorySaver())
 
 
+def broken(llm: Any) -> Any:
+    raise KeyError("no such tool")
+
+
 def endless(llm: Any) -> Any:
     from langgraph.graph import START, StateGraph
 

@@ -17,6 +17,7 @@ from hone.config.schema import read
 from hone.errors import ConfigError
 from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER
 
+pytestmark = pytest.mark.timeout(600)  # the first test makes the environment
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("framework_rollouts.py")
 
@@ -80,6 +81,7 @@ async def test_graphs_of_langgraph():
         | {"input_key": "x", "output_key": None},
         "import": {**block, "target": "agents.py:at_import"},
         "tool": {**block, "target": "agents.py:weather"},
+        "broken": {**block, "target": "agents.py:broken"},
         "typo": {**block, "target": "agents.py:nested", "args": {"nte": 1}},
         "object": {**block, "target": "agents.py:at_import", "per_rollout": True},
     }
@@ -90,6 +92,7 @@ async def test_graphs_of_langgraph():
     check(model, results, "own", nodes, "")
     check(model, results, "import", ["<workflow>.ask"], "done")
     assert [r["failure"] for r in results["endless"]] == [["policy", "step_limit"]] * 2
+    assert re.search(r"makes no agent: .*\.py:\d+: KeyError: 'no such tool'", results["broken"])
     assert "has the parameter 'city', which hone does not give; set args.city" in results["tool"]
     assert "has no parameter 'nte', but args.nte is set. Did you mean 'note'?" in results["typo"]
     assert "per_rollout is set, and target" in results["object"]

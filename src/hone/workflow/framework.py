@@ -21,11 +21,11 @@ from pydantic import Field, JsonValue
 from hone.capture.base import current
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.workflow.address import Address, workflow_llm
 from hone.workflow.fit import signature_of
 from hone.workflow.llm import LLM
-from hone.workflow.target import load_target
+from hone.workflow.target import error_at, load_target
 
 _ADDRESS = ("llm", "base_url", "api_key", "model")
 
@@ -97,15 +97,23 @@ class Agents:
         """
         llm = await workflow_llm(config.llm, builder)
         agents = cls(config, llm, is_agent=is_agent, kind=kind, prepare=prepare)
+        directory = builder.document.file.resolve().parent
         with _environment(Address.of(llm).environment()):
-            agents._target = load_target(config.target, builder.document.file.resolve().parent)
+            agents._target = load_target(config.target, directory)
             if is_agent(agents._target):
                 agents._check_object()
                 agents._agent = prepare(agents._target)
                 return agents
             agents._check_factory()
-            if not config.per_rollout:
+            if config.per_rollout:
+                return agents
+            try:
                 agents._agent = await agents._make(llm.base_url)
+            except Exception as error:  # a user's function may raise anything
+                if isinstance(error, HoneError):
+                    raise
+                where = error_at(error, directory)
+                raise ConfigError(f"target {config.target!r} makes no agent: {where}") from error
         return agents
 
     async def get(self) -> Any:
