@@ -39,7 +39,7 @@ def test_the_first_cancels_the_task_and_its_cleanup_is_not_disturbed(
     with Interrupts() as interrupts, pytest.raises(asyncio.CancelledError):
         asyncio.run(run(interrupts))
     assert cleaned and interrupts.received
-    assert capfd.readouterr().err.count("Ctrl-C again leaves at once") == 1
+    assert capfd.readouterr().err.count("press Ctrl-C again to exit at once") == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

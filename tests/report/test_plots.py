@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from tests.finetune.runs import STORIES, Story, events
 from tests.report.test_metrics import collected, history_of, rollout, started
@@ -145,6 +146,21 @@ def test_a_name_is_no_formula(tmp_path: Path):
     lines = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
     plots.reward_plot(history_of(lines), tmp_path / "plot.png")
     assert size((tmp_path / "plot.png").read_bytes()) == (1500, 1014)
+
+
+def test_the_users_settings_of_matplotlib_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With `text.usetex` every text would be set by LaTeX, which servers do not have."""
+    history = History.of(events(Story(epochs=2, examples=4, held_out=4)))
+    plots.reward_plot(history, tmp_path / "a.png")
+    changes, learning = plots.example_changes([1.0, 0.0]), plots.learning(history)
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    monkeypatch.setenv("PATH", "")
+    plots.reward_plot(history, tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert (plots.example_changes([1.0, 0.0]), plots.learning(history)) == (changes, learning)
+    assert matplotlib.rcParams["text.usetex"]
 
 
 def test_a_run_that_has_not_begun_can_be_drawn(tmp_path: Path):

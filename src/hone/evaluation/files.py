@@ -91,7 +91,7 @@ class OutputDir:
             if (self.path / FINISHED).exists():
                 open_lines(self.path / FINISHED).close()  # which cuts a torn last line
         elif self._output.cleanup:
-            for name in [*self._written(), WRITTEN]:
+            for name in [*_written(self.path), WRITTEN]:
                 (self.path / name).unlink(missing_ok=True)
         else:
             (self.path / FINISHED).unlink(missing_ok=True)
@@ -236,13 +236,10 @@ class OutputDir:
 
     def _note(self, name: str) -> None:
         """Record that a file is hone's, before it exists."""
-        written = self._written()
+        written = _written(self.path)
         if name not in written:
             with _writing():
                 write_atomic(self.path / WRITTEN, "\n".join([*written, name]) + "\n")
-
-    def _written(self) -> list[str]:
-        return _written(self.path)
 
 
 def effective(document: Document) -> str:

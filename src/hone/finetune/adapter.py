@@ -41,6 +41,7 @@ from hone.finetune.base import (
 from hone.finetune.records import append_line
 from hone.finetune.rerender import sdk_groups
 from hone.model import TrainableModel
+from hone.tally import cancel_all
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo, ModelInfo, RunSpec
 
@@ -243,9 +244,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     async def close(self) -> None:
         """Stop waiting, and stop the run's own server; its jobs continue at its next start."""
-        for job in self.training_jobs.values():
-            job.cancel()
-        await asyncio.gather(*self.training_jobs.values(), return_exceptions=True)
+        await cancel_all(self.training_jobs.values())
         self.training_jobs.clear()
         await self.backend.close()
 

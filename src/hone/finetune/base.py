@@ -37,6 +37,7 @@ from hone.finetune.records import (
     Trajectory,
     TrajectoryCollection,
 )
+from hone.tally import cancel_all
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall
@@ -161,10 +162,7 @@ class TrajectoryBuilder(ABC):
 
     async def cancel(self) -> None:
         """Cancel the tasks of `start_run` and wait until they have ended."""
-        running = [task for tasks in self.evaluation_runs.values() for task in tasks]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(task for tasks in self.evaluation_runs.values() for task in tasks)
 
 
 class TrainerAdapter(ABC):

@@ -25,7 +25,7 @@ INTERRUPTED = 130
 SAME_S = 0.5
 """Signals within this time are one Ctrl-C: a terminal sends it to all its processes, and a parent
 process (`uv run`, `make`) may forward it."""
-MESSAGE = b"\nEnding what runs; Ctrl-C again leaves at once\n"
+MESSAGE = b"\nStopping the run; press Ctrl-C again to exit at once\n"
 
 
 class Interrupts:

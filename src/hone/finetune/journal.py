@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from hone.disk import append_lines, open_lines, write_atomic
+from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.event_log import first_error
 from hone.finetune.fingerprint import differences
@@ -103,7 +103,7 @@ class Journal:
         try:
             start = plan_start(directory, started, fresh=fresh)
             if start.aside is not None:
-                directory.absolute().rename(start.aside)
+                move(directory.absolute(), start.aside)
                 old, lock = lock, _locked(directory)
                 old.release()
             run = start.resumed or RunFile(

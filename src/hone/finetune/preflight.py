@@ -29,6 +29,7 @@ from hone.finetune.calls import (
     unscoped_message,
 )
 from hone.finetune.plan import plan
+from hone.tally import run_together
 
 if TYPE_CHECKING:
     from hone.config.build import Builder, Served
@@ -232,8 +233,7 @@ class _Trials:
         before = await count_unscoped(server, self._run_id)
         draw = secrets.token_hex(6)
         ids = [f"{self._run_id}:preflight.{draw}.{i}" for i in (0, 1)]
-        runs = [trial.run_item(self._item, id, self._reward) for id in ids]
-        results = await asyncio.gather(*runs)
+        results = await run_together(trial.run_item(self._item, id, self._reward) for id in ids)
         checks = [self._ran(results)]
         if not failures(checks):
             both = [

@@ -11,7 +11,8 @@ and validation rewards at the same place belong to the same policy.
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -72,9 +73,19 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return list(np.where(known, total / np.maximum(count, 1), np.nan))
 
 
+@contextmanager
+def _default_style() -> Iterator[None]:
+    """Ignore the user's matplotlibrc, which may ask for LaTeX, or for a dark background."""
+    from matplotlib import style  # here, because it takes a second to load
+
+    with style.context("default"):
+        yield
+
+
 # ---- the reward plot ------------------------------------------------------------------------------
 
 
+@_default_style()
 def reward_plot(history: History, path: Path) -> None:
     write_atomic(path, _png(reward_figure(history)))
 
@@ -251,6 +262,7 @@ def _strip(axis: "Axes", shares: list[tuple[float, float]]) -> None:
 # ---- the other plots ------------------------------------------------------------------------------
 
 
+@_default_style()
 def example_changes(deltas: Sequence[float]) -> bytes:
     """Change of each held-out example, the largest first."""
     figure = _figure(4.2)
@@ -283,6 +295,7 @@ PANELS = {
 """Metrics of the jobs; only those that were measured are drawn."""
 
 
+@_default_style()
 def learning(history: History) -> bytes | None:
     """One small plot per metric of the jobs; None without any."""
     measured = [

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hone.disk import move
 from hone.errors import Conflict, NotFound
 from hone.models.files import ModelFiles
 from hone.models.find import find
@@ -46,7 +47,7 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
         shutil.copyfile(checkpoint.path / MANIFEST, partial / MANIFEST)
         if directory.exists():
             directory.rmdir()
-        partial.rename(directory.absolute())
+        move(partial, directory.absolute())
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
