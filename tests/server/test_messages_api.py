@@ -13,6 +13,8 @@ from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
 from tests.server.conftest import MakeServer, Server, write_model
 
+from hone.capture.scope import recorded
+from hone.finetune.calls import Targets, from_seen
 from hone.server.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -417,6 +419,47 @@ def test_count_tokens_is_the_usage_of_the_real_call(talk: Any, shared: Server, c
     # A prompt that does not fit is counted too: agents shorten their history by this number.
     long = [{"role": "user", "content": "word " * 1000}]
     assert counting.count_tokens(model=first.model, messages=long).input_tokens > 512
+
+
+def test_calls_of_an_open_rollout_are_marked_and_seen_as_chats(
+    shared: Server, tiny_model: Path, client: Any, chat_client: Any
+) -> None:
+    """The agent's client knows nothing of the rollout: httpx2 is patched while it is open."""
+    shared.engine.says([f"I look.{CALL}"])
+    ask: Any = {"model": str(tiny_model), "messages": HELLO, "max_tokens": 99, "tools": [LOOK]}
+    rollout, recorder = recorded("in-process")
+    with rollout:
+        client(shared).messages.create(**ask, system="Be brief.")
+        with client(shared).messages.stream(**ask, system="Be brief.") as stream:
+            stream.get_final_message()
+        client(shared).messages.count_tokens(model=ask["model"], messages=HELLO)
+        with pytest.raises(anthropic.BadRequestError):
+            client(shared).messages.create(**{**ask, "max_tokens": 0})
+        function = {"name": "look", "description": "Look up a word"}
+        function["parameters"] = LOOK["input_schema"]
+        chat = {**ask, "tools": [{"type": "function", "function": function}]}
+        chat["messages"] = [{"role": "system", "content": "Be brief."}, *HELLO]
+        chat_client(shared).chat.completions.create(**chat)
+    whole, streamed, wrong, as_chat = recorder.calls
+    one, two, three = shared.state.calls.rollout("in-process")
+    assert [call.id for call in (whole, streamed, as_chat)] == [one.id, two.id, three.id]
+    for call, record in ((whole, one), (streamed, two)):
+        assert (call.messages, call.tools) == (as_chat.messages, as_chat.tools)
+        assert call.reply == record.reply and call.finish == "tool_calls"
+        assert (call.usage, call.policy_step, call.error) == (as_chat.usage, 0, None)
+        assert call.choices[0]["token_ids"] == record.call.completion_ids
+        assert call.parameters["max_tokens"] == 99 and "system" not in call.parameters
+    assert (wrong.status, wrong.choices) == (400, []) and "max_tokens" in str(wrong.error)
+    # Of a foreign server nothing else would be known: without log-probabilities it is not trained.
+    seen = from_seen([whole, streamed], Targets())
+    assert (seen.sampled, dict(seen.dropped)) == ([], {"no_logprobs": 2})
+
+
+def test_posts_of_other_services_to_that_path_are_no_calls(shared: Server, http: Any) -> None:
+    rollout, recorder = recorded("other")
+    with rollout:
+        http.post(f"{shared.inference_url}/v1/messages", json={"text": "an SMS"})
+    assert recorder.calls == [] and shared.state.calls.rollout("other") == []
 
 
 # ---- errors and access -------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Patch httpx and httpx2 to mark and record calls to an OpenAI API.
+"""Patch httpx and httpx2 to mark and record calls to an OpenAI or Anthropic API.
 
 In:   the scope that is open where a request is sent
-Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, .../completions and
-      .../responses; those calls in the scope's recorder, if it has one
+Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, .../completions,
+      .../responses and .../v1/messages; those calls in the scope's recorder, if it has one
 
 All clients of the two libraries call `send`, whatever their transport: it is replaced on the four
 client classes, and restored. openai 2 uses httpx and openai 3 httpx2, so both are patched; where one
@@ -23,6 +23,7 @@ from hone.capture.openai import Exchange
 
 LIBRARIES = ("httpx", "httpx2")
 _PATHS = ("/chat/completions", "/completions", "/responses")
+_MESSAGES = "/v1/messages"
 _RETRIES = "x-stainless-retry-count"
 """The header in which the openai client counts its retries."""
 
@@ -103,7 +104,17 @@ async def _awaited(
 
 
 def _is_call(request: Any) -> bool:
-    return request.method == "POST" and request.url.path.rstrip("/").endswith(_PATHS)
+    path = request.url.path.rstrip("/")
+    return request.method == "POST" and (path.endswith(_PATHS) or _is_message(request))
+
+
+def _is_message(request: Any) -> bool:
+    """Whether it belongs to the Messages API.
+
+    Its clients send its version; a service that sends short messages may have that path too.
+    """
+    path = request.url.path.rstrip("/")
+    return path.endswith(_MESSAGES) and "anthropic-version" in request.headers
 
 
 def _mark(scope: Scope, request: Any) -> None:
@@ -132,4 +143,7 @@ def _exchange(scope: Scope, request: Any) -> Exchange | None:
         if isinstance(failed, Exchange):
             return failed
     host = host_of(request.url.host)
-    return recorder.add_call(lambda index: Exchange(index, function, host, sent))
+    is_message = _is_message(request)
+    return recorder.add_call(
+        lambda index: Exchange(index, function, host, sent, is_message=is_message)
+    )

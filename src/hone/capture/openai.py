@@ -1,4 +1,4 @@
-"""What passed over the wire of one call to an OpenAI API, and what it says.
+"""What passed over the wire of one call to a model's API, and what it says.
 
 In:   a request, and its answer: whole, streamed, refused or broken off
 Out:  a SeenCall
@@ -17,6 +17,8 @@ from typing import Any
 
 from hone.capture.base import SeenCall
 from hone.capture.tee import decoder, loop_of, tee_like
+from hone.wire import anthropic_messages
+from hone.wire.anthropic_response import chat_completion
 from hone.wire.errors import error_message
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import usage
@@ -25,7 +27,7 @@ from hone.wire.stream import has_ended, join_events
 
 UNANSWERED = "no answer yet"
 LEFT = "the client left the stream before its end"
-_CONVERSATION = ("model", "messages", "input", "instructions", "tools")
+_CONVERSATION = ("model", "messages", "system", "input", "instructions", "tools")
 """Keys of a request that are not parameters."""
 CLOSE_S = 5.0
 """How long closing a stream may take that an agent has left open."""
@@ -34,8 +36,12 @@ CLOSE_S = 5.0
 class Exchange:
     """One call, while it is under way and afterwards."""
 
-    def __init__(self, index: int, function: str, host: str, sent: bytes) -> None:
+    def __init__(
+        self, index: int, function: str, host: str, sent: bytes, *, is_message: bool = False
+    ) -> None:
+        """`is_message`: the request is one of the Anthropic Messages API."""
         self.index, self.function, self.host, self.sent = index, function, host, sent
+        self._is_message = is_message
         self.started_at = time.time()
         self._began = time.perf_counter()
         self._reset()
@@ -117,6 +123,10 @@ class Exchange:
         seconds, status = self._seconds, self._status
         body = self._body()
         request = object_or_empty(self.sent)
+        if self._is_message:
+            messages, tools = anthropic_messages.read_request(request)
+        else:
+            messages, tools = _messages(request), _tools(request)
         if status is not None and status >= 400:
             text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
             response = _Response(error=f"HTTP {status}: {text or 'no reason given'}")
@@ -130,8 +140,8 @@ class Exchange:
             function=self.function,
             model=str(request.get("model", "")),
             host=self.host,
-            messages=_messages(request),
-            tools=(read_tools(request) if "input" in request else request.get("tools")) or None,
+            messages=messages,
+            tools=tools,
             choices=response.choices,
             usage=response.usage,
             id=response.id,
@@ -170,6 +180,8 @@ def _response(body: dict[str, Any]) -> _Response:
         return _Response(error=error_message(body))
     if "output" in body and "choices" not in body:
         body = read_response(body)
+    if body.get("type") == "message" and "choices" not in body:
+        body = chat_completion(body)
     choices = body.get("choices")
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
         return _Response(error="the answer has no choices")
@@ -204,6 +216,10 @@ def _num_sampled(choice: dict[str, Any]) -> int | None:
         if isinstance(tokens, list):
             return len(tokens)
     return None
+
+
+def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
+    return (read_tools(request) if "input" in request else request.get("tools")) or None
 
 
 def _messages(request: dict[str, Any]) -> list[dict[str, Any]] | None:

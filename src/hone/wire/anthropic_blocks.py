@@ -106,10 +106,14 @@ def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise _wrong(f"{where}.input", f"expected an object, got {brief(arguments)}")
-    invalid = arguments.get(INVALID_JSON)
-    text = invalid if isinstance(invalid, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": _string(block, where, "name"), "arguments": text}
+    function = {"name": _string(block, where, "name"), "arguments": arguments_text(arguments)}
     return {"id": _string(block, where, "id"), "type": "function", "function": function}
+
+
+def arguments_text(arguments: dict[str, Any]) -> str:
+    """The `input` of a tool_use block as the arguments of a tool call."""
+    invalid = arguments.get(INVALID_JSON)
+    return invalid if isinstance(invalid, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _tool_result(block: dict[str, Any], where: str) -> str:

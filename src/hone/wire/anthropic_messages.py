@@ -8,6 +8,7 @@ Every key is honoured, refused by name, or listed in IGNORED, which says why it 
 
 import difflib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -220,6 +221,24 @@ class MessagesRequest(BaseModel):
             ours = _CHAT_KEYS.get(key, key)
             text = str(error).replace(f"{key}:", f"{ours}:", 1)
             raise BadRequest(text, param=ours, code=error.code) from None
+
+
+def read_request(
+    body: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]] | None, list[Any] | None]:
+    """Messages and tools of a request to any server, as those of a chat.
+
+    What only Anthropic's own models read, such as images, leaves them as they were sent.
+    """
+    messages, tools = body.get("messages"), body.get("tools")
+    if isinstance(messages, list):
+        with suppress(BadRequest):
+            messages = chat_messages(body.get("system"), messages)
+    if isinstance(tools, list):
+        with suppress(ValidationError):
+            tools = [_chat_tool(Tool.model_validate(tool)) for tool in tools]
+    lists = [value if isinstance(value, list) else None for value in (messages, tools)]
+    return lists[0], lists[1] or None
 
 
 def request_schema(*required: str) -> dict[str, Any]:

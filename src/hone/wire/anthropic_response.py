@@ -8,11 +8,10 @@ three come with `message_start`, so that clients keep them in the message they p
 `token_ids` with `message_delta`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hone.wire.anthropic_blocks import BlockWriter, message_blocks
+from hone.wire.anthropic_blocks import BlockWriter, arguments_text, message_blocks
 from hone.wire.anthropic_messages import MessagesRequest, request_schema
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event
 from hone.wire.json import object_or_empty
@@ -211,7 +210,7 @@ def chat_completion(message: dict[str, Any]) -> dict[str, Any]:
             "type": "function",
             "function": {
                 "name": block.get("name"),
-                "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False),
+                "arguments": arguments_text(block.get("input") or {}),
             },
         }
         for block in blocks

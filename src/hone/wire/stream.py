@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from hone.wire.anthropic_response import join_message
 from hone.wire.base import Event
 from hone.wire.json import object_or_empty, write_json
 from hone.wire.openai_response_reader import join_response
 
-_END = re.compile(rb"^(data: ?\[DONE\]|event: ?response\.(completed|incomplete|failed)\r?$)", re.M)
-"""The last event of a stream: of chat completions and completions, or of responses."""
+_END = re.compile(
+    rb"^(data: ?\[DONE\]|event: ?(response\.(completed|incomplete|failed)|message_stop)\r?$)", re.M
+)
+"""The last event of a stream: of chat completions and completions, of responses, of messages."""
 
 
 def write_event(value: Event, *, named: bool = False) -> bytes:
@@ -54,6 +57,8 @@ def join_events(body: bytes) -> dict[str, Any]:
             return {"error": event.get("error") or event}
     if events and str(events[0].get("type")).startswith("response."):
         return join_response(events)
+    if events and events[0].get("type") in ("message_start", "ping"):
+        return join_message(events)
     for event in events:
         response |= {k: v for k, v in event.items() if k != "choices" and v is not None}
         for part in event.get("choices") or ():
