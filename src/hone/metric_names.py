@@ -45,6 +45,7 @@ JOB_METRICS: dict[str, str] = {
     "turns/OUTCOME/REASON": "Turns by reason, with underscores for spaces; a bridged turn may have several.",
     "turns/bridged/forked": "Bridged turns that continue an answer which another turn has continued before.",
     "turns/branches": "Turns that start a branch: re-rendered, branched or forked.",
+    "turns/malformed": "Answers with a tool call or reasoning that does not parse.",
     "turns/prompt_tokens": "Tokens of the prompts of all turns.",
     "turns/continued_tokens": "Of these, tokens that bridged turns took over from the ids of earlier calls.",
 }

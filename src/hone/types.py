@@ -367,6 +367,8 @@ class RecordedCall(Strict):
     reasons: list[str] = []
     continues: str | None = None
     """Id of the call whose prompt and completion ids a bridged prompt begins with."""
+    malformed: list[str] = []
+    """Tool calls and reasoning in the answer that do not parse, one sentence each."""
     abandoned: bool = False
     """The client disconnected before the last byte; never labelled."""
     call: Call

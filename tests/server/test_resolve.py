@@ -205,7 +205,7 @@ async def test_turns_are_counted_by_how_their_prompts_were_made(world: World):
         "outcome": "bridged",
         "continues": first.id,
     }
-    world.add([4], index=1, reasons=["exact"], **more)
+    world.add([4], index=1, reasons=["exact"], malformed=["never closed"], **more)
     world.add([5], index=2, reasons=["arguments re-serialised", "truncated"], **more)
     world.add([5], rollout="r", index=3, model="default/judge", outcome="branched", reasons=["x"])
     resolved = await world.resolve(Trajectory(rollout="r"))
@@ -219,6 +219,7 @@ async def test_turns_are_counted_by_how_their_prompts_were_made(world: World):
         "turns/bridged/truncated": 1,
         "turns/bridged/forked": 1,
         "turns/branches": 1,
+        "turns/malformed": 1,
         "turns/prompt_tokens": 3 + 6 + 6,
         "turns/continued_tokens": 5 + 5,
     }

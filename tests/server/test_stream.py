@@ -14,6 +14,7 @@ import pytest
 from tests.fakes import ScriptedEngine, logprob
 from tests.server.conftest import MakeServer, MakeState, Server
 from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
+from tests.workflow.rollouts import ran, why
 
 from hone.errors import EngineError
 from hone.inference.base import Delta
@@ -155,6 +156,51 @@ def test_arguments_arrive_while_the_call_is_being_sampled(
         read += fragment
         assert text.rstrip("}").endswith(read.rstrip("}")), "no more than one token behind"
     assert "</tool_call>" not in fragments[-1][1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "max_tokens", "failure"),
+    [
+        ('{"word": oops}', 100, ("policy", "unparseable")),
+        ('{"word": "the weather in the city is cold"}', 24, ("policy", "token_limit")),
+    ],
+)
+async def test_a_call_that_does_not_parse_is_a_failure_of_the_policy(
+    make_server: MakeServer,
+    tiny_model: Path,
+    arguments: str,
+    max_tokens: int,
+    failure: tuple[str, str],
+    stream: bool,
+) -> None:
+    """It was text, and an agent that reads `tool_calls` failed as if by its own fault."""
+    said = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    server = make_server([said])
+    request: Any = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK]}
+
+    async def agent(question: str) -> Any:
+        async with openai.AsyncOpenAI(base_url=server.openai_url, api_key="default") as asking:
+            answer: Any = await asking.chat.completions.create(
+                **request, max_tokens=max_tokens, stream=stream
+            )
+            calls = (
+                streamed_calls([chunk async for chunk in answer])
+                if stream
+                else answer.choices[0].message.tool_calls
+            )
+            return json.loads(calls[0].function.arguments)
+
+    result = await ran(agent, id="r")
+    assert why(result) == failure, result.failure
+    assert len(result.calls[0].choices[0]["malformed"]) == 1
+    (call,) = server.state.calls.rollout("r")
+    (sampled,) = call.reply["tool_calls"]
+    assert sampled["function"]["name"] == "look"
+    assert arguments.startswith(sampled["function"]["arguments"])
+    assert call.malformed == result.calls[0].choices[0]["malformed"]
+    metrics = httpx.get(f"{server.control_url}/metrics").text
+    assert f'hone_calls_malformed_total{{model="{tiny_model}"}} 1.0' in metrics
 
 
 def test_logprobs_are_complete_also_while_a_tool_call_is_held_back(chunks: Any) -> None:

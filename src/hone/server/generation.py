@@ -217,6 +217,7 @@ class Generation:
             outcome=self.prompt.outcome,
             reasons=list(map(str, self.prompt.reasons)),
             continues=None if (source := self._source) is None else source.id,
+            malformed=list(reply.malformed),
             abandoned=abandoned,
             call=Call(
                 prompt_ids=self.prompt.ids,
@@ -248,6 +249,7 @@ class Generation:
         metrics.sampled_tokens.labels(model).inc(self.num_sampled)
         for call in calls:
             metrics.calls.labels(model, call.finish).inc()
+            metrics.malformed.labels(model).inc(bool(call.malformed) and not abandoned)
         if abandoned:
             metrics.abandoned.inc(len(calls))
             say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)

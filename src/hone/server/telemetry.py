@@ -36,6 +36,12 @@ class Metrics:
         )
         self.running = Gauge("hone_requests_running", "OpenAI requests being answered", registry=of)
         self.calls = Counter("hone_calls", "Recorded calls", ["model", "finish"], registry=of)
+        self.malformed = Counter(
+            "hone_calls_malformed",
+            "Calls with a tool call or reasoning that does not parse",
+            ["model"],
+            registry=of,
+        )
         self.abandoned = Counter(
             "hone_calls_abandoned", "Calls whose client left early", registry=of
         )

@@ -20,6 +20,7 @@ def count_turns(calls: Sequence[RecordedCall], trained: Collection[str]) -> Coun
     requests: set[tuple[str, int]] = set()
     counts: Counter[str] = Counter()
     for call in calls:
+        counts["turns/malformed"] += call.id in trained and bool(call.malformed)
         request = (call.rollout, call.index) if call.rollout else (call.id, 0)
         if call.id not in trained or request in requests:
             continue

@@ -64,7 +64,7 @@ class Row:
 
 _BODY_FIELDS = {
     *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
-    *("outcome", "reasons", "continues", "abandoned", "request_fields"),
+    *("outcome", "reasons", "continues", "malformed", "abandoned", "request_fields"),
 }
 _CALL_FIELDS = {"exact", "masked_logprobs", "forced", "temperature", "step", "function", "trained"}
 
