@@ -80,6 +80,7 @@ class OwnStandin(Standin):
         self.calls: list[str] = []
         self.lost = False
         """Whether it has forgotten an adapter's weights."""
+        self.wakes = True
         self.app.post("/sleep")(self.sleep)
         self.app.post("/wake_up")(self.wake)
         self.app.post("/collective_rpc")(self.rpc)
@@ -87,8 +88,10 @@ class OwnStandin(Standin):
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
 
-    def wake(self) -> None:
+    def wake(self) -> Response:
         self.calls.append("wake")
+        message = "" if self.wakes else "CUDA out of memory"
+        return Response(message, status_code=200 if self.wakes else 500)
 
     async def rpc(self, request: Request) -> dict[str, Any]:
         body = await request.json()
@@ -125,14 +128,7 @@ def own(tmp_path: Path) -> Iterator[tuple[OwnStandin, VllmProcess]]:
     process.stop()
 
 
-@pytest.mark.parametrize("lost", [False, True])
-async def test_the_digest_is_compared_again_after_waking(
-    own: tuple[OwnStandin, VllmProcess],
-    adapter: tuple[AdapterRef, Path],
-    tmp_path: Path,
-    lost: bool,
-) -> None:
-    standin, process = own
+def engine_of(process: VllmProcess, directory: Path) -> VllmEngine:
     server = VllmServer(
         vocab=512,
         max_length=300,
@@ -143,7 +139,33 @@ async def test_the_digest_is_compared_again_after_waking(
         kv_bytes=1 << 20,
         grammars=Grammars(lambda: None, 512),
     )
-    engine = VllmEngine(server, directory=tmp_path / "adapters")
+    return VllmEngine(server, directory=directory / "adapters")
+
+
+async def test_an_engine_that_does_not_wake_has_failed_and_holds_no_request(
+    own: tuple[OwnStandin, VllmProcess], tmp_path: Path
+) -> None:
+    standin, process = own
+    engine = engine_of(process, tmp_path)
+    standin.wakes = False
+    await engine.sleep()
+    waiting = asyncio.create_task(complete(engine, [1, 2, 3], Sampling(max_tokens=1)))
+    await engine.wake()
+    with pytest.raises(EngineFailed, match=r"(?s)vLLM did not wake: .*CUDA out of memory"):
+        async with asyncio.timeout(60):
+            await waiting
+    await engine.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_the_digest_is_compared_again_after_waking(
+    own: tuple[OwnStandin, VllmProcess],
+    adapter: tuple[AdapterRef, Path],
+    tmp_path: Path,
+    lost: bool,
+) -> None:
+    standin, process = own
+    engine = engine_of(process, tmp_path)
     await engine.publish(*adapter)
     assert engine.stats().kv_budget_bytes == 1 << 20
     standin.calls.clear()

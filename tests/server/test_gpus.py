@@ -256,17 +256,18 @@ OUT_OF_MEMORY = """
 import torch
 from hone.learner import body
 
-def hidden(self, row, lora):
+def exhausted(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\\nmore of torch")
 
-body.DecoderBody.hidden = hidden
 """
 
 
+@pytest.mark.parametrize("place", ["Decoder.load", "DecoderBody.hidden"])
 async def test_a_learner_without_enough_memory_fails_its_job_and_says_what_would_fit(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
+    """When it loads the model, and in the first row of the job."""
+    (tmp_path / "sitecustomize.py").write_text(f"{OUT_OF_MEMORY}body.{place} = exhausted\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def launch(asked: LearnerSpec, *, env: dict[str, str], **more: Any) -> LearnerProcess:

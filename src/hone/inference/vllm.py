@@ -297,15 +297,19 @@ class VllmEngine:
             await self._client.post("/reset_prefix_cache", {})
 
     async def wake(self) -> None:
-        """Go on; adapters that vLLM lost in its sleep are an engine failure."""
+        """Go on. A vLLM that does not wake, or that lost an adapter in its sleep, has failed."""
         if self._asleep and not self._client.closed:
-            await self._client.post("/wake_up", {})
             self._asleep = False
-            for staged in list(self._adapters.values()):
-                wrong = staged.compare(await self._digests(staged))
-                if wrong:
-                    self._client.fail(f"after vLLM's sleep, {staged}: {wrong}")
-                    break
+            try:
+                await self._client.post("/wake_up", {})
+                for staged in list(self._adapters.values()):
+                    wrong = staged.compare(await self._digests(staged))
+                    if wrong:
+                        self._client.fail(f"after vLLM's sleep, {staged}: {wrong}")
+                        break
+            except EngineError as error:
+                if self.failure is None:
+                    self._client.fail(f"vLLM did not wake: {error}")
         self._awake.set()
 
     async def close(self) -> None:

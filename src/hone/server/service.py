@@ -264,7 +264,11 @@ class TrainingService:
             card = await asyncio.to_thread(self._serving.choice.card, job.base_model)
             if card is not None and card.sleeps:  # the learner has no room to load in before
                 await loading.enter_async_context(self._serving_paused(job.base_model))
-            return await self._learn_with(loading, job, newest, base, key)
+            try:
+                return await self._learn_with(loading, job, newest, base, key)
+            except OutOfMemory as error:
+                advice = await asyncio.to_thread(self._less_memory, job)
+                raise OutOfMemory(f"{error}\n{advice}") from None
 
     async def _learn_with(
         self, loading: AsyncExitStack, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey
@@ -304,20 +308,14 @@ class TrainingService:
         held["serve/held_s"] = time.monotonic() - started
 
     def _learn(self, learner: LearnerProcess, job: JobInfo, base: Checkpoint) -> dict[str, Any]:
-        try:
-            result = learning.learn(
-                learner,
-                job,
-                self._jobs.packed_groups(job.id),
-                base,
-                tell=lambda at: self._jobs.progress(job.id, at),
-                check_cancelled=lambda: self._check_cancelled(job),
-            )
-        except OutOfMemory as error:
-            groups = unpack_groups(self._jobs.packed_groups(job.id))
-            generations = max((len(group.trajectories) for group in groups), default=None)
-            advice = self._serving.choice.less_memory(job.base_model, generations)
-            raise OutOfMemory(f"{error}\n{advice}") from None
+        result = learning.learn(
+            learner,
+            job,
+            self._jobs.packed_groups(job.id),
+            base,
+            tell=lambda at: self._jobs.progress(job.id, at),
+            check_cancelled=lambda: self._check_cancelled(job),
+        )
         notes = list(learner.info.notes) if learner.info else []
         learned = {"metrics": result["metrics"], "reason": result["reason"], "notes": notes}
         self._jobs.emit(job.id, "learned", learned)
@@ -329,6 +327,12 @@ class TrainingService:
         if card is not None:
             with suppress(LearnerDied):  # its memory is free then
                 learner.release(weights=card.offloads)
+
+    def _less_memory(self, job: JobInfo) -> str:
+        """What to do if a job's learner exhausted the memory of its GPU."""
+        groups = unpack_groups(self._jobs.packed_groups(job.id))
+        generations = max((len(group.trajectories) for group in groups), default=None)
+        return self._serving.choice.less_memory(job.base_model, generations)
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or self._jobs.is_cancelling(job.id):
