@@ -37,6 +37,7 @@ def test_public_names():
         "Trajectory",
         "TrajectoryGroup",
         "__version__",
+        "function",
         "gather_trajectories",
         "gather_trajectory_groups",
         "retry",

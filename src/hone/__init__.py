@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hone.backends.base import Backend, TrainResult
     from hone.backends.local import LocalBackend
     from hone.backends.remote import RemoteBackend
+    from hone.capture.named import function
     from hone.capture.scope import Rollout, rollout, step
     from hone.gather import (
         gather_trajectories,
@@ -47,6 +48,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "__version__",
+    "function",
     "gather_trajectories",
     "gather_trajectory_groups",
     "retry",
@@ -73,6 +75,7 @@ _HOME = {
     "TrainableModel": "model",
     "Trajectory": "trajectory",
     "TrajectoryGroup": "trajectory",
+    "function": "capture.named",
     "gather_trajectories": "gather",
     "gather_trajectory_groups": "gather",
     "retry": "retries",

@@ -96,7 +96,7 @@ def rollout(
     address = base_url if backend is None else backend.base_url
     host = None if address is None else host_of(urlsplit(address).hostname or "")
     pairs = tuple((aliases or {}).items())
-    scope = Scope(_checked_id(id), _checked(function), host=host, aliases=pairs)
+    scope = Scope(_checked_id(id), check_function(function), host=host, aliases=pairs)
     if pairs and not ALIAS_TEXT.fullmatch(scope.alias_text):
         raise ConfigError(
             f"hone.rollout(aliases={aliases!r}): names are letters, digits and . _ : / -, and begin "
@@ -136,7 +136,7 @@ def outside_rollouts(function: str, *, host: str) -> Rollout:
 
     Calls of a rollout that is opened inside it belong to that rollout.
     """
-    return Rollout(Scope("", _checked(function), host=host_of(host)))
+    return Rollout(Scope("", check_function(function), host=host_of(host)))
 
 
 def step(name: str, value: float | None = None, **metadata: Any) -> None:
@@ -167,8 +167,8 @@ def within(function: str) -> Iterator[None]:
         yield
         return
     scope = scope.at_caller()
-    path = f"{scope.function}.{function}" if scope.function else _checked(function)
-    token = open_scope.set(replace(scope, function=_checked(shortened(path)), caller=None))
+    path = f"{scope.function}.{function}" if scope.function else check_function(function)
+    token = open_scope.set(replace(scope, function=check_function(shortened(path)), caller=None))
     if scope.recorder is not None:
         Branch.here(scope.recorder.trunk)  # before it starts tasks, which become its children
     try:
@@ -225,7 +225,8 @@ def _checked_id(id: str | None) -> str:
     return id
 
 
-def _checked(function: str) -> str:
+def check_function(function: str) -> str:
+    """The path of a function, if a header can hold it."""
     if function and not _FUNCTION.fullmatch(function):
         raise ConfigError(
             f"function path {function!r}: it is sent in a header, so it is at most 200 characters "

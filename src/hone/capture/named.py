@@ -1,0 +1,66 @@
+"""hone.function: a name for the code that makes model calls, for `target_functions`.
+
+In:   `@hone.function("planner")` on a function, or `with hone.function("planner"):` around calls
+Out:  calls that carry the name at the end of their function path
+"""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar, cast
+
+from hone.capture.scope import check_function, within
+from hone.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class NamedFunction:
+    """A name for the functions and blocks it is put on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = check_function(name)
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(within(self.name))
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+    def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(fn)
+        def plain(*args: P.args, **kwargs: P.kwargs) -> T:
+            with within(self.name):
+                return fn(*args, **kwargs)
+
+        @functools.wraps(fn)
+        async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with within(self.name):
+                return await cast("Awaitable[Any]", fn(*args, **kwargs))
+
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise ConfigError(
+                f"hone.function({self.name!r}) is on {fn.__qualname__}, which yields: between two "
+                "values other code runs, which it must not name. Use it as a block inside, around "
+                "the model calls."
+            )
+        return cast("Callable[P, T]", coroutine) if inspect.iscoroutinefunction(fn) else plain
+
+
+def function(name: str) -> NamedFunction:
+    """Name the code that makes model calls: `@hone.function("planner")` or `with hone.function(...)`.
+
+    Calls made inside carry the name, and names inside it extend the path (`agent.planner`), by which
+    `target_functions` chooses the calls to train. Outside rollouts it does nothing, so agents may
+    keep the line everywhere.
+
+    Args:
+        name: ASCII without spaces, at most 200 characters.
+    """
+    if not name:
+        raise ConfigError("hone.function(''): a name has at least one character")
+    return NamedFunction(name)

@@ -1,0 +1,59 @@
+"""hone.function: calls carry the name of the code that makes them."""
+
+import asyncio
+
+import openai
+import pytest
+from tests.workflow.endpoint import Endpoint, serving
+
+import hone
+from hone.capture.scope import recorded
+from hone.errors import ConfigError
+
+
+async def test_calls_carry_the_path_of_the_functions_that_make_them():
+    endpoint = Endpoint()
+    async with serving(endpoint) as url, openai.AsyncOpenAI(base_url=url, api_key="k") as ask:
+
+        async def call() -> None:
+            await ask.chat.completions.create(model="m", messages=[{"role": "user", "content": ""}])
+
+        @hone.function("planner")
+        async def plan() -> str:
+            await call()
+            with hone.function("critic"):
+                await call()
+            return "planned"
+
+        @hone.function("solver")
+        def solve() -> str:
+            with openai.OpenAI(base_url=url, api_key="k") as client:
+                client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": ""}]
+                )
+            return "solved"
+
+        rollout, recorder = recorded("r")
+        with rollout, hone.function("agent"):
+            assert await plan() == "planned"
+            assert await asyncio.to_thread(solve) == "solved"
+            await asyncio.gather(plan(), plan())
+            await call()
+        await plan()  # outside rollouts it does nothing
+    paths = [call.function for call in recorder.calls]
+    assert paths[:3] == ["agent.planner", "agent.planner.critic", "agent.solver"]
+    assert sorted(paths[3:7]) == ["agent.planner"] * 2 + ["agent.planner.critic"] * 2
+    assert paths[7:] == ["agent"]
+    assert plan.__name__ == "plan"
+
+
+def test_what_cannot_be_named_is_refused():
+    async def streaming():
+        yield 1
+
+    with pytest.raises(ConfigError, match=r"hone\.function\('x'\) is on .*streaming, which yields"):
+        hone.function("x")(streaming)
+    with pytest.raises(ConfigError, match="at least one character"):
+        hone.function("")
+    with pytest.raises(ConfigError, match="ASCII without spaces"):
+        hone.function("my planner")
