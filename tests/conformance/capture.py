@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ import httpx
 import pytest
 import torch
 from peft import PeftModel
+from tests.conformance.prompts import rendered
 from tests.conformance.witness import Exchange, Witness
 from tests.environments import ROOT, NotInstalled, environment
 from tests.fakes import Asked, ScriptedEngine, logprob
@@ -255,6 +255,8 @@ class CaptureConformance:
             assert [call["error"] for call in one.seen] == [None] * 3
             assert {call["function"] for call in one.seen} == {"agent"}
             assert {call.call.function for call in one.calls} == {"agent"}
+            asked = [[_said(message) for message in call["messages"]] for call in one.seen]
+            assert asked == [[_said(m) for m in call.messages or ()] for call in one.calls]
             replies = [call["choices"][0]["message"] for call in one.seen]
             assert [_said(reply) for reply in replies] == [_said(call.reply) for call in one.calls]
 
@@ -317,26 +319,6 @@ def _said(message: dict[str, Any]) -> tuple[str, list[Any]]:
 def _asked(served: Served, prompt_ids: list[int]) -> list[Asked]:
     """The requests of the engine with this prompt that it answered."""
     return [one for one in served.engine.asked if list(one.prompt_ids) == prompt_ids]
-
-
-def rendered(tokenizer: Any, exchange: Exchange) -> str:
-    """The prompt that the chat template makes of a request to /chat/completions."""
-    messages = []
-    for message in deepcopy(exchange.request["messages"]):
-        message = {**message, "content": _text(message.get("content"))}
-        for call in message.get("tool_calls") or ():
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        messages.append(message)
-    return tokenizer.apply_chat_template(
-        messages, tools=exchange.request["tools"], tokenize=False, add_generation_prompt=True
-    )
-
-
-def _text(content: Any) -> str:
-    """The text of a message, whose content may be a list of parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
 
 
 def run_client(served: Served, client: str, environment: str, python: Path) -> dict[str, Any]:

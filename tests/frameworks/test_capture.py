@@ -25,3 +25,23 @@ class TestLlamaIndex(CaptureConformance):
 
 class TestLiteLLM(CaptureConformance):
     client = "litellm"
+
+
+class TestOpenAIAgents(CaptureConformance):
+    """Its agents have no streams for plain functions."""
+
+    client, environment = "openai_agents", "b"
+    ways = (
+        *("async", "sync", "async-stream", "chat", "chat-stream"),
+        *("sync-executor", "async-url"),
+    )
+    trained = ("sync", "async-stream")
+
+
+class TestPydanticAI(CaptureConformance):
+    client, environment = "pydantic_ai", "b"
+    ways = (*CaptureConformance.ways, "chat", "chat-stream")
+
+
+class TestAnthropic(CaptureConformance):
+    client, environment = "anthropic", "b"
