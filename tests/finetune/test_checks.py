@@ -298,6 +298,19 @@ def test_keys_of_the_originals_say_what_to_set_instead(refused: Refused):
 # ---- targets and group sizes ----------------------------------------------------------------------
 
 
+def test_names_that_the_code_sets_may_be_targets(tmp_path: Path):
+    code = (
+        'import hone\n\n\ndef agent(text, llm):\n    with hone.function("planner"):\n        ...\n'
+    )
+    (tmp_path / "named.py").write_text(code)
+    python = {"_type": "python", "target": "named.py:agent", "llm": "actor"}
+    targets = {"finetuning": {"target_functions": ["planner"]}}
+    assert mistakes(tmp_path, workflow=python, **targets) == []
+    targets = {"finetuning": {"target_functions": ["planer"]}}
+    (line,) = mistakes(tmp_path, workflow=python, **targets)
+    assert "Did you mean 'planner'? There are: '<workflow>', " in line
+
+
 def mistakes(directory: Path, **changes: Any) -> list[str]:
     """Of the seed's basic configuration with changes."""
     document(directory, **changes)

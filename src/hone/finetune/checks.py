@@ -33,7 +33,7 @@ from hone.evaluation.datasets import (
 )
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
-from hone.finetune.fingerprint import targets_of
+from hone.finetune.fingerprint import code_of, targets_of
 from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
 DATASET = ("eval", "general", "dataset")
+_NAMED = re.compile(r"""\bfunction\(\s*["']([!-~]+?)["']\s*\)""")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATH = ("/", "./", "../", "~")
 
@@ -204,12 +205,22 @@ def _missing(document: Document, dataset: Path | None, option: str) -> Mistakes:
         )
 
 
+def _named_in_code(document: Document) -> list[str]:
+    """Names that the run's own code sets with `hone.function`."""
+    directory = document.file.resolve().parent
+    files = [file for path in code_of(document) if (file := directory / path).is_file()]
+    found = [_NAMED.findall(file.read_text(encoding="utf-8", errors="replace")) for file in files]
+    return sorted({name for names in found for name in names})
+
+
 def _target_mistakes(document: Document) -> Mistakes:
     """Targets that no call can match, so that no trajectory would be collected."""
     config, adapter = document.finetuning, art_config_of(document)
     functions = [WORKFLOW, *_keys(document, "functions")]
     blocks = [document.workflow, *document.functions.values()]
     open_ended = any(block is not None and block.names_functions for block in blocks)
+    if not open_ended and set(config.target_functions) - set(functions):
+        functions += _named_in_code(document)
     for i, name in enumerate(config.target_functions):
         if name not in functions and not open_ended:
             yield (
