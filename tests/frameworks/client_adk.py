@@ -1,53 +1,63 @@
-"""Google ADK's agent over LiteLLM, which is its way to any OpenAI API."""
+"""Google ADK's agent over its own OpenAI model, and over LiteLLM."""
 # pyright: reportMissingImports=false
+
+from typing import Any
 
 import talk
 from google.adk.agents import LlmAgent
 from google.adk.agents.run_config import RunConfig, StreamingMode
+from google.adk.integrations.openai import OpenAILlm
 from google.adk.models.lite_llm import LiteLlm
 from google.adk.runners import InMemoryRunner
 from google.genai import types
 from talk import SYSTEM, TOOLS
 
 
-async def answer(question: str, llm, mode: StreamingMode = StreamingMode.NONE) -> str:
+def agent(llm) -> LlmAgent:
+    model = OpenAILlm(model=llm.model, base_url=llm.base_url, api_key=llm.api_key)
+    return LlmAgent(name="reporter", model=model, instruction=SYSTEM, tools=list(TOOLS.values()))
+
+
+def agent_litellm(llm) -> LlmAgent:
     model = LiteLlm(model=f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
-    agent = LlmAgent(name="reporter", model=model, instruction=SYSTEM, tools=list(TOOLS.values()))
-    runner = InMemoryRunner(agent=agent)
-    session = await runner.session_service.create_session(app_name=runner.app_name, user_id="hone")
-    message = types.Content(role="user", parts=[types.Part(text=question)])
-    text = ""
-    async for event in runner.run_async(
-        user_id="hone",
-        session_id=session.id,
-        new_message=message,
-        run_config=RunConfig(streaming_mode=mode),
-    ):
-        if event.is_final_response() and event.content:
-            text = "".join(part.text or "" for part in event.content.parts)
-    return text
+    return LlmAgent(name="reporter", model=model, instruction=SYSTEM, tools=list(TOOLS.values()))
 
 
-async def answer_stream(question: str, llm) -> str:
-    return await answer(question, llm, StreamingMode.SSE)
-
-
-def answer_sync(question: str, llm, mode: StreamingMode = StreamingMode.NONE) -> str:
-    model = LiteLlm(model=f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
-    agent = LlmAgent(name="reporter", model=model, instruction=SYSTEM, tools=list(TOOLS.values()))
+def run(agent: LlmAgent, question: str, mode: StreamingMode) -> tuple[InMemoryRunner, Any]:
+    """A runner, and the arguments of its methods."""
     runner = InMemoryRunner(agent=agent)
     runner.auto_create_session = True
     message = types.Content(role="user", parts=[types.Part(text=question)])
-    text = ""
-    for event in runner.run(
-        user_id="hone",
-        session_id="one",
-        new_message=message,
-        run_config=RunConfig(streaming_mode=mode),
-    ):
-        if event.is_final_response() and event.content:
-            text = "".join(part.text or "" for part in event.content.parts)
-    return text
+    asked = {"user_id": "hone", "session_id": "one", "new_message": message}
+    return runner, {**asked, "run_config": RunConfig(streaming_mode=mode)}
+
+
+def final_text(events: Any) -> str:
+    """The text of the last event."""
+    (*_, last) = (event for event in events if event.is_final_response())
+    return "".join(part.text or "" for part in last.content.parts)
+
+
+async def answer(question: str, llm, build=agent, mode: StreamingMode = StreamingMode.NONE) -> str:
+    runner, asked = run(build(llm), question, mode)
+    return final_text([event async for event in runner.run_async(**asked)])
+
+
+async def answer_stream(question: str, llm) -> str:
+    return await answer(question, llm, mode=StreamingMode.SSE)
+
+
+async def answer_litellm(question: str, llm) -> str:
+    return await answer(question, llm, agent_litellm)
+
+
+async def answer_litellm_stream(question: str, llm) -> str:
+    return await answer(question, llm, agent_litellm, StreamingMode.SSE)
+
+
+def answer_sync(question: str, llm, mode: StreamingMode = StreamingMode.NONE) -> str:
+    runner, asked = run(agent(llm), question, mode)
+    return final_text(runner.run(**asked))
 
 
 def answer_stream_sync(question: str, llm) -> str:
@@ -61,5 +71,7 @@ if __name__ == "__main__":
             "sync": answer_sync,
             "async-stream": answer_stream,
             "sync-stream": answer_stream_sync,
+            "litellm": answer_litellm,
+            "litellm-stream": answer_litellm_stream,
         }
     )

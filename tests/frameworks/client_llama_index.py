@@ -11,18 +11,19 @@ from talk import SYSTEM, TOOLS
 OPTIONS = {"is_chat_model": True, "is_function_calling_model": True}
 
 
-async def answer_stream(question: str, llm) -> str:
+def agent(llm) -> FunctionAgent:
     model = OpenAILike(model=llm.model, api_base=llm.base_url, api_key=llm.api_key, **OPTIONS)
-    agent = FunctionAgent(llm=model, system_prompt=SYSTEM, tools=list(TOOLS.values()))
-    return str(await agent.run(question))
+    return FunctionAgent(llm=model, system_prompt=SYSTEM, tools=list(TOOLS.values()))
+
+
+async def answer_stream(question: str, llm) -> str:
+    return str(await agent(llm).run(question))
 
 
 async def answer(question: str, llm) -> str:
-    model = OpenAILike(model=llm.model, api_base=llm.base_url, api_key=llm.api_key, **OPTIONS)
-    agent = FunctionAgent(
-        llm=model, system_prompt=SYSTEM, tools=list(TOOLS.values()), streaming=False
-    )
-    return str(await agent.run(question))
+    whole = agent(llm)
+    whole.streaming = False
+    return str(await whole.run(question))
 
 
 def answer_sync(question: str, llm, *, stream: bool = False) -> str:

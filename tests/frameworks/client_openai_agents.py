@@ -7,8 +7,11 @@ from openai import AsyncOpenAI
 from talk import SYSTEM, TOOLS
 
 
-async def answer(question: str, llm, *, responses: bool = True) -> str:
-    agent, config = build(llm, responses)
+async def answer(question: str, llm) -> str:
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+    config = RunConfig(model_provider=OpenAIProvider(openai_client=client), tracing_disabled=True)
+    tools = [function_tool(tool, strict_mode=False) for tool in TOOLS.values()]
+    agent = Agent(name="reporter", instructions=SYSTEM, model=llm.model, tools=tools)
     return (await Runner.run(agent, question, run_config=config)).final_output
 
 
@@ -34,7 +37,8 @@ async def answer_stream(question: str, llm, *, responses: bool = True) -> str:
 
 
 async def answer_chat(question: str, llm) -> str:
-    return await answer(question, llm, responses=False)
+    agent, config = build(llm, responses=False)
+    return (await Runner.run(agent, question, run_config=config)).final_output
 
 
 async def answer_chat_stream(question: str, llm) -> str:

@@ -17,6 +17,7 @@ class TestLangGraph(CaptureConformance):
 
 class TestADK(CaptureConformance):
     client = "adk"
+    ways = (*CaptureConformance.ways, "litellm", "litellm-stream")
 
 
 class TestLlamaIndex(CaptureConformance):

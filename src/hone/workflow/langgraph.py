@@ -50,7 +50,7 @@ class LangGraphConfig(FrameworkConfig, name="langgraph"):
 @register_function(config_type=LangGraphConfig)
 async def langgraph(config: LangGraphConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     """A LangGraph graph or an agent of LangChain."""
-    require("langgraph", "langgraph")
+    require("langgraph", "langchain")
     agents = await Agents.load(
         config,
         builder,
