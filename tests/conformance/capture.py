@@ -107,6 +107,9 @@ class Served:
     base_model: Path
     learners: list[LearnerHere]
     """The learner, once a job has started it."""
+    typed: Server
+    """A server over a real engine and a random model, for typed answers."""
+    typed_witness: Witness
 
     @property
     def step(self) -> int:
@@ -142,10 +145,13 @@ class Saw:
         return [one for one in self.exchanges if one.status == 200]
 
 
-def interpreter(name: str) -> Path:
-    """The interpreter of an environment; skips the test if there can be none here."""
-    if name != "a" and os.environ.get(ALL) != "1":
-        pytest.skip(f"`make test-frameworks` makes the environment {name!r} and runs this")
+def interpreter(name: str, *, usual: bool = True) -> Path:
+    """The interpreter of an environment; skips the test if there can be none here.
+
+    `usual`: also in `make test`, if it is of the first environment.
+    """
+    if not (usual and name == "a") and os.environ.get(ALL) != "1":
+        pytest.skip("`make test-frameworks` runs this")
     try:
         return environment(f"frameworks-{name}", FRAMEWORKS / f"constraints-{name}.txt")
     except NotInstalled as error:
@@ -163,6 +169,8 @@ class CaptureConformance:
     """The script under tests/frameworks that runs it: client_NAME.py."""
     environment: ClassVar[str] = "a"
     """The name of its environment: constraints-NAME.txt."""
+    usual: ClassVar[bool] = True
+    """Whether `make test` runs it, if it is of the first environment."""
     ways: ClassVar[Sequence[str]] = (
         *("async", "sync", "async-stream", "sync-stream"),
         *("sync-executor", "async-url"),
@@ -175,8 +183,9 @@ class CaptureConformance:
     @classmethod
     def saw(cls, served: Served) -> dict[str, Saw]:
         """The client's rollouts, by the way in which they called the model."""
-        python, step = interpreter(cls.environment), served.step
+        python, step = interpreter(cls.environment, usual=cls.usual), served.step
         told = run_client(served, cls.client, cls.environment, python)
+        told.pop(f"{cls.client}-{cls.environment}.typed")  # of the other server
         name = f"{cls.client}-{cls.environment}"
         return {
             rollout.removeprefix(f"{name}."): Saw(
@@ -260,6 +269,19 @@ class CaptureConformance:
             replies = [call["choices"][0]["message"] for call in one.seen]
             assert [_said(reply) for reply in replies] == [_said(call.reply) for call in one.calls]
 
+    def test_a_typed_answer_is_valid_and_recorded(
+        self, served: Served, saw: dict[str, Saw]
+    ) -> None:
+        """The client parsed it, and its model is random: so the server constrained the tokens."""
+        rollout = f"{self.client}-{self.environment}.typed"
+        (exchange,) = (x for x in served.typed_witness.exchanges() if x.rollout == rollout)
+        (recorded,) = served.typed.state.calls.rollout(rollout)
+        assert exchange.call_ids == {recorded.id}
+        call = recorded.call
+        assert call.forced and len(call.forced) < len(call.completion_ids)
+        text = recorded.reply["content"] or recorded.reply["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(text).keys() == {"city", "warm"}
+
     def test_the_sampled_tokens_and_only_they_have_gradients(
         self, served: Served, saw: dict[str, Saw]
     ) -> None:
@@ -329,6 +351,8 @@ def run_client(served: Served, client: str, environment: str, python: Path) -> d
         "framework": f"{client}-{environment}",
         "base_url": f"http://127.0.0.1:{served.witness.port}/v1",
         "model": MODEL,
+        "typed_url": f"http://127.0.0.1:{served.typed_witness.port}/v1",
+        "typed_model": str(served.base_model),
     }
     done = subprocess.run(
         [python, FRAMEWORKS / f"client_{client}.py"],

@@ -10,7 +10,7 @@ from google.adk.integrations.openai import OpenAILlm
 from google.adk.models.lite_llm import LiteLlm
 from google.adk.runners import InMemoryRunner
 from google.genai import types
-from talk import SYSTEM, TOOLS
+from talk import SYSTEM, TOOLS, Report
 
 
 def agent(llm) -> LlmAgent:
@@ -64,6 +64,14 @@ def answer_stream_sync(question: str, llm) -> str:
     return answer_sync(question, llm, StreamingMode.SSE)
 
 
+async def typed(question: str, llm) -> Report:
+    model = OpenAILlm(model=llm.model, base_url=llm.base_url, api_key=llm.api_key, max_tokens=200)
+    typed_agent = LlmAgent(name="typed", model=model, output_schema=Report)
+    runner, asked = run(typed_agent, question, StreamingMode.NONE)
+    text = final_text([event async for event in runner.run_async(**asked)])
+    return Report.model_validate_json(text)
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -73,5 +81,6 @@ if __name__ == "__main__":
             "sync-stream": answer_stream_sync,
             "litellm": answer_litellm,
             "litellm-stream": answer_litellm_stream,
-        }
+        },
+        typed,
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import talk
 from anthropic import Anthropic, AsyncAnthropic
-from talk import SCHEMAS, SYSTEM, TOOLS
+from talk import SCHEMAS, SYSTEM, TOOLS, Report
 
 OPTIONS: dict[str, Any] = {
     "max_tokens": 1024,
@@ -89,6 +89,17 @@ def answer_stream_sync(question: str, llm) -> str:
         messages += results(message)
 
 
+async def typed(question: str, llm) -> Report | None:
+    client = AsyncAnthropic(base_url=address(llm), api_key=llm.api_key)
+    message = await client.messages.parse(
+        model=llm.model,
+        max_tokens=200,
+        messages=[{"role": "user", "content": question}],
+        output_format=Report,
+    )
+    return message.parsed_output
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -96,5 +107,6 @@ if __name__ == "__main__":
             "sync": answer_sync,
             "async-stream": answer_stream,
             "sync-stream": answer_stream_sync,
-        }
+        },
+        typed,
     )

@@ -6,7 +6,7 @@ from typing import Any
 import talk
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
-from talk import SYSTEM, TOOLS
+from talk import SYSTEM, TOOLS, Report
 
 
 def graph(llm):
@@ -40,6 +40,11 @@ def answer_stream_sync(question: str, llm) -> str:
     return text
 
 
+async def typed(question: str, llm) -> Report:
+    model = ChatOpenAI(base_url=llm.base_url, api_key=llm.api_key, model=llm.model)
+    return await model.with_structured_output(Report).ainvoke(question)
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -47,5 +52,6 @@ if __name__ == "__main__":
             "sync": answer_sync,
             "async-stream": answer_stream,
             "sync-stream": answer_stream_sync,
-        }
+        },
+        typed,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import litellm
 import talk
-from talk import SCHEMAS, SYSTEM, TOOLS
+from talk import SCHEMAS, SYSTEM, TOOLS, Report
 
 
 def results(calls: Any) -> list[Any]:
@@ -72,6 +72,12 @@ def answer_stream_sync(question: str, llm) -> str:
         messages += [message, *results(message.tool_calls)]
 
 
+async def typed(question: str, llm) -> Report:
+    messages = [{"role": "user", "content": question}]
+    response = await litellm.acompletion(**where(llm), messages=messages, response_format=Report)
+    return Report.model_validate_json(response.choices[0].message.content)
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -79,5 +85,6 @@ if __name__ == "__main__":
             "sync": answer_sync,
             "async-stream": answer_stream,
             "sync-stream": answer_stream_sync,
-        }
+        },
+        typed,
     )

@@ -6,7 +6,7 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from talk import SYSTEM, TOOLS
+from talk import SYSTEM, TOOLS, Report
 
 OPTIONS = {"is_chat_model": True, "is_function_calling_model": True}
 
@@ -57,6 +57,11 @@ def answer_stream_sync(question: str, llm) -> str:
     return answer_sync(question, llm, stream=True)
 
 
+async def typed(question: str, llm) -> Report:
+    model = OpenAILike(model=llm.model, api_base=llm.base_url, api_key=llm.api_key, **OPTIONS)
+    return (await model.as_structured_llm(Report).acomplete(question)).raw
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -64,5 +69,6 @@ if __name__ == "__main__":
             "sync": answer_sync,
             "async-stream": answer_stream,
             "sync-stream": answer_stream_sync,
-        }
+        },
+        typed,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import talk
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessage
-from talk import SCHEMAS, SYSTEM, TOOLS
+from talk import SCHEMAS, SYSTEM, TOOLS, Report
 
 
 def results(calls: Any) -> list[Any]:
@@ -94,6 +94,14 @@ def joined(chunks: list[Any]) -> Any:
     )
 
 
+async def typed(question: str, llm) -> Report | None:
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+    completion = await client.chat.completions.parse(
+        model=llm.model, messages=[{"role": "user", "content": question}], response_format=Report
+    )
+    return completion.choices[0].message.parsed
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -101,5 +109,6 @@ if __name__ == "__main__":
             "sync": answer_sync,
             "async-stream": answer_stream,
             "sync-stream": answer_stream_sync,
-        }
+        },
+        typed,
     )

@@ -4,7 +4,7 @@
 import talk
 from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
-from talk import SYSTEM, TOOLS
+from talk import SYSTEM, TOOLS, Report
 
 
 async def answer(question: str, llm) -> str:
@@ -45,6 +45,13 @@ async def answer_chat_stream(question: str, llm) -> str:
     return await answer_stream(question, llm, responses=False)
 
 
+async def typed(question: str, llm) -> Report:
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+    config = RunConfig(model_provider=OpenAIProvider(openai_client=client), tracing_disabled=True)
+    agent = Agent(name="typed", model=llm.model, output_type=Report)
+    return (await Runner.run(agent, question, run_config=config)).final_output
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -53,5 +60,6 @@ if __name__ == "__main__":
             "async-stream": answer_stream,
             "chat": answer_chat,
             "chat-stream": answer_chat_stream,
-        }
+        },
+        typed,
     )

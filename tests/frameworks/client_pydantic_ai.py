@@ -5,7 +5,7 @@ import talk
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from talk import SYSTEM, TOOLS
+from talk import SYSTEM, TOOLS, Report
 
 
 async def answer(question: str, llm) -> str:
@@ -49,6 +49,12 @@ async def answer_chat_stream(question: str, llm) -> str:
     return (await build(llm, OpenAIChatModel).run(question, event_stream_handler=drain)).output
 
 
+async def typed(question: str, llm) -> Report:
+    provider = OpenAIProvider(base_url=llm.base_url, api_key=llm.api_key)
+    agent = Agent(OpenAIResponsesModel(llm.model, provider=provider), output_type=Report)
+    return (await agent.run(question)).output
+
+
 if __name__ == "__main__":
     talk.main(
         {
@@ -58,5 +64,6 @@ if __name__ == "__main__":
             "sync-stream": answer_stream_sync,
             "chat": answer_chat,
             "chat-stream": answer_chat_stream,
-        }
+        },
+        typed,
     )

@@ -1,6 +1,7 @@
 """One server for the clients of every framework, over the scripted model, with a witness before it."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from tests.server.api import job
 from tests.server.conftest import Server, write_model
 from tests.server.small_server import LearnerHere
 
+from hone.inference.embedded import EmbeddedEngine
 from hone.server.settings import Settings
 from hone.server.state import State
 
@@ -26,23 +28,37 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place, tokenizer = tmp_path_factory.mktemp("frameworks"), build_tokenizer("qwen2.5-instruct")
     base_model = write_model(place / "tiny", tokenizer, positions=POSITIONS)
     engine = ScriptedEngine(Talk(tokenizer), tokenizer=tokenizer)
-    settings = Settings(root=place / "root", device="cpu", learner_threads=1)
     learners: list[LearnerHere] = []
 
     def start(*spec: Any, **more: Any) -> LearnerHere:
         learners.append(LearnerHere(*spec, **more))
         return learners[-1]
 
-    state = State.open(settings, open_engine=lambda name: engine, start_learner=start)
-    server = Server(state, engine).start()
-    try:
+    settings = {"device": "cpu", "learner_threads": 1, "allow_base_models": (str(base_model),)}
+    with ExitStack() as stack:
+        server, witness = stack.enter_context(
+            _witnessed(Settings(root=place / "root", **settings), engine, start_learner=start)
+        )
+        real = EmbeddedEngine.open(str(base_model), device="cpu")
+        typed, typed_witness = stack.enter_context(
+            _witnessed(Settings(root=place / "typed", **settings), real)
+        )
         with httpx.Client(base_url=server.control_url, timeout=60) as http:
             spec = {"name": MODEL, "base_model": str(base_model), "rank": 4}
             ask(http, "POST", "/v1/training/models", spec)
             train(http, job(model=MODEL))
+        yield Served(server, engine, witness, tokenizer, base_model, learners, typed, typed_witness)
+
+
+@contextmanager
+def _witnessed(settings: Settings, engine: Any, **more: Any) -> Iterator[tuple[Server, Witness]]:
+    """A server over this engine, and the witness before its inference port."""
+    state = State.open(settings, open_engine=lambda name: engine, **more)
+    server = Server(state, engine).start()
+    try:
         witness = Witness(int(server.inference_url.rpartition(":")[2]))
         server.call(witness.start())
-        yield Served(server, engine, witness, tokenizer, base_model, learners)
+        yield server, witness
         server.call(witness.close())
     finally:
         server.stop()

@@ -13,10 +13,12 @@ import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict
 
 from hone.capture.scope import recorded, within
 from hone.wire.rollout import RolloutScope
@@ -51,6 +53,14 @@ SCHEMAS: list[Any] = [_schema(tool) for tool in TOOLS.values()]
 """The tools as OpenAI's API describes them, for clients that leave it to their user."""
 
 
+class Report(BaseModel):
+    """A typed answer; the model that gives it is a random one, so only the server makes it valid."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Paris", "Rome"]
+    warm: bool
+
+
 @dataclass(frozen=True)
 class LLM:
     """The attributes of hone's `llm` that a framework needs."""
@@ -64,12 +74,18 @@ Agent = Callable[[str, Any], Any]
 """Takes a question and an `llm` and returns the answer; a function or a coroutine function."""
 
 
-def main(agents: Mapping[str, Agent]) -> None:
-    """Run every agent in a rollout of its own, and two of them in other places as well."""
+def main(
+    agents: Mapping[str, Agent], typed: Callable[[str, Any], Awaitable[Report | None]]
+) -> None:
+    """Run every agent in a rollout of its own, and two of them in other places as well.
+
+    `typed` asks for a Report, in the framework's default way.
+    """
     given = json.load(sys.stdin)
     runs = _Runs(given["framework"], LLM(given["base_url"], given["model"]))
     runs.at_url(agents)
     asyncio.run(runs.all(agents))
+    asyncio.run(runs.typed(typed, LLM(given["typed_url"], given["typed_model"])))
     sys.stdout.write("\n" + json.dumps(runs.saw) + "\n")
 
 
@@ -103,6 +119,12 @@ class _Runs:
                 group.create_task(self._in_loop(*one))
             for thread in threads:
                 group.create_task(asyncio.to_thread(thread.join))
+
+    async def typed(self, run: Callable[[str, Any], Awaitable[Report | None]], llm: LLM) -> None:
+        rollout, recorder = recorded(f"{self._framework}.typed", host="127.0.0.1")
+        with rollout, within("agent"):
+            report = await run("How is the weather?", llm)
+        self._note(rollout.id, Report.model_validate(report).model_dump_json(), recorder.calls)
 
     async def _in_loop(self, name: str, run: Agent) -> None:
         rollout, recorder = recorded(f"{self._framework}.{name}", host="127.0.0.1")
