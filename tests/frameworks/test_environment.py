@@ -1,5 +1,7 @@
 """Where the frameworks cannot be installed, their tests are skipped; in the gate, they fail."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,16 @@ def test_the_other_environments_are_for_the_longer_run(monkeypatch: pytest.Monke
     for name, usual in (("b", True), ("a", False)):
         with pytest.raises(pytest.skip.Exception, match="make test-frameworks"):
             capture.interpreter(name, usual=usual)
+
+
+def test_every_extra_that_a_reader_is_told_of_exists() -> None:
+    known = tomllib.loads((environments.ROOT / "pyproject.toml").read_text())
+    extras = known["project"]["optional-dependencies"].keys()
+    guide = (environments.ROOT / "docs" / "guides" / "frameworks.md").read_text()
+    table = re.findall(r"^\| \[[^|]+\| `([\w-]+)` \|", guide, re.M)
+    assert len(table) == 7
+    code = [file.read_text() for file in (environments.ROOT / "src/hone/workflow").glob("*.py")]
+    named = re.findall(r'require\("[\w.]+", "([\w-]+)"\)', "\n".join(code))
+    apart = [one["extra"] for pair in known["tool"]["uv"]["conflicts"] for one in pair]
+    assert len(named) == 3
+    assert {*table, *named, *apart} <= extras
