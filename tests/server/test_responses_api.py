@@ -376,6 +376,17 @@ def test_a_response_outlives_the_server(
     assert "be brief" not in tokenizer.decode(third.prompt_token_ids)
 
 
+def test_parallel_calls_may_come_back_each_with_its_output(create: Create) -> None:
+    tools = [FLAT_LOOK, FLAT_WEATHER]
+    first = create(f"See. {TWO_CALLS}", tools=tools)
+    message, *calls = first.output
+    turns: list[Any] = [{"role": "user", "content": "hello"}, message]
+    for call in calls:
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
+        turns += [call, output]
+    assert continues(first, create("ok", input=turns, tools=tools))
+
+
 def test_items_can_be_sent_back_as_references(
     create: Create, shared: Server, tokenizer: Any
 ) -> None:

@@ -94,6 +94,28 @@ def test_items_come_back_as_the_message_they_were(message: dict[str, Any]) -> No
     assert read["choices"][0]["message"] == message
 
 
+def test_calls_of_one_answer_are_one_message_also_between_their_outputs() -> None:
+    def call(item_id: str | None, number: int) -> list[dict[str, Any]]:
+        called = {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": f"c{number}", "output": "x"}
+        return [called | {"id": item_id}, output]
+
+    def calls(items: list[dict[str, Any]]) -> list[list[str]]:
+        """The ids of the calls of each assistant message."""
+        said = [m for m in read_input(items) if m["role"] == "assistant"]
+        return [[c["id"] for c in message["tool_calls"]] for message in said]
+
+    ids = ItemIds("call-ab")
+    first, second = call(ids.function_call(0), 0), call(ids.function_call(1), 1)
+    assert calls([*first, *second]) == [["c0", "c1"]]
+    roles = [message["role"] for message in read_input([*first, *second])]
+    assert roles == ["assistant", "tool", "tool"]
+    # Not of another answer, not after another message, and not without ids.
+    assert calls([*first, *call("fc_cd_0", 1)]) == [["c0"], ["c1"]]
+    assert calls([*first, {"role": "user", "content": "?"}, *second]) == [["c0"], ["c1"]]
+    assert calls([*call(None, 0), *call(None, 1)]) == [["c0"], ["c1"]]
+
+
 @given(st.data())
 def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.DataObject) -> None:
     message = data.draw(messages())

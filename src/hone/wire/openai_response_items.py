@@ -11,6 +11,7 @@ text and the calls of one answer are one assistant message.
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from hone.errors import BadRequest
@@ -85,6 +86,8 @@ class _Turns:
         self._items = items
         self._answer: dict[str, Any] | None = None
         """The assistant message that the next items may belong to."""
+        self._by_owner: dict[str, dict[str, Any]] = {}
+        """Assistant messages by the recorded call that the ids of their function calls name."""
         self._adders: dict[str, Callable[[dict[str, Any]], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -138,10 +141,21 @@ class _Turns:
         if arguments.strip() and not arguments.lstrip().startswith("{"):
             # What a model began as an object and broke is not refused: it comes back as it was.
             raise ValueError(f".arguments: expected a JSON object, got {brief(arguments)}")
-        answer = self._answer or self._open()
+        owner = call_id_of(str(item.get("id") or ""))
+        answer = self._answer or self._answer_of(owner) or self._open()
+        self._by_owner[owner] = answer
         function = {"name": name, "arguments": arguments}
         call = {"id": _call_id(item), "type": "function", "function": function}
         answer.setdefault("tool_calls", []).append(call)
+
+    def _answer_of(self, owner: str) -> dict[str, Any] | None:
+        """The answer with other calls of this owner, if only their outputs came since.
+
+        Clients that run calls one by one send each call followed by its output.
+        """
+        answer = self._by_owner.get(owner) if owner != call_id_of("") else None
+        since = takewhile(lambda message: message is not answer, reversed(self.messages))
+        return answer if all(message["role"] == "tool" for message in since) else None
 
     def _output(self, item: dict[str, Any]) -> None:
         try:
