@@ -9,6 +9,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from pydantic import BaseModel
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
 from tests.server.conftest import MakeServer, Server, write_model
@@ -320,6 +321,18 @@ def test_a_tool_can_be_required_and_calls_limited_to_one(talk: Any, shared: Serv
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
     message = talk(CALL, tools=[LOOK], tool_choice={"type": "none"})
     assert [b.type for b in message.content] == ["text"]
+
+
+def test_the_answer_follows_a_schema(shared: Server, tiny_model: Path, client: Any) -> None:
+    shared.engine.says(['{"n": 4}'])
+    ask: Any = {"model": str(tiny_model), "messages": HELLO, "max_tokens": 99}
+    message = client(shared).messages.parse(**ask, output_format=Number)
+    assert message.parsed_output == Number(n=4)
+    assert shared.engine.asked[-1].sampling.constraint is not None
+
+
+class Number(BaseModel):
+    n: int
 
 
 @pytest.mark.parametrize("streamed", [False, True])

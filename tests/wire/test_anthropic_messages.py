@@ -209,6 +209,15 @@ def test_thinking_is_an_argument_of_the_template(thinking: dict[str, Any], expec
     assert chat(thinking=thinking).chat_template_kwargs == {"enable_thinking": expected}
 
 
+def test_a_schema_for_the_answer_is_a_response_format():
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    expected = {"name": "output", "schema": {"type": "object"}}
+    for place in ({"output_config": {"format": form}}, {"output_format": form}):
+        request = chat(**place)
+        assert request.response_format == {"type": "json_schema", "json_schema": expected}
+    assert refused(output_format={**form, "schema": 3}).param == "output_format.schema"
+
+
 def test_keys_that_change_nothing_are_accepted():
     assert chat(**dict.fromkeys(IGNORED, "anything"), output_config={"effort": "low"}) == chat()
     assert chat(temperature=None, system=None, tools=None) == chat()
@@ -256,6 +265,7 @@ def test_a_wrong_key_is_named(fields: dict[str, Any], param: str, says: str):
     [
         ("hello", "messages[0]", "expected role 'user' or 'assistant' and content"),
         ({"role": "tool", "content": "x"}, "messages[0]", "expected role"),
+        ({"role": {}, "content": "x"}, "messages[0]", "expected role"),
         ({"role": "user"}, "messages[0].content", "got None"),
         ({"role": "user", "content": []}, "messages[0].content", "at least one content block"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]", "got 'x'"),

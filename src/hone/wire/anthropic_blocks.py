@@ -64,7 +64,7 @@ def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
 
 def _role(message: Any, where: str) -> str:
     role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in _KINDS:
+    if not isinstance(role, str) or role not in _KINDS:
         raise _wrong(
             where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
         )
