@@ -1,7 +1,7 @@
 """The grammar of an answer: which texts it accepts, for templates with and without tag tokens."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,10 @@ from hone.inference.base import Constraint
 from hone.inference.grammar import Grammars
 from hone.wire.output_format import output_format
 
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}  # fmt: skip
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}  # fmt: skip
 STRICT = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}
 LOOSE = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
-FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}  # fmt: skip
+FORMAT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}  # fmt: skip
 
 
 def call(name: str, arguments: str) -> str:
@@ -29,7 +29,7 @@ Accepts = Callable[..., bool]
 
 
 @pytest.fixture(scope="module")
-def accepts() -> Accepts:
+def accepts() -> Iterator[Accepts]:
     """Whether a constraint accepts a whole text, token by token as the tokenizer encodes it."""
     known: dict[int, Grammars] = {}
 

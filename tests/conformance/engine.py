@@ -298,6 +298,7 @@ class EngineConformance:
         assert {tuple(one.ids) for one in done} == {(30, 40, 50, END), (30, 41, 50, END)}
         for one in done:
             assert (one.finish, one.forced) == ("stop", [0, 2, 3])
+            assert one.masked_logprobs is not None
             assert [one.masked_logprobs[place] for place in one.forced] == pytest.approx([0, 0, 0])
             if self.knows_both:
                 served.assert_agree(one.logprobs, served.expected(PROMPT, one, None))
@@ -350,6 +351,7 @@ class EngineConformance:
         )
         (done,) = await complete(served.engine, PROMPT, sampling)
         rows = served.logits(PROMPT + done.ids)[len(PROMPT) - 1 : -1]
+        assert done.masked_logprobs is not None
         for place, token in enumerate(done.ids):
             row = rows[place].clone()
             for biased, bias in sampling.logit_bias:

@@ -395,6 +395,12 @@ def test_forced_calls_are_refused_where_the_template_has_none(
             ask(model=str(model), messages=HELLO, tools=[LOOK], **request)
     answer = ask(model=str(model), messages=HELLO, tools=[LOOK])
     assert answer.choices[0].message.content == "ok"
+    assert not hasattr(answer, "not_applicable")
+    # Frameworks send strict by default: they work with every template.
+    strict = {"type": "function", "function": {**LOOK["function"], "strict": True}}
+    answer = ask(model=str(model), messages=HELLO, tools=[strict])
+    assert answer.not_applicable == ["tools.strict"]
+    assert engine.asked[-1].sampling.constraint is None
 
 
 # ---- template arguments ----------------------------------------------------------------------

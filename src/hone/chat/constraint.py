@@ -47,7 +47,7 @@ def answer_constraint(
         if choice.syntax is None:
             raise BadRequest(
                 f"tools: the chat template of {template.name!r} writes no Hermes tool calls; leave out "
-                "response_format and strict, or the tools",
+                "response_format or the tools",
                 param="tools",
             )
         rules += _call_rules(choice, choice.syntax, tags)

@@ -84,6 +84,15 @@ class ToolChoice:
     @property
     def strict(self) -> bool:
         """Whether the arguments of a function must match its schema."""
+        return self.syntax is not None and self._has_strict
+
+    @property
+    def ignores_strict(self) -> bool:
+        """Whether a function is strict, and the template's calls cannot be constrained."""
+        return self.syntax is None and self._has_strict
+
+    @property
+    def _has_strict(self) -> bool:
         return any(tool["function"].get("strict") is True for tool in self.tools)
 
     @property

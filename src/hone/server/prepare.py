@@ -45,7 +45,8 @@ async def prepare_chat(
     sampling = _sampling(context, request, max_tokens, template, constraint, choice.stop)
     await _check_sampling(context, sampling, "tools" if output is None else output.param)
     kwargs = request.chat_template_kwargs or {}
-    ignored = [key for key in template.ignored_kwargs if key in kwargs]
+    ignored = [f"chat_template_kwargs.{key}" for key in template.ignored_kwargs if key in kwargs]
+    ignored += ["tools.strict"] if choice.ignores_strict else []
     index = context.history.next_index()
     return Generation(
         context=context,
@@ -59,7 +60,7 @@ async def prepare_chat(
         fingerprint=tokenizer.fingerprint,
         messages=request.messages,
         tools=choice.tools,
-        not_applicable=[f"chat_template_kwargs.{key}" for key in ignored],
+        not_applicable=ignored,
         request_fields=dialect_request.request_fields,
     )
 
