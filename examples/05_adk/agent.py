@@ -1,0 +1,42 @@
+"""The clerk of 04_langgraph as an agent of Google ADK.
+
+In:   a customer's question
+Out:  the clerk's answer
+
+There is no training code here. `llm` is the model in training; in production, give LiteLlm your own
+address.
+"""
+# pyright: reportMissingImports=false
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from google.adk.agents import LlmAgent
+from google.adk.agents.callback_context import CallbackContext
+from google.adk.models import LlmRequest
+from google.adk.models.lite_llm import LiteLlm
+from google.genai import types
+
+sys.path.append(str(Path(__file__).parents[1] / "04_langgraph"))
+from shop import INSTRUCTIONS, price, stock
+
+
+def agent(llm: Any) -> LlmAgent:
+    """An agent with two tools; its first answer has to be a tool call."""
+    return LlmAgent(
+        name="clerk",
+        model=LiteLlm(
+            f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key, **llm.params
+        ),
+        instruction=INSTRUCTIONS,
+        tools=[price, stock],
+        before_model_callback=_require_a_call_first,
+    )
+
+
+def _require_a_call_first(context: CallbackContext, request: LlmRequest) -> None:
+    # An untrained small model would not call a tool by itself.
+    if len(request.contents) == 1:
+        mode = types.FunctionCallingConfig(mode=types.FunctionCallingConfigMode.ANY)
+        request.config.tool_config = types.ToolConfig(function_calling_config=mode)
