@@ -3,8 +3,8 @@
 In:   a customer's question
 Out:  the clerk's answer
 
-There is no training code here. `llm` is the model in training; in production, give LiteLlm your own
-address.
+There is no training code here. `llm` is the model in training; in production, give OpenAILlm your
+own address.
 """
 # pyright: reportMissingImports=false
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from google.adk.agents import LlmAgent
 from google.adk.agents.callback_context import CallbackContext
+from google.adk.integrations.openai import OpenAILlm
 from google.adk.models import LlmRequest
-from google.adk.models.lite_llm import LiteLlm
 from google.genai import types
 
 sys.path.append(str(Path(__file__).parents[1] / "04_langgraph"))
@@ -26,8 +26,9 @@ def agent(llm: Any) -> LlmAgent:
     """An agent with two tools; its first answer has to be a tool call."""
     return LlmAgent(
         name="clerk",
-        model=LiteLlm(
-            f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key, **llm.params
+        model=OpenAILlm(model=llm.model, base_url=llm.base_url, api_key=llm.api_key),
+        generate_content_config=types.GenerateContentConfig(
+            temperature=llm.params["temperature"], max_output_tokens=llm.params["max_tokens"]
         ),
         instruction=INSTRUCTIONS,
         tools=[price, stock],
