@@ -131,5 +131,5 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:  ## Remove the environment and generated files
-	rm -rf $(VENV) .demo build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks-* .venv-art* .demo build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples bench docs -name __pycache__ -type d -exec rm -rf {} +

@@ -38,6 +38,7 @@ def environment(
         wanted, arguments = requirements.read_text(), ["--no-deps", "--requirement", requirements]
     else:
         wanted, arguments = "\n".join(requirements), list(requirements)
+    wanted = f"# Python {sys.version_info.major}.{sys.version_info.minor}\n{wanted}"
     with FileLock(f"{place}.lock"):  # two processes of pytest may want it
         if stamp.exists() and stamp.read_text() == wanted:
             return python

@@ -131,7 +131,7 @@ async def test_agents_and_workflows_of_llama_index():
 @pytest.mark.parametrize(
     ("kind", "package", "extra"),
     [
-        ("langgraph", "langgraph", "langgraph"),
+        ("langgraph", "langgraph", "langchain"),
         ("adk", "google.adk", "adk"),
         ("llama_index", "llama_index.core", "llama-index"),
     ],
