@@ -169,9 +169,9 @@ BUSY = {"error": {"message": "busy"}}
         ([Reply(finish="length"), Reply(status=503)], ("infrastructure", "server_error")),
     ],
 )
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("hidden", ["", "plain", "refusal"])
 async def test_what_the_server_refuses(
-    replies: list[Reply], expected: tuple[str, str], hidden: bool
+    replies: list[Reply], expected: tuple[str, str], hidden: str
 ):
     async with serving(Endpoint(*replies)) as url:
         llm = model(url)
@@ -180,9 +180,11 @@ async def test_what_the_server_refuses(
             try:
                 for _ in replies:
                     await llm.chat(ASK)
-            except openai.APIError:
-                if hidden:
+            except openai.APIStatusError as error:
+                if hidden == "plain":
                     raise RuntimeError("a framework's own error")  # noqa: B904  # as frameworks do
+                if hidden == "refusal":  # without the code, as LiteLLM does
+                    raise type(error)("no", response=error.response, body=None)  # noqa: B904
                 raise
 
         assert why(await ran(agent)) == expected
@@ -249,6 +251,39 @@ async def test_a_program_s_failure_is_the_policy_s_if_it_says_so_or_hangs_after_
     assert second.failure is not None and second.failure.failure.traceback == "its stderr"
     hint = "answers cut at the token limit before it: 1 of 1"
     assert (hint in second.failure.failure.message) == (after[0] == "infrastructure")
+
+
+async def test_a_failure_after_a_refusal_was_handled_is_not_the_refusal():
+    async with serving(Endpoint(Reply(), Reply(status=400, error=FULL), Reply(status=503))) as url:
+        llm = model(url)
+
+        async def agent(question: str) -> None:
+            await llm.chat(ASK)
+            try:
+                await llm.chat(ASK)
+            except openai.BadRequestError:
+                await llm.chat(ASK)  # with fewer messages
+
+        assert why(await ran(agent)) == ("infrastructure", "server_error")
+        await llm.close()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_conversation_too_long_for_anthropic_s_client(answered: bool):
+    full = {"type": "error", **FULL}
+    async with serving(Endpoint(*[Reply()] * answered, Reply(status=400, error=full))) as url:
+        llm = model(url)
+
+        async def agent(question: str) -> None:
+            if answered:
+                await llm.chat(ASK)
+            root = url.removesuffix("/v1")
+            async with AsyncAnthropic(base_url=root, api_key="k", max_retries=0) as client:
+                await client.messages.create(model="m", max_tokens=1, messages=ASK)
+
+        expected = ("policy", "token_limit") if answered else ("infrastructure", "agent_error")
+        assert why(await ran(agent)) == expected
+        await llm.close()
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,15 @@ def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
     if isinstance(error, AgentFailed):
         is_policy = isinstance(error, AgentTimeout) and answers
         return "policy" if is_policy else "infrastructure", error.reason
+    found: str | None = None
     for cause in _causes(error):
-        if _is(cause, "openai", "APIStatusError") and getattr(cause, "code", None) == (
-            "context_length_exceeded"
-        ):
+        # A refusal may wrap this one without its code (LiteLLM's do); another failure comes first.
+        if found in (None, "agent_error") and _code(cause) == "context_length_exceeded":
             # After answers, the conversation grew too long; without any, the input was too long.
             return ("policy", "token_limit") if answers else ("infrastructure", "agent_error")
-        reason = _outside_reason(cause)
-        if reason is not None:
-            return "infrastructure", reason
+        found = found or _outside_reason(cause)
+    if found is not None:
+        return "infrastructure", found
     if answers and (_is_unparseable(error) or _is_unparseable(error.__cause__)):
         return "policy", "token_limit" if answers[-1].finish == "length" else "unparseable"
     return "infrastructure", "agent_error"
@@ -127,6 +127,15 @@ def _is_unparseable(error: BaseException | None) -> bool:
         return False
     parsing = isinstance(error, (json.JSONDecodeError, ValidationError))
     return parsing or _is(error, "openai", "LengthFinishReasonError")
+
+
+def _code(error: BaseException) -> str | None:
+    """The code of a refusal, if the server gave one; Anthropic's client has it in the body alone."""
+    if not any(_is(error, library, "APIStatusError") for library in ("openai", "anthropic")):
+        return None
+    body = getattr(error, "body", None)
+    inner = body.get("error") if isinstance(body, dict) else None
+    return getattr(error, "code", None) or (inner.get("code") if isinstance(inner, dict) else None)
 
 
 def _outside_reason(error: BaseException) -> str | None:
