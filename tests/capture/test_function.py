@@ -7,6 +7,7 @@ import pytest
 from tests.workflow.endpoint import Endpoint, serving
 
 import hone
+from hone.capture.base import current
 from hone.capture.scope import recorded
 from hone.errors import ConfigError
 
@@ -45,6 +46,38 @@ async def test_calls_carry_the_path_of_the_functions_that_make_them():
     assert sorted(paths[3:7]) == ["agent.planner"] * 2 + ["agent.planner.critic"] * 2
     assert paths[7:] == ["agent"]
     assert plan.__name__ == "plan"
+
+
+async def test_one_name_may_be_open_in_several_tasks_at_once():
+    named, both, left = hone.function("planner"), asyncio.Barrier(2), asyncio.Event()
+
+    async def first() -> list[str]:
+        with named:
+            await both.wait()
+            paths = [path()]
+        left.set()
+        return [*paths, path()]
+
+    async def second() -> list[str]:
+        with hone.function("critic"), named:
+            await both.wait()
+            await left.wait()
+            with named:
+                paths = [path()]
+            paths.append(path())
+        return [*paths, path()]
+
+    def path() -> str:
+        scope = current()
+        assert scope is not None
+        return scope.function
+
+    with hone.rollout("r", function="agent"):
+        assert await asyncio.gather(first(), second()) == [
+            ["agent.planner", "agent"],
+            ["agent.critic.planner.planner", "agent.critic.planner", "agent"],
+        ]
+        assert path() == "agent"
 
 
 def test_what_cannot_be_named_is_refused():

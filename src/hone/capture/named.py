@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
 
 from hone.capture.scope import check_function, within
@@ -16,20 +17,30 @@ from hone.errors import ConfigError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_open: ContextVar[tuple[tuple["NamedFunction", AbstractContextManager[None]], ...]] = ContextVar(
+    "hone_named_blocks", default=()
+)
+"""The open blocks of this task or thread, outermost first: several may be in one NamedFunction."""
+
 
 class NamedFunction:
     """A name for the functions and blocks it is put on."""
 
     def __init__(self, name: str) -> None:
         self.name = check_function(name)
-        self._open: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        self._open.append(within(self.name))
-        self._open[-1].__enter__()
+        block = within(self.name)
+        block.__enter__()
+        _open.set((*_open.get(), (self, block)))
 
     def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)
+        blocks = _open.get()
+        own = [place for place, (owner, _) in enumerate(blocks) if owner is self]
+        if not own:
+            return  # closed from another context, which it was never open in
+        _open.set(blocks[: own[-1]] + blocks[own[-1] + 1 :])
+        blocks[own[-1]][1].__exit__(*error)
 
     def __call__(self, fn: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(fn)
