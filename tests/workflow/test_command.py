@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
+from hone.workflow import command
 from hone.workflow.function import Function
 from hone.workflow.guard import guard
 from hone.workflow.run import RolloutResult, run_rollout
@@ -158,6 +161,36 @@ async def test_a_directory_that_the_program_made_read_only_is_removed(tmp_path: 
     await output_of(
         tmp_path, {"command": ["sh", "-c", "mkdir -p a/b; touch a/b/c; chmod -R a-w a"]}
     )
+
+
+CLOSED = """
+import os, sys, tempfile
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from guard import remove_tree
+if os.geteuid() == 0:
+    os.setuid(65534)  # root may read and write whatever the mode is
+place = Path(tempfile.mkdtemp(prefix="hone-closed-"))
+print(place, flush=True)
+tree, outside = place / "tree", place / "outside"
+(tree / "a" / "b").mkdir(parents=True)
+(tree / "a" / "b" / "c").touch()
+outside.mkdir(0o500)
+(tree / "link").symlink_to(outside)
+for folder in (tree / "a" / "b", tree / "a", tree):
+    folder.chmod(0)
+remove_tree(tree)
+print(tree.exists(), oct(outside.stat().st_mode & 0o777))
+"""
+
+
+def test_a_directory_that_the_program_made_unreadable_is_removed():
+    done = subprocess.run(
+        [*PYTHON, CLOSED, str(Path(command.__file__).parent)], capture_output=True, text=True
+    )
+    place, _, said = done.stdout.partition("\n")
+    shutil.rmtree(place, ignore_errors=True)
+    assert said.split() == ["False", "0o500"], done.stderr
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("never", 0), ("failed", 1), ("always", 2)])
@@ -324,7 +357,7 @@ async def test_children_end_with_a_rollout_that_is_stopped(tmp_path: Path, how: 
     note = tmp_path / "pids"
     workflow = {"command": [*PYTHON, FAMILY, str(note), "stay"]}
     if how == "timeout":
-        result = await result_of(tmp_path, {**workflow, "timeout_s": 2})
+        result = await result_of(tmp_path, {**workflow, "timeout_s": 5})
         assert why(result) == ("infrastructure", "timeout")
     else:
         task = asyncio.create_task(result_of(tmp_path, workflow))
@@ -354,6 +387,24 @@ async def test_children_end_although_the_rollout_is_cancelled_twice(tmp_path: Pa
     # A thread removes the directory.
     while alive(pids) or list((tmp_path / "tmp").iterdir()) or guard.running:
         await asyncio.sleep(0.01)
+
+
+async def test_a_rollout_that_is_cancelled_while_files_are_copied_leaves_none(
+    tmp_path: Path, nothing_is_left: Path
+):
+    for i in range(500):
+        (tmp_path / "repo" / str(i) / "sub").mkdir(parents=True)
+    async with building(tmp_path, {"command": ["true"], "workdir": "repo"}) as builder:
+        task = asyncio.create_task((await builder.get_workflow())("x"))
+        while not list(nothing_is_left.glob("*/*")):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    for thread in threading.enumerate():
+        if thread.name == "hone-_prepare":
+            thread.join()
+    assert list(nothing_is_left.iterdir()) == []
 
 
 @linux_only

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -148,9 +149,11 @@ class _Program:
         token = secrets.token_hex(16)
         directory = Path(tempfile.mkdtemp(prefix="hone-")).resolve()
         guard.add(token, str(directory))
+        # A thread goes on if this is cancelled: it is not to copy files while another removes them.
+        lock = threading.Lock()
         ended = False
         try:
-            await in_thread(self._prepare, directory, input)
+            await in_thread(self._prepare, directory, input, lock)
             output = await self._run(directory, input, token)
             ended = True
             return output
@@ -163,7 +166,7 @@ class _Program:
                 _log.info("the working directory of the rollout is kept: %s", directory)
                 guard.remove(token)
             else:
-                await in_thread(_clean, directory, token)  # a thread goes on if this is cancelled
+                await in_thread(_clean, directory, token, lock)
 
     async def _run(self, directory: Path, input: str, token: str) -> str:
         config, address = self._config, Address.of(self._llm)
@@ -232,7 +235,12 @@ class _Program:
             )
         return _text(output)
 
-    def _prepare(self, directory: Path, input: str) -> None:
+    def _prepare(self, directory: Path, input: str, lock: threading.Lock) -> None:
+        with lock:
+            if directory.exists():  # else the rollout has ended already
+                self._fill(directory, input)
+
+    def _fill(self, directory: Path, input: str) -> None:
         """Fill the working directory."""
         if self._workdir is not None:
             shutil.copytree(self._workdir, directory, symlinks=True, dirs_exist_ok=True)
@@ -268,9 +276,10 @@ class _Program:
         return keep == "always" or (keep == "failed" and failed)
 
 
-def _clean(directory: Path, token: str) -> None:
-    remove_tree(directory)
-    guard.remove(token)
+def _clean(directory: Path, token: str, lock: threading.Lock) -> None:
+    with lock:
+        remove_tree(directory)
+        guard.remove(token)
 
 
 def _text(output: bytes) -> str:

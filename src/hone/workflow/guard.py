@@ -48,13 +48,21 @@ def signal_group(group: int, number: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory, also one whose owner made parts of it read-only."""
+    """Remove a directory, also one whose owner made parts of it read-only or unreadable."""
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
-        for place, _, _ in os.walk(directory):
-            with contextlib.suppress(OSError):
-                os.chmod(place, 0o700)
+        _open(str(directory))
+        for place, folders, _ in os.walk(directory):
+            for folder in folders:
+                _open(os.path.join(place, folder))  # os.walk lists it after this
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _open(folder: str) -> None:
+    """Let its owner read and change a folder, but not one that a link leads to."""
+    if not os.path.islink(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
 
 
 def _with_token(token: str) -> list[int]:
