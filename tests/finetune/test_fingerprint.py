@@ -100,6 +100,94 @@ def test_the_code_of_a_run_is_what_its_functions_are_made_of(file: Path, monkeyp
     ]
 
 
+@pytest.mark.parametrize("kind", ["langgraph", "adk", "llama_index"])
+@pytest.mark.parametrize("block", ["workflow: ", "functions:\n  solver: "])
+def test_the_code_of_a_frameworks_agent_counts_and_is_not_loaded(file: Path, kind: str, block: str):
+    near = file.parent
+    file.write_text(f'{block}{{_type: {kind}, target: "team.py:agent"}}\n' + YAML)
+    (near / "team.py").write_text("import prompts\nraise RuntimeError\n")
+    (near / "prompts.py").write_text("system = 'Be brief.'")
+    before = fingerprint_of(read(file), FinetuneRunConfig())
+    assert list(before["code"]) == ["prompts.py", "team.py"]
+    (near / "prompts.py").write_text("system = 'Be long.'")
+    after = fingerprint_of(read(file), FinetuneRunConfig())
+    assert differences(before, after) == ["prompts.py: the code has changed"]
+
+
+def test_the_code_of_a_program_is_what_its_command_names_and_what_is_copied(file: Path):
+    near = file.parent / "yaml"
+    for name, text in {
+        "bin/agent.sh": "exec node",
+        "bin/agent.mjs": "import './tools.mjs'",
+        "src/main.py": "import helper",
+        "src/helper.py": "",
+        "files/prompt.md": "Be brief.",
+        "files/node_modules/left-pad/index.js": "",
+        "skeleton/data/rules.txt": "",
+        "one.txt": "",
+        "unused.txt": "",
+        "../shared/team.mjs": "",
+    }.items():
+        (near / name).parent.mkdir(parents=True, exist_ok=True)
+        (near / name).write_text(text)
+    own = """
+workflow:
+  _type: command
+  command: [bin/agent.sh, "{config_dir}/bin/agent.mjs", "{config_dir}/../shared/team.mjs", one.txt]
+  files: [files, one.txt]
+  workdir: skeleton
+functions:
+  other: {_type: command, command: [python, "{config_dir}/src/main.py", "{input}", LONG]}
+""".replace("LONG", "/" + 5000 * "x")
+    (near / "train.yml").write_text(own + YAML)
+    outputs = [("finetuning.output_dir", "yaml/skeleton/out")]
+    before = fingerprint_of(read(near / "train.yml", outputs), FinetuneRunConfig())
+    counted = ["bin/agent.mjs", "bin/agent.sh", "files/prompt.md", "one.txt"]
+    counted += ["skeleton/data/rules.txt", "src/helper.py", "src/main.py"]
+    assert list(before["code"]) == sorted([*counted, "team.mjs"])
+    for name in counted:
+        (near / name).write_text("rewritten")
+    (near / "unused.txt").write_text("rewritten")
+    (near / "files/new.md").write_text("")
+    (near / "skeleton/out").mkdir()
+    (near / "skeleton/out/run.json").write_text("")
+    after = fingerprint_of(read(near / "train.yml", outputs), FinetuneRunConfig())
+    assert set(differences(before, after)) == {
+        "files/new.md: code that the run did not use",
+        "src/helper.py: no longer used",
+        *(f"{name}: the code has changed" for name in counted if name != "src/helper.py"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "changes"),
+    [
+        (
+            "workflow: {_type: http, url: 'http://a:1/solve'}",
+            {"workflow.url": "http://b:2/solve", "workflow.timeout_s": "9"},
+        ),
+        (
+            "functions: {f: {_type: command, command: [agent]}}",
+            {"functions.f.timeout_s": "9", "functions.f.keep_workdir": "failed"},
+        ),
+        (
+            "",
+            {
+                "trainer_adapters.server.backend.ip": "10.0.0.5",
+                "trainer_adapters.server.backend.advertise_url": "http://10.0.0.5:8000",
+            },
+        ),
+    ],
+)
+def test_where_an_agent_is_and_how_long_it_may_take_are_free(
+    file: Path, own: str, changes: dict[str, str]
+):
+    file.write_text(f"{own}\n{YAML}")
+    before = fingerprint_of(read(file), FinetuneRunConfig())
+    after = fingerprint_of(read(file, list(changes.items())), FinetuneRunConfig())
+    assert differences(before, after) == []
+
+
 def test_how_long_to_go_on_is_free_unless_the_learning_rate_depends_on_it(file: Path):
     longer = [("finetuning.num_epochs", "9")]
     named = [("finetuning.trainer_adapter", "server")]

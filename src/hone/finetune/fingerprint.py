@@ -6,10 +6,11 @@ Out:  JSON values that run.json holds, with which the next start is compared; th
 
 Settings that do not change what is learned are left out: the number of epochs (unless the learning
 rate falls over the epochs), early stopping, concurrency, timeouts, and addresses. Datasets and the
-user's code count by their content. The code of a function is the file it is defined in, and the
-files that this one imports, directly or not, from the configuration's directory or from its own
-package; imports are read, not executed. Of a package in site-packages only the named module counts.
-Secrets are never written.
+user's code count by their content. The code of a function or of a framework's agent is the file it
+is defined in, and the files that this one imports, directly or not, from the configuration's
+directory or from its own package; imports are read, not executed. Of a package in site-packages only
+the named module counts. The code of a program is each file that its command names, with the imports
+of Python files, and what is copied into its working directory. Secrets are never written.
 """
 
 import ast
@@ -26,6 +27,8 @@ from hone.config.secrets import Secrets
 from hone.evaluation.datasets import CustomDataset, as_target
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.records import plain
+from hone.workflow.command import CommandConfig
+from hone.workflow.framework import FrameworkConfig
 from hone.workflow.target import source_of
 
 if TYPE_CHECKING:
@@ -55,7 +58,13 @@ FREE = (
     "trainer_adapters.*.backend.engine",
     "trainer_adapters.*.backend.engine_python",
     "trainer_adapters.*.backend.engine_url",
+    "trainer_adapters.*.backend.advertise_url",
     "llms.*.base_url",
+    *(
+        f"{block}.{key}"
+        for block in ("workflow", "functions.*")
+        for key in ("url", "timeout_s", "keep_workdir")
+    ),
 )
 """Keys that may change between two starts."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -161,13 +170,20 @@ def _digest(path: str | Path | None, near: Path) -> str | None:
         return None
     for place in (Path(path), near.parent / path):
         if place.is_file():
-            return hashlib.sha256(place.read_bytes()).hexdigest()
+            return _sha256(place)
     return str(path)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # ---- the user's code ------------------------------------------------------------------------------
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
+NO_CODE = INSTALLED | {"__pycache__", "node_modules", ".git"}
+"""Directories that do not count in one that is copied for a program."""
 PREPARE = ("eval", "general", "output", "custom_pre_eval_process_function")
 
 
@@ -197,16 +213,19 @@ def code_of(document: "Document") -> dict[str, str]:
     scores = [] if reward is None or reward.name not in document.eval.evaluators else [reward.name]
     entries = [source_of(target, directory) for _, target in targets_of(document, scores)]
     entries += [source_of(f"{name}:_", directory) for name in _plugins(document)]
+    blocks = [*document.functions.values(), document.workflow]
+    entries += [source_of(b.target, directory) for b in blocks if isinstance(b, FrameworkConfig)]
     queue = [(file, _root(file, directory)) for file in entries if file is not None]
+    for block in blocks:
+        if isinstance(block, CommandConfig):
+            queue += _program(block, document, directory)
     while queue:
         file, root = queue.pop()
         if file not in files:
             files[file] = root
             queue += [(imported, root) for imported in _imports(file, root)]
     digests = {
-        os.path.relpath(file, directory if file.is_relative_to(directory) else root): (
-            hashlib.sha256(file.read_bytes()).hexdigest()
-        )
+        os.path.relpath(file, directory if file.is_relative_to(directory) else root): _sha256(file)
         for file, root in files.items()
     }
     return dict(sorted(digests.items()))
@@ -231,6 +250,32 @@ def _plugins(document: "Document") -> Iterator[str]:
             yield known.factory.__module__
 
 
+def _program(
+    config: CommandConfig, document: "Document", directory: Path
+) -> Iterator[tuple[Path, Path]]:
+    """Files of a program, each with the directory that its imports are looked for in."""
+    for place, argument in enumerate(config.command):
+        written = argument.replace("{config_dir}", str(directory))
+        # Other arguments are relative to the working directory of a rollout.
+        if "/" in written if place == 0 else os.path.isabs(written):
+            named = os.path.join(directory, written)
+            if os.path.isfile(named):  # unlike Path.is_file, also for a text too long for a path
+                file = Path(named).resolve()
+                yield file, file.parent
+    outputs = [one.output_dir.resolve() for one in (document.finetuning, document.eval.general)]
+    copied = config.files if config.workdir is None else [config.workdir, *config.files]
+    for source in [(directory / path).resolve() for path in copied]:
+        inside = source.rglob("*") if source.is_dir() else [source]
+        for file in sorted(inside):
+            is_output = any(file.is_relative_to(output) for output in outputs)
+            if (
+                file.is_file()
+                and not is_output
+                and not NO_CODE & set(file.relative_to(source).parts)
+            ):
+                yield file, source.parent
+
+
 def _root(file: Path, directory: Path) -> Path:
     """Where imports of a file are looked up: the YAML's directory, or that of its package."""
     if file.is_relative_to(directory) and not INSTALLED & set(file.parts):
@@ -243,7 +288,7 @@ def _root(file: Path, directory: Path) -> Path:
 
 def _imports(file: Path, root: Path) -> Iterator[Path]:
     """Files under `root` that this one imports; none of an installed package."""
-    if INSTALLED & set(file.parts):
+    if INSTALLED & set(file.parts) or file.suffix != ".py":
         return
     try:
         tree = ast.parse(file.read_bytes())
