@@ -404,6 +404,24 @@ def test_items_can_be_sent_back_as_references(
     assert spelt.prompt_token_ids == second.prompt_token_ids
 
 
+def test_what_a_request_names_is_as_limited_as_what_it_sends(
+    create: Create, refused: Create, shared: Server, http: httpx.Client, tiny_model: Path
+) -> None:
+    """A request of a few kilobytes can name a long item a thousand times."""
+    first = create("the weather is cold " * 20)
+    (item,) = first.output
+    limit = 256 * shared.state.settings.max_seq_length
+    often = [{"id": item.id}] * (limit // len(item.content[0].text) + 1)
+    for request in ({"input": often}, {"input": often, "previous_response_id": first.id}):
+        error = refused(**request)
+        assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+        assert "earlier messages and items" in error["message"]  # and not their tokens
+    body = {"model": str(tiny_model), "input": often}
+    counted = http.post(f"{shared.inference_url}{PATH}/input_tokens", json=body)
+    assert "earlier messages and items" in counted.json()["error"]["message"]
+    assert create("hello", input=[{"id": item.id}] * 2).output_text == "hello"
+
+
 def test_the_tokens_of_a_prompt_are_counted(
     create: Create, responses: Any, shared: Server, tiny_model: Path
 ) -> None:

@@ -24,12 +24,17 @@ VALUES_PER_TOKEN = 16
 MIN_TOKENS = 4096
 
 
+def max_bytes(max_seq_length: int) -> int:
+    """Bytes of the longest request that can be a prompt of so many tokens."""
+    return BYTES_PER_TOKEN * max(MIN_TOKENS, max_seq_length)
+
+
 def read_request(
     dialect: Dialect, body: bytes, *, max_n: int, max_seq_length: int
 ) -> tuple[ParsedRequest, HashedMessages | None]:
     """The request, and the messages of a chat. Raises BadRequest or TemplateError."""
     tokens, values = max(MIN_TOKENS, max_seq_length), sum(map(body.count, (b",", b"[", b"{")))
-    if len(body) > BYTES_PER_TOKEN * tokens or values > VALUES_PER_TOKEN * tokens:
+    if len(body) > max_bytes(max_seq_length) or values > VALUES_PER_TOKEN * tokens:
         param = dialect.prompt_key
         raise BadRequest(
             f"{param}: the body has {len(body)} bytes and about {values} values, more than "

@@ -8,6 +8,7 @@ retrieved and continued after a restart of the server, for as long as the call i
 """
 
 import asyncio
+from collections import Counter, defaultdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hone.errors import BadRequest, NotFound
+from hone.server.chat_tasks import max_bytes
 from hone.server.respond import IN_ROLLOUT, add_dialect, count_tokens, respond
 from hone.server.state import State
 from hone.store.calls import CallStore
@@ -32,7 +34,7 @@ def routes(state: State) -> APIRouter:
     router = APIRouter(tags=["openai"])
 
     def resume(parsed: ResponsesRequest) -> ResponsesRequest:
-        return _resume(state.calls, parsed)
+        return _resume(state.calls, parsed, state.settings.max_seq_length)
 
     async def create(request: Request) -> Response:
         """Answer a conversation, given as items of the Responses API."""
@@ -81,8 +83,12 @@ def routes(state: State) -> APIRouter:
     return router
 
 
-def _resume(calls: CallStore, request: ResponsesRequest) -> ResponsesRequest:
-    """The request with the messages of the response and of the items that it names."""
+def _resume(calls: CallStore, request: ResponsesRequest, max_seq_length: int) -> ResponsesRequest:
+    """The request with the messages of the response and of the items that it names.
+
+    Raises BadRequest, before it builds them, where they are longer than any prompt can be: a
+    request of a few bytes can name a long item a thousand times.
+    """
     previous, named = request.body.previous_response_id, request.references
     if previous is None and not named:
         return request
@@ -90,14 +96,31 @@ def _resume(calls: CallStore, request: ResponsesRequest) -> ResponsesRequest:
     if previous is not None:
         call = _stored(calls, previous, "previous_response_id")
         earlier = [*_without_instructions(call), call.reply]
+    size = _checked_size(len(write_json({"messages": earlier})), max_seq_length)
     items: dict[str, dict[str, Any] | None] = {}
-    for call_id in dict.fromkeys(map(call_id_of, named)):
+    by_call: dict[str, Counter[str]] = defaultdict(Counter)
+    for name in named:
+        by_call[call_id_of(name)][name] += 1
+    for call_id, names in by_call.items():
         for call in _recorded(calls, call_id):
             ids = ItemIds(call.id)
             own = {item["id"]: item for item in output_items(call.reply, ids)}
             # A stream sends text after a call as a second message; the first one has all of it.
-            items |= {name: None for name in named if name.startswith(f"{ids.message()}_")} | own
+            items |= {name: None for name in names if name.startswith(f"{ids.message()}_")} | own
+            size += sum(names[name] * len(write_json(item)) for name, item in own.items())
+            _checked_size(size, max_seq_length)
     return request.resumed(earlier, items)
+
+
+def _checked_size(size: int, max_seq_length: int) -> int:
+    if size > max_bytes(max_seq_length):
+        raise BadRequest(
+            f"input: the earlier messages and items that it names have {size} bytes or more, more "
+            f"than {max_seq_length} tokens (max_seq_length) can hold; shorten the prompt",
+            param="input",
+            code="context_length_exceeded",
+        )
+    return size
 
 
 def _recorded(calls: CallStore, call_id: str) -> list[RecordedCall]:

@@ -61,10 +61,7 @@ def read_input(
         except ValueError as error:
             message = f"input[{index}]{error}"
             raise BadRequest(message, param="input", code="invalid_value") from None
-    for message in turns.messages:
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
-    return turns.messages
+    return turns.finished()
 
 
 def references(value: str | list[Any]) -> list[str]:
@@ -83,6 +80,7 @@ class _Turns:
 
     def __init__(self, items: Mapping[str, dict[str, Any] | None] | None) -> None:
         self.messages: list[dict[str, Any]] = []
+        """The texts of an assistant message are lists, joined when all items are read."""
         self._items = items
         self._answer: dict[str, Any] | None = None
         """The assistant message that the next items may belong to."""
@@ -107,6 +105,17 @@ class _Turns:
             )
         add(item)
 
+    def finished(self) -> list[dict[str, Any]]:
+        """The messages, when every item was added."""
+        for message in self.messages:
+            if message["role"] != "assistant":
+                continue
+            if (reasoning := message.get("reasoning_content")) is not None:
+                message["reasoning_content"] = "\n".join(reasoning)
+            if (texts := message["content"]) is not None or "tool_calls" not in message:
+                message["content"] = "".join(texts or ())
+        return self.messages
+
     def _message(self, item: dict[str, Any]) -> None:
         role = item.get("role")
         if role not in _ROLES:
@@ -121,7 +130,9 @@ class _Turns:
         if answer is None or (answer["content"] is not None and "tool_calls" not in answer):
             answer = self._open()
         # Text after a call of the same answer: a stream sends it as a message of its own.
-        answer["content"] = (answer["content"] or "") + text
+        if answer["content"] is None:
+            answer["content"] = []
+        answer["content"].append(text)
 
     def _reasoning(self, item: dict[str, Any]) -> None:
         answer = self._answer
@@ -129,8 +140,7 @@ class _Turns:
             answer = self._open()
         text = _read_reasoning(item)
         if text is not None:
-            before = answer.get("reasoning_content")
-            answer["reasoning_content"] = text if before is None else f"{before}\n{text}"
+            answer.setdefault("reasoning_content", []).append(text)
 
     def _function_call(self, item: dict[str, Any]) -> None:
         name, arguments = item.get("name"), item.get("arguments")
