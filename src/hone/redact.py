@@ -10,12 +10,17 @@ messages about wrong values all ask here.
 import re
 
 HIDDEN = "<hidden>"
-_NAMES = r"(?:api|access|secret|private)[_-]?key|token|secret|password|authorization|credentials?"
+_NAMES = (
+    r"(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|passphrase|authorization|"
+    r"credentials?|cookie|pat"
+)
 _NAME = re.compile(rf"(?:^|[_.-])(?:{_NAMES})$", re.IGNORECASE)
 _IN_TEXT = re.compile(
     rf"((?<!\w)(?:bearer |sk-|hf_|(?:{_NAMES})['\"]?\s*[:=]\s*['\"]?|api[_-]?key ))[\w-]{{8,}}",
     re.IGNORECASE,
 )
+_IN_URL = re.compile(r"//([^\s/?#@:]*:)?[^\s/?#]+@")
+"""User and password of an address; a user without a password may be a token."""
 
 
 def is_secret(name: str) -> bool:
@@ -25,4 +30,9 @@ def is_secret(name: str) -> bool:
 
 def redact(text: str) -> str:
     """The text without what looks like a secret: `Bearer ...`, `sk-...`, `api_key=...`."""
-    return _IN_TEXT.sub(rf"\1{HIDDEN}", text)
+    return _IN_TEXT.sub(rf"\1{HIDDEN}", redact_urls(text))
+
+
+def redact_urls(text: str) -> str:
+    """The text without the passwords in its addresses: `https://user:password@host`."""
+    return _IN_URL.sub(rf"//\1{HIDDEN}@", text)

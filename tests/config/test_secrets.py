@@ -36,6 +36,21 @@ def test_a_secret_is_hidden_wherever_it_stands(monkeypatch: pytest.MonkeyPatch):
     assert secrets.hide_arguments(arguments) == [*arguments[:3], HIDDEN, *arguments[4:]]
 
 
+def test_the_places_of_an_agents_secrets_are_hidden():
+    workflow = {
+        "url": "http://me:pw@agent:9000/solve",
+        "headers": {"Cookie": "session=1", "X-Path": "/a"},
+        "env": {"GITHUB_PAT": "ghp_1", "PATH": "/bin", "PROXY": "http://:pw@proxy:3128"},
+        "command": ["agent", "--db=postgres://me:pw@db/x"],
+    }
+    assert Secrets(workflow).hide(workflow) == {
+        "url": f"http://me:{HIDDEN}@agent:9000/solve",
+        "headers": {"Cookie": HIDDEN, "X-Path": "/a"},
+        "env": {"GITHUB_PAT": HIDDEN, "PATH": "/bin", "PROXY": f"http://:{HIDDEN}@proxy:3128"},
+        "command": ["agent", f"--db=postgres://me:{HIDDEN}@db/x"],
+    }
+
+
 AGENT = """
 async def ask(input, llm):
     return f"{input} {llm.model}"

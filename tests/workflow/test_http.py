@@ -130,7 +130,8 @@ async def test_the_output_may_be_a_part_of_the_response(tmp_path: Path):
 )
 async def test_a_status_is_failure_data(tmp_path: Path, status: int, expected: tuple[str, str]):
     async with serving(Service(b"no tool\nof that name", status)) as url:
-        workflow = {"url": f"{url}/a?key=hidden", "policy_failure_statuses": [422]}
+        secret = url.replace("//", "//me:p@ss@") + "/a?key=hidden"
+        workflow = {"url": secret, "policy_failure_statuses": [422]}
         result = await result_of(tmp_path, workflow)
     assert why(result) == expected
     assert result.failure is not None
@@ -166,6 +167,7 @@ async def test_a_response_is_bounded_and_may_be_any_bytes(tmp_path: Path):
     ("workflow", "message"),
     [
         ({"url": "localhost:80"}, "'localhost:80' must look like http://HOST:PORT/PATH"),
+        ({"url": "ws://me:pw@a"}, "'ws://me:<hidden>@a' must look like http://HOST:PORT/PATH"),
         ({"url": "http://a", "output_path": "$["}, r"'\$\[' is no JSONPath"),
         ({"url": "http://a", "body": {"a": ["{inptu}"]}}, "body: no placeholder is called {inptu}"),
         ({"url": "http://a", "headers": {"H": "{models}"}}, "headers.H: no placeholder is called"),

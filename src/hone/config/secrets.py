@@ -4,14 +4,15 @@ In:   a configuration as it was read, the options of the command line, the envir
 Out:  the same values with every secret replaced by HIDDEN
 
 A secret is the value of a key, an option or an environment variable whose name says so (redact.py).
-It is hidden wherever it occurs: a header or an address may hold it too.
+It is hidden wherever it occurs: a header or an address may hold it too. The password of an address
+is a secret under any name.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hone.redact import HIDDEN, is_secret
+from hone.redact import HIDDEN, is_secret, redact_urls
 
 _SHORTEST = 8
 """A shorter value may occur by chance in another text; it is hidden only under its own key."""
@@ -41,7 +42,7 @@ class Secrets:
             return value if isinstance(value, bool | int | float | None) else str(value)
         for secret in self._values:
             value = value.replace(secret, HIDDEN)
-        return value
+        return redact_urls(value)
 
     def hide_arguments(self, arguments: Sequence[str]) -> list[str]:
         """The arguments of a command without the secrets among them."""

@@ -23,6 +23,7 @@ from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
 from hone.errors import AgentFailed, AgentTimeout, PolicyFailure
 from hone.model import CONNECT_S
+from hone.redact import redact_urls
 from hone.workflow.address import ADDRESS_NAMES, Address, check_placeholders, fill, workflow_llm
 from hone.workflow.fit import as_text
 from hone.workflow.function import FunctionInfo
@@ -39,7 +40,7 @@ _LATER = (408, 409, 429)
 def _is_http(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} must look like http://HOST:PORT/PATH")
+        raise ValueError(f"{redact_urls(url)!r} must look like http://HOST:PORT/PATH")
     return url
 
 
@@ -110,9 +111,11 @@ class _Service:
 
     def __init__(self, config: HttpConfig, llm: LLM, client: httpx2.AsyncClient) -> None:
         self._config, self._llm, self._client = config, llm, client
-        # Without its query, which may hold a key.
-        place = urlsplit(config.url)._replace(query="", fragment="").geturl()
-        self._name = f"{config.method} {place}"
+        # Without its query, its user and its password, which may hold a key.
+        place = urlsplit(config.url)
+        host = place.netloc.rpartition("@")[2]
+        shown = place._replace(netloc=host, query="", fragment="").geturl()
+        self._name = f"{config.method} {shown}"
 
     async def run(self, input: Any) -> Any:
         """Sends one input to the agent."""
