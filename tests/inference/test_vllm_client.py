@@ -26,11 +26,12 @@ from hone.models.lora import read_tensors
 
 
 class Standin:
-    """Answers as vLLM does, with token 7 always; `broken` requests get no answer."""
+    """Answers as vLLM does, with token 7 unless told otherwise; `broken` requests get no answer."""
 
     def __init__(self) -> None:
         self.version, self.healthy, self.broken = "0.31.0", True, False
         self.top = {"token_id:7": 0.0, "token_id:8": -9999.0}
+        self.ids = [7]
         self.refuses = ""
         self.loaded: dict[str, str] = {}
         self.bodies: list[dict[str, Any]] = []
@@ -56,8 +57,10 @@ class Standin:
             return JSONResponse({"error": {"message": "no such model"}}, 404)
         if self.refuses:
             return JSONResponse({"error": {"message": self.refuses}}, 400)
-        logprobs = {"token_logprobs": [self.top["token_id:7"]], "top_logprobs": [self.top]}
-        choice = {"index": 0, "token_ids": [7], "logprobs": logprobs, "finish_reason": "length"}
+        value, count = self.top["token_id:7"], len(self.ids)
+        logprobs = {"token_logprobs": [value] * count, "top_logprobs": [self.top] * count}
+        choice = {"index": 0, "token_ids": self.ids, "logprobs": logprobs}
+        choice["finish_reason"] = "length"
         return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": 3}})
 
     async def load(self, request: Request) -> Response:
@@ -284,7 +287,6 @@ async def test_constraints_penalties_and_bias_are_sent(
     assert sent["logit_bias"] == {"7": 2.0, "9": -100.0}
     assert sent["structured_outputs"] == {"grammar": constraint.text}
     assert not sent["ignore_eos"]  # the end of the text is the tokenizer's end token
-    # Log-probability 0 under a constraint: there was no other token.
     assert (done.logprobs, done.exact, done.forced) == ([0.0], False, [0])
     await complete(engine, [1], Sampling(constraint=Constraint("regex", "(?s:.*)")))
     assert standin.bodies[-1]["structured_outputs"] == {"regex": "(?s:.*)"}
@@ -297,6 +299,27 @@ async def test_constraints_penalties_and_bias_are_sent(
         ):
             async for _ in engine.generate([1], way, stream=stream):
                 pass
+    await engine.close()
+
+
+async def test_forced_tokens_are_those_that_the_constraint_left_alone(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    standin, url = vllm
+    spelling_tokenizer().save_pretrained(model)
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    narrowed: list[dict[str, Any]] = [{}, {"top_p": 0.95}, {"top_k": 2}, {"min_p": 0.05}]
+    for more in narrowed:
+        # Every log-probability is 0: likely tokens have that too. Stop ids are not in vLLM's mask.
+        constraint = spelled('"<7>" /(<7>|<8>)(<9>)/')
+        way = Sampling(max_tokens=4, stop_ids=(3, 2), constraint=constraint, **more)
+        standin.ids = [7, 7, 9, 2]
+        (done,) = await complete(engine, [1, 2, 3], way)
+        assert (done.ids, done.forced) == ([7, 7, 9, 2], [0, 2, 3]), more
+        # vLLM allowed another token than hone would have: nothing is known from there on.
+        standin.ids = [7, 5, 9, 2]
+        (done,) = await complete(engine, [1, 2, 3], way)
+        assert done.forced == [0], more
     await engine.close()
 
 

@@ -47,6 +47,7 @@ class Matcher:
         self._vocab = vocab
         self._end = end
         self._stop_ids = [token for token in stop_ids if token < vocab]
+        self._lost = False
         self.error = ""
         """Why the answer cannot go on; empty while it can."""
 
@@ -71,6 +72,22 @@ class Matcher:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
             self.error = self._matcher.get_error()
+
+    def forced(self, ids: Sequence[int]) -> set[int]:
+        """Follow tokens that another engine drew; the places of those that were the only ones allowed.
+
+        After a token that this matcher does not allow, nothing is known: no later one counts.
+        """
+        places: set[int] = set()
+        for i, token in enumerate(ids):
+            if self._lost or not (allowed := self.allowed())[token]:
+                self._lost = True
+                break
+            if np.count_nonzero(allowed) == 1:
+                places.add(i)
+            if not self.ends(token):
+                self.accept(token)
+        return places
 
     def ends(self, token: int) -> bool:
         return token == self._end

@@ -6,7 +6,7 @@ Out:  sampled ids and log-probabilities; the proof that an adapter is served
 Every sampling parameter is sent, so that no default of vLLM's applies. Where top-p, top-k, min-p,
 penalties, logit_bias or a constraint change the draw, vLLM knows only the log-probability after that;
 such tokens are marked as not exact. vLLM constrains answers with the library that hone checks
-constraints with before it sends them.
+constraints with before it sends them; hone follows each answer with it to see which tokens were forced.
 
 An adapter is loaded under its hash, once, from a copy that stays until nothing can read it again,
 and never in place: vLLM's prefix cache would go on with what the old weights computed. After loading,
@@ -18,6 +18,7 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -93,7 +94,9 @@ class VllmEngine:
     ) -> AsyncIterator[Delta]:
         name = self._name(adapter)
         check_request(prompt_ids, sampling, self._vocab, self._max_length)
-        await start_matchers(self._grammars, sampling, 0)
+        # Of vLLM's mask the stop ids are no part: where the text may end it allows the end token.
+        followed = replace(sampling, stop_ids=())
+        matchers = await start_matchers(self._grammars, followed, sampling.n)
         body = completion_body(name, prompt_ids, sampling, self._max_length)
         await self._admit()
         self._users[name] += 1
@@ -103,7 +106,11 @@ class VllmEngine:
             deltas = (self._client.streamed if stream else self._client.whole)(body)
             async with aclosing(deltas):
                 async for choice in deltas:
-                    delta = read_delta(choice, sampling)
+                    forced: set[int] = set()
+                    if matchers is not None and choice["token_ids"]:
+                        matcher = matchers[choice["index"]]
+                        forced = await asyncio.to_thread(matcher.forced, choice["token_ids"])
+                    delta = read_delta(choice, sampling, forced)
                     if delta.finish == "abort" or self._client.closed:  # the server is ending
                         raise await self._client.ended("vLLM aborted the request")
                     self._sampled_tokens += len(delta.tokens)

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -242,20 +242,21 @@ def _spread(seed: int) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def read_delta(choice: Mapping[str, Any], sampling: Sampling) -> Delta:
+def read_delta(
+    choice: Mapping[str, Any], sampling: Sampling, forced: Collection[int] = ()
+) -> Delta:
+    """`forced`: the places of tokens that the constraint left no choice for; vLLM does not say so."""
     ids, logprobs = choice["token_ids"] or [], choice["logprobs"] or {}
     values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
     narrowed = sampling.narrowed
-    # Where the constraint leaves one token, that one is certain; vLLM does not say so otherwise.
-    follows = sampling.constraint is not None and not sampling.truncates
     tokens = tuple(
         SampledToken(
             id=token,
             logprob=value,
             masked_logprob=value if narrowed else None,
             exact=not narrowed,
-            forced=follows and value == 0.0,
+            forced=i in forced,
             top=() if tops is None else _best(tops[i], sampling.top_logprobs),
         )
         for i, (token, value) in enumerate(zip(ids, values, strict=True))
