@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.wire import anthropic_blocks
 from hone.wire.anthropic_blocks import INVALID_JSON, BlockWriter, chat_messages, message_blocks
 from hone.wire.anthropic_response import chat_completion, join_message
 from hone.wire.json import load_object
@@ -125,6 +126,31 @@ def test_every_streamed_call_is_json_and_goes_back_as_it_was_sampled(
         assert whole["input"] == {INVALID_JSON: text}
     else:
         assert json.loads(arguments) == json.loads(text)
+
+
+def test_a_long_call_is_checked_in_linear_time(monkeypatch: pytest.MonkeyPatch):
+    parsed: list[int] = []
+
+    def counted(text: str, **options: Any) -> Any:
+        parsed.append(len(text))
+        return read(text, **options)
+
+    read = anthropic_blocks.from_json
+    monkeypatch.setattr(anthropic_blocks, "from_json", counted)
+    value = {"a": list(range(4000)), "b": "x"}
+    text = json.dumps(value)
+    (block,) = stream(
+        begin(0, "f", "a"), *(more(0, p) for p in pieces(text, range(len(text))[::4]))
+    )
+    assert block["input"] == value
+    assert sum(parsed) < 100 * len(text)
+
+
+def test_text_in_a_call_is_sent_as_it_comes():
+    writer = BlockWriter(signature="", hidden=False)
+    writer.add(begin(0, "f", "a"))
+    writer.add(more(0, '{"text": "'))
+    assert all(len(writer.add(more(0, "x"))) == 1 for _ in range(200))
 
 
 @pytest.mark.parametrize(

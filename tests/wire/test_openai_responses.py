@@ -1,5 +1,6 @@
 """Responses: what is streamed adds up to the whole, and items come back as the message they were."""
 
+import tracemalloc
 from typing import Any
 
 from hypothesis import given
@@ -139,6 +140,22 @@ def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.Dat
     # Cut off before its end, a stream says as much.
     *cut, _ = events
     assert read_response(join_response(cut))["choices"][0]["message"] == message
+
+
+def test_log_probabilities_of_a_stream_are_not_copied_for_every_token() -> None:
+    dialect = ResponsesDialect()
+    writer = dialect.writer(dialect.parse({"model": "m", "input": "?"}, max_n=1), HEAD)
+    (entry,) = entries("x")
+    writer.delta(AnswerDelta(index=0, deltas=[], logprobs=[entry] * 100_000))
+    allocated: list[int] = []
+    tracemalloc.start()
+    for _ in range(8):
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        writer.delta(AnswerDelta(index=0, deltas=[], logprobs=[entry]))
+        allocated.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    assert min(allocated) < 100_000  # a list of 100,000 has 800,000 bytes
 
 
 def _fields(answer: Answer) -> dict[str, Any]:

@@ -262,7 +262,10 @@ class _Arguments:
     """
 
     def __init__(self) -> None:
+        self._waiting = ""
+        """Not read yet."""
         self._text = ""
+        """What was read."""
         self._sent = ""
         self._brackets: list[str] = []
         """Those that close what is open."""
@@ -275,7 +278,23 @@ class _Arguments:
         """No more is sent before the end."""
 
     def add(self, text: str) -> str:
-        """What can be sent now."""
+        """What can be sent now.
+
+        Whatever is outside a string is checked together with all that was sent. So it waits until
+        there is enough of it for the checks of a long call to take linear time.
+        """
+        inside = self._in_string and not self._waiting and '"' not in text
+        self._waiting += text
+        if not inside and 8 * len(self._waiting) < len(self._sent):
+            return ""
+        return self._add_waiting()
+
+    def end(self) -> str:
+        """The rest, after which everything sent is a JSON object."""
+        return self._add_waiting() + self._rest()
+
+    def _add_waiting(self) -> str:
+        text, self._waiting = self._waiting, ""
         before, state = len(self._text), ([*self._brackets], self._in_string)
         self._text += text
         if self._ended:
@@ -288,8 +307,7 @@ class _Arguments:
             self._sent = sent
         return self._sent[len(sent) :]
 
-    def end(self) -> str:
-        """The rest, after which everything sent is a JSON object."""
+    def _rest(self) -> str:
         if not self._text or _object(self._text) is not None:
             return self._text[len(self._sent) :]
         if not self._sent:

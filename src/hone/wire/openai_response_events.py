@@ -101,7 +101,9 @@ class ResponseWriter:
     def delta(self, delta: AnswerDelta) -> list[Event]:
         events = self._opening()
         if delta.logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
             self._tokens.add(delta.logprobs)
         for part in delta.deltas:
             if part.get("reasoning_content"):
