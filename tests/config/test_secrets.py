@@ -83,6 +83,11 @@ def test_an_evaluation_writes_no_secret(tmp_path: Path, monkeypatch: pytest.Monk
         command = ["eval", "--config_file=config.yml", "-o", key, value]
         result = CliRunner().invoke(cli.app, command)
         assert result.exit_code == 0, result.output
+    assert "${AGENT_API_KEY}" in Path("out/config_original.yml").read_text()
+    written = CONFIG.replace("${AGENT_API_KEY}", "sk-of-the-file")
+    Path("config.yml").write_text(f"# proxy: http://me:sk-of-a-proxy@host\n{written}")
+    result = CliRunner().invoke(cli.app, ["eval", "--config_file=config.yml"])
+    assert result.exit_code == 0, result.output
     files = [file for file in Path("out").rglob("*") if file.is_file()]
     assert len(files) > 3
     for file in files:

@@ -150,7 +150,7 @@ class OutputDir:
         return [job for job in self.path.parent.glob("job_*") if (job / WRITTEN).exists()]
 
     def write_config(self, document: Document, options: EvalOptions) -> list[Path]:
-        """Write the configuration as written, the configuration as used, and the options."""
+        """Write the configuration as written and as used, and the options; secrets are hidden."""
         secrets = Secrets(document.loaded.data, options.override)
         metadata = {
             "config_file": str(options.config_file),
@@ -168,7 +168,7 @@ class OutputDir:
             "timestamp": datetime.now(UTC).isoformat(),
         }
         return [
-            self.write_text(CONFIGS[0], document.file.read_text("utf-8")),
+            self.write_text(CONFIGS[0], secrets.hide(document.file.read_text("utf-8"))),
             self.write_text(CONFIGS[1], effective(document)),
             self._write(CONFIGS[2], metadata),
         ]
