@@ -440,6 +440,65 @@ async def test_pauses_are_counted(world: World) -> None:
     assert engine._awake.is_set()
 
 
+async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> None:
+    """Sleeping and waking take a while; a second job may begin at any moment of either."""
+    begun, go_on = asyncio.Queue[str](), asyncio.Queue[None]()
+
+    class Slow(ScriptedEngine):
+        freed = asked = False
+
+        async def sleep(self) -> None:
+            if not self.asked:
+                self.asked = True
+                await self.switch("sleep")
+                self.freed = True
+
+        async def wake(self) -> None:
+            self.asked = False
+            await self.switch("wake")
+            self.freed = False
+
+        async def switch(self, what: str) -> None:
+            begun.put_nowait(what)
+            await go_on.get()
+
+    world.engines[world.tiny] = engine = Slow(tokenizer=world.tokenizer)
+    world.serving._engines._open_engine = lambda _: engine
+    await world.serving.base(world.tiny)
+    seen: list[bool] = []
+
+    async def train(end: asyncio.Event) -> None:
+        async with world.serving.paused():
+            seen.append(engine.freed)
+            await end.wait()
+            seen.append(engine.freed)
+
+    async def start() -> tuple[asyncio.Task[None], asyncio.Event]:
+        end = asyncio.Event()
+        task = asyncio.create_task(train(end))
+        for _ in range(10):  # as far as it gets
+            await asyncio.sleep(0)
+        return task, end
+
+    async with asyncio.timeout(60):
+        first, end_first = await start()
+        second, end_second = await start()  # while the engine goes to sleep
+        assert await begun.get() == "sleep"
+        go_on.put_nowait(None)
+        end_first.set()
+        end_second.set()
+        assert await begun.get() == "wake"
+        third, end_third = await start()  # while it wakes
+        go_on.put_nowait(None)
+        assert await begun.get() == "sleep"
+        go_on.put_nowait(None)
+        end_third.set()
+        assert await begun.get() == "wake"
+        go_on.put_nowait(None)
+        await asyncio.gather(first, second, third)
+    assert seen == [True] * 6 and not engine.freed
+
+
 @pytest.mark.parametrize("ending", ["raises", "is cancelled", "cannot wake", "does not sleep"])
 async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
     asleep, slept = asyncio.Event(), asyncio.Event()

@@ -139,6 +139,8 @@ class Engines:
         self._pauses = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        # Held while engines go to sleep or wake: both take seconds, and two base models may train.
+        self._switching = asyncio.Lock()
 
     async def template(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
@@ -263,8 +265,10 @@ class Engines:
             usage.old = None
         say("loading", base_model=base_model)
         engine = await asyncio.to_thread(self._open_engine, base_model)
-        if self._pauses:  # it sleeps until the end of the pause, like the others
-            await engine.sleep()
+        if self._pauses:
+            async with self._switching:
+                if self._pauses:  # it sleeps until the end of the pause, like the others
+                    await engine.sleep()
         usage.opened_at = usage.used_at = time.monotonic()
         usage.part.reason = None  # earlier failures count until it has worked for STEADY_S
         say("loaded", base_model=base_model)
@@ -302,7 +306,8 @@ class Engines:
         self._pauses += 1
         self._unpaused.clear()
         try:
-            await self._sleep()
+            async with self._switching:
+                await self._sleep()
             yield
         finally:
             self._pauses -= 1
@@ -322,10 +327,13 @@ class Engines:
             ) from None
 
     async def _wake(self) -> None:
-        waking = (base.engine.wake() for base in self.loaded().values())
-        for error in await asyncio.gather(*waking, return_exceptions=True):
-            if isinstance(error, BaseException):
-                log.error("an engine did not wake", exc_info=error)
+        async with self._switching:
+            if self._pauses:  # another pause began meanwhile: its end wakes them
+                return
+            waking = (base.engine.wake() for base in self.loaded().values())
+            for error in await asyncio.gather(*waking, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    log.error("an engine did not wake", exc_info=error)
 
     async def ready(self) -> None:
         """Wait until serving is not paused; raises Unavailable after `hold_s`."""
