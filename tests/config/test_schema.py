@@ -103,7 +103,7 @@ def test_keys_that_hone_lacks_are_refused_by_name(write: Write, text: str, key: 
         ("trajectory_builders", "trajectory_builder", "dpo_traj_builder"),
         ("trainer_adapters", "trainer_adapter", "nemo_customizer_trainer_adapter"),
         ("trainers", "trainer", "nemo_customizer_trainer"),
-        ("functions", "function", "langgraph"),
+        ("functions", "function", "react_agent"),
         ("llms", "llm_provider", "nim"),
     ],
 )

@@ -125,6 +125,10 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
 LARGE = {
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/training/jobs",
     "/_train_model",
     "/_log",

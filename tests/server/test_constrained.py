@@ -126,7 +126,7 @@ def test_without_the_format_no_answer_is_json(ask: Callable[..., Any]) -> None:
 
 
 def test_the_client_parses_into_a_model(shared: Server, model: str) -> None:
-    given: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": MOST}
+    given: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": MOST, "seed": 0}
     parsed = client(shared).chat.completions.parse(**given, response_format=Person)
     assert isinstance(parsed.choices[0].message.parsed, Person)
     with client(shared).chat.completions.stream(**given, response_format=Person) as stream:
@@ -138,7 +138,8 @@ def test_the_client_parses_into_a_model(shared: Server, model: str) -> None:
 
 def test_the_client_parses_a_response_into_a_model(shared: Server, model: str) -> None:
     given: dict[str, Any] = {"model": model, "input": "hello", "max_output_tokens": MOST}
-    with client(shared) as asking:
+    rollout = {"X-Hone-Rollout": "parsed"}  # which gives the requests their seeds
+    with client(shared).with_options(default_headers=rollout) as asking:
         parsed = asking.responses.parse(**given, text_format=Person)
         assert isinstance(parsed.output_parsed, Person)
         with asking.responses.stream(**given, text_format=Person) as stream:
@@ -148,7 +149,8 @@ def test_the_client_parses_a_response_into_a_model(shared: Server, model: str) -
         assert isinstance(final.output_parsed, Person)
         call = openai.pydantic_function_tool(Person, name="greet")["function"]
         tool: Any = {"type": "function", **call}
-        answer = asking.responses.parse(**given, tools=[tool], tool_choice="required")
+        given |= {"tool_choice": "required", "parallel_tool_calls": False}
+        answer = asking.responses.parse(**given, tools=[tool])
         assert {item.type for item in answer.output} == {"function_call"}
         Person.model_validate_json(answer.output[0].arguments)
         kept = asking.responses.retrieve(parsed.id)

@@ -15,6 +15,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 VALUES = {
     "api_key": "secret",
+    "advertise_url": "http://10.0.0.7:9000",
     "trust_network": "10.0.0.0/8",
     "forwarded_allow_ips": "127.0.0.1/32",
     "inference_port": "9001",

@@ -55,7 +55,7 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
         control = f"http://127.0.0.1:{said['port']}"
         assert httpx.get(f"{control}/health").json()["status"] == "ok"
         openai = f"http://127.0.0.1:{said['inference_port']}/v1"
-        assert httpx.get(f"{openai}/models").json() == {"object": "list", "data": []}
+        assert httpx.get(f"{openai}/models").json()["data"] == []
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")

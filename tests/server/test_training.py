@@ -34,6 +34,7 @@ async def test_a_model_is_registered_once(open_api: Open):
         "alpha": 8.0,
         "seed": 3,
         "inference_base_url": "http://localhost:8000/v1",
+        "advertised_url": None,
         "inference_name": "agent",
         "not_applicable": ["gpu_memory_utilization"],
         "created_at": first.created_at,
