@@ -1,13 +1,20 @@
 """Agents of three frameworks, as a user writes them; framework_rollouts.py runs them."""
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 
+import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 
 def weather(city: str) -> str:
     """Look up the weather in a city."""
     return f"sun in {city}"
+
+
+def add_line(file: str, line: str) -> None:
+    with Path(file).open("a") as opened:
+        opened.write(f"{line}\n")
 
 
 # ---- LangGraph ----------------------------------------------------------------------------------
@@ -77,6 +84,24 @@ def adk_team(llm: Any) -> Any:
     return App(name="app", root_agent=SequentialAgent(name="team", sub_agents=[both, last]))
 
 
+def adk_tools(llm: Any, note: str, own: bool = False) -> Any:
+    """An agent with a toolset, which notes that it is closed; or a runner of the user's own."""
+    from google.adk.agents import LlmAgent
+    from google.adk.runners import InMemoryRunner
+    from google.adk.tools.base_toolset import BaseToolset
+    from google.adk.tools.function_tool import FunctionTool
+
+    class Tools(BaseToolset):
+        async def get_tools(self, readonly_context: Any = None) -> Any:
+            return [FunctionTool(weather)]
+
+        async def close(self) -> None:
+            add_line(note, "closed")
+
+    agent = LlmAgent(name="helper", model=_lite(llm), tools=[Tools()])
+    return InMemoryRunner(agent=agent, app_name="own") if own else agent
+
+
 # ---- LlamaIndex ---------------------------------------------------------------------------------
 
 
@@ -104,6 +129,23 @@ async def index_flow(llm: Any) -> Any:
             return StopEvent(result=(await model.acomplete(ev.question)).text)
 
     return Flow()
+
+
+def index_waits(note: str) -> Any:
+    """A step that does not end by itself, and notes that it ends."""
+    from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
+
+    class Waits(Workflow):
+        @step
+        async def wait(self, ev: StartEvent) -> StopEvent:
+            add_line(note, "began")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                add_line(note, "ended")
+            return StopEvent()
+
+    return Waits(timeout=None)
 
 
 # ---- a client that is built when the module is loaded -------------------------------------------

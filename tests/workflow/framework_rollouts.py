@@ -1,7 +1,8 @@
 """Run workflows of a framework in its environment; see test_frameworks.py.
 
-In:   JSON on stdin: a base URL, and blocks of `workflow:` by name
-Out:  JSON on stdout's last line: of each block two rollouts at a time, or why it cannot be built
+In:   JSON on stdin: a base URL, and blocks of `workflow:` by name, some with a `timeout_s`
+Out:  JSON on stdout's last line: of each block two rollouts at a time, or why it cannot be built;
+      `notes`: by name, the lines of the file `args.note` once the workflow is closed
 """
 
 import asyncio
@@ -24,6 +25,7 @@ AGENTS = Path(__file__).with_name("framework_agents.py")
 
 
 async def rollouts(url: str, name: str, workflow: dict[str, Any]) -> Any:
+    timeout_s = workflow.pop("timeout_s", None)
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "config.yml"
         target = workflow["target"].replace("agents.py", str(AGENTS))
@@ -37,7 +39,12 @@ async def rollouts(url: str, name: str, workflow: dict[str, Any]) -> Any:
                 run = await builder.get_workflow()
                 results = await asyncio.gather(
                     *(
-                        run_rollout(run, f"{name} {i}", id=f"{name}:{i}", host="127.0.0.1")
+                        run_rollout(
+                            *(run, f"{name} {i}"),
+                            id=f"{name}:{i}",
+                            host="127.0.0.1",
+                            timeout_s=timeout_s,
+                        )
                         for i in range(2)
                     )
                 )
@@ -57,10 +64,11 @@ async def rollouts(url: str, name: str, workflow: dict[str, Any]) -> Any:
 async def main() -> None:
     given = json.load(sys.stdin)
     before = dict(os.environ)
-    results = {
-        name: await rollouts(given["url"], name, workflow)
-        for name, workflow in given["workflows"].items()
-    }
+    results: dict[str, Any] = {"notes": {}}
+    for name, workflow in given["workflows"].items():
+        results[name] = await rollouts(given["url"], name, workflow)
+        note = Path(workflow.get("args", {}).get("note", ""))
+        results["notes"][name] = note.read_text().split() if note.is_file() else []
     results["environment"] = {**before, **os.environ} == before
     sys.stdout.write("\n" + json.dumps(results) + "\n")
 

@@ -99,33 +99,46 @@ async def test_graphs_of_langgraph():
     assert results["environment"], "variables are set while a target is loaded, and then not"
 
 
-async def test_agents_of_adk():
+async def test_agents_of_adk(tmp_path: Path):
+    tools = {"_type": "adk", "target": "agents.py:adk_tools"}
     model, block = Model(), {"_type": "adk"}
     workflows = {
         "helper": {**block, "target": "agents.py:adk_helper"},
         "team": {**block, "target": "agents.py:adk_team"},
         "limit": {**block, "target": "agents.py:adk_helper", "max_llm_calls": 1},
+        "shared": {**tools, "args": {"note": str(tmp_path / "shared")}},
+        "each": {**tools, "args": {"note": str(tmp_path / "each")}, "per_rollout": True},
+        "own": {**tools, "args": {"note": str(tmp_path / "own"), "own": True}},
     }
     results = await results_of(model, workflows)
     check(model, results, "helper", ["<workflow>.helper"] * 2, "done")
     team = ["<workflow>.team.both.a", "<workflow>.team.both.b", "<workflow>.team.last"]
     check(model, results, "team", team, "done")
     assert [r["failure"] for r in results["limit"]] == [["policy", "step_limit"]] * 2
+    closed = {"shared": ["closed"], "each": ["closed"] * 2, "own": []}
+    for name, lines in closed.items():
+        check(model, results, name, ["<workflow>.helper"] * 2, "done")
+        assert results["notes"][name] == lines  # a Runner of the user's is theirs to close
 
 
-async def test_agents_and_workflows_of_llama_index():
+async def test_agents_and_workflows_of_llama_index(tmp_path: Path):
+    note = str(tmp_path / "note")
     model, block = Model(), {"_type": "llama_index"}
     workflows = {
         "helper": {**block, "target": "agents.py:index_helper"},
         "flow": {**block, "target": "agents.py:index_flow", "input_key": "question"},
         "limit": {**block, "target": "agents.py:index_helper", "max_iterations": 1},
         "wrong": {**block, "target": "agents.py:react"},
+        "waits": {**block, "target": "agents.py:index_waits", "args": {"note": note}}
+        | {"input_key": "question", "timeout_s": 2},
     }
     results = await results_of(model, workflows)
     check(model, results, "helper", ["<workflow>.helper"] * 2, "done")
     check(model, results, "flow", ["<workflow>.think"], "done")
     assert [r["failure"] for r in results["limit"]] == [["policy", "step_limit"]] * 2
     assert "it must return an agent or a Workflow of llama_index" in results["wrong"]
+    assert [r["failure"] for r in results["waits"]] == [["infrastructure", "timeout"]] * 2
+    assert sorted(results["notes"]["waits"]) == ["began", "began", "ended", "ended"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Out:  a FunctionInfo that sends one input in a new session and returns the text 
 The recipe:
 
     def agent(llm):
-        model = LiteLlm(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
+        model = OpenAILlm(model=llm.model, base_url=llm.base_url, api_key=llm.api_key)
         return LlmAgent(name="helper", model=model, instruction="...", tools=[search])
 
 Calls carry the names of the agents from the root to the one that calls: `<workflow>.helper`, or
@@ -69,13 +69,13 @@ async def adk(config: AdkConfig, builder: Builder) -> AsyncIterator[FunctionInfo
 
     async def run(input: Any) -> str:
         """Sends one input to the agent, in a new session."""
-        runner, sessions = await agents.get(), None
+        runner, is_ours = await agents.get()
         sessions = runner.session_service
         place = {"app_name": runner.app_name, "user_id": NAME, "session_id": run_name()}
-        await sessions.create_session(**place, state=dict(config.state))
         message = types.Content(role="user", parts=[types.Part(text=as_text(input))])
         output = ""
         try:
+            await sessions.create_session(**place, state=dict(config.state))
             with called_by(_agent.get):
                 async for event in runner.run_async(
                     user_id=NAME,
@@ -88,14 +88,25 @@ async def adk(config: AdkConfig, builder: Builder) -> AsyncIterator[FunctionInfo
         except LlmCallsLimitExceededError as error:
             raise PolicyFailure(str(error), reason="step_limit") from error
         finally:
-            await sessions.delete_session(**place)
+            try:
+                await sessions.delete_session(**place)
+            finally:
+                if is_ours and config.per_rollout:
+                    await runner.close()  # and the agent's tools
         return output
 
     yield FunctionInfo.from_fn(run, description=config.description)
+    if not config.per_rollout:
+        runner, is_ours = await agents.get()
+        if is_ours:
+            await runner.close()
 
 
-def _runner(agent: Any) -> Any:
-    """A runner for the agent, with the plugin that names the agent of each call."""
+def _runner(agent: Any) -> tuple[Any, bool]:
+    """A runner for the agent, with the plugin that names the agent of each call.
+
+    Also whether it is made here, and so to be closed here.
+    """
     from google.adk.apps import App
     from google.adk.runners import InMemoryRunner, Runner
 
@@ -106,7 +117,7 @@ def _runner(agent: Any) -> Any:
         runner = InMemoryRunner(agent=agent, app_name=NAME)
     if runner.plugin_manager.get_plugin(NAME) is None:
         runner.plugin_manager.register_plugin(_plugin())
-    return runner
+    return runner, runner is not agent
 
 
 def _plugin() -> Any:

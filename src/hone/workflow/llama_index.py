@@ -17,6 +17,7 @@ the name of the step. LlamaIndex's own instrumentation tells which of them runs.
 # Installed with its extra only.
 # pyright: reportMissingImports=false
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -70,7 +71,12 @@ async def llama_index(config: LlamaIndexConfig, builder: Builder) -> AsyncIterat
         value = as_text(input) if config.input_key == USER_MSG else input
         try:
             with called_by(_step.get):
-                return _output(await workflow.run(**{config.input_key: value}, **limits))
+                handler = workflow.run(**{config.input_key: value}, **limits)
+                try:
+                    return _output(await asyncio.shield(handler))
+                except asyncio.CancelledError:
+                    await handler.cancel_run()  # steps are tasks of their own, which would go on
+                    raise
         except WorkflowTimeoutError as error:
             raise AgentTimeout(str(error)) from error
         except WorkflowRuntimeError as error:
