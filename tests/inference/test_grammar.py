@@ -1,6 +1,9 @@
 """Constraints: masks over a vocabulary, caches, and grammars that must not harm the server."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat.conftest import build_tokenizer
 
-from hone.errors import GrammarError
+from hone.errors import EngineError, GrammarError
 from hone.inference import grammar
 from hone.inference.base import Constraint
 from hone.inference.grammar import Grammars, Matcher
@@ -114,6 +117,41 @@ def test_a_crash_of_the_check_is_an_error_and_the_next_check_works(grammars: Gra
     with pytest.raises(GrammarError, match="nested too deeply"):
         grammars.matchers(deep, 1)
     assert grammars.matchers(Constraint("regex", "after"), 1)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_check_that_others_end_or_stop_says_nothing_about_the_constraint(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    """The kernel kills it for memory, or the machine is too busy: the next check decides."""
+    monkeypatch.setattr(grammar, "STALLED_S", 0.2 if sent == signal.SIGSTOP else 60.0)
+    grammars, start = Grammars(lambda: tokenizer, 512), grammar._Checker._started
+
+    def started(self: Any, spec: Any) -> Any:
+        process = start(self, spec)
+        process.send_signal(sent)
+        return process
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="was not finished"):
+        patch.setattr(grammar._Checker, "_started", started)
+        grammars.matchers(Constraint("regex", "fine"), 1)
+    monkeypatch.setattr(grammar, "STALLED_S", 60.0)
+    assert grammars.matchers(Constraint("regex", "fine"), 1)
+    grammars.close()
+
+
+def test_time_in_which_the_check_does_not_run_does_not_count() -> None:
+    waits = """
+import time
+from hone.inference import grammar_check
+grammar_check.make_tokenizer = lambda spec: None
+grammar_check.check = lambda *_: time.sleep(0.3) or "checked"
+grammar_check.main()
+"""
+    lines = json.dumps({"deadline_s": 0.1}) + '\n"source"\n'
+    command = [sys.executable, "-c", waits]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, '"checked"\n')
 
 
 def test_a_slow_check_does_not_hold_up_what_is_compiled(

@@ -445,16 +445,16 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
     begun, go_on = asyncio.Queue[str](), asyncio.Queue[None]()
 
     class Slow(ScriptedEngine):
-        freed = asked = False
+        freed = told = False
 
         async def sleep(self) -> None:
-            if not self.asked:
-                self.asked = True
+            if not self.told:
+                self.told = True
                 await self.switch("sleep")
                 self.freed = True
 
         async def wake(self) -> None:
-            self.asked = False
+            self.told = False
             await self.switch("wake")
             self.freed = False
 

@@ -31,7 +31,9 @@ from hone.inference.grammar_check import compile_grammar, make_tokenizer
 CACHED = 64
 """Compiled constraints that are kept for each tokenizer."""
 DEADLINE_S = 5.0
-"""Most seconds that the check of one constraint may take."""
+"""Most seconds of CPU time that the check of one constraint may take."""
+STALLED_S = 60.0
+"""For an answer of the checking process, which may have to start first, on a busy machine."""
 ENDING_S = 5.0
 """For a process that has closed its output to end."""
 MESSAGE_CHARACTERS = 600
@@ -193,25 +195,35 @@ class _Checker:
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, tokenizer: dict[str, Any], source: str) -> str:
-        """What is wrong with a grammar; empty if nothing is."""
+        """What is wrong with a grammar; empty if nothing is.
+
+        Raises EngineError if the process ended for another reason than the grammar.
+        """
         process = self._started(tokenizer)
         assert process.stdin is not None and process.stdout is not None
+        stalled = threading.Timer(STALLED_S, process.kill)
+        stalled.start()
         try:
             process.stdin.write(json.dumps(source) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except OSError:
             line = ""
-        if line:
+        finally:
+            stalled.cancel()
+        if line.endswith("\n"):
             return json.loads(line)
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)
         self.close()
-        if process.returncode == -signal.SIGALRM:
+        if process.returncode == -signal.SIGPROF:
             return f"it takes more than {tokenizer['deadline_s']:g} s to compile; simplify it"
-        if process.returncode < 0:
+        if process.returncode in _CRASHES:
             return "it is nested too deeply, or needs too much memory; simplify it"
-        raise EngineError(f"the check of a constraint ended with status {process.returncode}")
+        raise EngineError(
+            f"the check of a constraint was not finished: its process ended with status "
+            f"{process.returncode}. Send the request again."
+        )
 
     def _started(self, tokenizer: dict[str, Any]) -> "subprocess.Popen[str]":
         if self._process is None or self._process.poll() is not None:
@@ -234,6 +246,8 @@ class _Checker:
             process.communicate()
 
 
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
+"""What a grammar does to the process. The kernel's OOM killer sends SIGKILL, whoever needs memory."""
 _NAMES = {"json_schema": "this JSON schema", "regex": "this regex", "grammar": "this grammar"}
 
 

@@ -5,7 +5,7 @@ Out:  a line of JSON for each: what is wrong with it, or nothing
 
 llguidance 1.9 limits the size of a grammar, and yet a few lines of Lark make it overflow the stack,
 and a JSON schema with a dozen patterns in one `allOf` takes minutes. A thread can be stopped in
-neither case. Here an alarm ends the process, as a crash does, and the reader sees the end of the file.
+neither case. Here a timer ends the process, as a crash does, and the reader sees the end of the file.
 The stack is smaller than that of the server's threads: what passes here is safe there.
 """
 
@@ -57,13 +57,13 @@ def _answer_lines() -> None:
     spec = json.loads(sys.stdin.readline())
     tokenizer = make_tokenizer(spec)
     for line in sys.stdin:
-        # Nothing handles this signal: it ends the process.
-        signal.setitimer(signal.ITIMER_REAL, spec["deadline_s"])
+        # Nothing handles SIGPROF: it ends the process. CPU time: the machine may be busy.
+        signal.setitimer(signal.ITIMER_PROF, spec["deadline_s"])
         try:
             error = check(tokenizer, json.loads(line))
         except MemoryError:
             os.abort()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(error) + "\n")
         sys.stdout.flush()
 
