@@ -521,9 +521,10 @@ def test_a_name_in_the_agents_code_is_the_runs_model_inside_the_run_alone(
     scope = RolloutScope("alone", aliases=(("gpt-4o", "default/agent"), ("openai/o1", "agent")))
     assert sent(scope.url("")[:-3]) == sent("", **scope.headers) == 200
     assert [call.model for call in server.state.calls.rollout("alone")] == ["default/agent"] * 2
-    unknown = RolloutScope("alone", aliases=(("gpt-4o", "agnet"),))
-    url = f"{server.inference_url}{unknown.url('')}/chat/completions"
-    assert http.post(url, json=body).status_code == 404
+    unknown = RolloutScope("alone", aliases=(("gpt-4o", "agnet"), ("o1", "agent")))
+    assert sent(unknown.url("")[:-3]) == 404
+    mixed = RolloutScope("alone", aliases=(("o1", "agnet"), ("gpt-4o", "agent")))
+    assert sent(mixed.url("")[:-3]) == 200
     # A run that goes on may have other aliases; a name that is a model's is none.
     assert http.post(runs, json={**spec, "aliases": ["o1"]}).json()["aliases"] == ["o1"]
     assert sent("/rollout/run1:2") == 404

@@ -263,6 +263,24 @@ async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) ->
         await world.serving.resolve("gpt-4", run=run)
 
 
+async def test_aliases_are_listed_if_they_can_be_asked_for(world: World) -> None:
+    world.model("agent", steps=2)
+    for project in ("one", "two"):
+        world.model("twice", project=project)
+    aliases = {"a": "agent", "b": world.tiny, "c": "agnet", "d": "twice", "e": "one/twice"}
+    run = RunSpec(id="run1", model="agent", aliases=("gpt-4o",))
+    listed = {entry.id: (entry.root, entry.step) for entry in world.serving.served(None, aliases)}
+    assert {name: listed[name] for name in listed if name in aliases} == {
+        "a": (world.tiny, 2),
+        "b": (world.tiny, 0),
+        "e": (world.tiny, 0),
+    }
+    of_run = {entry.id: entry.step for entry in world.serving.served(run, aliases)}
+    assert (of_run["gpt-4o"], of_run["a"], "c" in of_run) == (2, 2, False)
+    gone = RunSpec(id="run1", model="gone", aliases=("gpt-4o",))
+    assert "gpt-4o" not in {entry.id for entry in world.serving.served(gone)}
+
+
 async def test_a_rollout_may_be_answered_by_an_earlier_step_of_the_runs_model(world: World) -> None:
     """X-Hone-Step stands in for the newest step of the run's model, and for nothing else."""
     record = world.model("agent", steps=3)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from hone.errors import Busy, ModelNotFound, NotFound, UnknownModel
+from hone.errors import Busy, Conflict, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
 from hone.logs import say
 from hone.models.find import canonical, find
@@ -136,6 +136,15 @@ class Serving:
         self, name: str, run: RunSpec | None, step: int | None
     ) -> tuple[str, ModelRecord | None, int | None]:
         """The base model, the registered model, and which of its steps; None for the newest."""
+        found = self._find(name, run, step)
+        if found is None:
+            raise self._unknown(name, run)
+        return found
+
+    def _find(
+        self, name: str, run: RunSpec | None, step: int | None
+    ) -> tuple[str, ModelRecord | None, int | None] | None:
+        """As `_look_up`; None if nothing of that name is served."""
         match = _AT.fullmatch(name)
         stem, at = (match["stem"], match["at"]) if match else (name, "latest")
         if run is not None and run.model is not None and stem in run.aliases and at == "latest":
@@ -151,7 +160,7 @@ class Serving:
                 self._log_once(run, own)
         if record is None:
             if at not in ("latest", "0") or not self._may_use(stem):
-                raise self._unknown(name, run)
+                return None
             return stem, None, 0
         if at == "latest":
             return record.spec.base_model, record, step if own == record else None
@@ -271,11 +280,18 @@ class Serving:
     ) -> list[ServedName]:
         """Every name that the current request may use. Blocking: reads the disk."""
         names = self._served()
-        of_run = {} if run is None else dict.fromkeys(run.aliases, run.model or "")
-        for alias, model in {**of_run, **aliases}.items():
-            record = self._models.find(model)
-            step, _ = self.newest(record)
-            names.append(ServedName(alias, record.spec.base_model, step, record.created_at))
+        for alias in dict.fromkeys([*(() if run is None else run.aliases), *aliases]):
+            try:
+                found = self._find(aliases.get(alias, alias), run, None)
+            except (NotFound, Conflict):
+                found = None
+            if found is None:  # a request for this alias gets an error; the other names are served
+                continue
+            base, record, step = found
+            if record is not None and step is None:
+                step, _ = self.newest(record)
+            created = 0.0 if record is None else record.created_at
+            names.append(ServedName(alias, base, step or 0, created))
         return names
 
     def _served(self) -> list[ServedName]:
