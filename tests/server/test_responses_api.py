@@ -511,11 +511,12 @@ def test_reasoning_comes_and_goes_as_items(
     )
 
 
-def test_a_call_that_does_not_parse_comes_back_as_it_was(create: Create) -> None:
+def test_a_call_that_does_not_parse_comes_back_as_it_was(create: Create, responses: Any) -> None:
     broken = '<tool_call>\n{"name": "look", "arguments": {"word": }}\n</tool_call>'
     first = create(broken, tools=[FLAT_LOOK])
     (call,) = first.output
     assert (call.arguments, len(first.malformed)) == ('{"word": }', 1)
+    assert responses.retrieve(first.id).to_dict() == first.to_dict()
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "no JSON"}
     question = {"role": "user", "content": "hello"}
     assert continues(first, create("ok", input=[question, call, output], tools=[FLAT_LOOK]))

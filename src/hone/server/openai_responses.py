@@ -154,7 +154,10 @@ def _without_instructions(call: RecordedCall) -> list[dict[str, Any]]:
 
 
 def _response(call: RecordedCall) -> dict[str, Any]:
-    """A stored response, as it was returned, without log-probabilities."""
+    """A stored response, as it was returned, less what is not recorded for it.
+
+    That is: log-probabilities, `encrypted_content` and `not_applicable`.
+    """
     fields = dict(call.request_fields or {})
     if fields.get("tools") is None:
         fields["tools"] = list(map(response_tool, call.tools or ()))
@@ -175,5 +178,6 @@ def _response(call: RecordedCall) -> dict[str, Any]:
         finish=call.finish,
         token_ids=call.call.completion_ids,
         reasoning_tokens=reasoning_tokens,
+        malformed=tuple(call.malformed),
     )
     return ResponseWriter(head, fields).whole([answer])

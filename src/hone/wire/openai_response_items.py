@@ -272,7 +272,7 @@ def output_items(
     """The items of an assistant message. `status` is that of the last one."""
     items: list[dict[str, Any]] = []
     calls = message.get("tool_calls") or []
-    if (reasoning := message.get("reasoning_content")) is not None:
+    if reasoning := message.get("reasoning_content"):
         items.append(reasoning_item(ids, reasoning, encrypted=encrypted))
     if message.get("content") or not (items or calls):
         part = text_part(message.get("content") or "", logprobs)
