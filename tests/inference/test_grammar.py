@@ -1,5 +1,6 @@
 """Constraints: masks over a vocabulary, caches, and grammars that must not harm the server."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -16,8 +17,8 @@ from tests.chat.conftest import build_tokenizer
 
 from hone.errors import EngineError, GrammarError
 from hone.inference import grammar
-from hone.inference.base import Constraint
-from hone.inference.grammar import Grammars, Matcher
+from hone.inference.base import Constraint, Sampling
+from hone.inference.grammar import Grammars, Matcher, start_matchers
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,40 @@ def test_a_slow_check_does_not_hold_up_what_is_compiled(
     monkeypatch.setattr(grammar._Checker, "check", lambda *_: pytest.fail("it was tried again"))
     with pytest.raises(GrammarError):
         grammars.matchers(Constraint("json_schema", json.dumps(slow)), 1)
+
+
+async def test_constraints_of_clients_that_left_are_not_checked(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(lambda: tokenizer, 512)
+    checked: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def check(self: Any, spec: Any, source: str) -> str:
+        checked.append(source)
+        begun.set()
+        assert go_on.wait(60)
+        return ""
+
+    def ask(regex: str) -> "asyncio.Task[Any]":
+        sampling = Sampling(max_tokens=1, constraint=Constraint("regex", regex))
+        return asyncio.create_task(start_matchers(grammars, sampling, 1))
+
+    monkeypatch.setattr(grammar._Checker, "check", check)
+    left = [ask("first"), *(ask(f"a{i}") for i in range(6))]
+    assert await asyncio.to_thread(begun.wait, 60)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    stayed = ask("stayed")
+    await asyncio.sleep(0)  # it is queued
+    go_on.set()
+    assert await stayed
+    assert len(checked) == 2 and "first" in checked[0] and "stayed" in checked[1]
+    assert await ask("first")  # known by now
+    grammars.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        await ask("another")
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

@@ -16,7 +16,9 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -112,6 +114,18 @@ class Grammars:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
+        self._closed = False
+        # One thread for what is not compiled yet: a request that is cancelled leaves the queue.
+        self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hone-grammar")
+
+    def start(
+        self, constraint: Constraint, count: int, stop_ids: Sequence[int]
+    ) -> Future[list[Matcher]]:
+        """`matchers` on another thread; a known constraint does not wait for the check of others."""
+        make = partial(self.matchers, constraint, count, stop_ids)
+        if self._closed or self._cached(constraint) is not None:
+            return run_in_background(make)
+        return self._queue.submit(make)
 
     def matchers(
         self, constraint: Constraint, count: int, stop_ids: Sequence[int] = ()
@@ -125,6 +139,9 @@ class Grammars:
         ]
 
     def close(self) -> None:
+        """End the check under way; those that wait for it get an error."""
+        self._closed = True
+        self._queue.shutdown(wait=False)
         self._checker.close()
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
@@ -148,6 +165,8 @@ class Grammars:
             return self._compiled.get(constraint)
 
     def _new(self, constraint: Constraint) -> llguidance.LLMatcher | str:
+        if self._closed:
+            raise EngineError("the engine was closed; the request was not finished")
         spec, source = self._tokenizer_spec(), _source(constraint)
         if wrong := self._checker.check(spec, source):
             return f"{_NAMES[constraint.kind]} cannot constrain the answer: {_shortened(wrong)}"
@@ -184,8 +203,7 @@ async def start_matchers(
         return None
     if grammars is None:
         raise GrammarError("constraints need an engine that has a tokenizer")
-    work = run_in_background(lambda: grammars.matchers(constraint, count, sampling.stop_ids))
-    return await asyncio.wrap_future(work)
+    return await asyncio.wrap_future(grammars.start(constraint, count, sampling.stop_ids))
 
 
 class _Checker:
