@@ -139,6 +139,8 @@ class Learners:
     async def _load_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
         if await asyncio.to_thread(fits_beside_engine, tokenizer, self._settings):
             learner = await self._launched(slot, tokenizer, gives_way=True)
+            if self._closed:
+                return
             say("its learner loads ahead of the first job", base_model=tokenizer.name)
             await asyncio.to_thread(learner.ready)
             slot.died = None
@@ -150,7 +152,8 @@ class Learners:
         async with slot.launching:
             gpu = await asyncio.to_thread(LearnerGpu.of, self._choice, tokenizer.name)
             # Another GPU, or another share of it: a model with other engine_args was registered.
-            if slot.learner is not None and (not slot.learner.alive or slot.gpu != gpu):
+            outdated = slot.learner is not None and (not slot.learner.alive or slot.gpu != gpu)
+            if outdated and not self._closed:  # one that was closed is not replaced
                 await self._drop(slot)
             if slot.learner is None:
                 start = (launch, self._start_learner, tokenizer, self._settings, gpu)
