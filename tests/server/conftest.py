@@ -177,6 +177,19 @@ class Server:
 MakeServer = Callable[..., Server]
 
 
+@pytest.fixture(scope="module")
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
+) -> Iterator[Server]:
+    """One server for all tests that need none of their own."""
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
+    settings = Settings(root=root, allow_base_models=allowed)
+    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    yield server
+    server.stop()
+
+
 @pytest.fixture
 def make_server(make_state: MakeState, tokenizer: Any) -> Iterator[MakeServer]:
     """`make_server(script, engine=None, **settings)`: started; stopped when the test ends."""

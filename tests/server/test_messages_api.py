@@ -59,19 +59,6 @@ def chat_client(http: Any) -> Callable[..., Any]:
     return connect
 
 
-@pytest.fixture(scope="module")
-def shared(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
-) -> Iterator[Server]:
-    """One server for all tests that need none of their own."""
-    engine = ScriptedEngine(tokenizer=tokenizer)
-    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
-    settings = Settings(root=root, allow_base_models=allowed)
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
 def talk(shared: Server, tiny_model: Path, client: Any) -> Callable[..., Any]:
     """`talk(text, rollout="", **request)`: the message of an engine that says this text."""

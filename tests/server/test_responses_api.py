@@ -15,26 +15,11 @@ from tests.server.test_rollouts import SAID, spelt_out
 from tests.server.test_stream import LONG, wait_for
 
 from hone.capture.scope import recorded
-from hone.server.settings import Settings
-from hone.server.state import State
 
 FLAT_LOOK: dict[str, Any] = {"type": "function", **LOOK["function"]}
 FLAT_WEATHER: dict[str, Any] = {"type": "function", **WEATHER["function"]}
 CALLED = {"call_id": "c1", "name": "look", "arguments": '{"word": "x"}'}
 PATH = "/v1/responses"
-
-
-@pytest.fixture(scope="module")
-def shared(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
-) -> Iterator[Server]:
-    """One server for all tests that need none of their own."""
-    engine = ScriptedEngine(tokenizer=tokenizer)
-    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
-    settings = Settings(root=root, allow_base_models=allowed)
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
-    yield server
-    server.stop()
 
 
 Create = Callable[..., Any]

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,8 @@ from tests.workflow.rollouts import ran, why
 
 from hone.errors import EngineError
 from hone.inference.base import Delta
-from hone.server.settings import Settings
-from hone.server.state import State
 
 LONG = "the weather in the city is cold and the wind is strong today, take the coat " * 3
-
-
-@pytest.fixture(scope="module")
-def shared(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, tiny_model: Path
-) -> Iterator[Server]:
-    engine = ScriptedEngine(tokenizer=tokenizer)
-    root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
-    settings = Settings(root=root, allow_base_models=allowed)
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
