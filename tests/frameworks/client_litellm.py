@@ -1,28 +1,11 @@
 """LiteLLM's own functions, with a loop of one's own around them."""
 # pyright: reportMissingImports=false
 
-import json
 from typing import Any
 
 import litellm
 import talk
-from talk import SCHEMAS, SYSTEM, TOOLS, Report
-
-
-def results(calls: Any) -> list[Any]:
-    """What the tools answered."""
-    return [
-        {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "content": TOOLS[call.function.name](**json.loads(call.function.arguments)),
-        }
-        for call in calls
-    ]
-
-
-def first(question: str) -> list[Any]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+from talk import SCHEMAS, Report, first, results
 
 
 def where(llm: Any) -> dict[str, Any]:

@@ -1,29 +1,12 @@
 """The plain OpenAI client, with a loop of one's own around it."""
 # pyright: reportMissingImports=false
 
-import json
 from typing import Any
 
 import talk
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessage
-from talk import SCHEMAS, SYSTEM, TOOLS, Report
-
-
-def results(calls: Any) -> list[Any]:
-    """What the tools answered."""
-    return [
-        {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "content": TOOLS[call.function.name](**json.loads(call.function.arguments)),
-        }
-        for call in calls
-    ]
-
-
-def first(question: str) -> list[Any]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+from talk import SCHEMAS, Report, first, results
 
 
 async def answer(question: str, llm) -> str:

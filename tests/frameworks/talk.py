@@ -53,6 +53,23 @@ SCHEMAS: list[Any] = [_schema(tool) for tool in TOOLS.values()]
 """The tools as OpenAI's API describes them, for clients that leave it to their user."""
 
 
+def results(calls: Any) -> list[Any]:
+    """What the tools answered to the calls of an OpenAI message, as messages."""
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": TOOLS[call.function.name](**json.loads(call.function.arguments)),
+        }
+        for call in calls
+    ]
+
+
+def first(question: str) -> list[Any]:
+    """The messages of the first call."""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+
+
 class Report(BaseModel):
     """A typed answer; the model that gives it is a random one, so only the server makes it valid."""
 
