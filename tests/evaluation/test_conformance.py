@@ -1,5 +1,6 @@
 """Every built-in evaluator keeps the promises of an evaluator."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from hone.evaluation.evaluators import F1, Contains, ExactMatch, JsonMatch, Nume
 from hone.evaluation.judge import Judge, LlmJudge, TrajectoryJudge
 from hone.evaluation.python import PythonEvaluator
 from hone.evaluation.rule import Rule, RuleEvaluator
+from hone.evaluation.ruler import Ruler, RulerConfig
 from hone.workflow.llm import LLM
 
 TOOL = {"name": "search", "arguments": {"q": "x"}}
@@ -89,7 +91,34 @@ class TestJudges(EvaluatorConformance):
         async with serving(Opinion()) as url:
             llm = LLM(base_url=url, model="wise", max_retries=0)
             read = config.model_validate({"llm": "wise", "attempts": 1, "rubric": "R"})
-            yield Judge(read, llm, max_concurrency=4, cache_dir=None)
+            yield Judge(read, llm, max_concurrency=4)
+            await llm.close()
+
+    @pytest.fixture
+    def cases(self) -> Cases:
+        return [
+            (item("good", trajectory=[call()]), 1),
+            (item("bad", trajectory=[call()]), 0),
+            (item("odd", trajectory=[call()]), None),
+        ]
+
+
+class Ranking(Opinion):
+    """Scores 1 what holds `good`."""
+
+    def reply_to(self, body: dict[str, Any]) -> Reply:
+        text = body["messages"][1]["content"]
+        scores = {"1": {"explanation": "", "score": int("good" in text)}}
+        return Reply("?" if "odd" in text else json.dumps({"scores": scores}))
+
+
+class TestRuler(EvaluatorConformance):
+    @pytest_asyncio.fixture
+    async def evaluator(self) -> AsyncIterator[Evaluator]:
+        async with serving(Ranking()) as url:
+            llm = LLM(base_url=url, model="wise", max_retries=0)
+            config = RulerConfig.model_validate({"llm": "wise", "attempts": 1})
+            yield Ruler(config, llm, max_concurrency=4)
             await llm.close()
 
     @pytest.fixture
@@ -104,4 +133,6 @@ class TestJudges(EvaluatorConformance):
 def test_none_is_left_out():
     plugins.discover()
     ours = {r.name for r in registry.known("evaluator") if r.package == "hone"}
-    assert ours == {rule.type_name for rule, _ in RULES} | {"python", "llm_judge", "trajectory"}
+    assert ours == {rule.type_name for rule, _ in RULES} | {"python"} | {
+        *("llm_judge", "trajectory", "ruler")
+    }

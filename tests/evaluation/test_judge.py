@@ -14,7 +14,14 @@ from tests.evaluation.made import call, item
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.evaluation.base import Score, score
-from hone.evaluation.judge import Judge, LlmJudge, TrajectoryJudge, transcript, verdict_in
+from hone.evaluation.judge import (
+    Judge,
+    LlmJudge,
+    TrajectoryJudge,
+    VerdictCache,
+    transcript,
+    verdict_in,
+)
 from hone.workflow.llm import LLM
 
 
@@ -33,7 +40,8 @@ async def llm(endpoint: Endpoint) -> AsyncIterator[LLM]:
 
 def judge(llm: LLM, cache: Path | None = None, **fields: Any) -> Judge:
     config = LlmJudge.model_validate({"llm": "judge_llm", **fields})
-    return Judge(config, llm, max_concurrency=4, cache_dir=cache)
+    verdicts = None if cache is None else VerdictCache(cache)
+    return Judge(config, llm, max_concurrency=4, cache=verdicts)
 
 
 def says(score: Any, reasoning: str = "because") -> Reply:
@@ -175,7 +183,7 @@ async def test_no_more_at_a_time_than_max_concurrency(endpoint: Endpoint, llm: L
 async def test_the_trajectory_evaluator_shows_the_conversation(endpoint: Endpoint, llm: LLM):
     endpoint.replies = [says(10)]
     config = TrajectoryJudge.model_validate({"llm_name": "judge_llm"})
-    whole = Judge(config, llm, max_concurrency=1, cache_dir=None)
+    whole = Judge(config, llm, max_concurrency=1)
     tool = {"id": "t", "function": {"name": "search", "arguments": "{}"}}
     reply = {"role": "assistant", "content": None, "tool_calls": [tool]}
     later = [

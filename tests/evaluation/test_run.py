@@ -138,7 +138,7 @@ async def test_calls_carry_the_rollout_and_those_of_a_judge_do_not():
             return answer.choices[0].message.content or ""
 
         config = LlmJudge.model_validate({"llm": "wise"})
-        judged = Judge(config, wise, max_concurrency=1, cache_dir=None)
+        judged = Judge(config, wise, max_concurrency=1)
         run = over(ask, items("a"), evaluators=EXACT | {"judged": judged}, host="localhost")
         ended = await run.run(rollout_id=lambda i: f"run:{i.id}", temperature=0)
         await llm.close()

@@ -426,3 +426,14 @@ def test_a_full_disk_ends_a_run_with_its_name(
         command()
     assert command() == 0
     assert len(Parts.builder.ran) == len(set(Parts.builder.ran)) == 8
+
+
+def test_a_validation_by_comparison_is_warned_of(command: Command):
+    document = yaml.safe_load(command.file.read_text())
+    judge = {"_type": "openai", "base_url": "http://127.0.0.1:9/v1", "model_name": "m"}
+    document["llms"] = {"judge": judge | {"max_retries": 0}}
+    document["eval"]["evaluators"] = {"score": {"_type": "ruler", "llm": "judge"}}
+    command.file.write_text(yaml.safe_dump(document))
+    command(validation_dataset=Path("val.json"))
+    warnings = [event["message"] for event in command.events("warning")]
+    assert warnings[0].startswith("the evaluator 'score' compares the rollouts of one policy")

@@ -25,6 +25,7 @@ BUILT_IN = (
     "hone.evaluation.datasets",
     "hone.evaluation.evaluators",
     "hone.evaluation.judge",
+    "hone.evaluation.ruler",
     "hone.finetune.builder",
     "hone.finetune.adapter",
     "hone.finetune.trainer",

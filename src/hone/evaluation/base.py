@@ -41,6 +41,8 @@ class EvalInputItem(_Item):
     """One row of the dataset, and the workflow's output for it."""
 
     id: ItemId
+    example: ItemId | None = None
+    """Id of the row, which its `--reps` share; None if it is `id`."""
     input_obj: Any
     """The workflow's input."""
     expected_output_obj: Any = None
@@ -107,6 +109,15 @@ class Evaluator(Protocol):
     """Scores one item. An exception is a failure of the evaluator, not a zero."""
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem: ...
+
+
+@runtime_checkable
+class GroupEvaluator(Evaluator, Protocol):
+    """Scores the rollouts of one example by comparing them; `evaluate_item` scores one alone."""
+
+    async def evaluate_group(self, items: Sequence[EvalInputItem]) -> Sequence[EvalOutputItem]:
+        """One output for each item, in the order of the items, whose ids may be equal."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -177,19 +188,47 @@ async def score(
 ) -> Score:
     """The evaluator's score of the item; an exception or a timeout becomes its failure."""
     evaluator = _behind(evaluator)
+
+    async def alone() -> Sequence[EvalOutputItem]:
+        return [await evaluator.evaluate_item(item)]
+
+    [one] = await _scores(evaluator, alone, [item], timeout_s)
+    return one
+
+
+async def score_group(
+    evaluator: GroupEvaluator, items: Sequence[EvalInputItem], *, timeout_s: float | None = None
+) -> list[Score]:
+    """The evaluator's scores of rollouts of one example; a failure is the failure of each."""
+    return await _scores(evaluator, lambda: evaluator.evaluate_group(items), items, timeout_s)
+
+
+async def _scores(
+    evaluator: Evaluator,
+    evaluate: Callable[[], Awaitable[Sequence[EvalOutputItem]]],
+    items: Sequence[EvalInputItem],
+    timeout_s: float | None,
+) -> list[Score]:
     # The timeout is for the scoring alone, not for the wait of a thousand items for their turn.
     turn = evaluator.semaphore if isinstance(evaluator, BaseEvaluator) else nullcontext()
     deadline: asyncio.Timeout | None = None
     try:
         async with turn, asyncio.timeout(timeout_s) as deadline:
-            return score_of(await evaluator.evaluate_item(item))
+            outputs = await evaluate()
+            if len(outputs) != len(items):
+                raise ValueError(
+                    f"evaluate_group was given {len(items)} items and returned {len(outputs)} "
+                    "results; it must return one for each, in their order"
+                )
+            return [score_of(output) for output in outputs]
     except TimeoutError as error:
-        if deadline is None or not deadline.expired():
-            return Score(None, failure=failure_of(error))
-        message = f"item {item.id!r}: the evaluator did not end within {timeout_s:g} s"
-        return Score(None, failure=Failure(type="TimeoutError", message=message))
+        failure = failure_of(error)
+        if deadline is not None and deadline.expired():
+            message = f"item {items[0].id!r}: the evaluator did not end within {timeout_s:g} s"
+            failure = Failure(type="TimeoutError", message=message)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
-        return Score(None, failure=failure_of(error))
+        failure = failure_of(error)
+    return [Score(None, failure=failure)] * len(items)
 
 
 def _behind(evaluator: Evaluator) -> Evaluator:

@@ -185,7 +185,9 @@ def load_items(
     if reps == 1:
         return items
     return [
-        item.copy_with_updates(id=f"{item.id}_rep{rep}") for rep in range(reps) for item in items
+        item.copy_with_updates(id=f"{item.id}_rep{rep}", example=item.id)
+        for rep in range(reps)
+        for item in items
     ]
 
 

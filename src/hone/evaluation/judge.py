@@ -13,9 +13,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import Field, model_validator
@@ -32,24 +32,19 @@ from hone.workflow.llm import LLM
 
 log = logging.getLogger("hone")
 
+T = TypeVar("T")
+
 _LINE = re.compile(r"\bscore\b[\"'*\s]*[:=]\s*[\"'*]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _PLACES = ("rubric", "question", "expected", "output", "transcript", "low", "high")
 
 
-class _JudgeConfig(EvaluatorBaseConfig):
+class JudgeBaseConfig(EvaluatorBaseConfig):
+    """Fields of every evaluator that asks a model."""
+
     llm: LLMRef | None = None
     """The judge: a key of `llms`."""
     llm_name: LLMRef | None = None
     """The same, as NeMo Agent Toolkit spells it."""
-    rubric: str = "A good output answers the question correctly and completely."
-    """What makes a high score and what a low one."""
-    min_score: float = 0.0
-    """The lowest score the judge may give; it counts as 0."""
-    max_score: float = 10.0
-    """The highest; it counts as 1."""
-    prompt: str | None = None
-    """The prompt of the judge, instead of hone's; {rubric}, {question}, {expected}, {output},
-    {transcript}, {low} and {high} are filled in. The answer must contain `score: NUMBER`."""
     attempts: int = Field(default=3, ge=1)
     """Number of attempts to get an answer with a score. Failed requests are retried by the client,
     as often as the `llms` entry says."""
@@ -63,9 +58,35 @@ class _JudgeConfig(EvaluatorBaseConfig):
     """Number of items judged at a time; as many as rollouts if not set."""
 
     @model_validator(mode="after")
-    def _it_can_judge(self) -> Self:
+    def _it_names_a_judge(self) -> Self:
         if (self.llm is None) == (self.llm_name is None):
             raise ValueError("name one entry of `llms` as the judge, in llm")
+        return self
+
+    async def get_llm(self, builder: Builder) -> LLM:
+        name = self.llm or self.llm_name
+        assert name is not None, "the schema lets no judge without one"
+        return await builder.get_llm(name)
+
+    def verdicts(self, builder: Builder) -> "VerdictCache | None":
+        """The cache on disk; None if it is switched off."""
+        where = self.cache_dir or builder.get_output_dir().absolute() / "judge_cache"
+        return VerdictCache(where) if self.cache else None
+
+
+class _JudgeConfig(JudgeBaseConfig):
+    rubric: str = "A good output answers the question correctly and completely."
+    """What makes a high score and what a low one."""
+    min_score: float = 0.0
+    """The lowest score the judge may give; it counts as 0."""
+    max_score: float = 10.0
+    """The highest; it counts as 1."""
+    prompt: str | None = None
+    """The prompt of the judge, instead of hone's; {rubric}, {question}, {expected}, {output},
+    {transcript}, {low} and {high} are filled in. The answer must contain `score: NUMBER`."""
+
+    @model_validator(mode="after")
+    def _it_can_judge(self) -> Self:
         if self.min_score >= self.max_score:
             raise ValueError(
                 f"min_score ({self.min_score:g}) is not below max_score ({self.max_score:g})"
@@ -99,13 +120,13 @@ class Judge(BaseEvaluator):
         llm: LLM,
         *,
         max_concurrency: int,
-        cache_dir: Path | None,
+        cache: "VerdictCache | None" = None,
     ) -> None:
         super().__init__(max_concurrency=max_concurrency, tqdm_desc=config.type_name)
         self.config = config
         self.llm = llm
         self._whole = isinstance(config, TrajectoryJudge)
-        self._cache = _Cache(cache_dir) if cache_dir is not None else None
+        self._cache = cache
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
@@ -125,14 +146,15 @@ class Judge(BaseEvaluator):
     async def _verdict(self, messages: list[dict[str, str]]) -> tuple[str, float]:
         if self._cache is None:
             return await self._ask(messages)
-        key = _digest([self.llm.base_url, self.llm.model, self.llm.params, messages])
+        key = self._cache.key(self.llm, messages)
         # Equal outputs of one group are judged at the same time; the second waits for the first.
         async with self._asking.setdefault(key, asyncio.Lock()):
-            verdict = self._cache.get(key)
-            if verdict is None:
-                verdict = await self._ask(messages)
-                self._cache.put(key, verdict, messages)
-            return verdict
+            known = self._cache.get(key, _verdict)
+            if known is None:
+                known = reasoning, score = await self._ask(messages)
+                entry = {"score": score, "reasoning": reasoning, "messages": messages}
+                self._cache.put(key, entry)
+            return known
 
     async def _ask(self, messages: list[dict[str, str]]) -> tuple[str, float]:
         reason = ""
@@ -196,14 +218,11 @@ class Judge(BaseEvaluator):
 
 
 async def judge(config: LlmJudge | TrajectoryJudge, builder: Builder) -> AsyncIterator[Judge]:
-    name = config.llm or config.llm_name
-    assert name is not None, "the schema lets no judge without one"
-    where = config.cache_dir or builder.get_output_dir().absolute() / "judge_cache"
     yield Judge(
         config,
-        await builder.get_llm(name),
+        await config.get_llm(builder),
         max_concurrency=config.max_concurrency or builder.get_max_concurrency(),
-        cache_dir=where if config.cache else None,
+        cache=config.verdicts(builder),
     )
 
 
@@ -253,6 +272,21 @@ def transcript(calls: Sequence[SeenCall]) -> str:
     return "\n".join(lines)
 
 
+def conversations(calls: Sequence[SeenCall]) -> list[list[dict[str, Any]]]:
+    """The conversations of answered calls; a call that continues one replaces it."""
+    histories: list[list[dict[str, Any]]] = []
+    cores: list[list[tuple[Any, ...]]] = []
+    for call in calls:
+        if call.messages is None or call.reply is None:
+            continue
+        asked = [_core(message) for message in call.messages]
+        before = [n for n, core in enumerate(cores) if asked[: len(core)] == core]
+        place = before[-1] if before else len(histories)
+        histories[place:] = [[*call.messages, call.reply], *histories[place + 1 :]]
+        cores[place:] = [[*asked, _core(call.reply)], *cores[place + 1 :]]
+    return histories
+
+
 def _core(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """The keys by which messages are compared; an agent sends an answer back without the others."""
     calls = message.get("tool_calls") or []
@@ -266,29 +300,32 @@ def _line(message: Mapping[str, Any]) -> str:
     return f"{message.get('role', '?')}: {' '.join(parts)}"
 
 
-class _Cache:
-    """Verdicts on disk, one file each, named by a hash of the prompt."""
+class VerdictCache:
+    """Verdicts on disk, one file each, named by a hash of what the judge was asked."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def get(self, key: str) -> tuple[str, float] | None:
+    def key(self, llm: LLM, question: Any) -> str:
+        """A hash of the judge and of the question."""
+        asked = [llm.base_url, llm.model, llm.params, question]
+        text = json.dumps(asked, sort_keys=True, ensure_ascii=False, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def get(self, key: str, read: Callable[[Any], T]) -> T | None:
+        """The verdict that `read` makes of the entry; None if there is none."""
         try:
-            entry = json.loads((self._directory / f"{key}.json").read_text("utf-8"))
-            return str(entry["reasoning"]), float(entry["score"])
+            return read(json.loads((self._directory / f"{key}.json").read_text("utf-8")))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError):
             log.warning("%s: a damaged entry of the judge's cache; asking again", key)
             return None
 
-    def put(self, key: str, verdict: tuple[str, float], messages: list[dict[str, str]]) -> None:
-        reasoning, score = verdict
-        entry = {"score": score, "reasoning": reasoning, "messages": messages}
+    def put(self, key: str, entry: Mapping[str, Any]) -> None:
         content = json.dumps(entry, ensure_ascii=False, indent=1)
         write_atomic(self._directory / f"{key}.json", content)
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _verdict(entry: Any) -> tuple[str, float]:
+    return str(entry["reasoning"]), float(entry["score"])

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,11 +26,13 @@ from hone.evaluation.base import (
     EvalInputItem,
     EvalOptions,
     Evaluator,
+    GroupEvaluator,
     Score,
     score,
 )
 from hone.evaluation.datasets import JsonDataset, as_target, load_items
 from hone.evaluation.files import FINISHED, OutputDir
+from hone.evaluation.groups import Member, RolloutGroup
 from hone.evaluation.results import (
     EvalSummary,
     EvaluationRunOutput,
@@ -103,6 +106,7 @@ class Evaluation:
         temperature: float | None = None,
         step: int | None = None,
         evaluators: Collection[str] | None = None,
+        member: Member | None = None,
     ) -> ItemResult:
         """Run the workflow on one item, then score its output.
 
@@ -112,6 +116,7 @@ class Evaluation:
             temperature: sampling temperature, whatever the workflow asks for.
             step: the step that answers; the newest one if None.
             evaluators: score with these only.
+            member: its place in the group that is scored together; None to score it alone.
         """
         names = self._names(evaluators)
         async with self._slots:
@@ -135,16 +140,25 @@ class Evaluation:
         )
         if result.failure is not None:
             return ItemResult(answered, result, {})
-        return ItemResult(answered, result, await self._scores(answered, names))
+        return ItemResult(answered, result, await self._scores(answered, names, member))
 
     async def score_item(
-        self, item: EvalInputItem, *, evaluators: Collection[str] | None = None
+        self,
+        item: EvalInputItem,
+        *,
+        evaluators: Collection[str] | None = None,
+        member: Member | None = None,
     ) -> ItemResult:
         """Score the output that the item has, without running the workflow."""
         names = self._names(evaluators)
         if item.output_obj is None:
             return ItemResult(item, None, {})
-        return ItemResult(item, None, await self._scores(item, names))
+        return ItemResult(item, None, await self._scores(item, names, member))
+
+    def compares(self, evaluators: Collection[str] | None = None) -> bool:
+        """Whether one of the evaluators compares the rollouts of an example."""
+        names = self._names(evaluators)
+        return any(isinstance(self.evaluators[name], GroupEvaluator) for name in names)
 
     async def run(
         self,
@@ -168,20 +182,33 @@ class Evaluation:
         """
         began = time.monotonic()
         names = self._names(evaluators)
+        wanted = list(enumerate(self.items if items is None else items))
+        members: defaultdict[str, list[int]] = defaultdict(list)
+        for n, item in wanted:
+            members[item.example or item.id].append(n)
+        groups = {example: RolloutGroup(numbers) for example, numbers in members.items()}
 
-        async def one(item: EvalInputItem) -> ItemResult:
-            if rerun(item):
-                id = rollout_id(item) if rollout_id else None
-                result = await self.run_item(
-                    item, rollout=id, temperature=temperature, evaluators=names
-                )
-            else:
-                result = await self.score_item(item, evaluators=names)
+        async def one(n: int, item: EvalInputItem) -> ItemResult:
+            group = groups[item.example or item.id]
+            try:
+                if rerun(item):
+                    id = rollout_id(item) if rollout_id else None
+                    result = await self.run_item(
+                        item,
+                        rollout=id,
+                        temperature=temperature,
+                        evaluators=names,
+                        member=group.member(n),
+                    )
+                else:
+                    result = await self.score_item(item, evaluators=names, member=group.member(n))
+            finally:
+                group.leave(n)
             if on_result is not None:
                 on_result(result)
             return result
 
-        results = await run_together(map(one, self.items if items is None else items))
+        results = await run_together(one(n, item) for n, item in wanted)
         return EvaluationRunOutput(
             results=results,
             eval_input=EvalInput(eval_input_items=[result.item for result in results]),
@@ -200,7 +227,9 @@ class Evaluation:
             )
         return list(evaluators)
 
-    async def _scores(self, item: EvalInputItem, names: Sequence[str]) -> dict[str, Score]:
+    async def _scores(
+        self, item: EvalInputItem, names: Sequence[str], member: Member | None
+    ) -> dict[str, Score]:
         if self._prepare is not None:
             try:
                 prepared = self._prepare(item)
@@ -208,11 +237,16 @@ class Evaluation:
                 _check_item(item)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; it is recorded
                 return dict.fromkeys(names, Score(None, failure=failure_of(error)))
-        deadline = self.timeout_s
-        scores = await run_together(
-            [score(self.evaluators[name], item, timeout_s=deadline) for name in names]
-        )
-        return dict(zip(names, scores, strict=True))
+        if member is not None:
+            member.add(item)
+
+        async def one(name: str) -> Score:
+            evaluator = self.evaluators[name]
+            if member is not None and isinstance(evaluator, GroupEvaluator):
+                return await member.score(name, evaluator, self.timeout_s)
+            return await score(evaluator, item, timeout_s=self.timeout_s)
+
+        return dict(zip(names, await run_together(map(one, names)), strict=True))
 
 
 async def evaluation(
@@ -329,6 +363,11 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
             timeout_s=document.finetuning.rollout_timeout_s,
             skip_workflow=options.skip_workflow,
         )
+        if options.reps == 1 and run.compares():
+            log.warning(
+                "an evaluator compares the runs of a row, and there is one run of each; --reps 4 "
+                "gives it something to compare"
+            )
         structure = (general.dataset or JsonDataset()).structure
         with closing(OutputDir(general, structure)) as output:
             # Only now: an evaluation that cannot start must not remove an earlier one's files.

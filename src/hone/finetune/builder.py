@@ -46,6 +46,7 @@ from hone.finetune.calls import (
     with_ids,
 )
 from hone.finetune.curriculum import group_by_example
+from hone.finetune.group_rewards import GroupPlace, RoundGroups
 from hone.finetune.journal import run_recorded
 from hone.finetune.records import (
     FailureRecord,
@@ -98,6 +99,8 @@ class _Round:
     events: "EventLog | None"
     unscoped: Counter[str]
     """Requests without a rollout, by model, when the round began."""
+    groups: RoundGroups | None = None
+    """Set if the reward compares the rollouts of an example."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls and rollouts that are not trained, by reason."""
 
@@ -153,15 +156,10 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         known = {}
         if at.journal is not None:
             wanted = [(item.id, k) for item in at.items for k in generations]
-            failed = meta.get("failed_before", True)
-            known = known_rollouts(
-                at.journal,
-                at.epoch,
-                at.round,
-                wanted,
-                smallest=self._smallest,
-                failed_before=failed,
-            )
+            where, failed = (at.journal, at.epoch, at.round), meta.get("failed_before", True)
+            known = known_rollouts(*where, wanted, smallest=self._smallest, failed_before=failed)
+        where = self.bound_evaluation, self._reward_name, at.journal, "train", at.epoch, at.round
+        at.groups = RoundGroups.of(*where, items=at.items, generations=generations, known=known)
         places = {item.id: place for place, item in enumerate(everything)}
         logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
         rollouts: list[list[asyncio.Task[RolloutRecord]]] = [[] for _ in generations]
@@ -186,6 +184,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         finally:
             del self.evaluation_runs[run_id]
             at = self._rounds.pop(run_id)
+        if at.groups is not None:
+            at.groups.close()
         records = [record for run in runs for record in run]
         groups, dropped = group_by_example(records, [item.id for item in at.items], self._smallest)
         self.dropped = at.dropped + dropped
@@ -250,10 +250,10 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             return known
 
         async def run(rollout: str) -> RolloutRecord:
-            result = await self.run_item(item, rollout, self._reward_name)
+            result = await self.run_item(item, rollout, self._reward_name, group)
             record = record_of(
                 result,
-                rollout=rollout,
+                rollout=result.rollout.id if result.rollout else rollout,
                 split="train",
                 epoch=at.epoch,
                 round=at.round,
@@ -262,28 +262,34 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             )
             return await self._with_calls(at, await self._with_reward(record, result), result)
 
-        return await run_recorded(
-            run,
-            at.run_id,
-            journal=at.journal,
-            events=at.events,
-            retries=config.rollout_retries,
-            epoch=at.epoch,
-            round=at.round,
-            item=place,
-            generation=k,
-            session=at.session,
-        )
+        with nullcontext() if at.groups is None else at.groups.place(item, k) as group:
+            return await run_recorded(
+                run,
+                at.run_id,
+                journal=at.journal,
+                events=at.events,
+                retries=config.rollout_retries,
+                epoch=at.epoch,
+                round=at.round,
+                item=place,
+                generation=k,
+                session=at.session,
+            )
 
     async def run_item(
-        self, item: "EvalInputItem", rollout: str, reward: str | None
+        self,
+        item: "EvalInputItem",
+        rollout: str,
+        reward: str | None,
+        group: GroupPlace | None = None,
     ) -> "ItemResult":
         """Run and score one rollout; calls of evaluators are marked as theirs."""
-        host = self.bound_evaluation.host
+        evaluation, host = self.bound_evaluation, self.bound_evaluation.host
+        names = None if reward is None else [reward]
         with nullcontext() if host is None else outside_rollouts(EVALUATION, host=host):
-            return await self.bound_evaluation.run_item(
-                item, rollout=rollout, evaluators=None if reward is None else [reward]
-            )
+            if group is not None:
+                return await group.run_item(evaluation, rollout, names)
+            return await evaluation.run_item(item, rollout=rollout, evaluators=names)
 
     async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
         """The calls that are trained: recorded by the server, or seen by this process."""

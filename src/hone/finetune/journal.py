@@ -175,9 +175,12 @@ class Journal:
             if record.failure is None or record.failure.kind != "infrastructure"
         }
 
+    def unscored(self, split: Split, epoch: int) -> Path:
+        """The file of rollouts that have ended and wait for others of their group."""
+        return self.directory / "unscored" / _file_name(split, epoch)
+
     def _rollouts(self, split: Split, epoch: int) -> Path:
-        name = {"train": "epoch", "val": "validation", "final": "final"}[split]
-        return self.directory / "trajectories" / f"{name}_{epoch:03d}.jsonl"
+        return self.directory / "trajectories" / _file_name(split, epoch)
 
     # ---- submissions ----------------------------------------------------------------------
 
@@ -360,6 +363,11 @@ def _resolved(one: dict[str, Any], known: Mapping[str, RolloutRecord]) -> Any:
         return one
     update = {key: value for key, value in one.items() if key != "rollout"}
     return known[one["rollout"]].trajectory().model_copy(update=update)
+
+
+def _file_name(split: Split, epoch: int) -> str:
+    name = {"train": "epoch", "val": "validation", "final": "final"}[split]
+    return f"{name}_{epoch:03d}.jsonl"
 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:

@@ -45,6 +45,11 @@ log = logging.getLogger("hone")
 LOGGED_CHECKS = ("cost", "movement")
 """Checks whose message is logged even if they pass."""
 COMPLETED = TrainingStatusEnum.COMPLETED
+COMPARED_VALIDATION = (
+    "the evaluator {reward!r} compares the rollouts of one policy with each other, so the validation "
+    "reward does not show whether the policy improves. Name a file in --validation_config_file in "
+    "which {reward!r} is an evaluator of another type."
+)
 
 
 class FinetuneOptions(FinetuneRunConfig):
@@ -158,6 +163,10 @@ class Run:
             generations=trajectories.num_generations,
             validation_examples=len(held_out.items) if held_out else 0,
         )
+        if held_out is not None and held_out.compares():
+            message = COMPARED_VALIDATION.format(reward=self.reward)
+            log.warning("%s", message)
+            self.events.append("warning", message=message)
         if builder.served is not None and builder.served.trained is not None:
             log.info("%s", describe(self.document, builder.served.trained, builder.policy))
         if not self.state.history.rounds:

@@ -12,12 +12,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
 from hone.events import ValidationResult
 from hone.finetune.curriculum import check_failures
+from hone.finetune.group_rewards import GroupPlace, RoundGroups
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import RolloutRecord, record_of, reward_or_substitute
 from hone.report.comparison import to_confirm
@@ -71,10 +73,20 @@ class Validator:
             "validation_started", epoch=epoch, rollouts=len(wanted), resumed=len(known), final=final
         )
 
+        split, reps = "final" if final else "val", range(self.config.validation.reps)
+        rollouts = {"items": self.evaluation.items, "generations": reps, "known": known}
+        at = self.journal, split, epoch, 0
+        groups = RoundGroups.of(self.evaluation, self._reward, *at, **rollouts)
+
         async def rollout(place: int, item: "EvalInputItem", rep: int) -> RolloutRecord:
-            return known.get((item.id, rep)) or await self._run(item, epoch, place, rep, pinned)
+            if record := known.get((item.id, rep)):
+                return record
+            with nullcontext() if groups is None else groups.place(item, rep) as group:
+                return await self._run(item, epoch, place, rep, pinned, group)
 
         records = await run_together(rollout(*one) for one in wanted)
+        if groups is not None:
+            groups.close()
         after = f"validation after {counted(epoch, 'epoch')}"
         where = f"final validation of step {step}" if final else after
         outcome = self._outcome(records, where)
@@ -97,22 +109,36 @@ class Validator:
             if outcome["error"]:
                 return
 
+    @property
+    def _reward(self) -> str:
+        assert self.config.reward_function is not None, "no run is read without one"
+        return self.config.reward_function.name
+
     async def _run(
-        self, item: "EvalInputItem", epoch: int, place: int, rep: int, step: int | None
+        self,
+        item: "EvalInputItem",
+        epoch: int,
+        place: int,
+        rep: int,
+        step: int | None,
+        group: GroupPlace | None,
     ) -> RolloutRecord:
         """One rollout; `step` is that of a final validation, None for the newest one."""
         config, split = self.config, "val" if step is None else "final"
-        assert config.reward_function is not None, "no run is read without one"
-        reward = config.reward_function.name
+        reward = self._reward
         temperature = 0.0 if config.validation.greedy else None
 
         async def run(rollout: str) -> RolloutRecord:
-            result = await self.evaluation.run_item(
-                item, rollout=rollout, temperature=temperature, step=step, evaluators=[reward]
-            )
+            options = {"temperature": temperature, "step": step}
+            if group is not None:
+                result = await group.run_item(self.evaluation, rollout, [reward], **options)
+            else:
+                result = await self.evaluation.run_item(
+                    item, rollout=rollout, evaluators=[reward], **options
+                )
             record = record_of(
                 result,
-                rollout=rollout,
+                rollout=result.rollout.id if result.rollout else rollout,
                 split=split,
                 epoch=epoch,
                 generation=rep,
