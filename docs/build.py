@@ -42,6 +42,7 @@ SOURCE = DOCS.parent / "src" / "hone"
 FOLDERS = (
     *("config", "workflow", "capture", "evaluation", "finetune", "report", "backends"),
     *("wire", "server", "store", "chat", "inference", "learner", "models"),
+    *("serverless", "utils"),
 )
 """The folders in the order in which data visits them."""
 TREE = ("<!-- source tree -->\n", "<!-- /source tree -->")

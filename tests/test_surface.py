@@ -25,11 +25,14 @@ def test_public_names():
         "Call",
         "History",
         "LocalBackend",
+        "LocalTrainResult",
         "Messages",
         "MessagesAndChoices",
         "Model",
         "RemoteBackend",
         "Rollout",
+        "ServerlessBackend",
+        "ServerlessTrainResult",
         "Tools",
         "TrainConfig",
         "TrainResult",
@@ -37,6 +40,10 @@ def test_public_names():
         "Trajectory",
         "TrajectoryGroup",
         "__version__",
+        "auto_trajectory",
+        "capture_auto_trajectory",
+        "capture_yielded_trajectory",
+        "dev",
         "function",
         "gather_trajectories",
         "gather_trajectory_groups",
@@ -44,6 +51,7 @@ def test_public_names():
         "rollout",
         "step",
         "trajectory_group_batches",
+        "yield_trajectory",
     ]
     assert set(hone.__all__) <= set(dir(hone))
     assert all(getattr(hone, name) is not None for name in hone.__all__)
@@ -53,7 +61,7 @@ def test_public_names():
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(AttributeError, match="hone has no 'LocalApi'; it has Backend, Call,"):
         hone.LocalApi  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]  # the mistake
-    assert not hasattr(hone, "dev")
+    assert not hasattr(hone, "skypilot")
 
 
 def test_star_import_gives_every_name():

@@ -8,10 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hone import dev as dev
     from hone import errors as errors
     from hone.backends.base import Backend, TrainResult
+    from hone.backends.base import TrainResult as LocalTrainResult
+    from hone.backends.base import TrainResult as ServerlessTrainResult
     from hone.backends.local import LocalBackend
     from hone.backends.remote import RemoteBackend
+    from hone.backends.remote import RemoteBackend as ServerlessBackend
+    from hone.capture.histories import (
+        auto_trajectory,
+        capture_auto_trajectory,
+        capture_yielded_trajectory,
+        yield_trajectory,
+    )
     from hone.capture.named import function
     from hone.capture.scope import Rollout, rollout, step
     from hone.gather import (
@@ -36,11 +46,14 @@ __all__ = [
     "Call",
     "History",
     "LocalBackend",
+    "LocalTrainResult",
     "Messages",
     "MessagesAndChoices",
     "Model",
     "RemoteBackend",
     "Rollout",
+    "ServerlessBackend",
+    "ServerlessTrainResult",
     "Tools",
     "TrainConfig",
     "TrainResult",
@@ -48,6 +61,10 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "__version__",
+    "auto_trajectory",
+    "capture_auto_trajectory",
+    "capture_yielded_trajectory",
+    "dev",
     "function",
     "gather_trajectories",
     "gather_trajectory_groups",
@@ -55,6 +72,7 @@ __all__ = [
     "rollout",
     "step",
     "trajectory_group_batches",
+    "yield_trajectory",
 ]
 
 __version__ = "0.1.0"
@@ -64,17 +82,23 @@ _HOME = {
     "Call": "types",
     "History": "trajectory",
     "LocalBackend": "backends.local",
+    "LocalTrainResult": "local",
     "Messages": "trajectory",
     "MessagesAndChoices": "trajectory",
     "Model": "model",
     "RemoteBackend": "backends.remote",
     "Rollout": "capture.scope",
+    "ServerlessBackend": "serverless.backend",
+    "ServerlessTrainResult": "serverless.backend",
     "Tools": "trajectory",
     "TrainConfig": "types",
     "TrainResult": "backends.base",
     "TrainableModel": "model",
     "Trajectory": "trajectory",
     "TrajectoryGroup": "trajectory",
+    "auto_trajectory": "capture.histories",
+    "capture_auto_trajectory": "capture.histories",
+    "capture_yielded_trajectory": "capture.histories",
     "function": "capture.named",
     "gather_trajectories": "gather",
     "gather_trajectory_groups": "gather",
@@ -82,12 +106,17 @@ _HOME = {
     "rollout": "capture.scope",
     "step": "capture.scope",
     "trajectory_group_batches": "gather",
+    "yield_trajectory": "capture.histories",
 }
 
 
+_MODULES = frozenset({"dev", "errors", "langgraph", "local", "rewards", "trajectories", "utils"})
+"""Modules that are attributes without an import of their own, as in `art.dev.TrainConfig`."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "errors":  # for `except hone.errors.TrainingFailed`
-        return import_module("hone.errors")
+    if name in _MODULES:
+        return import_module(f"hone.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"hone has no {name!r}; it has {', '.join(__all__)}")

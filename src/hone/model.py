@@ -8,18 +8,21 @@ backend, so two programs that use the same name use the same model.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr
 from typing_extensions import TypeVar  # with default=, which typing has from 3.13
 
+from hone import dev, model_files
 from hone.backends.base import Backend, TrainResult
 from hone.capture.base import host_of
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import ConfigError
 from hone.trajectory import Trajectory, TrajectoryGroup, means
-from hone.types import ModelSpec, Name, ProjectName, TrainConfig
+from hone.types import AnyName, AnyProject, ModelSpec, TrainConfig, stored_name
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -31,6 +34,9 @@ MAX_CONNECTIONS = 100_000
 """The server limits the rollouts, not the client's connection pool."""
 
 ConfigT = TypeVar("ConfigT", default=Any)
+Logged = Iterable[Trajectory | TrajectoryGroup | BaseException]
+
+log = logging.getLogger("hone")
 
 
 class Model(BaseModel, Generic[ConfigT]):
@@ -38,10 +44,20 @@ class Model(BaseModel, Generic[ConfigT]):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    name: Name
-    project: ProjectName = "default"
+    name: AnyName
+    """Any printable text; one that cannot be a directory is stored under a name made of it."""
+    project: AnyProject = "default"
+    entity: str | None = None
+    """Owner of the project in a service that metrics are reported to, such as W&B."""
+    id: str | None = None
+    """For the user; hone identifies a model by its project and name."""
+    run_id: str | None = None
     config: ConfigT | None = None
     """For the user's rollouts; hone does not use it."""
+    base_path: str = ".hone"
+    """Directory for state.json and logged trajectories, in PROJECT/models/NAME below it."""
+    report_metrics: list[str] | None = None
+    """Services that logged metrics are also reported to, by name."""
     inference_base_url: str | None = None
     inference_api_key: str | None = None
     inference_model_name: str | None = None
@@ -109,26 +125,68 @@ class Model(BaseModel, Generic[ConfigT]):
         """The newest published step; 0 for a model that is not trained."""
         return 0
 
+    def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
+        """The arguments of `litellm.completion` for this model."""
+        name = self.get_inference_name(step)
+        return {
+            "model": f"hosted_vllm/{name}" if self.trainable else name,
+            "base_url": self.inference_base_url,
+            "api_key": self.inference_api_key,
+            "temperature": 1,
+        }
+
     async def log(
         self,
-        trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException] = (),
+        trajectories: Logged | None = None,
         split: str = "val",
         *,
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        """Write the mean metrics of these trajectories to the model's history; returns them.
+        """Write these trajectories to `base_path` and their mean metrics to the model's history.
 
         Args:
             trajectories: groups or trajectories; an exception counts as a failed rollout.
             split: prefix of each metric; `val` gives val/reward, which decides the best step.
             metrics: further metrics.
             step: the step they belong to; the newest one if None.
+
+        Returns the metrics that were written.
         """
-        raise NotInThisVersion(
-            f"model {self.name!r} is not trained, and only trained models have a history: log() "
-            "for a hone.Model is not in this version"
-        )
+        items = list(trajectories or ())
+        written = {**means(items), **(metrics or {})}
+        if not written:
+            raise ConfigError(f"model {self.name!r}: log() got neither trajectories nor metrics")
+        step = await self.get_step() if step is None else step
+        if items:
+            model_files.log_trajectories(self._directory, split, step, items)
+        await self._log_metrics(written, split, step)
+        return {f"{split}/{name}": value for name, value in written.items()}
+
+    async def _log_metrics(self, metrics: Mapping[str, float], split: str, step: int) -> None:
+        model_files.log_metrics(self._directory, split, step, metrics)
+
+    # ---- state.json: whatever the program wants to find again --------------------------------
+
+    @property
+    def _directory(self) -> Path:
+        return model_files.model_directory(self.base_path, self.project, self.name)
+
+    def read_state(self) -> dict[str, Any] | None:
+        """The state that was written, or None."""
+        return model_files.read_state(self._directory)
+
+    def overwrite_state(self, state: Mapping[str, Any]) -> None:
+        """Write the state, in place of what was there."""
+        model_files.write_state(self._directory, state)
+
+    write_state = overwrite_state
+
+    def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Write these values into the state, dicts into dicts; returns the whole state."""
+        whole = model_files.merged(self.read_state() or {}, state)
+        self.overwrite_state(whole)
+        return whole
 
 
 class TrainableModel(Model[ConfigT], Generic[ConfigT]):
@@ -152,22 +210,25 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     peft_args: dict[str, JsonValue] = {}
     """Adapter arguments, as for PEFT: r is rank, lora_alpha alpha, random_state seed."""
 
+    trainer_args: dict[str, JsonValue] = {}
+    """Training arguments, as for TRL: defaults of the jobs, like `defaults`."""
+
+    _internal: dict[str, Any] | None = PrivateAttr(default=None)
+
     def __init__(self, **fields: Any) -> None:
-        if "_internal_config" in fields:
-            self._internal_config = None
+        internal = fields.pop("_internal_config", None)
         super().__init__(**fields)
+        self._internal_config = internal
 
     @property
-    def _internal_config(self) -> None:
-        return None
+    def _internal_config(self) -> dict[str, Any] | None:
+        """ART's options, as written; hone has fields for all of them."""
+        return self._internal
 
     @_internal_config.setter
-    def _internal_config(self, _: Any) -> NoReturn:
-        raise NotInThisVersion(
-            "_internal_config (ART's) is not taken by hone.TrainableModel. Its init_args, "
-            "engine_args and peft_args are fields of their own here, and trainer_args go to "
-            "TrainConfig or defaults; ART's own client may send it to a hone server as it is."
-        )
+    def _internal_config(self, config: Mapping[str, Any] | None) -> None:
+        dev.model_fields(config or {})  # raises where the caller sees the line
+        self._internal = None if config is None else dict(config)
 
     @property
     def trainable(self) -> bool:
@@ -175,15 +236,37 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     def spec(self) -> ModelSpec:
         """The registration that is sent to the server."""
-        return ModelSpec(**self.model_dump(include=set(ModelSpec.model_fields)))
+        fields = self.model_dump(include=set(ModelSpec.model_fields))
+        for section, values in dev.model_fields(self._internal or {}).items():
+            fields[section] = _agreeing(fields[section], values, section)
+        fields |= {"name": stored_name(self.name), "project": stored_name(self.project)}
+        return ModelSpec(**fields)
 
-    async def register(self, backend: Backend) -> None:
-        """Register it with the backend and load the base model if it is not loaded."""
-        await backend.register(self)
+    async def register(
+        self,
+        backend: Backend,
+        _openai_client_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Register it with the backend and load the base model if it is not loaded.
+
+        Args:
+            backend: where it is served and trained.
+            _openai_client_config: as ART starts its OpenAI server; hone's runs already, so only its
+                engine_args have an effect.
+        """
+        engine_args, unused = dev.engine_fields(_openai_client_config)
+        self.engine_args = _agreeing(self.engine_args, engine_args, "engine_args")
+        info = await backend.register(self)
+        if without_effect := [*info.not_applicable, *unused]:
+            log.warning(
+                "model %s: these options have no effect here: %s",
+                self.name,
+                ", ".join(without_effect),
+            )
         self._backend = backend
         self.inference_base_url, self.inference_api_key = await backend.prepare(self)
         # With its project: a bare name is ambiguous once another project uses it too.
-        self.inference_model_name = f"{self.project}/{self.name}"
+        self.inference_model_name = f"{stored_name(self.project)}/{stored_name(self.name)}"
 
     def _no_address(self) -> str:
         return f"model {self.name!r} is not registered: await model.register(backend) first"
@@ -195,7 +278,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         self,
         trajectory_groups: Iterable[TrajectoryGroup],
         config: TrainConfig | None = None,
-        *,
+        _config: Mapping[str, Any] | None = None,
         verbose: bool = False,
         **keys: Any,
     ) -> TrainResult:
@@ -204,29 +287,30 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         Args:
             trajectory_groups: groups of rollouts of one input, compared with each other.
             config: training settings; missing keys come from the model's `defaults`, then hone's.
+            _config: ART's advanced options, `hone.dev.TrainConfig`; each is honoured or refused.
             verbose: show progress even if stderr is not a terminal.
-            **keys: keys of TrainConfig, instead of `config`.
+            **keys: keys of TrainConfig or options of ART, instead of `config`.
         """
+        keys = {**(_config or {}), **keys}
         return await self.backend().train(self, trajectory_groups, config, verbose=verbose, **keys)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> list[int]:
         """Delete all steps but the newest and the best by a logged metric; returns those deleted."""
         return await self.backend().delete_checkpoints(self, best_checkpoint_metric)
 
-    async def log(
-        self,
-        trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException] = (),
-        split: str = "val",
-        *,
-        metrics: Mapping[str, float] | None = None,
-        step: int | None = None,
-    ) -> dict[str, float]:
-        written = {**means(trajectories), **(metrics or {})}
-        if not written:
-            raise ConfigError(f"model {self.name!r}: log() got neither trajectories nor metrics")
-        step = await self.get_step() if step is None else step
-        await self.backend().log(self, written, split=split, step=step)
-        return {f"{split}/{name}": value for name, value in written.items()}
+    async def _log_metrics(self, metrics: Mapping[str, float], split: str, step: int) -> None:
+        await self.backend().log(self, metrics, split=split, step=step)
+
+
+def _agreeing(own: Mapping[str, Any], more: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Both; ConfigError where they disagree."""
+    for key, value in more.items():
+        if own.get(key, value) != value:
+            raise ConfigError(
+                f"{section}.{key} is {own[key]!r}, and {value!r} in _internal_config or "
+                "_openai_client_config; write one of the two"
+            )
+    return {**own, **more}
 
 
 def connection_to(base_url: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:

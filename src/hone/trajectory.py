@@ -15,6 +15,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Annotated, Any, Protocol, Self
 
 from pydantic import (
@@ -72,7 +73,10 @@ class Trajectory(History):
     metrics: dict[str, float | int | bool] = {}
     metadata: dict[str, float | int | str | bool | None] = {}
     logs: list[str] = []
-    _started: float = PrivateAttr(default_factory=time.monotonic)
+    initial_policy_version: int | None = None
+    """The step that it was begun with, if its author notes it; recorded calls have their own."""
+    final_policy_version: int | None = None
+    start_time: datetime = Field(default_factory=datetime.now, exclude=True)
 
     @model_validator(mode="after")
     def _a_value_per_trained_call(self) -> Self:
@@ -87,8 +91,9 @@ class Trajectory(History):
         self.logs.append(message)
 
     def finish(self) -> Self:
-        """Set `metrics["duration"]` to the seconds since it was created."""
-        self.metrics["duration"] = time.monotonic() - self._started
+        """Set `metrics["duration"]` to the seconds since `start_time`."""
+        now = datetime.now(self.start_time.tzinfo)
+        self.metrics["duration"] = (now - self.start_time).total_seconds()
         return self
 
     @asynccontextmanager
@@ -107,7 +112,10 @@ class Trajectory(History):
         messages = [_message(item) | {"trainable": _is_sampled(item)} for item in items]
         rollout = {"rollout": self.rollout} if self.rollout else {}
         fields = self.model_dump(include={"metrics", "metadata", "tools", "logs"})
-        return {"reward": self.reward, **rollout, **fields, "messages": messages}
+        versions = self.model_dump(
+            include={"initial_policy_version", "final_policy_version"}, exclude_none=True
+        )
+        return {"reward": self.reward, **rollout, **versions, **fields, "messages": messages}
 
     def __str__(self) -> str:
         fields = {"reward": self.reward, "metrics": self.metrics, "metadata": self.metadata}
@@ -194,6 +202,11 @@ class JobRequest(Strict):
     """Plot the trained tokens, beside the checkpoint."""
     advance_when_flat: bool = False
     """Publish the next step, with the same adapter, even if there was nothing to learn."""
+
+
+def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
+    """Messages and choices as plain OpenAI messages."""
+    return History(messages_and_choices=messages_and_choices).messages()
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -8,6 +8,7 @@ text: 15 of 64 completions of a small model come back as other ids, and their lo
 describe tokens that were never sampled.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -23,7 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+Name = Annotated[str, StringConstraints(pattern=_NAME)]
 """Name of a model, a project or a run. It becomes a directory, so it cannot leave its parent."""
 _ROOT_FILES = re.compile(r"api_key|cache|evals|logs|runs|(server|state)\..*", re.IGNORECASE)
 """Files of a server under its root, beside the directories of projects."""
@@ -37,6 +39,30 @@ def _not_a_root_file(project: str) -> str:
 
 ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
 """A project becomes a directory under the server's root."""
+
+
+def _readable(name: str) -> str:
+    if ".." in name.split("/") or not name.isprintable() or "@" in name or name != name.strip():
+        raise ValueError(f"{name!r}: use printable characters, no '..', no '@' and no outer spaces")
+    return name
+
+
+AnyName = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_readable)]
+"""A name as ART's users write them, with spaces and slashes; `stored_name` makes a Name of it."""
+AnyProject = Annotated[AnyName, AfterValidator(_not_a_root_file)]
+
+
+def stored_name(name: str) -> str:
+    """The Name under which a model or project is stored: its own, if that is one.
+
+    'my agent/v2' becomes 'my-agent-v2-' and eight digits of its hash, so that no two names meet.
+    """
+    if re.fullmatch(_NAME, name):
+        return name
+    words = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-._")[:100]
+    return f"{words or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
 
@@ -158,6 +184,19 @@ class TrainConfig(Strict):
     """Largest number of tokens per packed row; the longest path always fits. Null: as many as fit
     into the learner's share of the machine's total memory, recorded with the job when it starts."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_accumulation(cls, values: Any) -> Any:
+        """ART's TrainConfig has one more field, which its users leave at None."""
+        if isinstance(values, dict) and "grad_accumulation_sequences" in values:
+            values = dict(values)
+            if values.pop("grad_accumulation_sequences") is not None:
+                raise ValueError(
+                    "grad_accumulation_sequences: optimizer steps are counted in groups, so that "
+                    "none is split; set groups_per_optimizer_step"
+                )
+        return values
+
     @property
     def divides_by_spread(self) -> bool:
         """Whether advantages are divided by the group's standard deviation."""
@@ -226,6 +265,8 @@ class ModelSpec(Strict):
     """Engine arguments, as for vLLM. Each key is honoured, refused, or listed in not_applicable."""
     peft_args: dict[str, JsonValue] = {}
     """Adapter arguments, as for PEFT: r is rank, lora_alpha alpha, random_state seed."""
+    trainer_args: dict[str, JsonValue] = {}
+    """Training arguments, as for TRL: learning_rate, beta and others are defaults of the jobs."""
     not_applicable: list[str] = []
     """Keys of the request that have no effect here."""
 

@@ -1,17 +1,22 @@
 """Model and TrainableModel: names, clients, what is logged, and what is refused."""
 
 import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 import hone
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import ConfigError
 from hone.trajectory import means
+from hone.types import stored_name
 
 
-def prompted(**more: str) -> Model:
+def prompted(**more: Any) -> Model:
     return Model(name="gpt", inference_base_url="http://x/v1", inference_api_key="k", **more)
 
 
@@ -58,8 +63,48 @@ async def test_a_model_that_is_not_trained():
     await model.register(backend)
     assert model.backend() is backend
     assert (model.trainable, await model.get_step()) == (False, 0)
-    with pytest.raises(NotInThisVersion, match="only trained models have a history"):
-        await model.log([Trajectory(reward=1)])
+
+
+async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(tmp_path: Path):
+    model = prompted(project="games", base_path=str(tmp_path))
+    group = TrajectoryGroup([Trajectory(reward=1, logs=["won"]), Trajectory(reward=0)])
+    logged = await model.log([group, ValueError("lost")], split="test", metrics={"cost": 2.0})
+    # Two rewards, 1 and 0; one failure in three rollouts.
+    assert logged == {
+        "test/reward": 0.5,
+        "test/reward_std_dev": 0.5,
+        "test/exception_rate": pytest.approx(1 / 3),
+        "test/cost": 2.0,
+    }
+    await model.log(None, metrics={"reward": 0.75}, step=4)
+    directory = tmp_path / "games/models/gpt"
+    history = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
+    assert history == [{"step": 0, **logged}, {"step": 4, "val/reward": 0.75}]
+    lines = (directory / "trajectories/test/0000.jsonl").read_text().splitlines()
+    first, second = (TrajectoryGroup.model_validate_json(line) for line in lines)
+    assert (first.trajectories[0].logs, second.exceptions[0].message) == (["won"], "lost")
+    with pytest.raises(ConfigError, match="neither trajectories nor metrics"):
+        await model.log()
+
+
+def test_state_is_read_merged_and_written(tmp_path: Path):
+    model = prompted(base_path=str(tmp_path))
+    assert model.read_state() is None
+    model.overwrite_state({"epoch": 1, "seen": {"a": 1}})
+    assert model.merge_state({"seen": {"b": 2}}) == {"epoch": 1, "seen": {"a": 1, "b": 2}}
+    again = prompted(base_path=str(tmp_path))
+    assert again.read_state() == {"epoch": 1, "seen": {"a": 1, "b": 2}}
+
+
+def test_arguments_for_litellm():
+    assert prompted().litellm_completion_params() == {
+        "model": "gpt",
+        "base_url": "http://x/v1",
+        "api_key": "k",
+        "temperature": 1,
+    }
+    trained = TrainableModel(name="agent", base_model="b")
+    assert trained.litellm_completion_params(step=2)["model"] == "hosted_vllm/agent@2"
 
 
 def test_the_server_is_told_what_was_written():
@@ -99,15 +144,76 @@ def test_a_config_of_one_s_own_type_is_kept():
 
 
 def test_what_hone_does_not_take_is_refused_by_name():
-    with pytest.raises(ValueError, match="base_path"):
-        TrainableModel(name="a", base_model="b", base_path=".art")
-    with pytest.raises(ValueError, match="name"):
-        TrainableModel(name="../a", base_model="b")
-    with pytest.raises(NotInThisVersion, match="are fields of their own here"):
-        TrainableModel(name="a", base_model="b", _internal_config={})
-    model = TrainableModel(name="a", base_model="b")
-    with pytest.raises(NotInThisVersion, match="are fields of their own here"):
-        model._internal_config = {}
+    with pytest.raises(ValueError, match="base_paths"):
+        TrainableModel(name="a", base_model="b", base_paths=".art")
+    for name in ("../a", "a@1", "a ", "a\nb"):
+        with pytest.raises(ValueError, match="name"):
+            TrainableModel(name=name, base_model="b")
+
+
+def test_an_internal_config_is_sent_in_hone_s_words():
+    internal = hone.dev.InternalModelConfig(
+        init_args=hone.dev.InitArgs(max_seq_length=512),
+        engine_args=hone.dev.EngineArgs(gpu_memory_utilization=0.5),
+        peft_args=hone.dev.PeftArgs(r=4),
+        trainer_args=hone.dev.TrainerArgs(learning_rate=1e-4),
+        trainer_gpu_ids=[0],
+        inference_gpu_ids=[1],
+        chat_template_kwargs={"enable_thinking": False},
+        rollout_weights_mode="lora",
+        tinker_args=None,
+    )
+    model = TrainableModel(name="a", base_model="b", engine_args={"max_num_seqs": 8})
+    model._internal_config = internal  # as ART's notebooks set it
+    assert model._internal_config == internal
+    sent = model.spec().model_dump(exclude_defaults=True)
+    assert sent == {
+        "name": "a",
+        "base_model": "b",
+        "init_args": {"max_seq_length": 512},
+        "engine_args": {
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.5,
+            "trainer_gpu_ids": [0],
+            "inference_gpu_ids": [1],
+        },
+        "peft_args": {"r": 4},
+        "trainer_args": {"learning_rate": 1e-4},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 8, and 9 in _internal_config"):
+        TrainableModel(
+            name="a",
+            base_model="b",
+            engine_args={"max_num_seqs": 8},
+            _internal_config={"engine_args": {"max_num_seqs": 9}},
+        ).spec()
+
+
+@pytest.mark.parametrize(
+    ("internal", "message"),
+    [
+        ({"init_arg": {}}, "_internal_config.init_arg: no such key. Did you mean 'init_args'?"),
+        ({"init_args": 3}, "_internal_config.init_args: expected a dict, got int"),
+        ({"rollout_weights_mode": "merged"}, "leave it out or send 'lora'. Adapters are served as"),
+        ({"torchtune_args": {"model": "x"}}, "Hone trains LoRA adapters on its own server"),
+        ({"chat_template": "{{ x }}"}, "name that directory as base_model"),
+    ],
+)
+def test_an_internal_config_that_hone_cannot_honour(internal: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as caught:
+        TrainableModel(name="a", base_model="b", _internal_config=internal)
+    assert message in str(caught.value)
+
+
+def test_a_name_that_is_no_directory_is_stored_under_one_made_of_it():
+    model = TrainableModel(name="my agent/v2", project="Board games", base_model="b")
+    spec = model.spec()
+    # sha256 of the name as written, so that 'my agent v2' is another model.
+    assert spec.name == f"my-agent-v2-{hashlib.sha256(b'my agent/v2').hexdigest()[:8]}"
+    assert spec.project == f"Board-games-{hashlib.sha256(b'Board games').hexdigest()[:8]}"
+    assert stored_name("my agent v2") != spec.name
+    assert stored_name("agent-001") == "agent-001"
 
 
 def test_means_by_hand():

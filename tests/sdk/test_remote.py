@@ -99,7 +99,7 @@ async def test_every_train_is_a_job_of_its_own(backend: RemoteBackend, standin: 
     ("keys", "message"),
     [
         ({"learning_rat": 1}, "no such key. Did you mean learning_rate?"),
-        ({"loss_fn": "cispo"}, "Did you mean loss ('cispo', or 'grpo' where ART says 'ppo')?"),
+        ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
         ({"zzz": 1}, "no such key. Known: learning_rate, loss,"),
     ],
 )

@@ -39,6 +39,8 @@ class TrainResult:
     """Trajectories by how they were resolved, and dropped ones by reason."""
     reason: str | None = None
     """Why nothing was learned, if nothing was."""
+    checkpoint_path: str | None = None
+    """Directory of the step, if it is on this machine and `save_checkpoint` was not False."""
 
 
 @runtime_checkable
@@ -68,7 +70,7 @@ class Backend(Protocol):
     ) -> TrainResult:
         """Train on the groups and wait until the new step is served.
 
-        `keys` are keys of TrainConfig and override those of `config`.
+        `keys` are keys of TrainConfig, or options of ART, and override those of `config`.
         """
         ...
 

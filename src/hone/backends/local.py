@@ -21,11 +21,13 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
+from hone.backends.base import Named
 from hone.backends.remote import RemoteBackend
+from hone.dev import check_only
 from hone.errors import HoneError, ServerError
-from hone.types import SERVER_ADDRESS
+from hone.types import SERVER_ADDRESS, stored_name
 
 START_S = 120.0
 """Timeout until the server is ready; it loads no model, but a cold disk can be slow."""
@@ -40,8 +42,10 @@ class LocalBackend(RemoteBackend):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] = ".hone",
+        path: str | os.PathLike[str] | None = None,
         *,
+        in_process: bool = False,
+        gpu_cost_per_hour_usd: None = None,
         api_key: str | None = None,
         log_level: str = "info",
         share: bool = False,
@@ -50,16 +54,22 @@ class LocalBackend(RemoteBackend):
         """Starts nothing yet; the first use does, or entering it as a context manager.
 
         Args:
-            path: where the server keeps its state (`hone serve --root`); started again on the same
-                path, it goes on with the jobs it had.
+            path: where the server keeps its state (`hone serve --root`), by default `.hone`; started
+                again on the same path, it goes on with the jobs it had.
+            in_process: show the server's output in this program, as a notebook wants it. ART loads
+                its trainer into the program for that; this server stays a process of its own.
+            gpu_cost_per_hour_usd: of ART; refused, because hone counts no costs.
             api_key: one that clients must send, if others on this machine are not to be trusted;
                 by default $HONE_API_KEY.
             log_level: debug, info, warning or error.
             share: use the server that another process runs on this path, if there is one.
             settings: further options of `hone serve` by name, such as {"engine": "vllm"}.
         """
+        if gpu_cost_per_hour_usd is not None:
+            check_only("LocalBackend(gpu_cost_per_hour_usd)", gpu_cost_per_hour_usd, ())
         super().__init__("http://127.0.0.1:0", api_key)
-        self.root = Path(path).absolute()
+        self.root = Path(".hone" if path is None else path).absolute()
+        self.in_process = in_process
         self.log_level = log_level
         self.share = share
         self.settings = dict(settings or {})
@@ -195,7 +205,7 @@ class LocalBackend(RemoteBackend):
                 self._server = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
-                    stdout=out,
+                    stdout=subprocess.PIPE if self.in_process else out,
                     stderr=subprocess.STDOUT,
                     pass_fds=(tell,),
                     env={**os.environ, **owned, **key},
@@ -208,7 +218,14 @@ class LocalBackend(RemoteBackend):
             raise
         finally:
             os.close(tell)
+        if self._server.stdout is not None:
+            copying = (self._server.stdout, self.output)
+            threading.Thread(target=_show_output, args=copying, daemon=True).start()
         return ready
+
+    def _checkpoint_path(self, model: Named, step: int) -> str | None:
+        names = stored_name(model.project), "models", stored_name(model.name)
+        return str(self.root.joinpath(*names, "checkpoints", f"{step:04d}"))
 
     def _failed_to_start(self, *, ended: bool) -> ServerError:
         server, self._server = self._server, None
@@ -227,6 +244,14 @@ class LocalBackend(RemoteBackend):
         except OSError:
             return ""
         return "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
+
+
+def _show_output(lines: IO[bytes], path: Path) -> None:
+    """Copy a server's output to its file and to this program's stderr."""
+    with lines, path.open("ab", buffering=0) as file:
+        for line in lines:
+            file.write(line)
+            sys.stderr.write(line.decode(errors="replace"))
 
 
 def _is_alive(pid: int) -> bool:

@@ -9,6 +9,7 @@ because nobody else has the id.
 """
 
 import asyncio
+import dataclasses
 import json
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -19,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel
 
-from hone import errors
+from hone import dev, errors
 from hone.backends.base import Named, Trainable, TrainResult
 from hone.backends.http import FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
@@ -30,9 +31,11 @@ from hone.types import (
     JobEvent,
     JobInfo,
     ModelInfo,
+    ModelKey,
     RecordedCall,
     RunSpec,
     TrainConfig,
+    stored_name,
 )
 
 T = TypeVar("T", bound=BaseModel)
@@ -45,12 +48,6 @@ WITHDRAW_S = 10.0
 """How long a cancelled `train` tries to cancel its job."""
 DAYS_S = 7 * 86400.0
 """Longer than any job takes."""
-
-_ART_KEYS = {
-    "loss_fn": "loss ('cispo', or 'grpo' where ART says 'ppo')",
-    "packed_sequence_length": "row_tokens",
-    "truncated_importance_sampling": "importance_cap",
-}
 
 
 class RemoteBackend(Server):
@@ -107,6 +104,7 @@ class RemoteBackend(Server):
         verbose: bool = False,
         seed: int = 0,
         plot_tensors: bool = False,
+        save_checkpoint: bool = True,
         timeout_s: float = DAYS_S,
         **keys: Any,
     ) -> TrainResult:
@@ -119,11 +117,14 @@ class RemoteBackend(Server):
             verbose: show progress also where stderr is not a terminal.
             seed: of whatever the job draws.
             plot_tensors: draw what was trained, beside the checkpoint.
+            save_checkpoint: False leaves `checkpoint_path` out of the result. Every step is saved,
+                because a server serves saved steps; `delete_checkpoints` removes old ones.
             timeout_s: the job is cancelled after so long.
-            **keys: keys of TrainConfig, which go before those of `config`.
+            **keys: keys of TrainConfig or options of ART (`loss_fn`, `normalize_advantages` and
+                those of `hone.dev.TrainConfig`), which go before those of `config`.
         """
         request = JobRequest(
-            model=f"{model.project}/{model.name}",
+            model=str(_key(model)),
             groups=_finished(trajectory_groups),
             config=chosen_keys(config, keys),
             idempotency_key=uuid.uuid4().hex,
@@ -149,7 +150,13 @@ class RemoteBackend(Server):
                 f"{model.name!r}: its job did not end within timeout_s={timeout_s:g} and was "
                 f"cancelled. Its log: {self.log_place}"
             ) from None
-        return self._result(job)
+        result = self._result(job)
+        path = self._checkpoint_path(model, result.step) if save_checkpoint else None
+        return dataclasses.replace(result, checkpoint_path=path)
+
+    def _checkpoint_path(self, model: Named, step: int) -> str | None:
+        """Directory of a step, where this process can read the server's files."""
+        return None
 
     async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
         items = await self.ask("GET", f"{_path(model)}/checkpoints")
@@ -280,15 +287,14 @@ class RemoteBackend(Server):
 def chosen_keys(config: TrainConfig | None, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that the caller set, and no others, so that the server's defaults apply to the rest."""
     known = TrainConfig.model_fields
+    keys = dev.train_keys(keys)
     for key in keys:
-        if key in known:
-            continue
-        close = get_close_matches(key, known, n=1)
-        guess = _ART_KEYS.get(key) or (close[0] if close else None)
-        hint = f" Did you mean {guess}?" if guess else ""
-        raise ConfigError(f"train({key}=...): no such key.{hint} Known: {', '.join(known)}.")
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"train({key}=...): no such key.{hint} Known: {', '.join(known)}.")
     written = {} if config is None else config.model_dump(exclude_unset=True)
-    both = written | dict(keys)
+    both = written | keys
     TrainConfig(**both)  # raises for wrong values here, where the caller sees the line
     return both
 
@@ -325,8 +331,12 @@ def _read(kind: type[T], answer: Any) -> T:
     return kind.model_validate(answer, extra="ignore")
 
 
+def _key(model: Named) -> ModelKey:
+    return ModelKey(stored_name(model.project), stored_name(model.name))
+
+
 def _path(model: Named) -> str:
-    return f"/v1/training/models/{model.project}/{model.name}"
+    return f"/v1/training/models/{_key(model)}"
 
 
 async def _uninterrupted(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -107,7 +107,9 @@ WatchedT = TypeVar("WatchedT", bound=WatchedCall)
 class Recorder:
     """The calls and steps of one rollout, in the order in which they were sent. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[WatchedCall], None] | None = None) -> None:
+        """`on_end`: called with each call when its answer has ended, in whatever thread reads it."""
+        self.on_end = on_end
         self.closed = False
         """The rollout is over: calls that would still be marked as its own are refused."""
         self.trunk = Branch()

@@ -37,10 +37,18 @@ class Exchange:
     """One call, while it is under way and afterwards."""
 
     def __init__(
-        self, index: int, function: str, host: str, sent: bytes, *, is_message: bool = False
+        self,
+        index: int,
+        function: str,
+        host: str,
+        sent: bytes,
+        *,
+        is_message: bool = False,
+        on_end: Callable[["Exchange"], None] | None = None,
     ) -> None:
-        """`is_message`: the request is one of the Anthropic Messages API."""
+        """`is_message`: the request is one of the Anthropic Messages API; `on_end`: see Recorder."""
         self.index, self.function, self.host, self.sent = index, function, host, sent
+        self._on_end = on_end
         self._is_message = is_message
         self.started_at = time.time()
         self._began = time.perf_counter()
@@ -91,6 +99,8 @@ class Exchange:
                 error = f"{type(error).__name__}: {error}".removesuffix(": ")
             self._error = error
             self._open = None
+            if self._on_end is not None:
+                self._on_end(self)
 
     def left(self) -> None:
         """The client closed the stream: too early, unless it had seen the end."""

@@ -112,12 +112,13 @@ def recorded(
     temperature: float | None = None,
     step: int | None = None,
     aliases: Mapping[str, str] | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Rollout, Recorder]:
     """A rollout of the harness: all its calls are recorded, and those to `host` are marked.
 
     A rollout of a run (`RUN:REST`) has the run's aliases, and needs none of its own.
     """
-    recorder = Recorder()
+    recorder = Recorder() if recorder is None else recorder
     where = None if host is None else host_of(urlsplit(f"//{host}").hostname or "")
     rollout = _checked_id(id)
     scope = Scope(

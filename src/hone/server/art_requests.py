@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from hone.dev import ONE_WAY, RENAMED, check_only
 from hone.server.engine_choice import CheckArg
-from hone.server.model_args import DEVICES, Read, check_only, flat, read_args
+from hone.server.model_args import DEVICES, Read, flat, read_args
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import Failure, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
 
@@ -33,21 +34,12 @@ _JOB = {
     "dev_config.epsilon_high": "epsilon_high",
     "dev_config.kl_penalty_coef": "kl_penalty_coef",
     "dev_config.scale_rewards": "scale_rewards",
-    "dev_config.truncated_importance_sampling": "importance_cap",
+    **{f"dev_config.{theirs}": ours for theirs, ours in RENAMED.items()},
 }
 """Keys of a training call, and the key of TrainConfig each one is."""
 
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "dev_config.advantage_balance": (0,),
-    "dev_config.allow_training_without_logprobs": (False,),
-    "dev_config.importance_sampling_level": ("token",),
-    "dev_config.kimi_k2_tau": (),
-    "dev_config.kl_penalty_reference_step": (),
-    "dev_config.kl_ref_adapter_path": (),
-    "dev_config.mask_prob_ratio": (False,),
-    "dev_config.max_negative_advantage_importance_sampling_weight": (),
-    "dev_config.num_trajectories_learning_rate_multiplier_power": (0,),
-    "dev_config.scale_learning_rate_by_reward_std_dev": (False,),
+_ONLY = {
+    f"{part}.{key}": values for part in ("config", "dev_config") for key, values in ONE_WAY.items()
 }
 """Keys that would change the result: the values that are what hone does anyway."""
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hone.errors import ConfigError, ModelNotFound, Unprocessable, did_you_mean
+from hone.dev import check_only
+from hone.errors import ModelNotFound, Unprocessable, did_you_mean
 from hone.inference.vllm_args import GPU_IDS
 from hone.models.find import check_exists
 from hone.server.engine_choice import CheckArg
@@ -28,9 +29,7 @@ PROJECTIONS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj"
 """The layers that hone's adapters are on, sorted."""
 
 SECTIONS = ("init_args", "engine_args", "peft_args", "trainer_args")
-OWN_SECTIONS = ("init_args", "engine_args", "peft_args")
-"""Sections that are fields of ModelSpec; for trainer_args it has `defaults`."""
-
+"""Sections of keys, each a field of ModelSpec."""
 _SPEC = {
     "peft_args.r": "rank",
     "peft_args.lora_alpha": "alpha",
@@ -50,6 +49,12 @@ _DEFAULTS = {
     "trainer_args.scale_rewards": "scale_rewards",
 }
 """Keys that are fields of TrainConfig: defaults of every job."""
+
+ADAMW = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"),
+    *("paged_adamw_8bit", "paged_adamw_32bit"),
+)
+"""TRL's names of AdamW; how its state is kept does not change what it does."""
 
 TARGETS = "peft_args.target_modules"
 
@@ -80,6 +85,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "trainer_args.adam_beta1": (0.9,),
     "trainer_args.adam_beta2": (0.99,),
     "trainer_args.adam_epsilon": (1e-8,),
+    "trainer_args.optim": ADAMW,
+    "trainer_args.lr_scheduler_type": ("constant",),
+    "trainer_args.warmup_ratio": (0,),
+    "trainer_args.warmup_steps": (0,),
+    "rollout_weights_mode": ("lora",),
     "torchtune_args": ({},),
     "tinker_args": ({},),
     "tinker_native_args": ({},),
@@ -87,12 +97,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "chat_template_path": (),
 }
 """Keys that would change the result, and the values that equal what hone does anyway."""
-_QUANTIZED = (
-    "vLLM and the learner would round the base weights differently, and no step could be proved to be "
-    "the one that was trained. If memory is short, lower max_seq_length or train a smaller base_model"
-)
-REASONS = {"load_in_4bit": _QUANTIZED, "load_in_8bit": _QUANTIZED}
-"""Why a key is refused, by its last part, where that is not plain."""
 
 _MODELS = ("init_args.model_name", "engine_args.model")
 
@@ -182,15 +186,6 @@ def flat(sections: Mapping[str, Any], nested: tuple[str, ...], root: Path) -> li
     return pairs
 
 
-def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuse any other value; lists may be in any order."""
-    if _sorted(value) not in allowed:
-        fix = f"leave it out or send {allowed[0]!r}" if allowed else "leave it out"
-        reason = REASONS.get(where.rpartition(".")[2])
-        why = "" if reason is None else f". {reason}"
-        raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}{why}")
-
-
 def _sorted(value: Any) -> Any:
     return sorted(value, key=str) if isinstance(value, list) else value
 
@@ -218,11 +213,11 @@ def check_base_model(spec: ModelSpec) -> None:
 
 def settled(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpec:
     """The same model with hone's own keys only; two keys that disagree are refused."""
-    sections = {name: getattr(spec, name) for name in OWN_SECTIONS}
+    sections = {name: getattr(spec, name) for name in SECTIONS}
     own, defaults = read_args(sections, base_model=spec.base_model, check_arg=check_arg)
     if check_arg is None:
         check_only("target_modules", spec.target_modules, ([], PROJECTIONS))
-    fields = spec.model_dump(exclude=set(OWN_SECTIONS))
+    fields = spec.model_dump(exclude=set(SECTIONS))
     # A field at its default does not count as set: clients send whole models.
     sent = {k: v for k, v in fields.items() if v != ModelSpec.model_fields[k].default}
     _check_agree(own, sent, "")

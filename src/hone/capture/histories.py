@@ -1,0 +1,156 @@
+"""Trajectories that fill themselves: the conversations of a rollout, put together from its calls.
+
+In:   model calls inside `capture_auto_trajectory`, in any dialect and from any client that is captured
+Out:  a Trajectory whose messages and choices are those calls, and more histories where they branch
+
+A call that continues a conversation is appended to it; any other one begins a new history. A choice
+keeps its `call_id`, by which the server finds the sampled tokens.
+"""
+
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from hone.capture.base import Recorder, SeenCall, WatchedCall, current
+from hone.capture.scope import recorded
+from hone.errors import ConfigError
+from hone.trajectory import History, Trajectory, get_messages
+
+
+class TrajectoryRecorder(Recorder):
+    """Puts each answered call into a trajectory, as soon as its last byte is there."""
+
+    def __init__(self, only: Callable[[SeenCall], bool] | None = None) -> None:
+        """`only`: the calls to put into the trajectory; all by default."""
+        super().__init__(on_end=self._add)
+        self.trajectory = Trajectory()
+        self._only = only
+        self._adding = threading.Lock()
+
+    def _add(self, ended: WatchedCall) -> None:
+        call = ended.read()
+        if call.messages is None or call.reply is None or call.error is not None:
+            return
+        if self._only is None or self._only(call):
+            with self._adding:
+                add_call(self.trajectory, call.messages, call.tools, call.choices[0])
+
+
+def add_call(
+    trajectory: Trajectory,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    choice: Mapping[str, Any],
+) -> None:
+    """Append a call to the history that it continues, or to a new one."""
+    from openai.types.chat.chat_completion import Choice  # here: it takes a second
+
+    for history in (trajectory, *trajectory.additional_histories):
+        if _continues(history, messages, tools):
+            break
+    else:
+        history = History()
+        trajectory.additional_histories.append(history)
+    history.messages_and_choices += messages[len(history.messages_and_choices) :]
+    history.messages_and_choices.append(Choice.construct(**choice))
+    history.tools = tools
+
+
+def _continues(history: History, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
+    held = history.messages_and_choices
+    if not held:
+        return True
+    if history.tools != tools or len(held) > len(messages):
+        return False
+    sent = get_messages(list(messages[: len(held)]))
+    return [_said(one) for one in get_messages(held)] == [_said(one) for one in sent]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two forms of a message have in common: clients drop and add keys as they send it back."""
+    calls = [
+        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+        if "function" in call
+    ]
+    return message["role"], message["content"], calls, message.get("tool_call_id")
+
+
+# ---- art.auto_trajectory -----------------------------------------------------------------------
+
+
+@contextmanager
+def capturing(only: Callable[[SeenCall], bool] | None = None) -> Iterator[Trajectory]:
+    """A scope whose calls become the trajectory that it yields."""
+    outer = current()
+    if outer is not None and outer.recorder is not None and not _of(outer.recorder):
+        raise ConfigError(
+            f"rollout {outer.rollout!r} of `hone finetune` is recorded already: return its output "
+            "without capture_auto_trajectory or wrap_rollout"
+        )
+    recorder = TrajectoryRecorder(only)
+    rollout, _ = recorded(recorder=recorder)
+    with rollout:
+        yield recorder.trajectory
+    recorder.trajectory.finish()
+
+
+async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+    """Run the coroutine; the trajectory of all model calls that it made.
+
+    The coroutine sets the reward: `hone.auto_trajectory(required=True).reward = 1.0`.
+    """
+    with capturing() as trajectory:
+        await coroutine
+    return trajectory
+
+
+@overload
+def auto_trajectory(*, required: Literal[True]) -> Trajectory: ...
+@overload
+def auto_trajectory(*, required: bool = False) -> Trajectory | None: ...
+def auto_trajectory(*, required: bool = False) -> Trajectory | None:
+    """The trajectory of the innermost `capture_auto_trajectory`; None outside, or an error."""
+    scope = current()
+    trajectory = None if scope is None else _of(scope.recorder)
+    if trajectory is None and required:
+        raise RuntimeError("auto_trajectory(required=True) outside capture_auto_trajectory(...)")
+    return trajectory
+
+
+def _of(recorder: Recorder | None) -> Trajectory | None:
+    return recorder.trajectory if isinstance(recorder, TrajectoryRecorder) else None
+
+
+# ---- art.yield_trajectory ----------------------------------------------------------------------
+
+
+@dataclass
+class _Yielded:
+    trajectory: Trajectory | None = None
+
+
+_yielded: ContextVar[_Yielded | None] = ContextVar("hone_yielded", default=None)
+
+
+def yield_trajectory(trajectory: Trajectory) -> None:
+    """Hand a trajectory to the `capture_yielded_trajectory` around; the last one counts."""
+    place = _yielded.get()
+    if place is not None:  # outside, nobody waits for it
+        place.trajectory = trajectory
+
+
+async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+    """Run the coroutine; the trajectory that it passed to `yield_trajectory`."""
+    place = _Yielded()
+    token = _yielded.set(place)
+    try:
+        await coroutine
+    finally:
+        _yielded.reset(token)
+    if place.trajectory is None:
+        raise RuntimeError("the coroutine called no yield_trajectory(...)")
+    return place.trajectory

@@ -1,0 +1,304 @@
+"""ART's advanced options, `art.dev`: their types, and what each of them is in hone.
+
+In:   `_internal_config` of a model, `_config` and the keywords of `train`, as ART's users write them
+Out:  fields of ModelSpec, keys of TrainConfig; a ConfigError for what hone cannot do
+
+Every option is honoured, refused with the reason, or named as one without effect. One that would
+change the result is never ignored. The tables here serve the SDK and the routes for ART's clients;
+those for keys of PEFT, Unsloth, vLLM and TRL are in server/model_args.py, which reads these sections.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from typing_extensions import TypedDict  # with extra_items=, which typing does not have yet
+
+from hone.errors import ConfigError, did_you_mean
+from hone.wire.errors import brief
+
+
+class InitArgs(TypedDict, total=False, extra_items=Any):
+    """How the base model is loaded, as for Unsloth."""
+
+    model_name: str
+    max_seq_length: int
+    load_in_4bit: bool
+    load_in_8bit: bool
+    gpu_memory_utilization: float
+
+
+class PeftArgs(TypedDict, total=False, extra_items=Any):
+    """The adapter, as for PEFT."""
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str]
+    random_state: int
+
+
+class EngineArgs(TypedDict, total=False, extra_items=Any):
+    """Arguments of vLLM's engine, all of them."""
+
+    gpu_memory_utilization: float
+    max_model_len: int
+    max_num_seqs: int
+    tensor_parallel_size: int
+    enforce_eager: bool
+
+
+class TrainerArgs(TypedDict, total=False, extra_items=Any):
+    """Training arguments, as for TRL."""
+
+    learning_rate: float
+    beta: float
+    weight_decay: float
+    max_grad_norm: float
+    epsilon: float
+    epsilon_high: float
+    scale_rewards: bool
+
+
+class InternalModelConfig(TypedDict, total=False):
+    """`_internal_config` of a TrainableModel."""
+
+    init_args: InitArgs | None
+    engine_args: EngineArgs | None
+    peft_args: PeftArgs | None
+    trainer_args: TrainerArgs | None
+    trainer_gpu_ids: list[int] | None
+    inference_gpu_ids: list[int] | None
+    chat_template_kwargs: dict[str, Any] | None
+    rollout_weights_mode: Literal["lora", "merged"]
+    chat_template: str | None
+    chat_template_path: str | None
+    chat_template_content_format: str | None
+    chat_template_tool_schema_format: str | None
+    allow_unvalidated_arch: bool
+    torchtune_args: dict[str, Any] | None
+    tinker_args: dict[str, Any] | None
+    tinker_native_args: dict[str, Any] | None
+
+
+class ServerArgs(TypedDict, total=False, extra_items=Any):
+    """How ART starts its OpenAI server."""
+
+    host: str | None
+    port: int
+    api_key: str | None
+    tool_call_parser: str
+
+
+class OpenAIServerConfig(TypedDict, total=False):
+    """`_openai_client_config` of `register`."""
+
+    log_file: str
+    server_args: ServerArgs
+    engine_args: EngineArgs
+
+
+class TrainConfig(TypedDict, total=False):
+    """`_config` of `TrainableModel.train`."""
+
+    advantage_balance: float
+    allow_training_without_logprobs: bool
+    epsilon: float
+    epsilon_high: float | None
+    importance_sampling_level: str
+    kimi_k2_tau: float | None
+    kl_penalty_coef: float
+    kl_ref_adapter_path: str | None
+    logprob_calculation_chunk_size: int
+    mask_prob_ratio: bool
+    max_negative_advantage_importance_sampling_weight: float
+    moe_routing_replay_bundle: Any
+    moe_routing_replay_path: str | None
+    moe_routing_replay_strict: bool
+    num_trajectories_learning_rate_multiplier_power: float
+    packed_sequence_length: int | None
+    plot_tensors: bool
+    ppo: bool
+    precalculate_logprobs: bool
+    scale_learning_rate_by_reward_std_dev: bool
+    scale_rewards: bool
+    truncated_importance_sampling: float | None
+
+
+# ---- what hone does only one way --------------------------------------------------------------
+
+_QUANTIZED = (
+    "vLLM and the learner would round the base weights differently, and no step could be proved to be "
+    "the one that was trained. If memory is short, lower max_seq_length or train a smaller base_model"
+)
+_ADAPTERS = "Hone trains LoRA adapters on its own server; set rank and alpha, or peft_args"
+_TEMPLATE = (
+    "The template that comes with the base model is used, for sampling and for training. Save the "
+    "base model with the other template, and name that directory as base_model"
+)
+_ADAM = "AdamW runs with betas 0.9 and 0.99 and eps 1e-8; set weight_decay and max_grad_norm"
+_RATE = "The learning rate of a job is learning_rate as written; compute it in your loop"
+_REFERENCE = "The reference of kl_penalty_coef and of beta is the base model"
+_RATIO = "Ratios are clipped token by token; set epsilon and epsilon_high"
+_EXPERTS = "Engine and learner route mixtures of experts themselves"
+REASONS = {
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "torchtune_args": _ADAPTERS,
+    "tinker_args": _ADAPTERS,
+    "tinker_native_args": _ADAPTERS,
+    "full_finetuning": _ADAPTERS,
+    "chat_template": _TEMPLATE,
+    "chat_template_path": _TEMPLATE,
+    "rollout_weights_mode": "Adapters are served as adapters, which the proof of a step needs",
+    "adam_params": _ADAM,
+    "adam_beta1": _ADAM,
+    "adam_beta2": _ADAM,
+    "adam_epsilon": _ADAM,
+    "optim": _ADAM,
+    "lr_scheduler_type": _RATE,
+    "warmup_ratio": _RATE,
+    "warmup_steps": _RATE,
+    "scale_learning_rate_by_reward_std_dev": _RATE,
+    "num_trajectories_learning_rate_multiplier_power": _RATE,
+    "advantage_balance": "Positive and negative advantages count alike; shape the rewards instead",
+    "allow_training_without_logprobs": (
+        "RL trains on sampled tokens, which a text without log-probabilities does not name; "
+        "train_sft trains on texts"
+    ),
+    "importance_sampling_level": _RATIO,
+    "mask_prob_ratio": _RATIO,
+    "max_negative_advantage_importance_sampling_weight": _RATIO,
+    "kimi_k2_tau": "Use beta or kl_penalty_coef",
+    "kl_penalty_reference_step": _REFERENCE,
+    "kl_ref_adapter_path": _REFERENCE,
+    "loss_fn_config": "The settings of the loss are epsilon, epsilon_high and the keys of TrainConfig",
+    "moe_routing_replay_bundle": _EXPERTS,
+    "moe_routing_replay_path": _EXPERTS,
+    "moe_routing_replay_strict": _EXPERTS,
+    "grad_accumulation_sequences": "Set groups_per_optimizer_step",
+    "gpu_cost_per_hour_usd": "Costs are not counted; the metrics of a job have its seconds",
+}
+"""Why a key is refused and what to use, by its last part, where that is not plain."""
+
+ONE_WAY: dict[str, tuple[Any, ...]] = {
+    "adam_params": (),
+    "advantage_balance": (0,),
+    "allow_training_without_logprobs": (False,),
+    "grad_accumulation_sequences": (),
+    "importance_sampling_level": ("token",),
+    "kimi_k2_tau": (),
+    "kl_penalty_reference_step": (),
+    "kl_ref_adapter_path": (),
+    "loss_fn_config": (),
+    "mask_prob_ratio": (False,),
+    "max_negative_advantage_importance_sampling_weight": (),
+    "moe_routing_replay_bundle": (),
+    "moe_routing_replay_path": (),
+    "moe_routing_replay_strict": (False,),
+    "num_trajectories_learning_rate_multiplier_power": (0,),
+    "scale_learning_rate_by_reward_std_dev": (False,),
+}
+"""Options of a training call that would change the result, and the values that hone has anyway."""
+
+RENAMED = {
+    "truncated_importance_sampling": "importance_cap",
+    "packed_sequence_length": "row_tokens",
+}
+"""Options of a training call, and the keys of TrainConfig that they are."""
+
+NO_EFFECT = frozenset({"logprob_calculation_chunk_size", "precalculate_logprobs"})
+"""Options of a training call about how it is computed: hone computes pi_old always, in its own rows."""
+
+LOSSES = {"cispo": "cispo", "ppo": "grpo"}
+"""`loss_fn` of ART, and `loss` of TrainConfig."""
+
+
+def check_only(where: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuse any other value; lists may be in any order."""
+    plain = sorted(value, key=str) if isinstance(value, list) else value
+    if plain not in allowed:
+        fix = f"leave it out or send {allowed[0]!r}" if allowed else "leave it out"
+        reason = REASONS.get(re.findall(r"\w+", where)[-1])
+        why = "" if reason is None else f". {reason}"
+        raise ConfigError(f"{where}: {brief(value)} is not in this version; {fix}{why}")
+
+
+# ---- a model ----------------------------------------------------------------------------------
+
+_SECTIONS = ("init_args", "engine_args", "peft_args", "trainer_args", "chat_template_kwargs")
+_GPU_IDS = ("trainer_gpu_ids", "inference_gpu_ids")
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "rollout_weights_mode": ("lora",),
+    "chat_template": (),
+    "chat_template_path": (),
+    "torchtune_args": ({},),
+    "tinker_args": ({},),
+    "tinker_native_args": ({},),
+}
+_UNUSED = frozenset(
+    {
+        "chat_template_content_format",
+        "chat_template_tool_schema_format",
+        "allow_unvalidated_arch",
+        "_decouple_vllm_and_unsloth",
+    }
+)
+"""The server reads content parts and tools as the template of each base model asks for them."""
+
+
+def model_fields(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields of ModelSpec in an `_internal_config`; null means absent."""
+    given = {key: value for key, value in config.items() if value is not None}
+    known = {*_SECTIONS, *_GPU_IDS, *_FIXED, *_UNUSED}
+    for key, value in given.items():
+        where = f"_internal_config.{key}"
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise ConfigError(f"{where}: no such key.{hint} Known: {', '.join(sorted(known))}.")
+        if key in _FIXED:
+            check_only(where, value, _FIXED[key])
+        if key in _SECTIONS and not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a dict, got {type(value).__name__}")
+    fields = {key: dict(given[key]) for key in _SECTIONS if key in given}
+    if ids := {key: given[key] for key in _GPU_IDS if key in given}:
+        fields["engine_args"] = fields.get("engine_args", {}) | ids
+    return fields
+
+
+def engine_fields(config: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """The engine_args in an OpenAIServerConfig, and the other keys: hone's server runs already."""
+    given = dict(config or {})
+    engine = {k: v for k, v in (given.pop("engine_args", None) or {}).items() if v is not None}
+    server = given.pop("server_args", None) or {}
+    return engine, sorted([*given, *(f"server_args.{key}" for key in server)])
+
+
+# ---- a training call --------------------------------------------------------------------------
+
+
+def train_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a training call in hone's words; those that hone knows itself stay as they are."""
+    keys = dict(options)
+    for key, allowed in ONE_WAY.items():
+        if (value := keys.pop(key, None)) is not None:
+            check_only(f"train({key})", value, allowed)
+    for key in NO_EFFECT:
+        keys.pop(key, None)
+    for key in ("loss_fn", "ppo"):
+        if (chosen := keys.pop(key, None)) is not None:
+            name = ("ppo" if chosen else "cispo") if key == "ppo" else chosen
+            if name not in LOSSES:
+                known = " or ".join(map(repr, LOSSES))
+                raise ConfigError(
+                    f"train(loss_fn={name!r}): hone has {known} of ART's; `loss` of TrainConfig also "
+                    "takes 'dapo' and 'dr_grpo'"
+                )
+            keys["loss"] = LOSSES[name]
+    if keys.pop("normalize_advantages", None) is False:
+        keys["scale_rewards"] = False
+    for theirs, ours in RENAMED.items():
+        if theirs in keys:
+            keys[ours] = keys.pop(theirs)
+    # Null is ART's word for its own default; where null means something in hone it was written so.
+    nullable = ("importance_cap", "row_tokens", "max_staleness", "scale_rewards", "epsilon_high")
+    return {key: value for key, value in keys.items() if value is not None or key in nullable}

@@ -1,0 +1,67 @@
+"""Files of a model beside the program that uses it: state.json, history.jsonl, logged trajectories.
+
+In:   a directory, PATH/PROJECT/models/NAME; what the program wants to keep
+Out:  the same files that a server writes there, so that one reader serves both
+
+A trained model's history is on its server. Only models that no server trains have one here.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hone.disk import append_lines, storage, write_atomic
+from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.types import stored_name
+
+
+def model_directory(base_path: str, project: str, name: str) -> Path:
+    """Where the files of a model are."""
+    return Path(base_path) / stored_name(project) / "models" / stored_name(name)
+
+
+def read_state(directory: Path) -> dict[str, Any] | None:
+    """state.json, or None if nothing was written."""
+    try:
+        return json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def write_state(directory: Path, state: Mapping[str, Any]) -> None:
+    """Replace state.json."""
+    with storage(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(directory / "state.json", json.dumps(state, indent=2) + "\n")
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`old` with the values of `new`; dicts in both are merged in turn."""
+    both = dict(old)
+    for key, value in new.items():
+        below = both.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merged(below, value)
+        both[key] = value
+    return both
+
+
+def log_trajectories(
+    directory: Path,
+    split: str,
+    step: int,
+    items: Iterable[Trajectory | TrajectoryGroup | BaseException],
+) -> None:
+    """Append one line per group to trajectories/SPLIT/STEP.jsonl."""
+    groups = [
+        item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in items
+    ]
+    lines = "".join(f"{group.model_dump_json()}\n" for group in groups)
+    append_lines(directory / "trajectories" / split / f"{step:04d}.jsonl", lines.encode())
+
+
+def log_metrics(directory: Path, split: str, step: int, metrics: Mapping[str, float]) -> None:
+    """Append a line to history.jsonl."""
+    line = {"step": step} | {f"{split}/{name}": value for name, value in metrics.items()}
+    append_lines(directory / "history.jsonl", json.dumps(line).encode() + b"\n")
