@@ -175,7 +175,9 @@ REASONS = {
     "moe_routing_replay_bundle": _EXPERTS,
     "moe_routing_replay_path": _EXPERTS,
     "moe_routing_replay_strict": _EXPERTS,
-    "grad_accumulation_sequences": "Set groups_per_optimizer_step",
+    "grad_accumulation_sequences": (
+        "Optimizer steps are counted in groups, so that none is split; set groups_per_optimizer_step"
+    ),
     "gpu_cost_per_hour_usd": "Costs are not counted; the metrics of a job have its seconds",
 }
 """Why a key is refused and what to use, by its last part, where that is not plain."""
@@ -263,6 +265,11 @@ def model_fields(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if ids := {key: given[key] for key in _GPU_IDS if key in given}:
         fields["engine_args"] = fields.get("engine_args", {}) | ids
     return fields
+
+
+def without_effect(config: Mapping[str, Any]) -> list[str]:
+    """The keys of an `_internal_config` that change nothing here."""
+    return sorted(key for key in _UNUSED if config.get(key) is not None)
 
 
 def engine_fields(config: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:

@@ -49,3 +49,14 @@ JOB_METRICS: dict[str, str] = {
     "turns/prompt_tokens": "Tokens of the prompts of all turns.",
     "turns/continued_tokens": "Of these, tokens that bridged turns took over from the ids of earlier calls.",
 }
+
+ART_NAMES = {
+    "learn/loss": "loss/train",
+    "learn/entropy": "loss/entropy",
+    "learn/kl": "loss/kl_div",
+    "learn/grad_norm": "loss/grad_norm",
+    "learn/learning_rate": "loss/learning_rate",
+    "learn/logical_tokens": "data/step_trainer_tokens",
+    "learn/step_s": "time/step_trainer_s",
+}
+"""Hone's metrics, and the names that ART's clients know them by."""

@@ -257,6 +257,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         engine_args, unused = dev.engine_fields(_openai_client_config)
         self.engine_args = _agreeing(self.engine_args, engine_args, "engine_args")
         info = await backend.register(self)
+        unused += dev.without_effect(self._internal or {})
         if without_effect := [*info.not_applicable, *unused]:
             log.warning(
                 "model %s: these options have no effect here: %s",

@@ -192,7 +192,7 @@ class TrainConfig(Strict):
             values = dict(values)
             if values.pop("grad_accumulation_sequences") is not None:
                 raise ValueError(
-                    "grad_accumulation_sequences: optimizer steps are counted in groups, so that "
+                    "grad_accumulation_sequences: Optimizer steps are counted in groups, so that "
                     "none is split; set groups_per_optimizer_step"
                 )
         return values

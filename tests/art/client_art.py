@@ -58,10 +58,25 @@ async def main(address: str, base_model: str) -> dict[str, Any]:
     saw["step_flat"], saw["flat"] = await model.get_step(), await answer(model, "agent")
 
     saw["refused"] = await refusal(model, groups)
+    saw["other"] = await one_more(backend, base_model, "agent", "elsewhere", train=False)
+    saw["odd"] = await one_more(backend, base_model, "my agent/v2", "board games", train=True)
     await model.delete_checkpoints()
     await backend.close()
     saw["step_after_close"] = await model.get_step()
     return saw
+
+
+async def one_more(
+    backend: Any, base_model: str, name: str, project: str, *, train: bool
+) -> list[Any]:
+    """The step of another model, and what it answered before any training."""
+    model = art.TrainableModel(name=name, project=project, base_model=base_model)
+    await model.register(backend)
+    untrained = await answer(model, name)
+    if train:
+        groups = await gather(model, worth=0.0)
+        await model.train(groups, config=art.TrainConfig(learning_rate=1e-3))
+    return [await model.get_step(), untrained]
 
 
 async def gather(model: Any, worth: float) -> list[Any]:

@@ -1,10 +1,12 @@
-"""Drive ART's real clients, in an environment of their own, against a real server.
+"""Drive ART's real clients, and scripts in ART's style, against a real server.
 
 In:   nothing; makes .venv-art once, and a tiny model
 Out:  a line for everything proved; exit 1 with what was seen instead at the first that is not
 
-`make test-art` runs it as `python -m tests.art.run` from the root of the repository. Both clients
-are installed into one environment: NAT's plugin 1.6.0 is built on openpipe-art 0.5.4.
+`make test-art` runs it as `python -m tests.art.run` from the root of the repository. The clients
+share one environment: NAT's plugin 1.6.0 is built on openpipe-art 0.5.4, and 0.5.17 and 0.5.18 lie
+beside it without packages of their own. The scripts run in hone's environment, the one with
+LangGraph with the packages of the frameworks.
 
 The clients are unmodified: what they send and how they read the answers is theirs. `openai<3` is
 the one thing held back, and not for hone's sake: openpipe-art 0.5.4 hands the OpenAI client a
@@ -13,18 +15,23 @@ timeout of httpx, and from version 3 on that client is built on httpx2 and fails
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 from tests.chat.conftest import build_tokenizer
-from tests.environments import NotInstalled, environment
+from tests.environments import ROOT, NotInstalled, environment
 from tests.server.conftest import write_model
+
+from hone.types import stored_name
 
 HERE = Path(__file__).parent
 CLIENT_S = 280.0
@@ -34,8 +41,17 @@ NAT_PORT = 8000
 """NAT's adapter looks for the OpenAI API on this port and on no other."""
 
 
-REQUIREMENTS = ("openpipe-art==0.5.4", "nvidia-nat-openpipe-art==1.6.0", "openai<3")
-ART, NAT = "client_art.py", "client_nat.py"
+REQUIREMENTS = (
+    *("openpipe-art==0.5.4", "nvidia-nat-openpipe-art==1.6.0", "openai<3"),
+    # Of 0.5.17 and 0.5.18, which are installed without their requirements. pyarrow they need to log;
+    # with polars 2 their delete_checkpoints fails, because it takes the mean of a column of text.
+    *("nest-asyncio>=1.6", "polars>=1.26,<2", "pyarrow>=18", "setproctitle>=1.3", "tblib>=3"),
+    "httpx2>=2.12",  # of hone's SDK
+)
+NEWER = ("0.5.17", "0.5.18")
+"""Versions of openpipe-art without an HTTP client; hone.backends.art is their backend."""
+ART, NEW, NAT = "client_art.py", "client_new.py", "client_nat.py"
+SCRIPTS = HERE / "scripts"
 
 
 class NotShown(Exception):
@@ -51,7 +67,11 @@ def main() -> int:
             python = environment("art", REQUIREMENTS, say=lambda line: say(f"        {line}"))
             with server(Path(scratch) / "root") as ready:
                 prove_art(python, ready, base)
+                for version in NEWER:
+                    prove_newer(python, version, ready, base)
                 prove_nat(python, ready, base)
+                prove_ruler_script(ready, base)
+            prove_local_scripts(base)
         except (NotShown, NotInstalled) as error:
             say(f"FAILED  {error}")
             return 1
@@ -65,7 +85,7 @@ def prove_art(python: Path, ready: dict[str, Any], base: Path) -> None:
     """openpipe-art 0.5.4: a whole training loop."""
     address = f"http://127.0.0.1:{ready['port']}"
     saw = drive(python, ART, address, str(base), scratch=base.parent)
-    served = [f"http://127.0.0.1:{NAT_PORT}/v1", "default", "agent"]
+    served = [f"http://127.0.0.1:{NAT_PORT}/project/proof/v1", "default", "agent"]
     show("registers and knows its step without loading a model", saw["register_s"] < 5, saw)
     show("its step is 0 before any training", saw["first_step"] == 0, saw)
     show("is told where to sample", saw["inference"] == served, saw)
@@ -77,6 +97,12 @@ def prove_art(python: Path, ready: dict[str, Any], base: Path) -> None:
     show("and leave the adapter as it was", saw["flat"] == saw["after"], saw)
     show("a tampered trajectory is refused with a status", saw["refused"] == 422, saw)
     show("the server outlives close()", saw["step_after_close"] == 3, saw)
+    show(
+        "a model of the same name in another project is its own",
+        saw["other"] == [0, saw["before"]],
+        saw,
+    )
+    show("so is one whose name has spaces and slashes", saw["odd"] == [1, saw["before"]], saw)
     _prove_files(Path(ready["root"]) / "proof" / "models" / "agent")
 
 
@@ -93,6 +119,81 @@ def _prove_files(directory: Path) -> None:
     choice = json.loads(logged[0])["trajectories"][0]["messages_and_choices"][1]
     whole = len(logged) == 2 and choice["logprobs"]["content"][0]["token"].startswith("token_id:")
     show("logged trajectories keep their log-probabilities", whole, logged)
+
+
+def prove_newer(python: Path, version: str, ready: dict[str, Any], base: Path) -> None:
+    """openpipe-art 0.5.17 and 0.5.18, with hone's backend for them."""
+    package = python.parents[1] / f"openpipe-art-{version}"
+    if not package.exists():
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", package, f"openpipe-art=={version}"], check=True)
+    address, path = f"http://127.0.0.1:{ready['port']}", f"{package}:{ROOT / 'src'}"
+    saw = drive(python, NEW, address, str(base), scratch=base.parent, PYTHONPATH=path)
+    show(f"openpipe-art {version} accepts hone's backend", saw["version"] == version, saw)
+    name = f"{stored_name(f'new art {version}')}/{stored_name('my agent/v2')}"
+    show("names with spaces and slashes are served", saw["name"] == name, saw)
+    show("training calls make steps", [saw["step_1"], saw["step_2"]] == [[1, 1], [2, 2]], saw)
+    show("every choice was found among the recorded calls", saw["counts"] == {"matched": 8}, saw)
+    by_model = 3 if version == "0.5.17" else None
+    show("model.train works where ART has it", saw.get("trained_by_model") == by_model, saw)
+    show(*_moved(saw["before"], saw["after"]), saw)
+    show("the untrained model is still served as NAME@0", saw["untrained"] == saw["before"], saw)
+    show("flat groups advance the step by one", saw["flat"] == 1, saw)
+    # val/reward is -1 at step 1 and -2 at step 2: its own history decides what ART keeps.
+    show("the newest and the best checkpoint are kept", saw["kept"] == [1, 3 + bool(by_model)], saw)
+    show("a choice of LiteLLM names its recorded call", saw["litellm"] == [True, True], saw)
+    refused = "AdamW runs with betas" in saw["refused"]
+    show("an option that hone cannot honour is refused with the reason", refused, saw)
+
+
+def prove_local_scripts(base: Path) -> None:
+    """Scripts with `import hone as art` and a local backend, as they stand."""
+    played = run_script("game_2048.py", str(base), scratch=base.parent)
+    steps = [line.split() for line in played.stdout.splitlines()]
+    ran = [(step, count) for step, _, count in steps] == [("1", "6"), ("2", "6")]
+    show("a loop over games of 2048 trains two steps", ran, played.stdout)
+    model = base.parent / ".art/2048/models/agent-002"
+    kept = json.loads((model / "state.json").read_text()) == {"games": 2}
+    logged = sorted(path.name for path in (model / "trajectories/val").iterdir())
+    show(
+        "its state and trajectories are kept",
+        kept and logged == ["0000.jsonl", "0001.jsonl"],
+        logged,
+    )
+    shown = "training API  http://127.0.0.1" in played.stderr
+    show("in_process shows the server's output", shown, played.stderr[-2000:])
+    trained = run_script("local_dev.py", str(base), scratch=base.parent)
+    lines = [line.split() for line in trained.stdout.splitlines()]
+    used = [[step, *rest] for step, _, *rest in lines]
+    wanted = [[step, "cispo", "False", "None"] for step in ("1", "2")]
+    show(
+        "a local backend with art.dev's options trains as they say", used == wanted, trained.stdout
+    )
+    saved = all((Path(path) / "adapter_config.json").is_file() for _, path, *_ in lines)
+    ranks = [
+        json.loads((Path(path) / "adapter_config.json").read_text())["r"] for _, path, *_ in lines
+    ]
+    show("and its checkpoints are where it says", saved and ranks == [2, 2], lines)
+    told = "no effect here: engine_args.enforce_eager, engine_args.max_num_seqs" in trained.stderr
+    show("options without effect are named", told, trained.stderr[-2000:])
+
+
+def prove_ruler_script(ready: dict[str, Any], base: Path) -> None:
+    """RULER with a LangGraph agent, over a hone server at a URL and a scripted judge."""
+    file = ROOT / "tests/frameworks/constraints-a.txt"
+    python = environment("frameworks-a", file, say=lambda line: say(f"        {line}"))
+    # LangGraph and all that it needs from there, and what only hone needs from hone's environment.
+    packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
+    with judge() as address:
+        arguments = str(base), f"http://127.0.0.1:{ready['port']}", address
+        done = run_script("ruler_langgraph.py", *arguments, scratch=base.parent, packages=packages)
+    saw = json.loads(done.stdout.splitlines()[-1])
+    show("RULER scores the rollouts of a LangGraph agent", saw["step"] == 1, saw)
+    spread = all(1.0 in rewards and 0.0 <= min(rewards) < 1.0 for rewards in saw["rewards"])
+    show("the judge's scores are the rewards", spread, saw)
+    show("its calls are the trajectory", saw["roles"] == ["system", "user", "assistant"], saw)
+    show("with the tools that it was given", saw["tools"] == ["look_up"], saw)
+    show("all of them are found", saw["counts"] == {"matched": 6}, saw)
 
 
 def prove_nat(python: Path, ready: dict[str, Any], base: Path) -> None:
@@ -142,22 +243,70 @@ def say(line: str) -> None:
 # ---- what it takes ----------------------------------------------------------------------------
 
 
-def drive(python: Path, script: str, *arguments: str, scratch: Path) -> dict[str, Any]:
+def drive(
+    python: Path, script: str, *arguments: str, scratch: Path, **variables: str
+) -> dict[str, Any]:
     """Run a client's script; what it saw."""
+    done = run(python, HERE / script, *arguments, scratch=scratch, **variables)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_script(
+    script: str, *arguments: str, scratch: Path, packages: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in ART's style in hone's environment, with more packages before its own."""
+    path = os.pathsep.join(map(str, filter(None, (ROOT / "src", packages))))
+    python = Path(sys.executable)
+    return run(python, SCRIPTS / script, *arguments, scratch=scratch, PYTHONPATH=path)
+
+
+def run(
+    python: Path, script: Path, *arguments: str, scratch: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     ours = ("PYTHON", "HONE", "OPENAI", "WANDB", "VIRTUAL_ENV")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     done = subprocess.run(
-        [python, HERE / script, *arguments],
+        [python, script, *arguments],
         cwd=scratch,  # the clients write beside where they run
-        env=env,
+        env=env | variables,
         capture_output=True,
         text=True,
         timeout=CLIENT_S,
         check=False,
     )
     if done.returncode != 0:
-        raise NotShown(f"{script} ended with {done.returncode}\n{done.stderr[-6000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise NotShown(f"{script.name} ended with {done.returncode}\n{done.stderr[-6000:]}")
+    return done
+
+
+@contextmanager
+def judge() -> Iterator[str]:
+    """An OpenAI API whose model scores trajectories: 1 for the first, and less for each next one."""
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ids = re.findall(r'<trajectory id="(\d+)">', asked["messages"][-1]["content"])
+            scores = {one: {"explanation": "so", "score": 1 / int(one)} for one in ids}
+            message = {"role": "assistant", "content": json.dumps({"scores": scores})}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            head = {"id": "j", "object": "chat.completion", "created": 0, "model": asked["model"]}
+            body = json.dumps({**head, "choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from openai import OpenAI
 import hone as art
 from hone import dev
 from hone.capture.histories import add_call
+from hone.capture.scope import recorded
 from hone.errors import ConfigError
+from hone.langgraph import init_chat_model, wrap_rollout
 from hone.local import LocalBackend
 from hone.serverless.backend import ServerlessBackend
 from hone.trajectories import History, get_messages
@@ -251,6 +253,35 @@ async def test_yielded_trajectories():
     assert all(a is b for a, b in zip(got, given, strict=True)), "concurrent ones do not mix"
     with pytest.raises(RuntimeError, match="called no yield_trajectory"):
         await art.capture_yielded_trajectory(agent(None))
+
+
+async def test_a_wrapped_rollout_gets_the_calls_to_its_model(
+    local: LocalBackend, model: art.TrainableModel
+):
+    await model.register(local)
+
+    async def rollout(question: str) -> art.Trajectory:
+        client, name = model.openai_client(), model.get_inference_name()
+        asked: list[Any] = [{"role": "user", "content": question}]
+        await client.chat.completions.create(model=model.base_model, messages=asked, max_tokens=2)
+        await client.chat.completions.create(model=name, messages=asked, max_tokens=2)
+        return art.Trajectory(reward=1.0, metadata={"question": question})
+
+    trajectory = await wrap_rollout(model, rollout)("Is it late?")
+    assert (trajectory.reward, trajectory.metadata) == (1.0, {"question": "Is it late?"})
+    assert [one["role"] for one in trajectory.messages()] == ["user", "assistant"]
+    assert not trajectory.additional_histories, "the call to another model is not its own"
+    with pytest.raises(ConfigError, match="outside a rollout"):
+        init_chat_model()
+    await model.close()
+
+
+async def test_a_rollout_of_the_harness_is_not_captured_twice():
+    async def agent() -> None: ...
+
+    harness, _ = recorded()
+    with harness, pytest.raises(ConfigError, match="is recorded already"):
+        await art.capture_auto_trajectory(agent())
 
 
 # ---- trajectories and utils ---------------------------------------------------------------------

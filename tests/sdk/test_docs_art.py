@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.sdk import art_table
 
 PAGE = Path(__file__).parents[2] / "docs/art.md"
 
@@ -33,6 +34,12 @@ def test_it_uses_public_names_only():
         and node.value.id == "art"
     }
     assert used <= set(hone.__all__)
+
+
+def test_the_table_says_what_happens_to_every_name_and_option():
+    assert art_table.BEGIN + art_table.table() + art_table.END in PAGE.read_text(), (
+        "run `python -m tests.sdk.art_table`"
+    )
 
 
 @pytest.mark.slow

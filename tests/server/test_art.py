@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from hone.errors import TrainingError
 from hone.server.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.types import ModelKey
+from hone.types import ModelKey, stored_name
 
 ASKED = [{"role": "user", "content": "the weather in the city"}]
 KEY = ModelKey("proof", "agent")
@@ -165,7 +166,7 @@ def test_a_whole_loop(art: ArtServer) -> None:
     assert art.post("/register", model(art.base)).json() is None
     assert art.step() == 0
     prepared = art.post("/_prepare_backend_for_training", {"model": model(art.base)})
-    assert prepared.json() == ["http://127.0.0.1:8000/v1", "default"]
+    assert prepared.json() == ["http://127.0.0.1:8000/project/proof/v1", "default"]
     before = art.answer(temperature=0)
     assert before["logprobs"]["content"][0]["token"].startswith("token_id:")
 
@@ -449,7 +450,7 @@ def test_somebody_elses_model_is_logged_for_and_its_key_kept_nowhere(idle: ArtSe
     ("path", "changes", "status", "says"),
     [
         ("/register", {"name": "../../etc"}, 422, "name"),
-        ("/register", {"project": "a/b"}, 422, "project"),
+        ("/register", {"project": "logs"}, 422, "project"),
         ("/register", {"_internal_config": {"engine_args": {"tensor_parallel_size": 2}}}, 400, "1"),
         ("/register", {"_internal_config": {"peft_args": {"r": 0}}}, 422, "peft_args"),
         ("/_delete_checkpoints", {"name": "nobody"}, 404, "nobody"),
@@ -471,12 +472,30 @@ def test_another_adapter_under_the_same_name_is_a_conflict(idle: ArtServer) -> N
     assert "rank 8" in got.json()["detail"]
 
 
-def test_a_name_that_another_project_has_is_refused(idle: ArtServer) -> None:
-    assert idle.post("/register", model(idle.base)).status_code == 200
-    assert idle.post("/register", model(idle.base)).status_code == 200
-    got = idle.post("/register", model(idle.base, project="other"))
-    assert got.status_code == 409
-    assert "'proof/agent' has the same name" in got.json()["detail"]
+def test_each_project_has_models_of_its_own_names(idle: ArtServer) -> None:
+    """Clients ask for a model by its name alone, at the address that they were given."""
+    names = ("agent", "my agent/v2")
+    for project in ("proof", "board games/2048"):
+        stored = stored_name(project)
+        for name in names:
+            theirs = model(idle.base, project=project, name=name)
+            assert idle.post("/register", theirs).status_code == 200
+            url, _ = idle.post("/_prepare_backend_for_training", {"model": theirs}).json()
+            path = urlsplit(url).path
+            assert path == f"/project/{stored}/v1"
+            asked = {"model": name, "messages": ASKED, "max_tokens": 2}
+            answer = idle.post(f"{path}/chat/completions", asked).json()
+            (call,) = idle.state.calls.get([answer["choices"][0]["call_id"]])
+            assert call.model == f"{stored}/{stored_name(name)}"
+            assert idle.post("/_get_step", theirs).json() == 0
+            written = json.loads(
+                (idle.directory(ModelKey(stored, stored_name(name))) / "model.json").read_text()
+            )
+            assert (written["project"], written["name"]) == (project, name)
+        listed = [one["id"] for one in idle.http.get(f"/project/{stored}/v1/models").json()["data"]]
+        assert "agent" in listed and "agent@0" in listed
+    got = idle.post("/v1/chat/completions", {"model": "agent", "messages": ASKED})
+    assert got.status_code == 409, "without a project it is either one's"
 
 
 @pytest.mark.parametrize("name", ["pull_from_s3", "push_to_s3", "deploy", "fork_checkpoint"])
@@ -535,7 +554,7 @@ def test_the_address_is_the_one_the_client_used(make_server: MakeServer, tiny_mo
         timeout=60,
     )
     key = inference_key(server.state.settings)
-    assert got.json() == ["http://gpu.example:8123/v1", key] and key != "k1"
+    assert got.json() == ["http://gpu.example:8123/project/proof/v1", key] and key != "k1"
 
 
 def test_without_a_key_the_clients_own_is_given_back(
@@ -545,4 +564,4 @@ def test_without_a_key_the_clients_own_is_given_back(
     body = {"model": model(tiny_model), "config": {"server_args": {"api_key": "mine", "port": 1}}}
     url = f"{server.control_url}/_prepare_backend_for_training"
     got = httpx.post(url, json=body, timeout=60)
-    assert got.json() == ["http://127.0.0.1:8000/v1", "mine"]
+    assert got.json() == ["http://127.0.0.1:8000/project/proof/v1", "mine"]

@@ -105,6 +105,7 @@ class RemoteBackend(Server):
         seed: int = 0,
         plot_tensors: bool = False,
         save_checkpoint: bool = True,
+        advance_when_flat: bool = False,
         timeout_s: float = DAYS_S,
         **keys: Any,
     ) -> TrainResult:
@@ -119,6 +120,8 @@ class RemoteBackend(Server):
             plot_tensors: draw what was trained, beside the checkpoint.
             save_checkpoint: False leaves `checkpoint_path` out of the result. Every step is saved,
                 because a server serves saved steps; `delete_checkpoints` removes old ones.
+            advance_when_flat: publish the next step, with the same adapter, even if there was
+                nothing to learn.
             timeout_s: the job is cancelled after so long.
             **keys: keys of TrainConfig or options of ART (`loss_fn`, `normalize_advantages` and
                 those of `hone.dev.TrainConfig`), which go before those of `config`.
@@ -130,6 +133,7 @@ class RemoteBackend(Server):
             idempotency_key=uuid.uuid4().hex,
             seed=seed,
             plot_tensors=plot_tensors,
+            advance_when_flat=advance_when_flat,
         )
         submitting = asyncio.create_task(self.submit(request))
         limit = asyncio.timeout(timeout_s)

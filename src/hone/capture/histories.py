@@ -8,7 +8,7 @@ keeps its `call_id`, by which the server finds the sampled tokens.
 """
 
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 from hone.capture.base import Recorder, SeenCall, WatchedCall, current
 from hone.capture.scope import recorded
 from hone.errors import ConfigError
+from hone.tally import discard
 from hone.trajectory import History, Trajectory, get_messages
 
 
@@ -98,13 +99,17 @@ def capturing(only: Callable[[SeenCall], bool] | None = None) -> Iterator[Trajec
     recorder.trajectory.finish()
 
 
-async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+async def capture_auto_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
     """Run the coroutine; the trajectory of all model calls that it made.
 
     The coroutine sets the reward: `hone.auto_trajectory(required=True).reward = 1.0`.
     """
-    with capturing() as trajectory:
-        await coroutine
+    try:
+        with capturing() as trajectory:
+            await coroutine
+    except ConfigError:
+        discard(coroutine)  # refused before it was begun
+        raise
     return trajectory
 
 
@@ -143,7 +148,7 @@ def yield_trajectory(trajectory: Trajectory) -> None:
         place.trajectory = trajectory
 
 
-async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
+async def capture_yielded_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
     """Run the coroutine; the trajectory that it passed to `yield_trajectory`."""
     place = _Yielded()
     token = _yielded.set(place)

@@ -37,6 +37,7 @@ from hone.server import (
     openai_chat,
     openai_responses,
     probes,
+    serving,
     training,
 )
 from hone.server.bodies import BodyReader, is_json
@@ -52,6 +53,8 @@ DIALECTS: tuple[Dialect, ...] = (
     anthropic_messages.MESSAGES,
 )
 """Each writes the errors of its path."""
+_PROJECT = re.compile(r"^/project/([^/]+)(?=/)")
+"""Before any path of the OpenAI API: a model's name means the one of this project."""
 _REQUEST_ID = "hone.request_id"
 """Key of the ASGI scope: an id that is in the log, in the headers and in errors of some dialects."""
 
@@ -192,6 +195,16 @@ def _validation_error(
 # ---- middleware -------------------------------------------------------------------------------
 
 
+def _take_project(scope: Scope) -> str | None:
+    """Remove /project/NAME from the path of a request; returns the name."""
+    match = _PROJECT.match(scope["path"])
+    if match is None:
+        return None
+    scope["path"] = scope["path"][match.end() :]
+    scope["raw_path"] = scope["path"].encode()
+    return match[1]
+
+
 class _Middleware:
     """Checks body size and key, and logs every request. Plain ASGI, so that streams stay streams."""
 
@@ -228,15 +241,17 @@ class _Middleware:
             self._log(scope, status, time.perf_counter() - started)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
+        named = _take_project(scope)
         headers, settings = Headers(scope=scope), self.state.settings
         client = scope["client"][0] if scope.get("client") else None
         access = auth.check(settings, scope["path"], headers, client, control=self.control)
         body = BodyReader(receive, headers, settings, self.state.bodies)
-        token = auth.access.set(access)
+        token, within = auth.access.set(access), serving.project.set(named)
         try:
             scope["hone.body"] = body
             await self.app(scope, body, send)
         finally:
+            serving.project.reset(within)
             auth.access.reset(token)
             body.release()
 

@@ -29,6 +29,7 @@ from hone.errors import (
     Unprocessable,
 )
 from hone.logs import say
+from hone.metric_names import ART_NAMES
 from hone.server import job_tasks
 from hone.server.art_requests import (
     ArtModel,
@@ -49,17 +50,6 @@ from hone.server.training import inference_url, registered
 from hone.store.models import ModelRecord
 from hone.trajectory import JobRequest
 from hone.types import FieldError, JobInfo, ModelKey
-
-NAMES = {
-    "learn/loss": "loss/train",
-    "learn/entropy": "loss/entropy",
-    "learn/kl": "loss/kl_div",
-    "learn/grad_norm": "loss/grad_norm",
-    "learn/learning_rate": "loss/learning_rate",
-    "learn/logical_tokens": "data/step_trainer_tokens",
-    "learn/step_s": "time/step_trainer_s",
-}
-"""Hone's metrics, and the names that ART's clients know them by."""
 
 HISTORY = {
     "loss": "learn/loss",
@@ -99,7 +89,10 @@ def routes(state: State) -> APIRouter:
         await state.service.prepare(record)
         key = inference_key(state.settings) or server_args.get("api_key") or "default"
         host, scheme = request.headers.get("host", ""), request.url.scheme
-        return inference_url(state.settings, host, scheme), str(key)
+        # With the project: these clients ask for a model by its name alone, which another project
+        # may use as well.
+        url = inference_url(state.settings, host, scheme, project=record.key.project)
+        return url, str(key)
 
     _group_routes(state, router)
 
@@ -169,13 +162,6 @@ def _record(state: State, model: ArtModel) -> ModelRecord:
     if model.base_model is None:
         raise Unprocessable(
             [FieldError(("model", "base_model"), "a model without one cannot be trained; name one")]
-        )
-    known = [record.key for record in state.models.list()]
-    same = [str(other) for other in known if other.name == model.name]
-    if same and model.key not in known:
-        raise Conflict(
-            f"model {str(model.key)!r}: {same[0]!r} has the same name, and ART's clients ask for a "
-            "model by its name without the project. Choose another name."
         )
     record, _ = registered(state, model_spec(model, state.serving.choice.check_arg()))
     return record
@@ -310,7 +296,7 @@ def _metrics(job: JobInfo, sent: Head) -> dict[str, float]:
         "data/step_num_groups_trainable": job.metrics.get("learn/groups", 0.0),
         "data/step_num_trajectories": float(sent.trajectories),
     }
-    theirs = {NAMES[name]: value for name, value in job.metrics.items() if name in NAMES}
+    theirs = {ART_NAMES[name]: value for name, value in job.metrics.items() if name in ART_NAMES}
     resolved = {f"resolve/{name}": float(count) for name, count in job.counts.items()}
     every = {**resolved, **job.metrics, **theirs, **counted}
     return {name: float(value) for name, value in every.items() if math.isfinite(value)}

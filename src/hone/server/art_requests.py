@@ -18,7 +18,16 @@ from hone.dev import ONE_WAY, RENAMED, check_only
 from hone.server.engine_choice import CheckArg
 from hone.server.model_args import DEVICES, Read, flat, read_args
 from hone.trajectory import History, Trajectory, TrajectoryGroup
-from hone.types import Failure, ModelKey, ModelSpec, Name, ProjectName, TrainConfig
+from hone.types import (
+    AnyName,
+    AnyProject,
+    Failure,
+    ModelKey,
+    ModelSpec,
+    Name,
+    TrainConfig,
+    stored_name,
+)
 
 INTERNAL = "_internal_config"
 
@@ -49,8 +58,8 @@ class ArtModel(BaseModel):
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
-    name: Name
-    project: ProjectName = "default"
+    name: AnyName
+    project: AnyProject = "default"
     entity: str | None = None
     base_model: str | None = Field(default=None, min_length=1, max_length=512)
     internal: dict[str, JsonValue] | None = Field(default=None, alias=INTERNAL)
@@ -65,7 +74,7 @@ class ArtModel(BaseModel):
 
     @property
     def key(self) -> ModelKey:
-        return ModelKey(self.project, self.name)
+        return ModelKey(stored_name(self.project), stored_name(self.name))
 
 
 Number = bool | int | float
@@ -201,8 +210,8 @@ def model_spec(model: ArtModel, check_arg: CheckArg | None = None) -> ModelSpec:
     )
     return spec.checked(
         ModelSpec,
-        name=model.name,
-        project=model.project,
+        name=model.key.name,
+        project=model.key.project,
         base_model=model.base_model,
         token_ids_as_text=True,
         defaults=defaults.fields,

@@ -13,6 +13,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -63,6 +64,10 @@ class ServedName:
     """Its base model."""
     step: int
     created_at: float
+
+
+project: ContextVar[str | None] = ContextVar("hone_project", default=None)
+"""The project whose models a request means by their names alone: that of its /project/NAME/v1."""
 
 
 class Serving:
@@ -150,7 +155,7 @@ class Serving:
         if run is not None and run.model is not None and stem in run.aliases and at == "latest":
             stem = run.model
         try:
-            record, own = self._models.find(stem), None
+            record, own = self._models.find(stem, project.get()), None
         except NotFound:
             record, own, stem = None, None, canonical(stem)
         if run is not None and run.model is not None and at == "latest":
@@ -299,7 +304,8 @@ class Serving:
         uses = Counter(record.key.name for record in records)
         names: list[ServedName] = []
         for record in records:
-            name = record.key.name if uses[record.key.name] == 1 else str(record.key)
+            alone = uses[record.key.name] == 1 or record.key.project == project.get()
+            name = record.key.name if alone else str(record.key)
             root, created = record.spec.base_model, record.created_at
             newest, _ = self.newest(record)
             steps = {c.step: c.manifest["created_at"] for c in self._checkpoints.list(record.key)}

@@ -168,13 +168,19 @@ def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
     )
 
 
-def inference_url(settings: Settings, host: str, scheme: str = "http") -> str:
-    """The address of the OpenAI API, with the host name that the caller used."""
+def inference_url(
+    settings: Settings, host: str, scheme: str = "http", *, project: str | None = None
+) -> str:
+    """The address of the OpenAI API, with the host name that the caller used.
+
+    `project`: the address at which a model's name means the one of this project.
+    """
     match = _HOST.fullmatch(host)
     name = match[1] if match else settings.host
     if name in ("0.0.0.0", "[::]", "::"):  # an address to listen on, not to connect to
         name = "127.0.0.1"
-    return f"{scheme}://{name}:{settings.inference_port or settings.port}/v1"
+    path = "/v1" if project is None else f"/project/{project}/v1"
+    return f"{scheme}://{name}:{settings.inference_port or settings.port}{path}"
 
 
 # ---- jobs -------------------------------------------------------------------------------------

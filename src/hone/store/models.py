@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hone.errors import Conflict, NotFound, did_you_mean
 from hone.models.find import canonical
 from hone.store.database import Store
-from hone.types import ModelKey, ModelSpec
+from hone.types import ModelKey, ModelSpec, stored_name
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS models (
@@ -77,10 +77,16 @@ class ModelStore:
     def get(self, key: ModelKey) -> ModelRecord:
         return self.find(str(key))
 
-    def find(self, name: str) -> ModelRecord:
-        """By NAME or PROJECT/NAME; a NAME that several projects have is a Conflict."""
+    def find(self, name: str, project: str | None = None) -> ModelRecord:
+        """By NAME or PROJECT/NAME; a NAME that several projects have is a Conflict.
+
+        Within a `project`, its own model of that NAME goes first. A NAME may be as its user wrote
+        it, with spaces and slashes.
+        """
         known = self.list()
-        matches = [r for r in known if name in (r.key.name, str(r.key))]
+        names = {name, stored_name(name)}
+        matches = [r for r in known if r.key.project == project and r.key.name in names]
+        matches = matches or [r for r in known if names & {r.key.name, str(r.key)}]
         if len(matches) == 1:
             return matches[0]
         if matches:
