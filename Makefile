@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs test-frameworks test-vllm
+.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs test-frameworks test-sinks test-vllm
 
 help:  ## List the targets
 	@echo "make demo       train a real small model on this machine and watch its reward rise"
@@ -35,6 +35,7 @@ help:  ## List the targets
 	@echo "make seeds      run the demo with ten seeds, one after the other (40 minutes)"
 	@echo "make test-art   run the real OpenPipe ART and NeMo Agent Toolkit clients against hone serve"
 	@echo "make test-frameworks  run agents of every framework against a server, each in an environment of its own"
+	@echo "make test-sinks send a run to W&B, Langfuse, MLflow and others, with their packages, and read it back"
 	@echo "make test-vllm  run the tests of the vLLM engine, with vLLM in an environment of its own"
 	@echo "make test-docs  run every code block of README and docs, including the slow ones"
 	@echo "make docs       generate docs/reference and the source tree of docs/architecture.md"
@@ -82,6 +83,9 @@ test-art: $(INSTALLED)
 
 test-frameworks: $(INSTALLED)
 	HONE_ALL_FRAMEWORKS=1 HONE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+test-sinks: $(INSTALLED)
+	HONE_ALL_SINKS=1 $(BIN)/python -m pytest tests/sinks $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	HONE_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm \
@@ -131,5 +135,5 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:  ## Remove the environment and generated files
-	rm -rf $(VENV) .venv-frameworks-* .venv-art* .demo build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks-* .venv-sinks .venv-art* .demo build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples bench docs -name __pycache__ -type d -exec rm -rf {} +

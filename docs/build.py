@@ -40,7 +40,7 @@ DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 SOURCE = DOCS.parent / "src" / "hone"
 FOLDERS = (
-    *("config", "workflow", "capture", "evaluation", "finetune", "report", "backends"),
+    *("config", "workflow", "capture", "evaluation", "finetune", "report", "sinks", "backends"),
     *("wire", "server", "store", "chat", "inference", "learner", "models"),
     *("serverless", "utils"),
 )
@@ -178,6 +178,7 @@ RUN_FILES = {
     "`validation_history.json`": "one entry per validation",
     "`curriculum_state.json`": "state of the curriculum, if there is one",
     "`reward_plot.png`": "training and held-out reward over epochs",
+    "`loggers/`": "of each [logger](../guides/loggers.md): how much of the run was sent, and its log",
     "`report.html`, `report.md`, `report.json`": "the verdict, for people and for programs",
 }
 

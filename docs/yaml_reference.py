@@ -32,6 +32,7 @@ SECTION = {
     "trajectory_builder": "`trajectory_builders:`",
     "trainer_adapter": "`trainer_adapters:`",
     "trainer": "`trainers:`",
+    "logger": "`loggers:`",
 }
 """Section of the YAML for each kind of component."""
 

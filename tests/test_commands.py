@@ -254,7 +254,7 @@ def test_info_knows_its_kinds():
     assert result.exit_code == 1
     assert result.stderr == (
         "hone: -t trianer: no such kind. Known: function, llm_provider, evaluator, "
-        "dataset_loader, trajectory_builder, trainer_adapter, trainer.\n"
+        "dataset_loader, trajectory_builder, trainer_adapter, trainer, logger.\n"
     )
 
 

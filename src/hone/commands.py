@@ -319,6 +319,8 @@ def _sections(document: "Document") -> list[tuple[str, str]]:
         ("trainer_adapters", listed(document.trainer_adapters)),
         ("trainers", listed(document.trainers)),
     ]
+    if document.loggers:
+        rows.append(("loggers", ", ".join(logger.type_name for logger in document.loggers)))
     if run.enabled:
         reward = run.reward_function.name if run.reward_function else "none"
         rows.append(("finetuning", f"{run.num_epochs} epochs, reward {reward}, {run.output_dir}"))

@@ -312,6 +312,28 @@ class WarningLogged(Event, frozen=True):
     """Text of the warning."""
 
 
+class MetricsLogged(Event, frozen=True):
+    """A program that uses the SDK logged metrics of a model that has `report_metrics`."""
+
+    type: Literal["metrics"] = "metrics"
+    step: int
+    """Policy step that the metrics belong to."""
+    metrics: dict[str, float | None]
+    """By name, such as `val/reward`."""
+
+
+class LoggerStopped(Event, frozen=True):
+    """A logger could not send the run; the run went on without it."""
+
+    type: Literal["logger_stopped"] = "logger_stopped"
+    logger: str
+    """Name of the logger."""
+    message: str
+    """Why it stopped, and how many events it has not sent."""
+    unsent: int
+    """Lines of this log that were not sent."""
+
+
 class RunInterrupted(Event, frozen=True):
     """Ctrl-C ended the session."""
 
@@ -349,6 +371,8 @@ KnownEvent = (
     | FinalValidationDone
     | EpochDone
     | WarningLogged
+    | MetricsLogged
+    | LoggerStopped
     | RunInterrupted
     | RunFinished
 )

@@ -53,7 +53,7 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write, monkeypatch: pyte
         f"Known: {named('llm_provider')}.",
         "a.yml:3: llms.n.temprature: unknown key 'temprature'. Did you mean 'temperature'?",
         "a.yml:4: wrkflow: unknown key 'wrkflow'. Did you mean 'workflow'? Known: llms, functions, "
-        "workflow, eval, trajectory_builders, trainer_adapters, trainers, finetuning.",
+        "workflow, eval, trajectory_builders, trainer_adapters, trainers, finetuning, loggers.",
         "a.yml:7: eval.general.max_concurrency: got 0; expected greater than or equal to 1",
         f"a.yml:8: eval.general.dataset: `_type` is missing; known: {named('dataset_loader')}",
         "a.yml:9: eval.general.output_dir: ${NOT_SET} is not set in the environment; set it, or "

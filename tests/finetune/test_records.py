@@ -8,6 +8,7 @@ from tests.evaluation.made import call, item, step
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult
 from hone.finetune.records import RolloutRecord, plain, record_of
+from hone.sinks.base import Rollout
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
 from hone.workflow.run import RolloutResult
@@ -69,3 +70,31 @@ def test_plain_values_stay_what_they_are():
     fields = {"text": "\u00e4 \U0001f642", "n": [1, 2.5, True, None]}
     assert plain(fields) == fields
     assert plain({"x": float("inf"), 3: {4}}) == {"x": "Infinity", "3": [4]}
+
+
+def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it():
+    asked, again = {"role": "user", "content": "q"}, {"role": "user", "content": HALF}
+    answered = {"role": "assistant", "content": "yes"}
+    calls = (
+        call(id="c0"),
+        call("aside", id="c1", messages=[{"role": "system", "content": "s"}]),
+        call("done", id="c2", messages=[asked, answered, again], temperature=0.5),
+        call(id="c3", choices=[], error=HALF, status=None, messages=[asked, answered]),
+    )
+    ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
+    result = ItemResult(item(""), ran, {"reward": Score(0.5)})
+    fields: dict[str, Any] = {"rollout": "r", "epoch": 0, "reward_name": "reward", "split": "val"}
+    assert record_of(result, **fields).model_calls == []
+    record = record_of(result, with_calls=True, **fields)
+    assert RolloutRecord.model_validate_json(record.model_dump_json()) == record
+    assert [c.messages is None for c in record.model_calls] == [True, False, True, False]
+    sent = Rollout.model_validate_json(record.model_dump_json())
+    asked_again = {"role": "user", "content": "cut ?"}
+    assert [(c.id, messages, reply) for c, messages, reply in sent.conversations()] == [
+        ("c0", [asked], answered),
+        ("c1", [{"role": "system", "content": "s"}], {"role": "assistant", "content": "aside"}),
+        ("c2", [asked, answered, asked_again], {"role": "assistant", "content": "done"}),
+        ("c3", [asked, answered], None),
+    ]
+    assert (sent.model_calls[2].temperature, sent.model_calls[2].completion_tokens) == (0.5, 2)
+    assert (sent.model_calls[3].error, sent.model_calls[3].finish) == ("cut ?", None)

@@ -7,7 +7,9 @@ Unknown keys are refused here, for all components: a misspelt key that is ignore
 with a default that nobody chose.
 """
 
-from collections.abc import Mapping
+import importlib.util
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -89,6 +91,68 @@ class TrainerConfig(ComponentConfig):
 
     reward: RewardFunctionConfig | None = Field(default=None, exclude=True)
     """Filled from `finetuning.reward_function` when a run starts."""
+
+
+class LoggerBaseConfig(ComponentConfig):
+    """Sends what a run does to a service or to files."""
+
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that the logger imports, of packages that hone does not depend on."""
+    extra: ClassVar[str] = ""
+    """The extra of hone that installs them."""
+    reads_calls: ClassVar[bool] = False
+    """Whether it sends the model calls of rollouts, which are recorded only for such loggers."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """How long a failed request is retried before the logger stops, and how long the end of a run
+    waits for a logger that is behind."""
+    python: Path | None = None
+    """Interpreter that runs the logger, if its packages are installed in another environment; hone
+    must be installed there too."""
+
+    def problem(self) -> str | None:
+        """Why the logger cannot start, and what to do; None if it can."""
+        python = None if self.python is None else str(self.python)
+        missing = first_missing(self.modules, python)
+        if missing is not None:
+            where = "" if python is None else f" in the environment of {python}"
+            return f"{missing} is not installed{where}: pip install 'hone-rl[{self.extra}]'"
+        return self.refusal()
+
+    def refusal(self) -> str | None:
+        """What is wrong with the settings, such as a missing key; None if nothing is."""
+        return None
+
+
+_FIND = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        sys.exit(name)
+"""
+
+
+def first_missing(modules: Sequence[str], python: str | None = None) -> str | None:
+    """The first module that is not installed here, or for another interpreter; None if all are."""
+    if python is None:
+        return next((name for name in modules if not _is_installed(name)), None)
+    command = [python, "-P", "-c", _FIND, "hone", *modules]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except OSError as error:
+        return f"a Python that runs ({error})"
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 class EvalDatasetStructure(Strict):

@@ -29,6 +29,13 @@ BUILT_IN = (
     "hone.finetune.builder",
     "hone.finetune.adapter",
     "hone.finetune.trainer",
+    "hone.sinks.wandb",
+    "hone.sinks.langfuse",
+    "hone.sinks.openpipe",
+    "hone.sinks.mlflow",
+    "hone.sinks.tensorboard",
+    "hone.sinks.trackio",
+    "hone.sinks.otel",
 )
 
 logger = logging.getLogger(__name__)

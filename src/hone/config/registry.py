@@ -26,6 +26,7 @@ from hone.config.base import (
     FunctionRef,
     LLMBaseConfig,
     LLMRef,
+    LoggerBaseConfig,
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "FunctionRef",
     "LLMBaseConfig",
     "LLMRef",
+    "LoggerBaseConfig",
     "Registered",
     "TrainerAdapterConfig",
     "TrainerConfig",
@@ -56,6 +58,7 @@ __all__ = [
     "register_evaluator",
     "register_function",
     "register_llm_provider",
+    "register_logger",
     "register_trainer",
     "register_trainer_adapter",
     "register_trajectory_builder",
@@ -69,6 +72,7 @@ BASES: dict[str, type[ComponentConfig]] = {
     "trajectory_builder": TrajectoryBuilderConfig,
     "trainer_adapter": TrainerAdapterConfig,
     "trainer": TrainerConfig,
+    "logger": LoggerBaseConfig,
 }
 """Each kind, and the class its configurations derive from."""
 
@@ -88,6 +92,7 @@ NOT_YET: dict[str, frozenset[str]] = {
     "trajectory_builder": frozenset({"dpo_traj_builder"}),
     "trainer_adapter": frozenset({"nemo_customizer_trainer_adapter"}),
     "trainer": frozenset({"nemo_customizer_trainer"}),
+    "logger": frozenset(),
 }
 """Types of NeMo Agent Toolkit or of later versions, refused by name. A plugin may register them."""
 
@@ -162,6 +167,11 @@ def register_trainer(config_type: type[C]) -> Decorator[C]:
     return _register("trainer", config_type)
 
 
+def register_logger(config_type: type[C]) -> Decorator[C]:
+    """The instance is a `sinks.base.Sink`; the factory gets no Builder, but the `sinks.base.Run`."""
+    return _register("logger", config_type)
+
+
 def _register(kind: str, config_type: type[C]) -> Decorator[C]:
     where = f"{config_type.__module__}.{config_type.__qualname__}"
     base = BASES[kind]
@@ -226,6 +236,8 @@ class ByType:
     """Annotates a block whose configuration class is named by its `_type`."""
 
     kind: str
+    bare: bool = False
+    """A plain name is read as a block with that `_type` and no other key."""
 
     def __get_pydantic_core_schema__(
         self, source: type[Any], handler: GetCoreSchemaHandler
@@ -241,6 +253,8 @@ class ByType:
         """The block as its configuration; pydantic reports its errors under the block's path."""
         if isinstance(block, BASES[self.kind]):
             return block
+        if self.bare and isinstance(block, str):
+            block = {"_type": block}
         if not isinstance(block, Mapping):
             raise PydanticCustomError(
                 "block", "got {got}; expected a block with `_type`", {"got": named(block)}

@@ -22,6 +22,7 @@ from hone.config.base import (
     EvaluatorBaseConfig,
     FunctionBaseConfig,
     LLMBaseConfig,
+    LoggerBaseConfig,
     Names,
     RewardFunctionConfig,
     Strict,
@@ -198,6 +199,8 @@ class FinetuneConfig(Strict):
 
     run_configuration: FinetuneRunConfig | None = Field(default=None, exclude=True)
     """The options of the command line; refused in the YAML."""
+    record_calls: bool = Field(default=False, exclude=True)
+    """Whether rollouts are written with their model calls; set for loggers that send them."""
 
     @model_validator(mode="after")
     def _the_three_parts_are_named(self) -> Self:
@@ -306,6 +309,11 @@ class Document(Strict):
     trainers: dict[str, Annotated[TrainerConfig, ByType("trainer")]] = Field(default_factory=dict)
     """Named by `finetuning.trainer`."""
     finetuning: FinetuneConfig = Field(default_factory=FinetuneConfig)
+    loggers: list[Annotated[LoggerBaseConfig, ByType("logger", bare=True)]] = Field(
+        default_factory=list
+    )
+    """Services and files that a training run is sent to; a name (`tensorboard`), or a block with
+    `_type`."""
 
     _loaded: Loaded | None = PrivateAttr(None)
 

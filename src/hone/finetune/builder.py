@@ -259,6 +259,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 round=at.round,
                 generation=k,
                 reward_name=self._reward_name,
+                with_calls=config.record_calls,
             )
             return await self._with_calls(at, await self._with_reward(record, result), result)
 

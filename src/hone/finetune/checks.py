@@ -162,6 +162,7 @@ def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool =
             "--validation_dataset FILE, or remove the key",
         )
     yield from _function_mistakes(document)
+    yield from _logger_mistakes(document)
     yield from _base_model(document)
     if dataset is None:
         yield from _dataset_mistakes(document, _reward_of(document))
@@ -298,6 +299,13 @@ def _function_mistakes(document: Document) -> Mistakes:
             continue
         if not callable(function):
             yield path, f"{target!r} is {type(function).__name__}, not a function"
+
+
+def _logger_mistakes(document: Document) -> Mistakes:
+    """Loggers whose package or key is missing."""
+    for index, config in enumerate(document.loggers):
+        if (problem := config.problem()) is not None:
+            yield ("loggers", index), problem
 
 
 def _dataset_mistakes(document: Document, reward: str | None) -> Mistakes:

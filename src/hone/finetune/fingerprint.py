@@ -60,6 +60,7 @@ FREE = (
     "trainer_adapters.*.backend.engine_url",
     "trainer_adapters.*.backend.advertise_url",
     "llms.*.base_url",
+    "loggers",
     *(
         f"{block}.{key}"
         for block in ("workflow", "functions.*")

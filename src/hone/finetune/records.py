@@ -184,6 +184,41 @@ class StepRecord(Strict):
     """Other arguments of `hone.step`."""
 
 
+class CallRecord(Strict):
+    """One model call of a rollout, for loggers."""
+
+    id: str | None = None
+    """Id of the recorded call, or of the answer."""
+    function: str
+    """Path of the function that made it."""
+    model: str
+    """Model name of the request."""
+    at: float
+    """When it was sent, in seconds since 1970."""
+    seconds: float
+    """Until the last byte of the answer."""
+    status: int | None = None
+    """HTTP status; null if there was no answer."""
+    error: str | None = None
+    """Why it failed."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt."""
+    completion_tokens: int | None = None
+    """Tokens that were sampled."""
+    finish: str | None = None
+    """Why the answer ended, such as `stop` or `length`."""
+    policy_step: int | None = None
+    """Policy step that answered."""
+    temperature: float | None = None
+    """Temperature of the request."""
+    num_messages: int = 0
+    """Number of messages of the request."""
+    messages: list[dict[str, Any]] | None = None
+    """Messages of the request; null if they begin the rollout's `messages`, and `reply` follows."""
+    reply: dict[str, Any] | None = None
+    """Message of the answer; null if it is in the rollout's `messages`."""
+
+
 class RolloutRecord(Strict):
     """One finished rollout; a resumed run does not repeat it."""
 
@@ -221,6 +256,8 @@ class RolloutRecord(Strict):
     """Policy steps that answered the calls, each once."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
     """The last conversation, for the report."""
+    model_calls: list[CallRecord] = Field(default_factory=list)
+    """The model calls; recorded if a logger of the run sends them."""
     request: dict[str, Any] | None = None
     """Body of the first model call, without the model's name. Recorded for the first rollout of each
     example, so that a report can show what the agent sends."""
@@ -296,6 +333,7 @@ def record_of(
     round: int = 0,
     generation: int = 0,
     reward_name: str | None,
+    with_calls: bool = False,
 ) -> RolloutRecord:
     """The record of a finished rollout; a failed one has no reward."""
     item, ran = result.item, result.rollout
@@ -324,7 +362,8 @@ def record_of(
         calls=len(calls),
         tokens=sum((call.usage or {}).get("completion_tokens", 0) for call in calls),
         policy_steps=sorted({c.policy_step for c in calls if c.policy_step is not None}),
-        messages=_last_conversation(calls),
+        messages=plain(_last_conversation(calls)),
+        model_calls=_call_records(calls) if with_calls else [],
         request=_first_request(calls) if generation == 0 else None,
     )
 
@@ -392,8 +431,36 @@ def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
     return None
 
 
+def _call_records(calls: "tuple[SeenCall, ...]") -> list[CallRecord]:
+    """The calls; their text only where it is not part of the last conversation."""
+    conversation = _last_conversation(calls)
+    return [_call_record(call, conversation) for call in calls]
+
+
+def _call_record(call: "SeenCall", conversation: list[dict[str, Any]]) -> CallRecord:
+    usage, messages, reply = call.usage or {}, call.messages or [], call.reply
+    held = reply is not None and [*messages, reply] == conversation[: len(messages) + 1]
+    return CallRecord(
+        id=call.id,
+        function=call.function,
+        model=call.model,
+        at=call.started_at,
+        seconds=call.seconds,
+        status=call.status,
+        error=plain(call.error),
+        prompt_tokens=usage.get("prompt_tokens"),
+        completion_tokens=usage.get("completion_tokens"),
+        finish=call.finish,
+        policy_step=call.policy_step,
+        temperature=call.temperature,
+        num_messages=len(messages),
+        messages=None if held else plain(messages),
+        reply=None if held else plain(reply),
+    )
+
+
 def _last_conversation(calls: "tuple[SeenCall, ...]") -> list[dict[str, Any]]:
     for call in reversed(calls):
         if call.messages is not None and call.reply is not None:
-            return plain([*call.messages, call.reply])
+            return [*call.messages, call.reply]
     return []

@@ -38,6 +38,7 @@ from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
 from hone.report.display import Display
 from hone.report.text import counted
+from hone.sinks.loggers import Loggers
 from hone.workflow.loop import run_loop
 
 log = logging.getLogger("hone")
@@ -63,7 +64,10 @@ def finetune(options: FinetuneOptions) -> int:
     """Run or resume; returns the exit status. If it is not 0, the last log line says why."""
     began = time.time()
     document, validation = read_documents(options)
-    config = document.finetuning.model_copy(update={"run_configuration": options})
+    calls = any(logger.reads_calls for logger in document.loggers)
+    config = document.finetuning.model_copy(
+        update={"run_configuration": options, "record_calls": calls}
+    )
     fingerprint = RunFingerprint(config.seed, fingerprint_of(document, options, validation))
     fresh = options.fresh or config.resume == "never"
     if options.dry_run:
@@ -79,11 +83,17 @@ def finetune(options: FinetuneOptions) -> int:
         Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
         EventLog(config.output_dir / FILE) as events,
         Display(events),
+        Loggers(
+            document.loggers, events, Secrets(document.loaded.data, options.override)
+        ) as loggers,
     ):
-        run = Run(document, validation, config, options, journal, events, interrupts, began)
+        run = Run(
+            document, validation, config, options, journal, events, interrupts, loggers, began
+        )
         if run.state.is_finished(config.num_epochs):
             ended = run.state.history.finished
             message = ended and ended.message
+            loggers.close()  # which sends what they missed
             log.info("Run %s is finished, nothing to do. %s", journal.run_id, message)
             return 0
         try:
@@ -105,6 +115,7 @@ class Run:
     journal: Journal
     events: EventLog
     interrupts: Interrupts
+    loggers: Loggers
     began: float
     """When the command was typed."""
 
@@ -134,6 +145,7 @@ class Run:
             best_step=None if history.best is None else history.best.step,
             seconds=time.time() - self.began,
         )
+        self.loggers.close()  # before the report, which counts those that stopped
         self._report()
         if status is COMPLETED:
             log.info("%s", message)

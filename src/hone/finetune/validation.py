@@ -143,6 +143,7 @@ class Validator:
                 epoch=epoch,
                 generation=rep,
                 reward_name=reward,
+                with_calls=config.record_calls,
             )
             return record.model_copy(update={"reward": reward_or_substitute(record, config)})
 

@@ -21,6 +21,7 @@ from hone.events import (
     FinalValidationDone,
     JobDone,
     JobFailed,
+    LoggerStopped,
     RolloutDone,
     RoundEvent,
     RunFinished,
@@ -215,7 +216,7 @@ class History:
                 self._validations[key] = Validation.of(event, self.failure_reward)
             case EpochDone():
                 self.done[event.epoch] = event
-            case WarningLogged():
+            case WarningLogged() | LoggerStopped():
                 self.warnings.append(event.message)
             case RunFinished():
                 self.finished = event

@@ -1,0 +1,182 @@
+"""Sink: where a run is sent to. Base class and values only.
+
+In:   metrics, rollouts and adapters of one run, in order
+Out:  whatever the service or the file format keeps
+
+A sink is used by one process, which may be killed at any time. The next one repeats what was sent
+after the last `flush`, so a sink must recognize what it holds already: by an id of its own, or by
+reading back.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hone.events import RunFinished
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run that is sent."""
+
+    id: str
+    """The same in every session, so that services continue the run after a resume."""
+    directory: Path
+    name: str = ""
+    """Model that is trained."""
+    project: str = ""
+    """Project of the model."""
+    base_model: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the run, without secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Metrics of one policy step."""
+
+    values: dict[str, float]
+    """By name, such as `train/reward` and `learn/loss`."""
+    step: int
+    """The step that was sampled, or that the job published."""
+    at: float
+    """Unix seconds."""
+    line: int
+    """Line of the event in events.jsonl, from 1: the order of the points, and a key of each."""
+
+
+class Call(BaseModel):
+    """A model call of a rollout: an entry of `model_calls` in trajectories/*.jsonl."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str | None = None
+    function: str = ""
+    model: str = ""
+    at: float = 0.0
+    seconds: float = 0.0
+    status: int | None = None
+    error: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish: str | None = None
+    policy_step: int | None = None
+    temperature: float | None = None
+    num_messages: int = 0
+    messages: list[Message] | None = None
+    reply: Message | None = None
+
+
+class Rollout(BaseModel):
+    """A line of trajectories/*.jsonl, with the time at which the rollout ended."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    epoch: int
+    round: int = 0
+    split: str
+    example: str
+    generation: int
+    rollout: str
+    reward: float | None
+    scores: dict[str, float | None] = Field(default_factory=dict)
+    failure: dict[str, Any] | None = None
+    output: Any = None
+    input: Any = None
+    seconds: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+    policy_steps: list[int] = Field(default_factory=list)
+    messages: list[Message] = Field(default_factory=list)
+    model_calls: list[Call] = Field(default_factory=list)
+    ended_at: float = 0.0
+
+    @property
+    def step(self) -> int | None:
+        """The newest policy step that answered."""
+        return max(self.policy_steps, default=None)
+
+    @property
+    def failure_text(self) -> str:
+        """Kind, reason and message of the failure; empty on success."""
+        parts = ((self.failure or {}).get(key) for key in ("kind", "reason", "message"))
+        return ": ".join(str(part) for part in parts if part)
+
+    def conversations(self) -> Iterator[tuple[Call, list[Message], Message | None]]:
+        """Each call with its request's messages and its reply.
+
+        A call that is part of the last conversation refers to it instead of repeating it.
+        """
+        for call in self.model_calls:
+            if call.messages is None:
+                shown = self.messages[: call.num_messages + 1]
+                yield call, shown[: call.num_messages], (shown[call.num_messages :] or [None])[0]
+            else:
+                yield call, call.messages, call.reply
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTable:
+    """All rollouts of a round or of a validation."""
+
+    name: str
+    """`train/rollouts`, `val/rollouts` or `final/rollouts`."""
+    rollouts: list[Rollout]
+    step: int
+    line: int
+    """As in Point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter on disk, in PEFT's format."""
+
+    path: Path
+    step: int
+    is_best: bool
+    """It has the highest held-out reward."""
+
+
+class Sink:
+    """Receives a run. A method that is not overridden ignores what it gets."""
+
+    reads_rollouts: bool = False
+    """Whether `rollout` is called."""
+    reads_tables: bool = False
+    """Whether `table` is called."""
+    holds: int | None = None
+    """Lines of events.jsonl that the sink is known to hold; None if only the cursor knows."""
+
+    adapters: Literal["none", "last", "all"] = "none"
+    """Which adapters are sent: none, those of the end of the run, or that of every step."""
+
+    def log(self, point: Point) -> None:
+        """Send metrics."""
+
+    def rollout(self, rollout: Rollout) -> None:
+        """Send a finished rollout."""
+
+    def table(self, table: RoundTable) -> None:
+        """Send the rollouts of a round, once it is complete."""
+
+    def adapter(self, adapter: Adapter) -> None:
+        """Send an adapter."""
+
+    def finish(self, finished: RunFinished) -> None:
+        """The run ended; it may be continued with more epochs."""
+
+    def flush(self) -> None:
+        """Return when everything so far has arrived; raise if it has not."""
+
+    def close(self) -> None:
+        """The session ends."""
+
+
+TABLE_COLUMNS = ("rollout", "epoch", "example", "generation", "reward", "input", "output")
+TABLE_COLUMNS += ("failure", "conversation", "calls", "tokens", "seconds", "step")
+"""Columns of a table of rollouts."""

@@ -1,0 +1,185 @@
+"""Langfuse: a trace for each rollout, a generation for each model call, and scores.
+
+In:   Rollouts
+Out:  spans at /api/public/otel/v1/traces, and scores (`reward`, and one for each evaluator)
+
+Ids come from the rollout's id, so what is sent again replaces itself. Spans go to the OTLP endpoint
+directly, because the tracer of the package can neither set the times of a span nor say whether it
+arrived.
+"""
+# Installed with its extra only.
+# pyright: reportMissingImports=false
+
+import base64
+import json
+import logging
+import os
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hone.config.registry import LoggerBaseConfig, register_logger
+from hone.sinks.base import Call, Rollout, Run, Sink
+
+if TYPE_CHECKING:
+    from langfuse.api.scores.types.create_score_request import CreateScoreRequest
+    from opentelemetry.sdk.trace import ReadableSpan
+
+log = logging.getLogger("hone.sinks")
+
+CLOUD = "https://cloud.langfuse.com"
+MAX_SPANS = 256
+"""Spans in one request."""
+
+
+class LangfuseConfig(LoggerBaseConfig, name="langfuse"):
+    """Sends a trace for each rollout to Langfuse, with generations and scores."""
+
+    modules: ClassVar[tuple[str, ...]] = ("langfuse", "opentelemetry.exporter.otlp.proto.http")
+    extra: ClassVar[str] = "langfuse"
+    reads_calls: ClassVar[bool] = True
+
+    public_key: str | None = None
+    """`LANGFUSE_PUBLIC_KEY` if not set."""
+    secret_key: str | None = None
+    """`LANGFUSE_SECRET_KEY` if not set."""
+    base_url: str | None = None
+    """`LANGFUSE_BASE_URL`, or Langfuse's cloud, if not set."""
+    environment: str | None = None
+    """Environment of the traces; `LANGFUSE_TRACING_ENVIRONMENT` if not set."""
+
+    def refusal(self) -> str | None:
+        for field in ("public_key", "secret_key"):
+            variable = f"LANGFUSE_{field.upper()}"
+            if not self.resolved(field, variable):
+                return f"{field} is missing; set it, or the environment variable {variable}"
+        return None
+
+    def resolved(self, field: str, variable: str) -> str | None:
+        """A field, or the environment variable in its place."""
+        return getattr(self, field) or os.environ.get(variable)
+
+
+class LangfuseSink(Sink):
+    """Sends spans and scores."""
+
+    reads_rollouts = True
+
+    def __init__(self, config: LangfuseConfig, run: Run) -> None:
+        import langfuse
+        from langfuse.api.client import LangfuseAPI
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        from hone.sinks.spans import Spans
+
+        url = config.resolved("base_url", "LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST")
+        url = (url or CLOUD).rstrip("/")
+        public = config.resolved("public_key", "LANGFUSE_PUBLIC_KEY") or ""
+        secret = config.resolved("secret_key", "LANGFUSE_SECRET_KEY") or ""
+        self._environment = config.resolved("environment", "LANGFUSE_TRACING_ENVIRONMENT")
+        self._run = run
+        self._exporter = OTLPSpanExporter(
+            endpoint=f"{url}/api/public/otel/v1/traces",
+            headers={
+                "Authorization": f"Basic {base64.b64encode(f'{public}:{secret}'.encode()).decode()}",
+                "x-langfuse-ingestion-version": "4",  # each span has the attributes of its trace
+            },
+            timeout=10,
+        )
+        self._api = LangfuseAPI(
+            base_url=url,
+            username=public,
+            password=secret,
+            x_langfuse_sdk_name="hone",
+            x_langfuse_sdk_version=langfuse.__version__,
+            x_langfuse_public_key=public,
+            timeout=10,
+        )
+        self._make = Spans(run, service="hone", content=False, more=self._attributes)
+        self._spans: list[ReadableSpan] = []
+        self._scores: list[CreateScoreRequest] = []
+
+    def rollout(self, rollout: Rollout) -> None:
+        self._spans += self._make.of(rollout)
+        self._scores += self._scores_of(rollout)
+        if len(self._spans) >= MAX_SPANS:
+            self.flush()
+
+    def flush(self) -> None:
+        from hone.sinks.otel import check
+
+        while self._spans:
+            check(self._exporter.export(self._spans[:MAX_SPANS]), "traces")
+            del self._spans[:MAX_SPANS]
+        if self._scores:
+            response = self._api.scores.create(request=self._scores)
+            self._scores = []
+            if errors := getattr(response, "errors", None):  # which Langfuse would reject again
+                log.warning("Langfuse rejected scores: %s", errors)
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+
+    def _attributes(self, rollout: Rollout, call: Call | None) -> dict[str, Any]:
+        from langfuse import LangfuseOtelSpanAttributes as Names
+
+        shared = {
+            Names.TRACE_NAME: f"{self._run.name or 'rollout'}",
+            Names.TRACE_SESSION_ID: f"{self._run.id} {rollout.example}",
+            Names.TRACE_TAGS: (self._run.id, rollout.split),
+            Names.ENVIRONMENT: self._environment,
+            f"{Names.TRACE_METADATA}.run": self._run.id,
+            f"{Names.TRACE_METADATA}.step": rollout.step,
+            f"{Names.TRACE_METADATA}.epoch": rollout.epoch,
+            f"{Names.TRACE_METADATA}.example": rollout.example,
+            f"{Names.TRACE_METADATA}.generation": rollout.generation,
+        }
+        if call is None:
+            return shared | {
+                Names.OBSERVATION_TYPE: "agent",
+                Names.OBSERVATION_INPUT: _json(rollout.input),
+                Names.OBSERVATION_OUTPUT: _json(rollout.output),
+                Names.OBSERVATION_LEVEL: "ERROR" if rollout.failure else None,
+                Names.OBSERVATION_STATUS_MESSAGE: rollout.failure_text or None,
+            }
+        parts = next(c for c in rollout.conversations() if c[0] is call)
+        usage = {"input": call.prompt_tokens, "output": call.completion_tokens}
+        return shared | {
+            Names.OBSERVATION_TYPE: "generation",
+            Names.OBSERVATION_MODEL: call.model,
+            Names.OBSERVATION_MODEL_PARAMETERS: _json({"temperature": call.temperature}),
+            Names.OBSERVATION_INPUT: _json(parts[1]),
+            Names.OBSERVATION_OUTPUT: _json(parts[2]),
+            Names.OBSERVATION_USAGE_DETAILS: _json({k: v for k, v in usage.items() if v}),
+            Names.OBSERVATION_LEVEL: "ERROR" if call.error else None,
+            Names.OBSERVATION_STATUS_MESSAGE: call.error,
+        }
+
+    def _scores_of(self, rollout: Rollout) -> list["CreateScoreRequest"]:
+        from langfuse.api.scores.types.create_score_request import CreateScoreRequest
+
+        from hone.sinks.spans import trace_id
+
+        values = {**rollout.scores, "reward": rollout.reward}
+        return [
+            CreateScoreRequest(
+                id=f"{rollout.rollout}:{name}",
+                trace_id=f"{trace_id(rollout.rollout):032x}",
+                name=name,
+                value=value,
+                environment=self._environment,
+                timestamp=datetime.fromtimestamp(rollout.ended_at, UTC),
+            )
+            for name, value in values.items()
+            if value is not None
+        ]
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+@register_logger(config_type=LangfuseConfig)
+async def langfuse(config: LangfuseConfig, run: Run) -> AsyncIterator[LangfuseSink]:
+    """Sends a trace for each rollout to Langfuse, with generations and scores."""
+    yield LangfuseSink(config, run)

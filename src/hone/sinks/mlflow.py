@@ -1,0 +1,111 @@
+"""MLflow: metrics, settings, and adapters as artifacts.
+
+In:   Points, Adapters
+Out:  a run of MLflow, found again by its tag `hone.run`
+
+MLflow chooses the ids of runs. A metric that the run has already, with the same step and time, is
+not sent again.
+"""
+# Installed with its extra only.
+# pyright: reportMissingImports=false
+
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from hone.config.registry import LoggerBaseConfig, register_logger
+from hone.events import RunFinished
+from hone.sinks.base import Adapter, Point, Run, Sink
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
+
+TAG = "hone.run"
+MAX_METRICS, MAX_PARAM = 1000, 6000
+"""Limits of MLflow: metrics in a request, and characters of a parameter."""
+
+
+class MLflowConfig(LoggerBaseConfig, name="mlflow"):
+    """Sends metrics and adapters to MLflow."""
+
+    modules: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
+    extra: ClassVar[str] = "mlflow"
+
+    tracking_uri: str | None = None
+    """The tracking server or store. If not set, MLflow decides: `MLFLOW_TRACKING_URI`, or
+    `sqlite:///mlflow.db` in the current directory."""
+    experiment: str | None = None
+    """Experiment of the run; the model's project if not set."""
+    run_name: str | None = None
+    """Name of the run; its id if not set."""
+    adapters: Literal["none", "last", "all"] = "none"
+    """Adapters that are sent as artifacts, if the server's root is on this machine: none, the newest
+    and the best at the end of the run, or that of every step."""
+
+
+class MLflowSink(Sink):
+    """Writes to one run of MLflow."""
+
+    def __init__(self, config: MLflowConfig, run: Run) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self.adapters = config.adapters
+        self._client = MlflowClient(tracking_uri=config.tracking_uri)
+        name = config.experiment or run.project or "hone"
+        experiment = self._client.get_experiment_by_name(name)
+        id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        runs = self._client.search_runs([id], f"tags.`{TAG}` = '{run.id}'", max_results=1)
+        if runs:
+            self._id = runs[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            label = config.run_name or run.id
+            made = self._client.create_run(id, tags={TAG: run.id}, run_name=label)
+            self._id = made.info.run_id
+            for key, value in _leaves(run.config):
+                self._client.log_param(self._id, key, str(value)[:MAX_PARAM])
+        self._known: dict[str, set[tuple[int, int]]] = {}
+        """Step and time of each value that the run has, by metric."""
+        self._new: list[Metric] = []
+
+    def log(self, point: Point) -> None:
+        from mlflow.entities import Metric
+
+        at = int(point.at * 1000)
+        for name, value in point.values.items():
+            if name not in self._known:
+                history = self._client.get_metric_history(self._id, name)
+                self._known[name] = {(one.step, one.timestamp) for one in history}
+            if (point.step, at) not in self._known[name]:
+                self._new.append(Metric(name, value, at, point.step))
+                self._known[name].add((point.step, at))
+
+    def flush(self) -> None:
+        while self._new:
+            self._client.log_batch(self._id, metrics=self._new[:MAX_METRICS])
+            del self._new[:MAX_METRICS]
+
+    def adapter(self, adapter: Adapter) -> None:
+        place = f"adapters/step_{adapter.step:04d}"
+        if not self._client.list_artifacts(self._id, place):
+            self._client.log_artifacts(self._id, str(adapter.path), place)
+        if adapter.is_best:
+            self._client.set_tag(self._id, "hone.best_step", adapter.step)
+
+    def finish(self, finished: RunFinished) -> None:
+        status = "FINISHED" if finished.status == "completed" else "FAILED"
+        self._client.set_terminated(self._id, status, int(finished.at * 1000))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf."""
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+
+
+@register_logger(config_type=MLflowConfig)
+async def mlflow(config: MLflowConfig, run: Run) -> AsyncIterator[MLflowSink]:
+    """Sends metrics and adapters to MLflow."""
+    yield MLflowSink(config, run)

@@ -1,0 +1,117 @@
+"""OpenPipe: the request log, one entry for each model call.
+
+In:   Rollouts
+Out:  POST /report for each call, with the rollout's reward in its metadata
+
+The API takes no id from the client: a process that is killed between a request and the next flush
+sends these calls again. The metadata has the id of each call.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+import httpx2
+
+from hone.config.registry import LoggerBaseConfig, register_logger
+from hone.sinks.base import Call, Message, Rollout, Run, Sink
+
+API = "https://api.openpipe.ai/api/v1"
+
+
+class OpenPipeConfig(LoggerBaseConfig, name="openpipe"):
+    """Sends every model call of a run to OpenPipe's request log."""
+
+    reads_calls: ClassVar[bool] = True
+
+    api_key: str | None = None
+    """`OPENPIPE_API_KEY` if not set."""
+    base_url: str | None = None
+    """`OPENPIPE_BASE_URL`, or OpenPipe's API, if not set."""
+
+    def refusal(self) -> str | None:
+        if self.api_key or os.environ.get("OPENPIPE_API_KEY"):
+            return None
+        return "api_key is missing; set it, or the environment variable OPENPIPE_API_KEY"
+
+
+class OpenPipeSink(Sink):
+    """Reports calls."""
+
+    reads_rollouts = True
+
+    def __init__(self, config: OpenPipeConfig, run: Run) -> None:
+        base = config.base_url or os.environ.get("OPENPIPE_BASE_URL") or API
+        key = config.api_key or os.environ.get("OPENPIPE_API_KEY", "")
+        self._run = run
+        self._client = httpx2.Client(
+            base_url=base.rstrip("/"), headers={"Authorization": f"Bearer {key}"}, timeout=30
+        )
+        self._sent: set[tuple[str, int]] = set()
+        """Calls of the rollout that is being sent, by rollout and index."""
+
+    def rollout(self, rollout: Rollout) -> None:
+        for index, (call, messages, reply) in enumerate(rollout.conversations()):
+            key = rollout.rollout, index
+            if key not in self._sent:  # else the request of a later call failed
+                self._client.post(
+                    "/report", json=self._report(rollout, index, call, messages, reply)
+                ).raise_for_status()
+                self._sent.add(key)
+        self._sent.clear()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _report(
+        self,
+        rollout: Rollout,
+        index: int,
+        call: Call,
+        messages: list[Message],
+        reply: Message | None,
+    ) -> dict[str, Any]:
+        metadata = {
+            "hone.run": self._run.id,
+            "hone.rollout": rollout.rollout,
+            "hone.call": call.id or str(index),
+            "hone.split": rollout.split,
+            "hone.epoch": rollout.epoch,
+            "hone.example": rollout.example,
+            "hone.step": call.policy_step,
+            "hone.reward": rollout.reward,
+        }
+        body = {
+            "requestedAt": call.at * 1000,
+            "receivedAt": (call.at + call.seconds) * 1000,
+            "reqPayload": {
+                "model": call.model,
+                "messages": messages,
+                **({} if call.temperature is None else {"temperature": call.temperature}),
+                "metadata": {k: str(v) for k, v in metadata.items() if v is not None},
+            },
+            "statusCode": call.status,
+            "errorMessage": call.error,
+            "respPayload": None if reply is None else _completion(call, reply),
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+
+def _completion(call: Call, reply: Message) -> dict[str, Any]:
+    """The answer, as a chat completion of the OpenAI API."""
+    usage = {"prompt_tokens": call.prompt_tokens or 0}
+    usage["completion_tokens"] = call.completion_tokens or 0
+    return {
+        "id": call.id or "",
+        "object": "chat.completion",
+        "created": int(call.at),
+        "model": call.model,
+        "choices": [{"index": 0, "message": reply, "finish_reason": call.finish}],
+        "usage": usage | {"total_tokens": sum(usage.values())},
+    }
+
+
+@register_logger(config_type=OpenPipeConfig)
+async def openpipe(config: OpenPipeConfig, run: Run) -> AsyncIterator[OpenPipeSink]:
+    """Sends every model call of a run to OpenPipe's request log."""
+    yield OpenPipeSink(config, run)

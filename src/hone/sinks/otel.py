@@ -1,0 +1,130 @@
+"""OpenTelemetry: a trace for each rollout, with the gen_ai conventions, and metrics, over OTLP.
+
+In:   Rollouts, Points
+Out:  requests to /v1/traces and /v1/metrics of a collector (OTLP over HTTP, protobuf)
+
+Trace and span ids come from the rollout's id: one that is sent again has the same ids.
+"""
+# Installed with its extra only.
+# pyright: reportMissingImports=false
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from hone.config.registry import LoggerBaseConfig, register_logger
+from hone.sinks.base import Point, Rollout, Run, Sink
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricsData
+    from opentelemetry.sdk.trace import ReadableSpan
+
+MAX_SPANS = 512
+"""Spans in one request."""
+
+
+class OTelConfig(LoggerBaseConfig, name="otel"):
+    """Sends a trace for each rollout, and metrics, to an OpenTelemetry collector (OTLP over HTTP)."""
+
+    modules: ClassVar[tuple[str, ...]] = (
+        "opentelemetry.sdk",
+        "opentelemetry.exporter.otlp.proto.http",
+    )
+    extra: ClassVar[str] = "otel"
+    reads_calls: ClassVar[bool] = True
+
+    endpoint: str | None = None
+    """Base URL of the collector, such as `http://localhost:4318`. If not set, the variables of
+    OpenTelemetry (`OTEL_EXPORTER_OTLP_ENDPOINT`) decide."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of every request, such as `authorization`."""
+    service_name: str = "hone"
+    """Value of `service.name`."""
+    content: bool = False
+    """Whether spans hold the text of inputs, outputs and messages."""
+
+
+class OTelSink(Sink):
+    """Exports spans and gauges."""
+
+    reads_rollouts = True
+
+    def __init__(self, config: OTelConfig, run: Run) -> None:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+
+        from hone.sinks.spans import Spans
+
+        def arguments(signal: str) -> dict[str, Any]:
+            # With an endpoint of its own the exporter adds no path to it.
+            base = config.endpoint and config.endpoint.rstrip("/")
+            endpoint = base and f"{base}/v1/{signal}"
+            return {"endpoint": endpoint, "headers": config.headers or None, "timeout": 10}
+
+        self._traces = OTLPSpanExporter(**arguments("traces"))
+        self._metrics = OTLPMetricExporter(**arguments("metrics"))
+        self._make = Spans(
+            run, service=config.service_name, content=config.content, more=lambda r, c: {}
+        )
+        self._resource = Resource.create({"service.name": config.service_name, "hone.run": run.id})
+        self._spans: list[ReadableSpan] = []
+        self._points: list[Point] = []
+
+    def rollout(self, rollout: Rollout) -> None:
+        self._spans += self._make.of(rollout)
+        if len(self._spans) >= MAX_SPANS:
+            self.flush()
+
+    def log(self, point: Point) -> None:
+        self._points.append(point)
+
+    def flush(self) -> None:
+        while self._spans:
+            check(self._traces.export(self._spans[:MAX_SPANS]), "traces")
+            del self._spans[:MAX_SPANS]
+        if self._points:
+            check(self._metrics.export(self._gauges()), "metrics")
+            self._points.clear()
+
+    def close(self) -> None:
+        self._traces.shutdown()
+        self._metrics.shutdown()
+
+    def _gauges(self) -> "MetricsData":
+        from opentelemetry.sdk.metrics.export import (
+            Gauge,
+            Metric,
+            MetricsData,
+            NumberDataPoint,
+            ResourceMetrics,
+            ScopeMetrics,
+        )
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        import hone
+
+        points: dict[str, list[NumberDataPoint]] = {}
+        for point in self._points:
+            at = int(point.at * 1e9)
+            for name, value in point.values.items():
+                data = NumberDataPoint({"hone.step": point.step}, at, at, value)
+                points.setdefault(f"hone.{name.replace('/', '.')}", []).append(data)
+        metrics = [Metric(name, "", "", Gauge(data)) for name, data in points.items()]
+        scope = InstrumentationScope("hone", hone.__version__)
+        return MetricsData(
+            [ResourceMetrics(self._resource, [ScopeMetrics(scope, metrics, "")], "")]
+        )
+
+
+def check(result: Any, signal: str) -> None:
+    """Raise if an exporter failed; it has logged why."""
+    if result.name != "SUCCESS":
+        raise ConnectionError(f"the collector did not accept the {signal}")
+
+
+@register_logger(config_type=OTelConfig)
+async def otel(config: OTelConfig, run: Run) -> AsyncIterator[OTelSink]:
+    """Sends a trace for each rollout, and metrics, to an OpenTelemetry collector."""
+    yield OTelSink(config, run)

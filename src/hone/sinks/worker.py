@@ -1,0 +1,200 @@
+"""The process of one logger: send a run to a sink, as its events are appended.
+
+In:   stdin: a line of JSON (the Settings), then a byte whenever an event was appended; its end is
+      the end of the session
+Out:  the sink; `loggers/NAME.json` in the run directory says how much was sent
+
+A process of its own, because the packages of services start threads, patch modules, write to stdout
+and wait for the network: none of that may happen where rollouts run. The cursor moves only after
+the sink has flushed, and a lock keeps the process of an earlier session out.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import select
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from hone.config import registry
+from hone.config.base import LoggerBaseConfig
+from hone.disk import write_atomic
+from hone.lock import LockFile
+from hone.redact import redact
+from hone.sinks.base import Sink
+from hone.sinks.feed import Feed, run_of
+
+FOLDER = "loggers"
+"""Folder in the run directory."""
+FLUSH_EVENTS = 64
+"""Events after which the sink is flushed at the latest."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+"""Between two tries."""
+NICENESS = 5
+"""Rollouts and the learner come first."""
+STDIN = 0
+
+T = TypeVar("T")
+log = logging.getLogger("hone.sinks")
+
+
+class Settings(BaseModel):
+    """What the parent process sends."""
+
+    name: str
+    """Name of the logger among those of the run."""
+    type: str
+    """Its `_type`."""
+    module: str
+    """Module that registers the type."""
+    config: dict[str, Any]
+    directory: Path
+    """The run directory."""
+
+
+class Cursor(BaseModel):
+    """How much of a run was sent: `loggers/NAME.json`."""
+
+    run: str | None = None
+    """Id of the run; the cursor of another one (`--fresh`) is not used."""
+    lines: int = 0
+    """Lines of events.jsonl."""
+    error: str | None = None
+    """Why the logger stopped; null if it did not."""
+
+    @classmethod
+    def load(cls, path: Path) -> "Cursor":
+        return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, self.model_dump_json() + "\n")
+
+
+class GaveUp(Exception):
+    """The sink failed for longer than `timeout_s`."""
+
+
+class Bell:
+    """Stdin: a byte for every appended event."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def settings(self) -> Settings:
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(STDIN, 1)
+            if not byte:
+                sys.exit("no settings on stdin")
+            line += byte
+        return Settings.model_validate(json.loads(line))
+
+    def wait(self) -> None:
+        """Until an event was appended, or the session ends."""
+        select.select([STDIN], [], [])
+        self.ended = not os.read(STDIN, 2**16)
+
+
+class Worker:
+    """Sends one run to one sink."""
+
+    def __init__(self, settings: Settings, config: LoggerBaseConfig, bell: Bell) -> None:
+        self.directory, self.config, self.bell = settings.directory, config, bell
+        self.path = settings.directory / FOLDER / f"{settings.name}.json"
+        self.cursor = Cursor.load(self.path)
+        """Of this run, once it is known."""
+
+    def run(self, factory: Callable[[Any, Any], AsyncIterator[Sink]]) -> None:
+        """Until the session ends and everything was sent; raises GaveUp."""
+        while (run := run_of(self.directory)) is None:
+            if self.bell.ended:
+                return  # the run never started
+            self.bell.wait()
+        if self.cursor.run != run.id:
+            self.cursor = Cursor(run=run.id)
+        with asyncio.Runner() as runner:  # factories are asynchronous, as those of all components
+            opened = AsyncExitStack()
+
+            def open_sink() -> Sink:
+                one = asynccontextmanager(factory)(self.config, run)
+                return runner.run(opened.enter_async_context(one))
+
+            self._follow(self._try(open_sink))
+            runner.run(opened.aclose())
+
+    def _follow(self, sink: Sink) -> None:
+        """Send events as they come, until the session ends."""
+        sent = self.cursor.lines if sink.holds is None else sink.holds
+        feed = Feed(self.directory, sent, sink)
+        while True:
+            ending = self.bell.ended  # before reading: no event comes after the end
+            self._send(feed, sink, ending=ending)
+            if ending:
+                break
+            self.bell.wait()
+        self._try(sink.close)
+
+    def _send(self, feed: Feed, sink: Sink, *, ending: bool) -> None:
+        for deliveries in feed.read(ending=ending):
+            for deliver in deliveries:
+                self._try(partial(deliver, sink))
+            if feed.line >= self.cursor.lines + FLUSH_EVENTS:
+                self._flush(feed, sink)
+        if feed.line > self.cursor.lines or self.cursor.error:
+            self._flush(feed, sink)
+
+    def _flush(self, feed: Feed, sink: Sink) -> None:
+        self._try(sink.flush)
+        self.cursor = Cursor(run=self.cursor.run, lines=feed.line)
+        self.cursor.save(self.path)
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """Retry what fails, with growing pauses; raises GaveUp after `timeout_s`."""
+        began, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            try:
+                return action()
+            except Exception as error:  # noqa: BLE001  # a service's package may raise anything
+                log.warning("%s", redact("".join(traceback.format_exception(error))))
+                if time.monotonic() - began + pause > self.config.timeout_s:
+                    text = redact(f"{type(error).__name__}: {error}".strip().partition("\n")[0])
+                    raise GaveUp(text) from None
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def main() -> int:
+    """The exit status: 0 if everything was sent."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    bell = Bell()
+    settings = bell.settings()
+    import_module(settings.module)
+    component = registry.find("logger", settings.type)
+    assert component is not None and issubclass(component.config_type, LoggerBaseConfig), settings
+    config = component.config_type.model_validate(settings.config)
+    os.nice(NICENESS)
+    # The process of a session that was killed sends what it can before it ends.
+    with LockFile(
+        settings.directory / FOLDER / f"{settings.name}.lock", wait_s=2 * config.timeout_s
+    ):
+        worker = Worker(settings, config, bell)
+        try:
+            worker.run(component.factory)
+        except GaveUp as error:
+            worker.cursor.model_copy(update={"error": str(error)}).save(worker.path)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
