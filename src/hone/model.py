@@ -9,12 +9,13 @@ backend, so two programs that use the same name use the same model.
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, field_validator
 from typing_extensions import TypeVar  # with default=, which typing has from 3.13
 
 from hone import dev, model_files
@@ -57,7 +58,8 @@ class Model(BaseModel, Generic[ConfigT]):
     base_path: str = ".hone"
     """Directory for state.json and logged trajectories, in PROJECT/models/NAME below it."""
     report_metrics: list[str] | None = None
-    """Services that logged metrics are also reported to, by name."""
+    """Loggers that metrics are also sent to, such as `wandb` and `tensorboard`. None: W&B, if
+    `WANDB_API_KEY` is set and W&B is installed."""
     inference_base_url: str | None = None
     inference_api_key: str | None = None
     inference_model_name: str | None = None
@@ -66,6 +68,15 @@ class Model(BaseModel, Generic[ConfigT]):
     _backend: Backend | None = PrivateAttr(default=None)
     _client: Any = PrivateAttr(default=None)
     _client_of: Any = PrivateAttr(default=None)
+
+    @field_validator("report_metrics")
+    @classmethod
+    def _can_be_reported(cls, names: list[str] | None) -> list[str] | None:
+        if names:
+            from hone.sinks import reporter  # here, because `import hone` should stay light
+
+            reporter.check(names)
+        return names
 
     @property
     def trainable(self) -> bool:
@@ -161,10 +172,22 @@ class Model(BaseModel, Generic[ConfigT]):
         if items:
             model_files.log_trajectories(self._directory, split, step, items)
         await self._log_metrics(written, split, step)
-        return {f"{split}/{name}": value for name, value in written.items()}
+        named = {f"{split}/{name}": value for name, value in written.items()}
+        self._report(step, named)
+        return named
 
     async def _log_metrics(self, metrics: Mapping[str, float], split: str, step: int) -> None:
         model_files.log_metrics(self._directory, split, step, metrics)
+
+    def _report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send metrics to the loggers of `report_metrics`; returns at once."""
+        if self.report_metrics is None and "WANDB_API_KEY" not in os.environ:
+            return
+        from hone.sinks import reporter
+
+        if names := reporter.logger_names(self.report_metrics):
+            known = self.model_dump(include={"name", "project", "base_model", "entity"})
+            reporter.report(self._directory, names, step, metrics, **known)
 
     # ---- state.json: whatever the program wants to find again --------------------------------
 
@@ -293,7 +316,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             **keys: keys of TrainConfig or options of ART, instead of `config`.
         """
         keys = {**(_config or {}), **keys}
-        return await self.backend().train(self, trajectory_groups, config, verbose=verbose, **keys)
+        backend = self.backend()
+        result = await backend.train(self, trajectory_groups, config, verbose=verbose, **keys)
+        self._report(result.step, result.metrics)
+        return result
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> list[int]:
         """Delete all steps but the newest and the best by a logged metric; returns those deleted."""

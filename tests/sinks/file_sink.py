@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.events import RunFinished
 from hone.sinks.base import Adapter, Point, Rollout, RoundTable, Run, Sink
@@ -22,7 +24,7 @@ class FileConfig(LoggerBaseConfig, name="file"):
 
     reads_calls: ClassVar[bool] = True
 
-    path: Path
+    path: Path = Field(default_factory=lambda: Path(os.environ["HONE_TEST_LOG"]))
     api_key: str = ""
     trouble: Literal["none", "refuses", "hangs", "dies"] = "none"
     dies_at: str = "train/reward"
