@@ -16,7 +16,7 @@ from typing import Any
 import art
 import litellm
 
-from hone.backends.art import ArtBackend
+from hone.art import ArtBackend
 from hone.utils.litellm import convert_litellm_choice_to_openai
 
 PROMPTS = ("the weather", "take the coat")

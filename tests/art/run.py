@@ -49,7 +49,7 @@ REQUIREMENTS = (
     "httpx2>=2.12",  # of hone's SDK
 )
 NEWER = ("0.5.17", "0.5.18")
-"""Versions of openpipe-art without an HTTP client; hone.backends.art is their backend."""
+"""Versions of openpipe-art without an HTTP client; hone.art is their backend."""
 ART, NEW, NAT = "client_art.py", "client_new.py", "client_nat.py"
 SCRIPTS = HERE / "scripts"
 

@@ -104,7 +104,7 @@ DIFFERS = {
     "serverless.backend.ServerlessBackend": "another name of `RemoteBackend`",
     "LocalTrainResult": "another name of `TrainResult`, with `checkpoint_path`",
     "ServerlessTrainResult": "another name of `TrainResult`; there are no artifacts",
-    "Backend": "the protocol of hone's backends; `hone.backends.art` is one for the real package",
+    "Backend": "the protocol of hone's backends; `hone.art` is one for the real package",
     "Model.log": "trajectories are JSONL below `base_path`; a trained model's metrics are on its server",
     "utils.iterate_dataset": "the global random generator stays as it is",
     "TrainableModel.train": "raises if the job fails; flat groups do not advance the step",

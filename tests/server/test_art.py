@@ -472,29 +472,29 @@ def test_another_adapter_under_the_same_name_is_a_conflict(idle: ArtServer) -> N
     assert "rank 8" in got.json()["detail"]
 
 
-def test_each_project_has_models_of_its_own_names(idle: ArtServer) -> None:
+def test_each_project_has_models_of_its_own_names(art: ArtServer) -> None:
     """Clients ask for a model by its name alone, at the address that they were given."""
     names = ("agent", "my agent/v2")
     for project in ("proof", "board games/2048"):
         stored = stored_name(project)
         for name in names:
-            theirs = model(idle.base, project=project, name=name)
-            assert idle.post("/register", theirs).status_code == 200
-            url, _ = idle.post("/_prepare_backend_for_training", {"model": theirs}).json()
+            theirs = model(art.base, project=project, name=name)
+            assert art.post("/register", theirs).status_code == 200
+            url, _ = art.post("/_prepare_backend_for_training", {"model": theirs}).json()
             path = urlsplit(url).path
             assert path == f"/project/{stored}/v1"
             asked = {"model": name, "messages": ASKED, "max_tokens": 2}
-            answer = idle.post(f"{path}/chat/completions", asked).json()
-            (call,) = idle.state.calls.get([answer["choices"][0]["call_id"]])
+            answer = art.post(f"{path}/chat/completions", asked).json()
+            (call,) = art.state.calls.get([answer["choices"][0]["call_id"]])
             assert call.model == f"{stored}/{stored_name(name)}"
-            assert idle.post("/_get_step", theirs).json() == 0
+            assert art.post("/_get_step", theirs).json() == 0
             written = json.loads(
-                (idle.directory(ModelKey(stored, stored_name(name))) / "model.json").read_text()
+                (art.directory(ModelKey(stored, stored_name(name))) / "model.json").read_text()
             )
             assert (written["project"], written["name"]) == (project, name)
-        listed = [one["id"] for one in idle.http.get(f"/project/{stored}/v1/models").json()["data"]]
+        listed = [one["id"] for one in art.http.get(f"/project/{stored}/v1/models").json()["data"]]
         assert "agent" in listed and "agent@0" in listed
-    got = idle.post("/v1/chat/completions", {"model": "agent", "messages": ASKED})
+    got = art.post("/v1/chat/completions", {"model": "agent", "messages": ASKED})
     assert got.status_code == 409, "without a project it is either one's"
 
 
