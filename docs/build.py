@@ -167,7 +167,7 @@ def http_reference() -> str:
 
 
 RUN_FILES = {
-    "`run.json`": "id, seed and fingerprint of the run, and how many times it was started",
+    "`run.json`": "id and fingerprint of the run, and how many times it was started",
     "`config_effective.yml`": "the configuration with overrides applied, without secrets",
     "`events.jsonl`": "what happened, in order: see below",
     "`trajectories/`": "every rollout: see below",

@@ -16,7 +16,7 @@ from hone.event_log import EventLog, read
 from hone.events import WarningLogged
 from hone.finetune.base import EpisodeItemRole
 from hone.finetune.builder import count_unscoped
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 
 USER = EpisodeItemRole.USER
 ASSISTANT = EpisodeItemRole.ASSISTANT
@@ -136,7 +136,7 @@ async def test_rollouts_in_the_journal_are_not_run_again(
             return await w.say(question)
 
         w.bind(agent, ["one", "two"])
-        facts = RunFingerprint(0, {})
+        facts = {}
         with Journal.open(tmp_path, facts) as journal:
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             first = await w.collect(meta)
@@ -177,7 +177,7 @@ async def test_rollouts_that_gave_nothing_are_not_run_again_and_say_why_again(
 
         w.bind(agent, ["one", "two", "three"])
         for _ in range(2):
-            with Journal.open(tmp_path, RunFingerprint(0, {})) as journal:
+            with Journal.open(tmp_path, {}) as journal:
                 meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
                 collection = await w.collect(meta | {"failed_before": False})
             assert [len(group) for group in collection.trajectories] == [2]
@@ -200,7 +200,7 @@ async def test_a_round_that_came_to_nothing_is_run_anew(
         w.bind(agent, ["one", "two"], max_concurrency=1)
         collection = None
         for _ in range(2):
-            with Journal.open(tmp_path, RunFingerprint(0, {})) as journal:
+            with Journal.open(tmp_path, {}) as journal:
                 meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
                 collection = await w.collect(meta)
             broken = False

@@ -17,7 +17,7 @@ from hone.finetune.fingerprint import (
     fingerprint_of,
     resume_arguments,
 )
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 
 YAML = """
 llms:
@@ -283,7 +283,7 @@ def test_a_number_that_json_does_not_have_is_the_same_at_the_next_start(file: Pa
     file.write_text(YAML + limits)
     facts = fingerprint_of(read(file), FinetuneRunConfig())
     for start in (1, 2):
-        with Journal.open(tmp_path / "out", RunFingerprint(4, facts)) as journal:
+        with Journal.open(tmp_path / "out", facts) as journal:
             assert journal.session == start
             journal.add(record())
     changed = {**facts, "functions": {"f": {"args": {"most": 3}}}}

@@ -16,10 +16,10 @@ from hone.finetune.base import (
     Trajectory,
     TrajectoryCollection,
 )
-from hone.finetune.journal import Journal, RunFingerprint, Start, Submission, plan_start
+from hone.finetune.journal import Journal, Start, Submission, plan_start
 from hone.finetune.records import FailureRecord, RolloutRecord
 
-FACTS = RunFingerprint(0, {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"seed": 0}})
+FACTS = {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"seed": 0}}
 
 
 def record(example: str = "a", generation: int = 0, **fields: object) -> RolloutRecord:
@@ -121,9 +121,7 @@ def test_another_configuration_is_refused_and_says_what_differs(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         run_id = journal.run_id
         journal.add(record())
-    changed = RunFingerprint(
-        0, {"llms": {"a": {"temperature": 0.9}}, "finetuning": {"seed": 0, "x": 1}}
-    )
+    changed = {"llms": {"a": {"temperature": 0.9}}, "finetuning": {"seed": 0, "x": 1}}
     with pytest.raises(Conflict) as refused:
         Journal.open(tmp_path, changed)
     message = str(refused.value)
@@ -138,9 +136,9 @@ def test_another_configuration_is_refused_and_says_what_differs(tmp_path: Path):
 def test_a_run_of_which_nothing_ran_takes_another_configuration(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as first:
         pass  # its server was not there, say, and the address is mended now
-    with Journal.open(tmp_path, RunFingerprint(7, {"llms": {}})) as second:
+    with Journal.open(tmp_path, {"llms": {}}) as second:
         assert (second.run_id, second.session) == (first.run_id, 2)
-        assert (second.run.seed, second.run.facts) == (7, {"llms": {}})
+        assert second.run.facts == {"llms": {}}
         second.add(record())
     with pytest.raises(Conflict, match="another configuration"):
         Journal.open(tmp_path, FACTS)
@@ -154,10 +152,10 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, inside: str):
 
 
 def test_only_so_many_differences_are_named(tmp_path: Path):
-    with Journal.open(tmp_path, RunFingerprint(0, {f"k{i}": i for i in range(11)})) as journal:
+    with Journal.open(tmp_path, {f"k{i}": i for i in range(11)}) as journal:
         journal.add(record())
     with pytest.raises(Conflict, match="and 3 more"):
-        Journal.open(tmp_path, RunFingerprint(0, {f"k{i}": i + 1 for i in range(11)}))
+        Journal.open(tmp_path, {f"k{i}": i + 1 for i in range(11)})
 
 
 def test_fresh_keeps_the_old_directory_under_its_run(tmp_path: Path):
@@ -167,7 +165,7 @@ def test_fresh_keeps_the_old_directory_under_its_run(tmp_path: Path):
         assert journal.run.anew and journal.run.replaces is None
         journal.begun_anew()
         journal.add(record("a", 0))
-    other = RunFingerprint(1, {"other": True})
+    other = {"other": True}
     with Journal.open(out, other, fresh=True) as journal:
         assert journal.run_id != old and journal.session == 1
         assert journal.run.anew and journal.run.replaces == old
@@ -193,9 +191,9 @@ def test_two_processes_do_not_share_a_directory(tmp_path: Path):
         program = f"""
             from pathlib import Path
             from hone.errors import Conflict
-            from hone.finetune.journal import Journal, RunFingerprint
+            from hone.finetune.journal import Journal
             try:
-                Journal.open(Path({str(tmp_path)!r}), RunFingerprint(0, {{}}))
+                Journal.open(Path({str(tmp_path)!r}), {{}})
             except Conflict as error:
                 print(error)
         """

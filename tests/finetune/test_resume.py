@@ -9,7 +9,7 @@ import pytest
 from hone.config.schema import CurriculumLearningConfig, EarlyStoppingConfig, FinetuneConfig
 from hone.evaluation.base import EvalInputItem
 from hone.events import Event, parse
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 from hone.finetune.records import FailureRecord, RolloutRecord
 from hone.finetune.resume import (
     RunState,
@@ -191,7 +191,7 @@ def test_a_round_that_gave_nothing(records: list[RolloutRecord], smallest: int, 
 
 
 def known(directory: Path, *records: RolloutRecord) -> list[str]:
-    with Journal.open(directory, RunFingerprint(0, {})) as journal:
+    with Journal.open(directory, {}) as journal:
         for record in records:
             journal.add(record)
         places = known_rollouts(journal, 0, 0, WANTED, smallest=2)

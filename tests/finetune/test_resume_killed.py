@@ -19,7 +19,7 @@ from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
 from hone.event_log import FILE, EventLog, read
 from hone.events import EpochCollected
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.report.history import History
 from hone.workflow.function import Function
@@ -65,7 +65,7 @@ class World:
 
     async def run(self) -> list[Any]:
         """One start of the harness, which may be killed."""
-        journal = Journal.open(self.directory, RunFingerprint(0, {}))
+        journal = Journal.open(self.directory, {})
         events = EventLog(self.directory / FILE)
         try:
             trainer = ARTTrainer(ARTTrainerConfig())

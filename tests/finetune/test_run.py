@@ -14,7 +14,7 @@ from tests.finetune.command import AGENT, DOCUMENT, Command, Parts
 
 from hone.config.problems import ConfigProblems, dotted
 from hone.errors import ConfigError, Conflict, DiskFull
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 
 
 def test_a_run_ends_with_0_a_report_and_everything_closed(
@@ -399,7 +399,7 @@ def test_a_run_does_not_go_on_with_other_code_and_the_dry_run_says_so(
 def test_a_dry_run_sees_that_another_process_holds_the_run(
     command: Command, caplog: pytest.LogCaptureFixture
 ):
-    with Journal.open(command.out, RunFingerprint(0, {})):
+    with Journal.open(command.out, {}):
         assert command(dry_run=True) == 1
     assert "is in use by another `hone finetune`" in caplog.messages[-1]
     assert command(dry_run=True) == 0

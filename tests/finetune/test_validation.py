@@ -15,7 +15,7 @@ from hone.errors import PolicyFailure
 from hone.evaluation.run import Evaluation
 from hone.event_log import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 from hone.finetune.resume import RunState
 from hone.finetune.validation import Validator
 from hone.report.comparison import comparison
@@ -81,7 +81,7 @@ async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
     async with rehearsal.live(**changes) as run:
         del run.evaluation.items[1:]
         with (
-            Journal.open(tmp_path / "run", RunFingerprint(0, {})) as journal,
+            Journal.open(tmp_path / "run", {}) as journal,
             EventLog(tmp_path / "run" / "events.jsonl") as events,
         ):
             groups = await collected(run.adapter, journal.run_id)

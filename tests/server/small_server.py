@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hone.inference.base import Engine
-from hone.learner.packed import unpack_groups
+from hone.learner.packed import pack_groups, unpack_groups
 from hone.learner.staleness import check_fresh
 from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.server.settings import Settings
@@ -123,7 +123,7 @@ class SmallServer(State):
         self, record: ModelRecord, groups: Sequence[TrajectoryGroup], **changes: Any
     ) -> JobInfo:
         given = {"config": CONFIG, "counts": {}, "request_sha256": "0" * 64, **changes}
-        return self.jobs.add(model=record, groups=groups, **given)
+        return self.jobs.add(model=record, groups=pack_groups(groups), **given)
 
     async def ended(self, job_id: str, *, deadline_s: float = 60.0) -> JobInfo:
         """The job once it has ended; sees to it that somebody works on it."""

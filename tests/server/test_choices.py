@@ -84,7 +84,7 @@ async def test_a_certain_answer_is_only_found_after_the_same_messages(world: Wor
     sure = [0.0] * len(ids)
     call = world.add(ids, [{"role": "user", "content": "a"}])
     certain = Call(prompt_ids=[1], completion_ids=ids, logprobs=sure)
-    world.state.calls.add(call.model_copy(update={"id": "call-x", "call": certain}))
+    world.state.calls.add([call.model_copy(update={"id": "call-x", "call": certain})])
     made = choice(ids, "Yes.")
     for entry in made["logprobs"]["content"]:
         entry["logprob"] = 0.0

@@ -19,7 +19,7 @@ from hone.types import JobEvent, ModelSpec, TrainConfig
 def job(store: Store, queue: JobStore) -> str:
     record: ModelRecord = ModelStore(store).register(ModelSpec(name="agent", base_model="tiny"))
     added = queue.add(
-        model=record, groups=[], config=TrainConfig(), counts={}, request_sha256="0" * 64
+        model=record, groups=b"", config=TrainConfig(), counts={}, request_sha256="0" * 64
     )
     return added.id
 

@@ -166,7 +166,7 @@ def test_events_arrive_while_the_job_goes_on(make_server: MakeServer, tiny_model
     state = server.state
     record = state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
     added = state.jobs.add(
-        model=record, groups=[], config=TrainConfig(), counts={}, request_sha256="0" * 64
+        model=record, groups=b"", config=TrainConfig(), counts={}, request_sha256="0" * 64
     )
     url = f"{server.control_url}{JOBS}/{added.id}/events"
     with httpx.stream("GET", url, timeout=20) as answer:

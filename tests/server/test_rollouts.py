@@ -173,7 +173,7 @@ def test_an_answer_that_nobody_received_is_not_continued(
     first = ask(before, "one", rollout="r")
     (call,) = before.state.calls.rollout("r")
     before.state.calls.prune(max_age_s=0, max_bytes=0)
-    before.state.calls.add(call.model_copy(update={"abandoned": True}))
+    before.state.calls.add([call.model_copy(update={"abandoned": True})])
     before.stop()
     after = make_server()
     second = ask(after, [user("one"), reply(first), user("two")], rollout="r")

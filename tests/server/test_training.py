@@ -324,7 +324,7 @@ async def record(api: Api, *rollouts: str) -> list[dict[str, Any]]:
             finish="stop",
             call=by_tokens().calls[0],
         )
-        api.state.calls.add(call)
+        api.state.calls.add([call])
     scored = [{"rollout": rollout, "reward": i} for i, rollout in enumerate(rollouts)]
     return [{"trajectories": scored}]
 

@@ -126,7 +126,7 @@ class World:
             ),
         }
         recorded = RecordedCall(**fields | changes)
-        self.state.calls.add(recorded)
+        self.state.calls.add([recorded])
         return recorded
 
     async def resolve(self, *trajectories: Trajectory, **config: Any) -> ResolvedGroups:

@@ -92,7 +92,7 @@ def conversation(turns: int, *, rollout: str = "r") -> list[RecordedCall]:
 def add_conversation(calls: CallStore, turns: int, *, rollout: str = "r") -> list[RecordedCall]:
     made = conversation(turns, rollout=rollout)
     for call, parent in zip(made, [None, *made], strict=False):
-        calls.add(call, parent=parent)
+        calls.add([call], parent=parent)
     return made
 
 
@@ -101,8 +101,6 @@ def test_a_rollout_comes_back_as_it_was_recorded(calls: CallStore) -> None:
     assert calls.rollout("r") == made
     assert calls.get([made[3].id, made[0].id]) == [made[3], made[0]]
     assert calls.rollout("another") == []
-    assert calls.requests("r") == 5
-    assert calls.requests("another") == 0
 
 
 def test_a_turn_is_stored_as_what_it_adds(calls: CallStore, store: Store) -> None:
@@ -118,7 +116,7 @@ def test_a_turn_is_stored_as_what_it_adds(calls: CallStore, store: Store) -> Non
 
 def test_the_choices_of_a_request_share_their_prompt(calls: CallStore, store: Store) -> None:
     made = [recorded(f"c{i}", [1, 2, 3, 4], [9, i], choice=i) for i in range(3)]
-    calls.add_many(made)
+    calls.add(made)
     rows = store.query("SELECT ids FROM calls ORDER BY choice")
     assert [len(row["ids"]) // 4 for row in rows] == [4, 0, 0]
     assert calls.rollout("r") == made
@@ -126,15 +124,15 @@ def test_the_choices_of_a_request_share_their_prompt(calls: CallStore, store: St
 
 def test_a_parent_that_is_not_recorded_is_not_needed(calls: CallStore) -> None:
     first, second = conversation(2)
-    calls.add(second, parent=first)
+    calls.add([second], parent=first)
     assert calls.rollout("r") == [second]
 
 
 def test_a_parent_that_shares_nothing_is_not_one(calls: CallStore, store: Store) -> None:
     first = recorded("a", [1, 2], [3])
     second = recorded("b", [8, 9], [3], index=1, messages=[{"role": "user", "content": "other"}])
-    calls.add(first)
-    calls.add(second, parent=first)
+    calls.add([first])
+    calls.add([second], parent=first)
     assert [row["parent"] for row in store.query("SELECT parent FROM calls")] == [None, None]
     assert calls.rollout("r") == [first, second]
 
@@ -149,7 +147,7 @@ def test_logprobs_come_back_bit_for_bit(calls: CallStore, logprobs: list[float])
     ids = list(range(len(logprobs)))
     call = Call(prompt_ids=[1], completion_ids=ids, logprobs=logprobs)
     name = f"call-{time.perf_counter_ns()}"
-    calls.add(recorded(name, [1], ids, call=call))
+    calls.add([recorded(name, [1], ids, call=call)])
     (found,) = calls.get([name])
     assert found.call.logprobs is not None
     assert struct.pack(f"{len(ids)}d", *found.call.logprobs) == struct.pack(
@@ -159,20 +157,24 @@ def test_logprobs_come_back_bit_for_bit(calls: CallStore, logprobs: list[float])
 
 def test_float32_logprobs_take_four_bytes(calls: CallStore, store: Store) -> None:
     calls.add(
-        recorded(
-            "half",
-            [1],
-            [2, 3],
-            call=Call(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-0.5, -0.25]),
-        )
+        [
+            recorded(
+                "half",
+                [1],
+                [2, 3],
+                call=Call(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-0.5, -0.25]),
+            )
+        ]
     )
     calls.add(
-        recorded(
-            "tenth",
-            [1],
-            [2, 3],
-            call=Call(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-0.1, -0.25]),
-        )
+        [
+            recorded(
+                "tenth",
+                [1],
+                [2, 3],
+                call=Call(prompt_ids=[1], completion_ids=[2, 3], logprobs=[-0.1, -0.25]),
+            )
+        ]
     )
     assert [len(row["logprobs"]) for row in store.query("SELECT logprobs FROM calls")] == [8, 16]
 
@@ -182,15 +184,15 @@ def test_calls_without_logprobs_messages_or_tokens(calls: CallStore) -> None:
         "bare", [5], [], messages=None, tools=None, abandoned=True,
         call=Call(prompt_ids=[5], completion_ids=[], logprobs=None),
     )  # fmt: skip
-    calls.add(made)
+    calls.add([made])
     assert calls.rollout("r") == [made]
 
 
 def test_calls_are_found_by_what_they_sampled(calls: CallStore) -> None:
     for i in range(3):
-        calls.add(recorded(f"c{i}", [1, i], [7, 8], rollout=f"r{i}"))
-    calls.add(recorded("other", [1], [7, 9]))
-    calls.add(recorded("elsewhere", [1], [7, 8], base_model="another"))
+        calls.add([recorded(f"c{i}", [1, i], [7, 8], rollout=f"r{i}")])
+    calls.add([recorded("other", [1], [7, 9])])
+    calls.add([recorded("elsewhere", [1], [7, 8], base_model="another")])
     assert [call.id for call in calls.match("tiny", [7, 8])] == ["c2", "c1", "c0"]
     assert calls.match("tiny", [7]) == []
     assert [call.id for call in calls.match("another", [7, 8])] == ["elsewhere"]
@@ -203,9 +205,9 @@ def test_asking_for_a_call_that_is_not_there_says_so(calls: CallStore) -> None:
 
 def test_the_same_call_is_not_recorded_twice(calls: CallStore, store: Store) -> None:
     made = recorded("c", [1], [2])
-    calls.add(made)
+    calls.add([made])
     with pytest.raises(Exception, match="UNIQUE"):
-        calls.add_many([recorded("d", [1], [3]), made])
+        calls.add([recorded("d", [1], [3]), made])
     assert calls.rollout("r") == [made], "all or none"
 
 
@@ -323,7 +325,7 @@ def test_calls_a_job_refers_to_are_kept_until_it_is_over(calls: CallStore) -> No
 
 def test_many_calls_are_pruned_in_pieces(calls: CallStore) -> None:
     for i in range(450):
-        calls.add(recorded(f"c{i}", [1, i], [2], rollout="", index=0))
+        calls.add([recorded(f"c{i}", [1, i], [2], rollout="", index=0)])
     assert calls.prune(max_age_s=0, max_bytes=2**40) == 450
     assert calls.rollout("") == []
 
@@ -332,11 +334,11 @@ def test_pruning_any_calls_leaves_the_others_as_they_were(calls: CallStore) -> N
     """Forks: two calls of one parent, and a chain below one of them."""
     made = add_conversation(calls, 4)
     fork = recorded("fork", [*made[1].call.prompt_ids, 100 + 1, 7, 99], [5], index=9)
-    calls.add(fork, parent=made[1])
+    calls.add([fork], parent=made[1])
     for gone in (made[1], made[0], made[3]):
         refer(calls, "job", [c.id for c in [*made, fork] if c.id != gone.id])
         calls.prune(max_age_s=0, max_bytes=2**40)
         release(calls, "job")
         kept = {c.id: c for c in [*made, fork] if c.id != gone.id}
         assert {c.id: c for c in calls.rollout("r")} == kept
-        calls.add(gone)
+        calls.add([gone])

@@ -11,9 +11,9 @@ from typing import Any, get_args
 import pytest
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
-from hone.learner.packed import unpack_groups
+from hone.learner.packed import pack_groups, unpack_groups
 from hone.store.database import Store
-from hone.store.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin, Recovered
+from hone.store.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin
 from hone.store.models import ModelRecord, ModelStore
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, TrainConfig
@@ -35,7 +35,7 @@ def groups() -> list[TrajectoryGroup]:
 
 def add(queue: JobStore, model: ModelRecord, **changes: Any) -> JobInfo:
     given = {"config": TrainConfig(), "counts": {}, "request_sha256": "a" * 64, **changes}
-    return queue.add(model=model, groups=groups(), **given)
+    return queue.add(model=model, groups=pack_groups(groups()), **given)
 
 
 def reach(queue: JobStore, job: JobInfo, state: JobState) -> JobInfo:
@@ -74,7 +74,11 @@ def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
     call = Call(prompt_ids=[1], completion_ids=[2], logprobs=[math.nan])
     group = TrajectoryGroup([Trajectory(calls=[call], reward=1.0)])
     job = queue.add(
-        model=agent, groups=[group], config=TrainConfig(), counts={}, request_sha256="a"
+        model=agent,
+        groups=pack_groups([group]),
+        config=TrainConfig(),
+        counts={},
+        request_sha256="a",
     )
     (found,) = unpack_groups(queue.packed_groups(job.id))
     logprobs = found.trajectories[0].calls[0].logprobs
@@ -166,15 +170,15 @@ def test_cancelling(queue, agent):
 def test_after_a_crash(queue, agent):
     crashed = reach(queue, add(queue, agent), "running")
     waiting, done = add(queue, agent), reach(queue, add(queue, agent), "done")
-    recovered = queue.recover(lambda job: False)
-    assert [job.id for job in recovered.queued] == [crashed.id] and not recovered.failed
+    queued, failed = queue.recover(lambda job: False)
+    assert [job.id for job in queued] == [crashed.id] and not failed
     assert queue.get(crashed.id).state == "queued" and queue.get(crashed.id).attempts == 1
     assert queue.get(waiting.id) == waiting and queue.get(done.id) == done
     assert queue.oldest("tiny").id == crashed.id  # before those that came later
     for _ in range(ATTEMPTS - 1):
         queue.take(crashed.id, None)
-        recovered = queue.recover(lambda job: False)
-    assert [job.id for job in recovered.failed] == [crashed.id]
+        _, failed = queue.recover(lambda job: False)
+    assert [job.id for job in failed] == [crashed.id]
     ended = queue.get(crashed.id)
     assert ended.state == "failed" and ended.attempts == 3
     assert ended.failure is not None
@@ -184,9 +188,9 @@ def test_after_a_crash(queue, agent):
 def test_only_consecutive_deaths_of_the_server_count(queue, agent):
     job = reach(queue, add(queue, agent), "running")
     for _ in range(4):  # it runs at every other death
-        assert queue.recover(lambda job: False).failed == ()
+        assert queue.recover(lambda job: False)[1] == []
         assert queue.get(job.id).server_deaths == 1
-        assert queue.recover(lambda job: False) == Recovered((), ())
+        assert queue.recover(lambda job: False) == ([], [])
         assert queue.get(job.id).server_deaths == 0
         queue.take(job.id, None)
 
@@ -195,9 +199,9 @@ def test_what_is_only_to_be_published_has_attempts_of_its_own(queue, agent):
     job = add(queue, agent)
     for attempt in range(1, 2 * ATTEMPTS):
         queue.take(job.id, PIN)
-        assert [j.attempts for j in queue.recover(lambda job: True).queued] == [attempt]
+        assert [j.attempts for j in queue.recover(lambda job: True)[0]] == [attempt]
     queue.take(job.id, PIN)
-    assert [j.id for j in queue.recover(lambda job: True).failed] == [job.id]
+    assert [j.id for j in queue.recover(lambda job: True)[1]] == [job.id]
 
 
 def test_events_ascend_and_can_be_read_from_any_place(queue, agent):

@@ -20,7 +20,13 @@ from typing import Any, cast
 
 from hone.config import registry
 from hone.config.base import ComponentConfig, DatasetBaseConfig, LLMBaseConfig
-from hone.config.policy import TRAINABLE, Trained, address_of, choose_policy, sent_name
+from hone.config.policy import (
+    Trained,
+    address_of,
+    choose_policy,
+    needs_training_server,
+    sent_name,
+)
 from hone.config.problems import dotted
 from hone.config.schema import Document
 from hone.errors import ConfigError, NotInThisVersion, did_you_mean
@@ -196,9 +202,7 @@ class Builder:
     async def serve(self) -> None:
         """Connect to or start the training server, if an LLM of this document is served only there."""
         needing = [
-            name
-            for name, config in self.document.llms.items()
-            if config.type_name == TRAINABLE and getattr(config, "base_url", None) is None
+            name for name, config in self.document.llms.items() if needs_training_server(config)
         ]
         if self.served is not None or not needing:
             return

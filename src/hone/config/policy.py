@@ -53,6 +53,11 @@ def address_of(base_url: str) -> Address:
     return host_of(parts.hostname or ""), port
 
 
+def needs_training_server(config: LLMBaseConfig) -> bool:
+    """Whether an entry has no address of its own, so that only the training server serves it."""
+    return config.type_name == TRAINABLE and getattr(config, "base_url", None) is None
+
+
 def openai_url(config: LLMBaseConfig) -> str:
     """The base URL of an `openai` entry."""
     written = getattr(config, "base_url", None)

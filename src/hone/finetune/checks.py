@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config.check import WORKFLOW, is_run, salvage
-from hone.config.policy import TRAINABLE, address_of, choose_policy, openai_url
+from hone.config.policy import address_of, choose_policy, needs_training_server, openai_url
 from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.problems import Path as Keys
 from hone.config.schema import Document, FinetuneRunConfig, examine
@@ -37,7 +37,7 @@ from hone.finetune.fingerprint import code_of, targets_of
 from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
-    from hone.config.base import DatasetBaseConfig, LLMBaseConfig
+    from hone.config.base import DatasetBaseConfig
 
 FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
 DATASET = ("eval", "general", "dataset")
@@ -246,16 +246,9 @@ def _target_mistakes(document: Document) -> Mistakes:
         try:
             choose_policy(document, adapter.backend.trained())
         except ConfigError as error:
-            named = [e for e in document.llms.values() if not _is_unplaced(e)]
-            if (
-                len({address_of(openai_url(entry)) for entry in named}) <= 1
-            ):  # else the server says which one it is
-                yield path, str(error)
-
-
-def _is_unplaced(entry: "LLMBaseConfig") -> bool:
-    """Whether the training server serves it, whatever its address is."""
-    return entry.type_name == TRAINABLE and getattr(entry, "base_url", None) is None
+            placed = [e for e in document.llms.values() if not needs_training_server(e)]
+            if len({address_of(openai_url(entry)) for entry in placed}) <= 1:
+                yield path, str(error)  # else the server says which one it is
 
 
 def _group_size(document: Document) -> Mistakes:

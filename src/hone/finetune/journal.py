@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from hone.disk import append_lines, move, open_lines, write_atomic
@@ -53,8 +53,9 @@ Rollouts = dict[tuple[str, int], RolloutRecord]
 class RunFile(Strict):
     """Which run a directory holds."""
 
+    model_config = ConfigDict(extra="ignore")  # an earlier version wrote the seed, too
+
     run_id: str
-    seed: int
     created: float
     session: int = Field(ge=1)
     """Number of starts."""
@@ -75,15 +76,6 @@ class Submission:
     """The fields of the round's `epoch_collected` event."""
 
 
-@dataclass(frozen=True)
-class RunFingerprint:
-    """What makes two starts the same run."""
-
-    seed: int
-    facts: Mapping[str, Any]
-    """JSON values, without keys that may change between starts."""
-
-
 class Journal:
     """The directory of one run, locked by this process."""
 
@@ -97,23 +89,25 @@ class Journal:
             open_lines(path).close()  # which cuts a torn last line
 
     @classmethod
-    def open(cls, directory: Path, started: RunFingerprint, *, fresh: bool = False) -> Self:
-        """Resume the run in this directory, or start one; `fresh` moves the old to DIR.RUNID."""
+    def open(cls, directory: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> Self:
+        """Resume the run in this directory, or start one; `fresh` moves the old to DIR.RUNID.
+
+        `facts` is the fingerprint of the run: JSON values that must not change between two starts.
+        """
         lock = _locked(directory)
         try:
-            start = plan_start(directory, started, fresh=fresh)
+            start = plan_start(directory, facts, fresh=fresh)
             if start.aside is not None:
                 move(directory.absolute(), start.aside)
                 old, lock = lock, _locked(directory)
                 old.release()
             run = start.resumed or RunFile(
                 run_id=f"art_run_{secrets.token_hex(4)}",
-                seed=started.seed,
                 created=time.time(),
                 session=1,
                 anew=fresh,
                 replaces=start.replaced,
-                facts=dict(started.facts),
+                facts=dict(facts),
             )
             write_atomic(directory / RUN_FILE, run.model_dump_json(indent=2))
         except BaseException:
@@ -228,7 +222,7 @@ class Start:
     """Id of the earlier run."""
 
 
-def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Start:
+def plan_start(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> Start:
     """What starting here does, without doing it; raises what the start would raise.
 
     Used by the run and by `--dry-run`.
@@ -243,7 +237,7 @@ def plan_start(directory: Path, started: RunFingerprint, *, fresh: bool) -> Star
             f"{path}: not what hone wrote ({first_error(error)}). Move {directory} away."
         ) from None
     if not fresh:
-        return Start(resumed=_resume(directory, run, started))
+        return Start(resumed=_resume(directory, run, facts))
     aside = directory.absolute().with_name(f"{directory.absolute().name}.{run.run_id}")
     if aside.exists():
         raise Conflict(f"{aside} exists already, so {directory} cannot be set aside; move it away")
@@ -312,13 +306,13 @@ def rollout_id(
 # ---- one run a directory ------------------------------------------------------------------------
 
 
-def _resume(directory: Path, run: RunFile, started: RunFingerprint) -> RunFile:
+def _resume(directory: Path, run: RunFile, facts: Mapping[str, Any]) -> RunFile:
     """The run with one more start; a run without rollouts accepts a changed configuration."""
     update: dict[str, Any] = {"session": run.session + 1}
     if not any((directory / "trajectories").glob("*.jsonl")):
         # The server was unreachable, or preflight failed; the mistake may be fixed now.
-        return run.model_copy(update=update | {"seed": started.seed, "facts": dict(started.facts)})
-    changed = [f"  {line}" for line in differences(run.facts, started.facts)]
+        return run.model_copy(update=update | {"facts": dict(facts)})
+    changed = [f"  {line}" for line in differences(run.facts, facts)]
     if not changed:
         return run.model_copy(update=update)
     if len(changed) > DIFFERENCES_SHOWN:

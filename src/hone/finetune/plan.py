@@ -5,9 +5,10 @@ Out:  a Plan: rollouts, jobs and optimizer steps; lines to print
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hone.config.build import build
 from hone.config.schema import Document, FinetuneRunConfig
@@ -17,7 +18,7 @@ from hone.event_log import FILE
 from hone.event_log import read as read_events
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
-from hone.finetune.journal import RunFingerprint, check_free, plan_start
+from hone.finetune.journal import check_free, plan_start
 from hone.finetune.resume import RunState
 from hone.report.text import counted
 
@@ -102,7 +103,7 @@ async def dry_run(
     document: Document,
     validation: Document | None,
     options: FinetuneRunConfig,
-    fingerprint: RunFingerprint,
+    fingerprint: Mapping[str, Any],
     *,
     fresh: bool,
 ) -> tuple[list[str], str | None]:

@@ -32,7 +32,7 @@ from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatus
 from hone.finetune.checks import read_documents
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 from hone.finetune.plan import dry_run
 from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
@@ -68,7 +68,7 @@ def finetune(options: FinetuneOptions) -> int:
     config = document.finetuning.model_copy(
         update={"run_configuration": options, "record_calls": calls}
     )
-    fingerprint = RunFingerprint(config.seed, fingerprint_of(document, options, validation))
+    fingerprint = fingerprint_of(document, options, validation)
     fresh = options.fresh or config.resume == "never"
     if options.dry_run:
         lines, refusal = asyncio.run(

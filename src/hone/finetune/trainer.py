@@ -41,7 +41,7 @@ from hone.finetune.curriculum import (
     policy_warning,
     round_metrics,
 )
-from hone.finetune.journal import Journal, RunFingerprint, Submission
+from hone.finetune.journal import Journal, Submission
 from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
@@ -85,8 +85,8 @@ class ARTTrainer(Trainer):
     async def initialize(self, run_config: "FinetuneConfig") -> None:
         """Connect the backend, and resume the run where its events end."""
         if not hasattr(self, "journal"):  # for those who use a trainer without `hone finetune`
-            directory, fingerprint = run_config.output_dir, RunFingerprint(run_config.seed, {})
-            journal = self._opened.enter_context(Journal.open(directory, fingerprint))
+            directory = run_config.output_dir
+            journal = self._opened.enter_context(Journal.open(directory, {}))
             self.bind_run(journal, self._opened.enter_context(EventLog(directory / FILE)))
         self._run_id = self.journal.run_id
         if self.journal.run.anew and self.trainer_adapter is not None:

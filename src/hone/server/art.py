@@ -176,8 +176,6 @@ def _step(state: State, key: ModelKey) -> int:
 
 def _write_model(state: State, model: ArtModel) -> None:
     """Write ART's model.json, without the keys and tokens that a model object may hold."""
-    directory = state.checkpoints.model_dir(model.key)
-    directory.mkdir(parents=True, exist_ok=True)
     content = {
         "name": model.name,
         "project": model.project,
@@ -185,7 +183,9 @@ def _write_model(state: State, model: ArtModel) -> None:
         "trainable": model.base_model is not None,
         "base_model": model.base_model,
     }
-    write_atomic(directory / "model.json", json.dumps(content, indent=2) + "\n")
+    write_atomic(
+        state.checkpoints.model_dir(model.key) / "model.json", json.dumps(content, indent=2) + "\n"
+    )
 
 
 # ---- groups -----------------------------------------------------------------------------------

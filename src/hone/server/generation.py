@@ -192,7 +192,7 @@ class Generation:
     def _store(self, abandoned: bool) -> None:
         context = self.context
         calls = [self._call(choice, abandoned) for choice in self.choices]
-        context.state.calls.add_many(calls, parent=self.parent)
+        context.state.calls.add(calls, parent=self.parent)
         context.history.add(context.policy.base, calls)
         self._count(calls, abandoned)
 

@@ -97,10 +97,10 @@ class TrainingService:
 
     async def start(self) -> None:
         """Queue again what was running when the server went down, then start the loops."""
-        recovered = await asyncio.to_thread(self._jobs.recover, self._has_checkpoint)
-        for job in recovered.failed:
+        queued, failed = await asyncio.to_thread(self._jobs.recover, self._has_checkpoint)
+        for job in failed:
             say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
-        for job in recovered.queued:
+        for job in queued:
             say("job goes on", job=job.id, attempts=job.attempts)
         self.wake()
 

@@ -134,6 +134,5 @@ def _weights_sha256(files: ModelFiles, root: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent or half written: the weights themselves are read
     sha256 = files.weights_sha256
-    cache.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(cache, json.dumps({"path": str(files.path), "files": current, "sha256": sha256}))
     return sha256

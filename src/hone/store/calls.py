@@ -195,15 +195,8 @@ class CallStore:
 
     # ---- calls ------------------------------------------------------------------------------
 
-    def add(self, call: RecordedCall, *, parent: RecordedCall | None = None) -> None:
-        self.add_many([call], parent=parent)
-
-    def add_many(
-        self, calls: Sequence[RecordedCall], *, parent: RecordedCall | None = None
-    ) -> None:
+    def add(self, calls: Sequence[RecordedCall], *, parent: RecordedCall | None = None) -> None:
         """Record the choices of one request, all or none. `parent` is the call they continue."""
-        if not calls:
-            return
         first = calls[0]
         if not first.rollout and not first.call.function:
             with self._lock:
@@ -225,13 +218,6 @@ class CallStore:
             "SELECT seq FROM calls WHERE rollout = ? ORDER BY place, choice, seq", (rollout,)
         )
         return read_calls(self._store.query, [row["seq"] for row in seqs])
-
-    def requests(self, rollout: str) -> int:
-        """Number of recorded requests of a rollout: the index of its next one."""
-        (row,) = self._store.query(
-            "SELECT coalesce(max(place) + 1, 0) AS n FROM calls WHERE rollout = ?", (rollout,)
-        )
-        return row["n"]
 
     def get(self, call_ids: Iterable[str]) -> list[RecordedCall]:
         """Calls by id, in this order. Raises NotFound."""

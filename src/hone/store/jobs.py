@@ -20,13 +20,11 @@ from sqlite3 import Connection
 from typing import Any, get_args
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
-from hone.learner.packed import pack_groups
 from hone.store import job_events
 from hone.store.database import Store
 from hone.store.failpoints import failpoint
 from hone.store.job_events import JobEvents, event_of_move
 from hone.store.models import ModelRecord
-from hone.trajectory import TrajectoryGroup
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
 
 SCHEMA = (
@@ -58,8 +56,6 @@ FINAL = tuple(state for state in get_args(JobState) if state not in NEXT)
 
 ATTEMPTS = 3
 """A job that was running at so many consecutive deaths of the server is taken to be their cause."""
-KEEP_PROGRESS = 1000
-"""Default number of progress events that are kept in memory."""
 HEARTBEAT_S = 15.0
 """A stream of events shows that it is alive after so much silence."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
@@ -76,14 +72,6 @@ class Pin:
     """For jobs that name none; a job pinned before keeps its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """The jobs that were running when the server went down, by their new state."""
-
-    queued: tuple[JobInfo, ...]
-    failed: tuple[JobInfo, ...]
-
-
 # Named here because `list` is a method below.
 Jobs = list[JobInfo]
 
@@ -91,7 +79,7 @@ Jobs = list[JobInfo]
 class JobStore:
     """Blocking, except `wait_event`; safe from any thread."""
 
-    def __init__(self, store: Store, *, keep_progress: int = KEEP_PROGRESS) -> None:
+    def __init__(self, store: Store, *, keep_progress: int = 1000) -> None:
         self._store = store
         self._events = JobEvents(store, keep_progress=keep_progress)
         self.wait_event, self.stop_waiting = self._events.wait, self._events.stop_waiting
@@ -209,7 +197,7 @@ class JobStore:
         self,
         *,
         model: ModelRecord,
-        groups: Sequence[TrajectoryGroup] | bytes,
+        groups: bytes,
         config: TrainConfig,
         counts: dict[str, int],
         metrics: dict[str, float] | None = None,
@@ -222,9 +210,8 @@ class JobStore:
     ) -> JobInfo:
         """A new job at the end of the queue, or the one that this key and request created before.
 
-        `metrics` are known before it is trained. `calls`: ids of recorded calls to keep until its end.
+        `groups` are packed; `metrics` are known before it is trained. `calls`: ids of recorded calls to keep until its end.
         """
-        packed = groups if isinstance(groups, bytes) else pack_groups(groups)
         job = JobInfo(
             id=f"job-{secrets.token_hex(10)}",
             model=str(model.key),
@@ -246,7 +233,7 @@ class JobStore:
                 "idempotency_key, request_sha256) VALUES (?, ?, ?, ?, ?, ?, '[]', ?, ?)",
                 (
                     *(job.id, job.model, job.base_model, job.state, job.model_dump_json()),
-                    *(packed, idempotency_key, request_sha256),
+                    *(groups, idempotency_key, request_sha256),
                 ),
             )
             refs = [(job.id, call) for call in calls]
@@ -321,11 +308,12 @@ class JobStore:
         self._events.wake(job_id)
         return event
 
-    def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> Recovered:
+    def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> tuple[Jobs, Jobs]:
         """At start-up: queue running jobs again, or fail one that is the likely cause of the crash.
 
         A job fails if it was running at each of the last three deaths of the server. One that has
-        its checkpoint has only to be published, and has three more attempts for that.
+        its checkpoint has only to be published, and has three more attempts for that. Returns the
+        jobs that were queued, and those that failed.
         """
         queued, failed = [], []
         with self._writing() as db:  # those that wait were not running at this death
@@ -344,7 +332,7 @@ class JobStore:
                 "memory needs a smaller row_tokens or fewer groups.",
             )
             failed.append(self.move(job.id, "failed", failure=failure, server_deaths=deaths))
-        return Recovered(tuple(queued), tuple(failed))
+        return queued, failed
 
     def prune_events(self, *, max_age_s: float) -> int:
         """Delete the events of jobs that ended too long ago, except the last of each."""
