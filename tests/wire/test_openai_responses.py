@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.wire.base import Answer, AnswerDelta, AnswerHead
-from hone.wire.openai_response_events import ResponsesDialect
+from hone.wire.openai_response_events import RESPONSES
 from hone.wire.openai_response_items import ItemIds, output_items, read_input
 from hone.wire.openai_response_reader import join_response, read_response
 
@@ -128,9 +128,8 @@ def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.Dat
     text = (message.get("reasoning_content") or "") + "\n" + (message["content"] or "")
     finish = data.draw(st.sampled_from(["stop", "length"]))
     answer = Answer(index=0, call_id="call-ab", message=message, finish=finish, token_ids=[4])
-    dialect = ResponsesDialect()
-    request = dialect.parse({"model": "m", "input": "?"}, max_n=1)
-    writer = dialect.writer(request, HEAD)
+    request = RESPONSES.parse({"model": "m", "input": "?"})
+    writer = RESPONSES.writer(request, HEAD)
     events: list[Any] = []
     sampled = entries(text)
     for deltas in data.draw(pieces(message)):
@@ -138,7 +137,7 @@ def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.Dat
         sampled = []
     events += writer.end([answer])
     whole = Answer(**{**_fields(answer), "logprobs": entries(text)})
-    expected = dialect.writer(request, HEAD).whole([whole])
+    expected = RESPONSES.writer(request, HEAD).whole([whole])
     assert events[-1]["response"] == expected
     assert events[-1]["type"] == f"response.{expected['status']}"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -149,8 +148,7 @@ def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.Dat
 
 
 def test_log_probabilities_of_a_stream_are_not_copied_for_every_token() -> None:
-    dialect = ResponsesDialect()
-    writer = dialect.writer(dialect.parse({"model": "m", "input": "?"}, max_n=1), HEAD)
+    writer = RESPONSES.writer(RESPONSES.parse({"model": "m", "input": "?"}), HEAD)
     (entry,) = entries("x")
     writer.delta(AnswerDelta(index=0, deltas=[], logprobs=[entry] * 100_000))
     allocated: list[int] = []

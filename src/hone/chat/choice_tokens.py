@@ -27,7 +27,7 @@ from pydantic import (
 from hone.chat.jinja import encode
 from hone.chat.template import ChatTemplate
 from hone.types import FieldError
-from hone.wire.errors import brief
+from hone.wire.errors import brief, first_problem
 
 FieldPath = tuple[str | int, ...]
 """Where a field is in a request."""
@@ -97,11 +97,8 @@ class TokenReader:
         try:
             parsed = _Choice.model_validate(choice)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            message = first["msg"].removeprefix("Value error, ")
-            raise InvalidField(
-                (*where, *first["loc"]), f"{message}, got {brief(first['input'])}"
-            ) from None
+            path, (_, message) = error.errors(include_url=False)[0]["loc"], first_problem(error)
+            raise InvalidField((*where, *path), message) from None
         logprobs = parsed.logprobs or _Logprobs()
         tokens = logprobs.content or logprobs.refusal
         if not tokens:

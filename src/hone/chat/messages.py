@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from hone.errors import TemplateError
-from hone.wire.errors import brief
+from hone.wire.errors import brief, first_problem
 from hone.wire.json import load_object
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -188,11 +188,7 @@ def _validated(adapter: TypeAdapter[Any], value: object, where: str) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        if "got " not in message:
-            message += f", got {brief(first['input'])}"
+        path, message = first_problem(error)
         raise TemplateError(f"{where}{path}: {message}") from None
 
 

@@ -13,9 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from hone.server.respond import add_dialect, count_tokens, respond
 from hone.server.state import State
-from hone.wire.anthropic_response import CountDialect, MessagesDialect
-
-MESSAGES, COUNT = MessagesDialect(), CountDialect()
+from hone.wire.anthropic_response import COUNT, MESSAGES
 
 
 def routes(state: State) -> APIRouter:

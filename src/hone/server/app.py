@@ -43,15 +43,13 @@ from hone.server import (
 from hone.server.bodies import BodyReader, is_json
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
+from hone.wire.anthropic_response import MESSAGES
 from hone.wire.base import Dialect
 from hone.wire.errors import error_body, error_response
+from hone.wire.openai_chat_response import CHAT, TEXT
+from hone.wire.openai_response_events import RESPONSES
 
-DIALECTS: tuple[Dialect, ...] = (
-    openai_chat.CHAT,
-    openai_chat.TEXT,
-    openai_responses.RESPONSES,
-    anthropic_messages.MESSAGES,
-)
+DIALECTS = (CHAT, TEXT, RESPONSES, MESSAGES)
 """Each writes the errors of its path."""
 _PROJECT = re.compile(r"^/project/([^/]+)(?=/)")
 """Before any path of the OpenAI API: a model's name means the one of this project."""

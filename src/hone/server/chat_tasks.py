@@ -8,11 +8,14 @@ never by the size of the body: unpickling a million values stops the event loop 
 would.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from hone.chat.bridge import HashedMessages, NextPrompt, UnrenderedPrompt
 from hone.chat.messages import check_messages
 from hone.errors import BadRequest
 from hone.server.tokenizer import BaseTokenizer
-from hone.wire.base import Dialect, Request
+from hone.wire.base import Request
 from hone.wire.openai_chat import CompletionRequest, read_json
 
 ParsedRequest = Request | CompletionRequest
@@ -30,19 +33,29 @@ def max_bytes(max_seq_length: int) -> int:
 
 
 def read_request(
-    dialect: Dialect, body: bytes, *, max_n: int, max_seq_length: int
+    parse: Callable[[dict[str, Any]], ParsedRequest],
+    param: str,
+    body: bytes,
+    *,
+    max_n: int,
+    max_seq_length: int,
 ) -> tuple[ParsedRequest, HashedMessages | None]:
-    """The request, and the messages of a chat. Raises BadRequest or TemplateError."""
+    """The request, and the messages of a chat. Raises BadRequest or TemplateError.
+
+    `parse` is that of the dialect, `param` its key of the prompt.
+    """
     tokens, values = max(MIN_TOKENS, max_seq_length), sum(map(body.count, (b",", b"[", b"{")))
     if len(body) > max_bytes(max_seq_length) or values > VALUES_PER_TOKEN * tokens:
-        param = dialect.prompt_key
         raise BadRequest(
             f"{param}: the body has {len(body)} bytes and about {values} values, more than "
             f"{max_seq_length} tokens (max_seq_length) can hold; shorten the prompt",
             param=param,
             code="context_length_exceeded",
         )
-    request: ParsedRequest = dialect.parse(read_json(body), max_n=max_n)
+    request = parse(read_json(body))
+    answers = (request if isinstance(request, CompletionRequest) else request.chat).n or 1
+    if answers > max_n:
+        raise BadRequest(f"n: {answers} answers; this server gives at most {max_n}", param="n")
     return request, hashed_messages(request)
 
 

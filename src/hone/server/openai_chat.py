@@ -17,10 +17,8 @@ from hone.server import rollouts
 from hone.server.respond import IN_ROLLOUT, add_dialect, respond
 from hone.server.serving import ServedName
 from hone.server.state import State
-from hone.wire.openai_chat_response import ChatDialect, TextDialect
+from hone.wire.openai_chat_response import CHAT, TEXT
 from hone.wire.rollout import RolloutScope
-
-CHAT, TEXT = ChatDialect(), TextDialect()
 
 
 def routes(state: State) -> APIRouter:

@@ -23,11 +23,9 @@ from hone.store.calls import CallStore
 from hone.types import RecordedCall
 from hone.wire.base import Answer, AnswerHead
 from hone.wire.json import write_json
-from hone.wire.openai_response_events import InputTokensDialect, ResponsesDialect, ResponseWriter
+from hone.wire.openai_response_events import INPUT_TOKENS, RESPONSES, ResponseWriter
 from hone.wire.openai_response_items import ItemIds, call_id_of, output_items
 from hone.wire.openai_responses import ResponsesRequest, response_tool
-
-RESPONSES, INPUT_TOKENS = ResponsesDialect(), InputTokensDialect()
 
 
 def routes(state: State) -> APIRouter:

@@ -75,9 +75,7 @@ async def respond(
 ) -> Response:
     """Answer a request of this dialect."""
     rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    parsed, messages, large = await read_body(state, request, dialect)
-    if resume is not None:
-        parsed, messages = await asyncio.to_thread(_resumed, resume, parsed, messages)
+    parsed, messages, large = await _read_body(state, request, dialect, resume)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         out = EventStream(send, named=dialect.named_events)
@@ -103,16 +101,14 @@ async def count_tokens(
 ) -> int:
     """The length of the prompt that a request would have. Nothing is sampled or recorded."""
     scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    parsed, messages, large = await read_body(state, request, dialect)
-    if resume is not None:
-        parsed, messages = await asyncio.to_thread(_resumed, resume, parsed, messages)
+    parsed, messages, large = await _read_body(state, request, dialect, resume)
     assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
     async with admitted(state, dialect, parsed.model, scope, large=large) as context:
         return await count_prompt_tokens(context, parsed.chat, messages)
 
 
-async def read_body(
-    state: State, request: Request, dialect: Dialect
+async def _read_body(
+    state: State, request: Request, dialect: Dialect, resume: Resume | None
 ) -> tuple[ParsedRequest, HashedMessages | None, bool]:
     """The checked request, the messages of a chat, and whether the body is large."""
     accept_large_body(request)
@@ -120,9 +116,17 @@ async def read_body(
     settings = state.settings
     limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
     large = len(body) > settings.large_body_bytes
+    task = (dialect.parse, dialect.prompt_key, body)
     if large:
-        return *await state.workers.run(read_request, dialect, body, **limits), large
-    return *read_request(dialect, body, **limits), large
+        parsed, messages = await state.workers.run(read_request, *task, **limits)
+    else:
+        parsed, messages = read_request(*task, **limits)
+    sent = parsed
+    if resume is not None:
+        parsed = await asyncio.to_thread(resume, sent)
+    if parsed is not sent:
+        messages = await asyncio.to_thread(hashed_messages, parsed)
+    return parsed, messages, large
 
 
 @asynccontextmanager
@@ -150,13 +154,6 @@ async def admitted(
                 large=large,
                 prompt_key=dialect.prompt_key,
             )
-
-
-def _resumed(
-    resume: Resume, parsed: ParsedRequest, messages: HashedMessages | None
-) -> tuple[ParsedRequest, HashedMessages | None]:
-    resumed = resume(parsed)
-    return resumed, messages if resumed is parsed else hashed_messages(resumed)
 
 
 async def _answer(

@@ -6,7 +6,6 @@ Out:  MessagesRequest, and the same request as a ChatRequest; BadRequest names t
 Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing.
 """
 
-import difflib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -23,7 +22,7 @@ from pydantic import (
 
 from hone.errors import BadRequest
 from hone.wire.anthropic_blocks import chat_messages
-from hone.wire.errors import brief
+from hone.wire.errors import bad_request, brief
 from hone.wire.openai_chat import ChatRequest
 
 IGNORED = {
@@ -172,7 +171,8 @@ class MessagesRequest(BaseModel):
         try:
             request = cls.model_validate(sent)
         except ValidationError as error:
-            raise _bad_request(error) from None
+            known = [*cls.model_fields, *IGNORED]
+            raise bad_request(error, "a message", known) from None
         if request.max_tokens is None and not counting:
             raise BadRequest(
                 "max_tokens: missing; a message needs it",
@@ -215,7 +215,7 @@ class MessagesRequest(BaseModel):
             schema = {"name": "output", "schema": form.json_schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
-            return _FittedRequest.parse(body, max_n=1)
+            return _FittedRequest.parse(body)
         except BadRequest as error:
             key = error.param or ""
             ours = _CHAT_KEYS.get(key, key)
@@ -254,27 +254,6 @@ def request_schema(*required: str) -> dict[str, Any]:
         return [inline(item) for item in value] if isinstance(value, list) else value
 
     return inline(schema) | {"required": [*schema["required"], *required]}
-
-
-def _bad_request(error: ValidationError) -> BadRequest:
-    first = error.errors(include_url=False)[0]
-    key, *rest = first["loc"]
-    rest = [part for part in rest if part not in ("str", "list[any]")]  # which kind of a union
-    where = str(key)[:100] + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
-    if first["type"] == "missing":
-        message, code = "missing; a message needs it", "missing_parameter"
-        if rest:
-            message = "missing"
-    elif first["type"] == "extra_forbidden":
-        code = "unknown_parameter"
-        close = difflib.get_close_matches(where, [*MessagesRequest.model_fields, *IGNORED], n=1)
-        guess = f" Did you mean {close[0]!r}?" if close else ""
-        message = f"a message has no such key.{guess}"
-    else:
-        message, code = first["msg"].removeprefix("Value error, "), "invalid_value"
-        if "got " not in message:
-            message += f", got {brief(first['input'])}"
-    return BadRequest(f"{where}: {message}", param=where, code=code)
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:

@@ -9,11 +9,13 @@ three come with `message_start`, so that clients keep them in the message they p
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from hone.wire.anthropic_blocks import BlockWriter, arguments_text, message_blocks
 from hone.wire.anthropic_messages import MessagesRequest, request_schema
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event
 from hone.wire.json import object_or_empty
 
 _ERROR_TYPES = {
@@ -35,34 +37,6 @@ _FINISH = {
 }
 _RECORDED = ("call_id", "policy_step", "token_ids", "malformed")
 """Fields of hone's responses that a choice of a chat completion has too."""
-
-
-class MessagesDialect:
-    """Anthropic Messages."""
-
-    path: ClassVar[str] = "/v1/messages"
-    prompt_key: ClassVar[str] = "messages"
-    named_events: ClassVar[bool] = True
-    schema: ClassVar[dict[str, Any]] = request_schema("max_tokens")
-
-    def parse(self, body: dict[str, Any], *, max_n: int) -> MessagesRequest:
-        return MessagesRequest.parse(body)
-
-    def writer(self, request: MessagesRequest, head: AnswerHead) -> "MessageWriter":
-        return MessageWriter(request, head)
-
-    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        return error_body(status, body)
-
-
-class CountDialect(MessagesDialect):
-    """Requests for the number of tokens of a prompt."""
-
-    path: ClassVar[str] = "/v1/messages/count_tokens"
-    schema: ClassVar[dict[str, Any]] = request_schema()
-
-    def parse(self, body: dict[str, Any], *, max_n: int) -> MessagesRequest:
-        return MessagesRequest.parse(body, counting=True)
 
 
 def error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +136,24 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
         }
+
+
+MESSAGES = Dialect(
+    path="/v1/messages",
+    prompt_key="messages",
+    schema=request_schema("max_tokens"),
+    parse=MessagesRequest.parse,
+    writer=MessageWriter,
+    named_events=True,
+    error_body=error_body,
+)
+COUNT = replace(
+    MESSAGES,
+    path="/v1/messages/count_tokens",
+    schema=request_schema(),
+    parse=partial(MessagesRequest.parse, counting=True),
+)
+"""Requests for the number of tokens of a prompt."""
 
 
 def _malformed(answer: Answer) -> dict[str, Any]:

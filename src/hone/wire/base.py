@@ -7,9 +7,9 @@ A dialect is one module here, used by server and capture, and one with its route
 server samples, records and counts every dialect's requests alike: it sees the ChatRequest alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from hone.wire.openai_chat import ChatRequest
 
@@ -107,24 +107,21 @@ class AnswerWriter(Protocol):
         ...
 
 
-class Dialect(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
     """One way to ask for an answer over HTTP."""
 
-    path: ClassVar[str]
+    path: str
     """Of its requests, under the server's address or under /rollout/ID."""
-    prompt_key: ClassVar[str]
+    prompt_key: str
     """The key of the body that holds the prompt, for error messages."""
-    named_events: ClassVar[bool]
-    """Whether each event of a stream is named by its `type`."""
-    schema: ClassVar[dict[str, Any]]
+    schema: dict[str, Any]
     """JSON schema of the body."""
-
-    def parse(self, body: dict[str, Any], *, max_n: int) -> Any:
-        """The Request; raises BadRequest naming the first key that is wrong."""
-        ...
-
-    def writer(self, request: Any, head: AnswerHead) -> AnswerWriter: ...
-
-    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        """An error response; `body` is the error in OpenAI's shape."""
-        ...
+    parse: Callable[[dict[str, Any]], Any]
+    """The Request of a body; raises BadRequest naming the first key that is wrong."""
+    writer: Callable[[Any, AnswerHead], AnswerWriter]
+    """Writes the answer to such a request."""
+    named_events: bool = False
+    """Whether each event of a stream is named by its `type`."""
+    error_body: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda status, body: body
+    """An error response of this status; its argument is the error in OpenAI's shape."""

@@ -7,11 +7,14 @@ Out:  a status and {"error": {message, type, param, code}}; the message of a bod
 `type` is one of OpenAI's: clients of that API decide by it and by the status whether to retry.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hone import errors
-from hone.errors import HoneError
+from hone.errors import BadRequest, HoneError, did_you_mean
 
 _STATUS = (
     (errors.NotFound, 404),
@@ -69,6 +72,39 @@ def error_message(body: dict[str, Any]) -> str | None:
     if not error:
         return None
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
+def bad_request(error: ValidationError, kind: str, known: Iterable[str] = ()) -> BadRequest:
+    """The first wrong key of a request; `kind` is what has the keys, `known` are their names."""
+    where, message = first_problem(error)
+    problem, code = error.errors(include_url=False)[0], "invalid_value"
+    if problem["type"] == "missing":
+        code = "missing_parameter"
+        message = f"missing; {kind} needs it" if len(problem["loc"]) == 1 else "missing"
+    elif problem["type"] == "extra_forbidden":
+        return unknown_key(where, kind, known)
+    return BadRequest(f"{where}: {message}" if where else message, param=where or None, code=code)
+
+
+def unknown_key(key: str, kind: str, known: Iterable[str]) -> BadRequest:
+    name = key[:100]
+    message = f"{name}: {kind} has no such key.{did_you_mean(name, known)}"
+    return BadRequest(message, param=name, code="unknown_parameter")
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """The path of the first value that does not validate, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    path = [part for part in first["loc"] if part not in _UNION_PARTS]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    message = first["msg"].removeprefix("Value error, ")
+    if path and "got " not in message:
+        message += f", got {brief(first['input'])}"
+    return where.removeprefix("."), message
+
+
+_UNION_PARTS = ("str", "list[any]")
+"""Not keys: pydantic names the member of a union that it tried."""
 
 
 def brief(value: object) -> str:

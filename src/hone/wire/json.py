@@ -9,6 +9,7 @@ surrogate pair, nesting without end. Here they are errors, before they reach a f
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from pydantic_core import from_json
@@ -27,7 +28,7 @@ def load_object(text: str | bytes) -> dict[str, Any]:
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     body = text.encode() if isinstance(text, str) else text
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
-        _check_depth(value)
+        check_depth(value, MAX_DEPTH)
     if b"\\u" in body:
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     return value
@@ -46,14 +47,15 @@ def write_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _check_depth(value: dict[str, Any]) -> None:
+def check_depth(value: Mapping[str, Any], most: int) -> None:
+    """Raise ValueError if more than so many objects and lists are inside each other."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         inner = (item.values() if isinstance(item, dict) else item for item in level)
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
         if not level:
             return
-    raise ValueError(f"JSON nested deeper than {MAX_DEPTH}")
+    raise ValueError(f"JSON nested deeper than {most}")
 
 
 def _finite(text: str) -> float:

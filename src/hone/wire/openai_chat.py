@@ -7,7 +7,6 @@ Every key is honoured, refused by name, or listed in IGNORED, which says why it 
 Keys that are known and not supported yet pass only with the value that asks for nothing.
 """
 
-import difflib
 import json
 import math
 from typing import Annotated, Any, ClassVar, Self
@@ -24,7 +23,7 @@ from pydantic import (
 )
 
 from hone.errors import BadRequest
-from hone.wire.errors import brief
+from hone.wire.errors import bad_request, brief
 from hone.wire.json import load_object
 from hone.wire.output_format import VLLM_KEYS, OutputFormat, output_format
 
@@ -49,6 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
+    "extra_body": (),
 }
 """Keys that are not in this version, each with the values besides null that request nothing."""
 
@@ -175,37 +175,16 @@ class _Request(BaseModel):
         return bool((self.stream_options or {}).get("include_usage"))
 
     @classmethod
-    def parse(cls, body: dict[str, Any], *, max_n: int) -> Self:
+    def parse(cls, body: dict[str, Any]) -> Self:
         """The request; raises BadRequest naming the first key that is wrong."""
         # Clients write null for a key they leave out.
         sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
         try:
             request = cls.model_validate({k: v for k, v in sent.items() if not _is_neutral(k, v)})
         except ValidationError as error:
-            raise cls._bad_request(error) from None
-        if (request.n or 1) > max_n:
-            raise BadRequest(
-                f"n: {request.n} answers; this server gives at most {max_n}", param="n"
-            )
+            raise bad_request(error, cls._kind, [*cls.model_fields, *IGNORED]) from None
         _ = request.output_format  # raises
         return request
-
-    @classmethod
-    def _bad_request(cls, error: ValidationError) -> BadRequest:
-        first = error.errors(include_url=False)[0]
-        key, *rest = first["loc"]
-        where = str(key) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
-        if first["type"] == "missing":
-            message, code = f"missing; {cls._kind} needs it", "missing_parameter"
-        elif first["type"] == "extra_forbidden":
-            where, code = str(key)[:100], "unknown_parameter"
-            close = difflib.get_close_matches(where, [*cls.model_fields, *IGNORED], n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
-            message = _INSTEAD.get(where) or f"{cls._kind} has no such key.{guess}"
-        else:
-            message = first["msg"].removeprefix("Value error, ")
-            message, code = f"{message}, got {brief(first['input'])}", "invalid_value"
-        return BadRequest(f"{where}: {message}", param=where, code=code)
 
 
 def _is_neutral(key: str, value: Any) -> bool:

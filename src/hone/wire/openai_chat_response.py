@@ -11,55 +11,19 @@ are always there; in a stream they come with the last chunk of each choice.
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event, Logprobs
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, usage
-
-
-class ChatDialect:
-    """Chat completions."""
-
-    path: ClassVar[str] = "/v1/chat/completions"
-    prompt_key: ClassVar[str] = "messages"
-    named_events: ClassVar[bool] = False
-    schema: ClassVar[dict[str, Any]] = ChatRequest.model_json_schema()
-
-    def parse(self, body: dict[str, Any], *, max_n: int) -> ChatRequest:
-        return ChatRequest.parse(body, max_n=max_n)
-
-    def writer(self, request: ChatRequest, head: AnswerHead) -> "CompletionWriter":
-        return CompletionWriter(head, chat=True, include_usage=request.include_usage)
-
-    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        return body
-
-
-class TextDialect:
-    """Completions of a text or of token ids, without a chat template."""
-
-    path: ClassVar[str] = "/v1/completions"
-    prompt_key: ClassVar[str] = "prompt"
-    named_events: ClassVar[bool] = False
-    schema: ClassVar[dict[str, Any]] = CompletionRequest.model_json_schema()
-
-    def parse(self, body: dict[str, Any], *, max_n: int) -> CompletionRequest:
-        return CompletionRequest.parse(body, max_n=max_n)
-
-    def writer(self, request: CompletionRequest, head: AnswerHead) -> "CompletionWriter":
-        return CompletionWriter(head, chat=False, include_usage=request.include_usage)
-
-    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        return body
 
 
 class CompletionWriter:
     """Writes a chat completion, or the completion of a text."""
 
-    def __init__(self, head: AnswerHead, *, chat: bool, include_usage: bool) -> None:
+    def __init__(self, request: ChatRequest | CompletionRequest, head: AnswerHead) -> None:
         self._head = head
-        self._chat = chat
-        self._include_usage = include_usage
+        self._chat = isinstance(request, ChatRequest)
+        self._include_usage = request.include_usage
         self._streamed: dict[int, int] = {}
         """Characters that were sent of each choice, once it has begun."""
 
@@ -148,6 +112,23 @@ class CompletionWriter:
     def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
         sampled = sum(len(answer.token_ids) for answer in answers)
         return usage(len(self._head.prompt_ids), sampled)
+
+
+CHAT = Dialect(
+    path="/v1/chat/completions",
+    prompt_key="messages",
+    schema=ChatRequest.model_json_schema(),
+    parse=ChatRequest.parse,
+    writer=CompletionWriter,
+)
+TEXT = Dialect(
+    path="/v1/completions",
+    prompt_key="prompt",
+    schema=CompletionRequest.model_json_schema(),
+    parse=CompletionRequest.parse,
+    writer=CompletionWriter,
+)
+"""Completions of a text or of token ids, without a chat template."""
 
 
 def text_logprobs(entries: Logprobs, offset: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ also `token_logprobs`, one for each of `token_ids`. Those of `output_text` belon
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, Event, Logprobs
+from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.openai_response_items import (
     ItemIds,
     function_call_item,
@@ -23,38 +24,13 @@ from hone.wire.openai_response_items import (
 from hone.wire.openai_responses import CHAT_NAMES, ENCRYPTED, ResponsesRequest
 
 
-class ResponsesDialect:
-    """OpenAI Responses."""
-
-    path: ClassVar[str] = "/v1/responses"
-    prompt_key: ClassVar[str] = "input"
-    named_events: ClassVar[bool] = True
-    schema: ClassVar[dict[str, Any]] = ResponsesRequest.schema
-
-    def parse(self, body: dict[str, Any], *, max_n: int) -> ResponsesRequest:
-        return ResponsesRequest.parse(body)
-
-    def writer(self, request: ResponsesRequest, head: AnswerHead) -> "ResponseWriter":
-        return ResponseWriter(
-            head,
-            request.fields,
-            encrypted=ENCRYPTED in (request.body.include or ()),
-            not_applicable=request.not_applicable(head.not_applicable),
-        )
-
-    def error_body(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        """An error of the chat completion names the keys of this API."""
-        error = body["error"]
-        if own := CHAT_NAMES.get(error["param"]):
-            message = own + error["message"].removeprefix(error["param"])
-            body = {**body, "error": {**error, "param": own, "message": message}}
-        return body
-
-
-class InputTokensDialect(ResponsesDialect):
-    """Requests for the length of the prompt of a response."""
-
-    path: ClassVar[str] = "/v1/responses/input_tokens"
+def _error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error of the chat completion names the keys of this API."""
+    error = body["error"]
+    if own := CHAT_NAMES.get(error["param"]):
+        message = own + error["message"].removeprefix(error["param"])
+        body = {**body, "error": {**error, "param": own, "message": message}}
+    return body
 
 
 class ResponseWriter:
@@ -234,6 +210,28 @@ class ResponseWriter:
         if answer.malformed:
             response["malformed"] = list(answer.malformed)
         return response
+
+
+def _writer(request: ResponsesRequest, head: AnswerHead) -> ResponseWriter:
+    return ResponseWriter(
+        head,
+        request.fields,
+        encrypted=ENCRYPTED in (request.body.include or ()),
+        not_applicable=request.not_applicable(head.not_applicable),
+    )
+
+
+RESPONSES = Dialect(
+    path="/v1/responses",
+    prompt_key="input",
+    schema=ResponsesRequest.schema,
+    parse=ResponsesRequest.parse,
+    writer=_writer,
+    named_events=True,
+    error_body=_error_body,
+)
+INPUT_TOKENS = replace(RESPONSES, path="/v1/responses/input_tokens")
+"""Requests for the length of the prompt of a response."""
 
 
 def _status(answer: Answer) -> str:

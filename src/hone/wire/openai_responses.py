@@ -8,7 +8,6 @@ Every key is honoured, refused by name, or listed in IGNORED, which says why it 
 of a chat completion that this API lacks (seed, top_k, stop, ...) work here too.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from hone.errors import BadRequest
-from hone.wire.errors import brief
+from hone.wire.errors import bad_request, brief, unknown_key
 from hone.wire.openai_chat import ChatRequest
 from hone.wire.openai_response_items import read_input, references
 
@@ -171,7 +170,7 @@ class ResponsesRequest:
         try:
             checked = _Body.model_validate(sent)
         except ValidationError as error:
-            raise _bad_request(error) from None
+            raise bad_request(error, "a response") from None
         return cls(checked, _chat_request(checked, read_input(checked.input)))
 
     @property
@@ -265,7 +264,7 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
         "chat_template_kwargs": kwargs,
         "stream": body.stream,
     }
-    return ChatRequest.parse(sent, max_n=1)
+    return ChatRequest.parse(sent)
 
 
 def _chat_extras(body: _Body) -> dict[str, Any]:
@@ -274,13 +273,7 @@ def _chat_extras(body: _Body) -> dict[str, Any]:
     for key in extras:
         if key not in ChatRequest.model_fields:
             known = [*_Body.model_fields, *IGNORED, *_REFUSED, *ChatRequest.model_fields]
-            close = difflib.get_close_matches(key[:100], known, n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
-            raise BadRequest(
-                f"{key[:100]}: a response has no such key.{guess}",
-                param=key[:100],
-                code="unknown_parameter",
-            )
+            raise unknown_key(key, "a response", known)
     return extras
 
 
@@ -367,14 +360,3 @@ def response_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bad_value(where: str, message: str) -> BadRequest:
     return BadRequest(f"{where}: {message}", param=where, code="invalid_value")
-
-
-def _bad_request(error: ValidationError) -> BadRequest:
-    first = error.errors(include_url=False)[0]
-    key, *rest = first["loc"]
-    where = str(key) + "".join(f"[{part}]" for part in rest if isinstance(part, int))
-    if first["type"] == "missing":
-        message = f"{where}: missing; a response needs it"
-        return BadRequest(message, param=where, code="missing_parameter")
-    message = first["msg"].removeprefix("Value error, ")
-    return _bad_value(where, f"{message}, got {brief(first['input'])}")

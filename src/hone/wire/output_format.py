@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hone.errors import BadRequest
 from hone.wire.errors import brief
+from hone.wire.json import check_depth
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 VLLM_KEYS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -111,17 +112,12 @@ def _schema(value: Any, key: str) -> dict[str, Any]:
 
 def check_nesting(schema: Mapping[str, Any], key: str) -> None:
     """Refuse a schema that is nested more deeply than compilers of schemas can follow."""
-    level: list[Any] = [schema]
-    for _ in range(MAX_NESTING):
-        children = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, Mapping) else node)
-        ]
-        level = [child for child in children if isinstance(child, Mapping | list)]
-        if not level:
-            return
-    raise BadRequest(f"{key}: nested more than {MAX_NESTING} levels deep; flatten it", param=key)
+    try:
+        check_depth(schema, MAX_NESTING)
+    except ValueError:
+        raise BadRequest(
+            f"{key}: nested more than {MAX_NESTING} levels deep; flatten it", param=key
+        ) from None
 
 
 def _escaped(text: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from hone.errors import BadRequest
+from hone.wire.errors import bad_request
 from hone.wire.openai_chat import read_json
 
 
@@ -33,11 +33,7 @@ class _Request(BaseModel):
         try:
             return cls.model_validate(read_json(body))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])[:100]
-            message = first["msg"].removeprefix("Value error, ")
-            text = f"{where}: {message}" if where else message
-            raise BadRequest(text, param=where or None) from None
+            raise bad_request(error, "this request", cls.model_fields) from None
 
 
 class TokenizeRequest(_Request):
