@@ -371,11 +371,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         """Append a line to trainer_adapter_RUN.jsonl."""
         config = self.adapter_config.backend.model_dump(include={"base_model", "project", "name"})
         own = {"run_id": ref.run_id, "backend": ref.backend, "trainer_config": config}
-        append_line(
-            output_dir or "./.tmp/nat/finetuning/trainer_adapter",
-            f"trainer_adapter_{ref.run_id}.jsonl",
-            own | metrics,
-        )
+        directory = output_dir or "./.tmp/nat/finetuning/trainer_adapter"
+        append_line(directory, f"trainer_adapter_{ref.run_id}.jsonl", own | metrics)
 
 
 @register_trainer_adapter(config_type=ARTTrainerAdapterConfig)

@@ -35,12 +35,7 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.curriculum import (
-    check_failures,
-    num_flat,
-    policy_warning,
-    round_metrics,
-)
+from hone.finetune.curriculum import check_failures, num_flat, policy_warning, round_metrics
 from hone.finetune.journal import Journal, Submission
 from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
@@ -180,13 +175,11 @@ class ARTTrainer(Trainer):
                 self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
             return None
         job = await self._submit(submission, epoch, round)
-        place = {"epoch": epoch, "round": round}
-        self._builder.log_progress(run_id, place | collected, output_dir)
+        self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
         self.log_progress(epoch, collected, output_dir)
         # While the job runs: log the reward, and make room for the next checkpoint.
         reward = {"reward": collected["avg_reward"], "trajectories": collected["num_trajectories"]}
-        step = submission.collected["step"]
-        await self._adapter.log_metrics(reward, split="train", step=step)
+        await self._adapter.log_metrics(reward, split="train", step=submission.collected["step"])
         if self._config.keep_checkpoints is not None:
             await self._adapter.prune(self._config.keep_checkpoints)
         return job
@@ -385,15 +378,11 @@ class ARTTrainer(Trainer):
     ) -> None:
         """Log the reward; the metrics files and the plot are written in the background."""
         self._files.output_dir = Path(output_dir or self._config.output_dir)
-        self._files.output_dir.mkdir(parents=True, exist_ok=True)
         self._files.refresh()
-        average = metrics["avg_reward"]
-        log.info(
-            "Epoch %d progress logged - Avg Reward: %s, Trajectories: %d",
-            epoch + 1,
-            "none" if average is None else f"{average:.4f}",
-            metrics["num_trajectories"],
-        )
+        average, count = metrics["avg_reward"], metrics["num_trajectories"]
+        shown = "none" if average is None else f"{average:.4f}"
+        message = "Epoch %d progress logged - Avg Reward: %s, Trajectories: %d"
+        log.info(message, epoch + 1, shown, count)
 
     def _warn(self, message: str) -> None:
         log.warning("%s", message)

@@ -165,19 +165,9 @@ def _line(
         zorder=5 if dots else 6,
     )
     if gaps:
-        axis.plot(
-            gaps,
-            [0.025] * len(gaps),
-            transform=axis.get_xaxis_transform(),
-            color=colour,
-            linestyle="none",
-            marker="x",
-            markersize=7,
-            markeredgewidth=2,
-            clip_on=False,
-            label=gap,
-            zorder=7,
-        )
+        low, cross = [0.025] * len(gaps), {"marker": "x", "markersize": 7, "markeredgewidth": 2}
+        at = {"transform": axis.get_xaxis_transform(), "clip_on": False, "zorder": 7}
+        axis.plot(gaps, low, color=colour, linestyle="none", label=gap, **cross, **at)
 
 
 def _learned_from(axis: "Axes", rounds: list[Round]) -> None:

@@ -98,7 +98,8 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     path = [part for part in first["loc"] if part not in _UNION_PARTS]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     message = first["msg"].removeprefix("Value error, ")
-    if path and "got " not in message:
+    whole = first["type"] == "value_error" and not path  # it is about several keys
+    if not whole and "got " not in message:
         message += f", got {brief(first['input'])}"
     return where.removeprefix("."), message
 
