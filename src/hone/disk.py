@@ -10,6 +10,7 @@ tell the two apart, so FileNotFoundError and everything about the content passes
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -69,6 +70,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_lines(path: Path) -> BinaryIO:

@@ -1,6 +1,6 @@
 """Requests nobody meant to send, and jobs bent out of shape.
 
-In:   HONE_FUZZ_CASES (2,000 in `make test`), a tiny model
+In:   HONE_FUZZ_CASES (1,000 in `make test`), a tiny model
 Out:  Target: a whole server in this process that says 5xx to nothing, hangs on nothing, loses nothing
 """
 
@@ -33,7 +33,7 @@ from hone.types import JobInfo, ModelSpec
 
 T = TypeVar("T")
 
-CASES = int(os.environ.get("HONE_FUZZ_CASES", "2000"))
+CASES = int(os.environ.get("HONE_FUZZ_CASES", "1000"))
 DEADLINE_S = 30.0
 """A request that takes longer hangs."""
 ROLLOUTS = [f"r{i}" for i in range(6)]

@@ -16,7 +16,7 @@ from tests.server.target import CASES, Target, bodies
 from hone.server.settings import Settings
 from hone.server.state import State
 
-USUAL = 2000
+USUAL = 1000
 JOBS = "/v1/training/jobs"
 SLOW = ("POST /v1/training/jobs", "POST /_train_model", "POST /_log")
 """Schemathesis takes half a second to think of one; `bodies` makes them by the thousand."""

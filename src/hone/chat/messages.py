@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 from hone.errors import TemplateError
 from hone.wire.errors import brief, first_problem
 from hone.wire.json import load_object
+from hone.wire.openai_chat import tool_call
 
 Role = Literal["system", "user", "assistant", "tool"]
 Tools = Sequence[Mapping[str, Any]]
@@ -76,8 +77,7 @@ class ToolCall:
 
     def plain(self, arguments: str | dict[str, Any]) -> dict[str, Any]:
         """As messages carry it, with the arguments as JSON text or as an object."""
-        function = {"name": self.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        return tool_call(self.id, self.name, arguments)
 
 
 @dataclass(frozen=True, slots=True)

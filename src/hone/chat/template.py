@@ -256,6 +256,12 @@ class ChatTemplate:
             return self.pieces[token] if 0 <= token < len(self.pieces) else b""
         return self.tokenizer.decode([token], skip_special_tokens=False).encode()
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
     def decoder(self) -> ByteDecoder | WindowDecoder:
         """Turns sampled ids into text, piece by piece."""
         return WindowDecoder(self.tokenizer) if self.pieces is None else ByteDecoder(self.pieces)

@@ -14,7 +14,6 @@ of Python files, and what is copied into its working directory. Secrets are neve
 """
 
 import ast
-import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from hone.config import registry
 from hone.config.problems import Path as Keys
 from hone.config.secrets import Secrets
+from hone.disk import sha256_of
 from hone.evaluation.datasets import CustomDataset, as_target
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.records import plain
@@ -171,13 +171,8 @@ def _digest(path: str | Path | None, near: Path) -> str | None:
         return None
     for place in (Path(path), near.parent / path):
         if place.is_file():
-            return _sha256(place)
+            return sha256_of(place)
     return str(path)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # ---- the user's code ------------------------------------------------------------------------------
@@ -226,7 +221,9 @@ def code_of(document: "Document") -> dict[str, str]:
             files[file] = root
             queue += [(imported, root) for imported in _imports(file, root)]
     digests = {
-        os.path.relpath(file, directory if file.is_relative_to(directory) else root): _sha256(file)
+        os.path.relpath(file, directory if file.is_relative_to(directory) else root): sha256_of(
+            file
+        )
         for file, root in files.items()
     }
     return dict(sorted(digests.items()))

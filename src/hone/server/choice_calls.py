@@ -200,7 +200,7 @@ class ChoiceReader:
         (sent,) = check_messages([message])
         (parsed,) = check_messages([reply.message])
         ended = ids[-1] in self._template.stop_ids
-        text = self._text(ids[:-1] if ended else ids)
+        text = self._template.text(ids[:-1] if ended else ids)
         content = _trimmed(sent.content)
         calls = [(call.name, call.values) for call in sent.tool_calls]
         if calls == [(call.name, call.values) for call in parsed.tool_calls]:
@@ -216,11 +216,6 @@ class ChoiceReader:
             f"its token ids say {brief(text)} and its message says {brief(sent.content)}"
             f"{f' with {len(calls)} tool calls' if calls else ''}; send the choice as the client "
             "returned it, or refer to the rollout by its id",
-        )
-
-    def _text(self, ids: list[int]) -> str:
-        return self._template.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
 

@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 
 from hone.chat.bridge import HashedMessages, NextPrompt
-from hone.chat.choice_tokens import first_outside
 from hone.chat.constraint import answer_constraint, plain_constraint
 from hone.chat.reply import StreamParser
 from hone.chat.template import ChatTemplate
@@ -26,7 +25,6 @@ from hone.server.generation import Generation, RequestContext
 from hone.server.tokenizer import BaseTokenizer
 from hone.types import RecordedCall
 from hone.wire.base import Request
-from hone.wire.errors import brief
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temperature
 
 
@@ -134,15 +132,7 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
     if isinstance(prompt, str):
         run = context.state.workers.run if context.large else asyncio.to_thread
         return await run(render, base, prompt, context.max_length, context.prompt_key)
-    vocab = base.files.text_config["vocab_size"]
-    # Refused now: the engine would fail once the call has begun.
-    if wrong := first_outside(prompt, vocab):
-        place, token = wrong
-        raise BadRequest(
-            f"prompt[{place}]: token id {brief(token)} is outside the vocabulary of {vocab} of "
-            f"{base.name!r}; send ids of its tokenizer",
-            param="prompt",
-        )
+    base.check_ids(prompt, "prompt")  # the engine would fail once the call has begun
     return NextPrompt(ids=prompt, outcome="first", reasons=())
 
 

@@ -15,11 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import hone
-from hone.chat.choice_tokens import first_outside
 from hone.errors import BadRequest
 from hone.server.state import State
 from hone.server.tokenizer import BaseTokenizer
-from hone.wire.errors import brief
 from hone.wire.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -101,14 +99,5 @@ def _encode(tokenizer: BaseTokenizer, body: TokenizeRequest) -> list[int]:
 
 
 def _decode(tokenizer: BaseTokenizer, tokens: list[int]) -> str:
-    vocab = tokenizer.files.text_config["vocab_size"]
-    if wrong := first_outside(tokens, vocab):
-        place, token = wrong
-        raise BadRequest(
-            f"tokens[{place}]: token id {brief(token)} is outside the vocabulary of {vocab} of "
-            f"{tokenizer.name!r}; send ids of its tokenizer",
-            param="tokens",
-        )
-    return tokenizer.template.tokenizer.decode(
-        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    tokenizer.check_ids(tokens, "tokens")
+    return tokenizer.template.text(tokens)

@@ -85,8 +85,9 @@ class Serving:
         self._models = models
         self._checkpoints = checkpoints
         self._settings = settings
-        chosen = settings if open_engine is None else _with_embedded(settings)
-        self.choice = EngineChoice(chosen, models)
+        # To an engine of the caller's own, vLLM's arguments do not apply.
+        own = {"engine": "embedded", "engine_url": None} if open_engine else {}
+        self.choice = EngineChoice(settings.model_copy(update=own), models)
         open_engine = around_open(open_engine or self.choice.open)
         engines = self._engines = Engines(settings, open_engine)
         self.template, self.base, self.holding = engines.template, engines.get, engines.using
@@ -359,8 +360,3 @@ class Serving:
         """Wait until no request is being answered, so that all are recorded."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
-
-
-def _with_embedded(settings: Settings) -> Settings:
-    """For an engine of the caller's own, to which vLLM's arguments do not apply."""
-    return settings.model_copy(update={"engine": "embedded", "engine_url": None})

@@ -15,18 +15,21 @@ A BaseTokenizer can be sent to a worker process, which loads the same files agai
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from hone.chat.choice_tokens import first_outside
 from hone.chat.template import ChatTemplate
 from hone.disk import write_atomic
-from hone.errors import Conflict, ModelUnsupported
+from hone.errors import BadRequest, Conflict, ModelUnsupported
 from hone.models.files import ModelFiles, load_tokenizer
 from hone.models.find import find
 from hone.store.checkpoints import Checkpoint
+from hone.wire.errors import brief
 
 PARTS = ("weights", "tokenizer", "chat template", "template arguments", "date")
 """Parts of a fingerprint, in this order."""
@@ -76,6 +79,17 @@ class BaseTokenizer:
         template = self.template
         settings = (template.kwargs, template.today, self.weights_sha256, self.max_positions)
         return _load_again, (self.fingerprint, files, self.name, *settings)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse ids outside the vocabulary; `param` is the key of the request that has them."""
+        vocab = self.files.text_config["vocab_size"]
+        if wrong := first_outside(ids, vocab):
+            place, token = wrong
+            raise BadRequest(
+                f"{param}[{place}]: token id {brief(token)} is outside the vocabulary of {vocab} of "
+                f"{self.name!r}; send ids of its tokenizer",
+                param=param,
+            )
 
     def check_made_for(self, checkpoint: Checkpoint) -> None:
         """Refuse a step that was trained over other files than this model has now."""

@@ -13,7 +13,6 @@ A step is corrupted only if a file is missing, does not parse or has another has
 be read just now is none of these: StorageError is raised and nothing is renamed.
 """
 
-import hashlib
 import itertools
 import json
 import logging
@@ -29,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hone.disk import append_lines, move, storage, sync
+from hone.disk import append_lines, move, sha256_of, storage, sync
 from hone.errors import ConfigError, NotFound
 from hone.logs import say
 from hone.store.failpoints import failpoint
@@ -121,7 +120,7 @@ class Checkpoints:
                     "sha256": sha256,
                     "created_at": time.time(),
                     **manifest,
-                    "files": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
+                    "files": {file.name: sha256_of(file) for file in sorted(partial.iterdir())},
                 }
                 (partial / MANIFEST).write_text(
                     json.dumps(content, indent=2) + "\n", encoding="utf-8"
@@ -326,7 +325,7 @@ class Checkpoints:
                 if self._verified.get(path) == seen:
                     return None
                 for name, sha256 in files.items():
-                    if _sha256(path / name) != sha256:
+                    if sha256_of(path / name) != sha256:
                         return f"{name} is not what was written"
         except FileNotFoundError as error:
             return f"{Path(error.filename).name} is missing"
@@ -341,11 +340,6 @@ class Checkpoints:
         with storage(path):
             move(path, target)
         return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # ---- logged trajectories ------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from hone.errors import BadRequest
 from hone.wire.base import Event
 from hone.wire.errors import brief
 from hone.wire.json import load_object
+from hone.wire.openai_chat import assistant_message, tool_call
 
 INVALID_JSON = "INVALID_JSON"
 """Key of an `input` under which arguments that are no JSON object are kept as text."""
@@ -78,12 +79,8 @@ def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:
     # Between two texts of one answer there was a tool call and nothing else.
     text = "".join(_string(block, where, "text") for where, block in _of_type(blocks, "text"))
     thoughts = [_string(b, where, "thinking") for where, b in _of_type(blocks, "thinking")]
-    message: dict[str, Any] = {"role": role, "content": text}
-    if calls := [_tool_call(block, where) for where, block in _of_type(blocks, "tool_use")]:
-        message |= {"content": text or None, "tool_calls": calls}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(filter(None, thoughts))
-    return message
+    calls = [_tool_call(block, where) for where, block in _of_type(blocks, "tool_use")]
+    return assistant_message(text, calls, thoughts)
 
 
 def _user_turn(blocks: list[_Block]) -> list[dict[str, Any]]:
@@ -106,8 +103,8 @@ def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise _wrong(f"{where}.input", f"expected an object, got {brief(arguments)}")
-    function = {"name": _string(block, where, "name"), "arguments": arguments_text(arguments)}
-    return {"id": _string(block, where, "id"), "type": "function", "function": function}
+    name, text = _string(block, where, "name"), arguments_text(arguments)
+    return tool_call(_string(block, where, "id"), name, text)
 
 
 def arguments_text(arguments: dict[str, Any]) -> str:

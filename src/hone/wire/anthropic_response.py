@@ -17,6 +17,7 @@ from hone.wire.anthropic_blocks import BlockWriter, arguments_text, message_bloc
 from hone.wire.anthropic_messages import MessagesRequest, request_schema
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event
 from hone.wire.json import object_or_empty
+from hone.wire.openai_chat import assistant_message, tool_call, usage
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -197,26 +198,14 @@ def chat_completion(message: dict[str, Any]) -> dict[str, Any]:
     texts = [str(b.get("text") or "") for b in blocks if b.get("type") == "text"]
     thoughts = [str(b.get("thinking") or "") for b in blocks if b.get("type") == "thinking"]
     calls = [
-        {
-            "id": block.get("id"),
-            "type": "function",
-            "function": {
-                "name": block.get("name"),
-                "arguments": arguments_text(block.get("input") or {}),
-            },
-        }
-        for block in blocks
-        if block.get("type") == "tool_use"
+        tool_call(b.get("id"), b.get("name"), arguments_text(b.get("input") or {}))
+        for b in blocks
+        if b.get("type") == "tool_use"
     ]
-    reply: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if calls:
-        reply |= {"content": "".join(texts) or None, "tool_calls": calls}
-    if any(thoughts):
-        reply["reasoning_content"] = "\n".join(filter(None, thoughts))
     reason = message.get("stop_reason")
     choice = {
         "index": 0,
-        "message": reply,
+        "message": assistant_message("".join(texts), calls, thoughts),
         "finish_reason": _FINISH.get(str(reason), reason),
         **{key: message[key] for key in _RECORDED if key in message},
     }
@@ -235,8 +224,4 @@ def _chat_usage(used: Mapping[str, Any]) -> dict[str, int]:
     prompt, answer = sum(counts.get(key, 0) for key in inputs), counts.get("output_tokens", 0)
     if not counts:
         return {}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-    }
+    return usage(prompt, answer)

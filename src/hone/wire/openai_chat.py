@@ -9,6 +9,7 @@ Keys that are known and not supported yet pass only with the value that asks for
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -302,7 +303,23 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise BadRequest(message, code="invalid_json") from None
 
 
-# ---- responses ---------------------------------------------------------------------------------
+# ---- messages and responses ---------------------------------------------------------------------------------
+
+
+def assistant_message(
+    text: str, calls: list[dict[str, Any]], thoughts: Iterable[str]
+) -> dict[str, Any]:
+    """A message of the assistant, from the parts that other dialects have."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+    if reasoning := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

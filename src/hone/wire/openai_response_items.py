@@ -16,6 +16,7 @@ from typing import Any
 
 from hone.errors import BadRequest
 from hone.wire.errors import brief
+from hone.wire.openai_chat import tool_call
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -154,9 +155,7 @@ class _Turns:
         owner = call_id_of(str(item.get("id") or ""))
         answer = self._answer or self._answer_of(owner) or self._open()
         self._by_owner[owner] = answer
-        function = {"name": name, "arguments": arguments}
-        call = {"id": _call_id(item), "type": "function", "function": function}
-        answer.setdefault("tool_calls", []).append(call)
+        answer.setdefault("tool_calls", []).append(tool_call(_call_id(item), name, arguments))
 
     def _answer_of(self, owner: str) -> dict[str, Any] | None:
         """The answer with other calls of this owner, if only their outputs came since.

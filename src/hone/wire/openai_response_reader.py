@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hone.errors import BadRequest
+from hone.wire.openai_chat import assistant_message, tool_call
 from hone.wire.openai_response_items import read_input
 from hone.wire.openai_responses import chat_tool
 
@@ -61,20 +62,11 @@ def _read_output(output: list[Any]) -> dict[str, Any]:
         if item.get("type") == "reasoning"
     ]
     calls = [
-        {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-        }
+        tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         for item in items
         if item.get("type") == "function_call"
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if calls:
-        message |= {"content": message["content"] or None, "tool_calls": calls}
-    if reasoning := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = reasoning
-    return message
+    return assistant_message("".join(texts), calls, thoughts)
 
 
 def _texts(item: dict[str, Any], key: str) -> str:
