@@ -144,16 +144,6 @@ def test_a_silent_learner_is_killed_at_its_deadline(doomed: Started, job):
         worker.train(pack_groups(job), CONFIG, silence_s=0.5)
 
 
-def test_a_learner_that_does_not_end_is_ended(tiny_llama_dir: Path):
-    worker = LearnerProcess.start(spec(tiny_llama_dir))
-    assert worker.info is not None
-    info = worker.info
-    os.kill(info.pid, signal.SIGSTOP)
-    worker.close(deadline_s=0.2)
-    with pytest.raises(ProcessLookupError):
-        os.kill(info.pid, 0)
-
-
 @pytest.fixture
 def run_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets Python itself run some code in every process it starts, before any of ours."""
@@ -171,6 +161,17 @@ def test_a_model_that_is_not_there_fails_the_start(tmp_path: Path):
         LearnerProcess.start(spec(tmp_path / "nothing"))
 
 
+SHOUTING = (
+    "import threading, time\n"
+    "def shout():\n"
+    "    while True:\n"
+    "        os.write(1, b'noise without a newline')\n"
+    "        time.sleep(0.001)\n"
+    "threading.Thread(target=shout, daemon=True).start()\n"
+)
+"""What libraries print must not reach the messages."""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has its own niceness")
 def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
     tiny_llama_dir: Path, tmp_path: Path, job, run_first: Callable[[str], None]
@@ -183,7 +184,7 @@ def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
         "def noted(which, who, niceness):\n"
         f"    Path({str(tmp_path)!r}, str(os.getpid())).write_text(f'{{which}} {{who}} {{niceness}}')\n"
         "    really(which, who, niceness)\n"
-        "os.setpriority = noted\n"
+        "os.setpriority = noted\n" + SHOUTING
     )
     polite = LearnerProcess.launch(spec(tiny_llama_dir), gives_way=True)
     plain = LearnerProcess.launch(spec(tiny_llama_dir))
@@ -199,28 +200,14 @@ def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
             polite.train(pack_groups(job), CONFIG)["sha256"]
             == plain.train(pack_groups(job), CONFIG)["sha256"]
         )
+        # One that does not end is ended.
+        os.kill(plain.pid, signal.SIGSTOP)
+        plain.close(deadline_s=0.2)
+        with pytest.raises(ProcessLookupError):
+            os.kill(plain.pid, 0)
     finally:
         polite.close()
         plain.close()
-
-
-def test_what_libraries_print_does_not_reach_the_messages(
-    tiny_llama_dir: Path, job, run_first: Callable[[str], None]
-):
-    # Prints all the time.
-    run_first(
-        "import os, threading, time\n"
-        "def shout():\n"
-        "    while True:\n"
-        "        os.write(1, b'noise without a newline')\n"
-        "        time.sleep(0.001)\n"
-        "threading.Thread(target=shout, daemon=True).start()\n"
-    )
-    worker = LearnerProcess.start(spec(tiny_llama_dir))
-    try:
-        assert worker.train(pack_groups(job), CONFIG)["steps"] == 3
-    finally:
-        worker.close()
 
 
 def test_a_caller_that_leaves_cancels_its_job(shared: Started, job):

@@ -85,7 +85,7 @@ def test_a_chat_has_the_ids_that_would_be_fed(http: Any, server: Server, tiny_mo
         ("/tokenize", {"prompt": "\ud800"}, "not JSON"),
         ("/detokenize", {"tokens": [1, 512]}, "tokens[1]: token id 512 is outside"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]: token id -1 is outside"),
-        ("/detokenize", {"tokens": ["x"]}, "tokens.0"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
         ("/detokenize", {"tokens": [2**70]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),
     ],

@@ -613,7 +613,7 @@ def test_the_harness_sees_a_stream_as_far_as_it_came(
         ({"reasoning": {"effort": 3}}, "reasoning", "effort"),
         ({"instruction": "x"}, "instruction", "Did you mean 'instructions'?"),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs", "dictionary"),
-        ({"metadata": {"a": 1}}, "metadata", "string"),
+        ({"metadata": {"a": 1}}, "metadata.a", "string"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "include_obfuscation"),
     ],
 )

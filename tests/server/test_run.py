@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.server.api import job
+from typer.testing import CliRunner
 
+from hone.cli import app
 from hone.server import run
 
 SERVE = [sys.executable, "-m", "hone.cli", "serve"]
@@ -106,7 +108,6 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--engine", "vllm", "--engine-python", "/no/python"], "--engine-python /no/python: "),
         (["--engine", "abacus"], "--engine 'abacus'"),
         (["--port", "70000"], "--port 70000"),
         (["--trust-network", "10.0.0.0/99"], "--trust-network"),
@@ -114,10 +115,15 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
     ],
 )
 def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], says: str):
-    refused = subprocess.run(
-        [*SERVE, "--root", str(tmp_path), *options], capture_output=True, text=True, timeout=60
-    )
-    assert refused.returncode == 1 and says in refused.stderr
+    refused = CliRunner().invoke(app, ["serve", "--root", str(tmp_path), *options])
+    assert refused.exit_code == 1 and says in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_engine_that_is_not_there_is_refused_before_it_listens(tmp_path: Path):
+    options = ["--root", str(tmp_path), "--engine", "vllm", "--engine-python", "/no/python"]
+    refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and "--engine-python /no/python: " in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

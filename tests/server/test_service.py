@@ -131,6 +131,7 @@ async def test_only_the_learners_process_reads_the_groups_of_a_job(
     assert (first.state, first.step) == (again.state, again.step) == ("done", 1)
     steps = [server.checkpoints.get(KEY, 1) for server in (here, there)]
     assert digest(steps[0].path) == digest(steps[1].path)
+    assert "packed_rows.png" in steps[1].manifest["files"]
     assert steps[0].manifest["movement"] == steps[1].manifest["movement"]
     assert overtaken.failure is not None and also_overtaken.failure is not None
     assert overtaken.failure.type == also_overtaken.failure.type == "SampleRefused"
@@ -342,7 +343,7 @@ async def test_serving_goes_on_while_a_job_runs_unless_it_is_to_pause(
 
 
 async def test_the_picture_of_a_job_lies_beside_its_checkpoint(open_server: Open, tiny_model: Path):
-    server = await open_server(start_learner=LearnerProcess.launch)
+    server = await open_server()
     record = server.models.register(spec(tiny_model))
     job = await server.ended(server.submit(record, token_groups(), plot_tensors=True).id)
     assert job.state == "done", job.failure
