@@ -43,6 +43,7 @@ A message says where (key, job, file), what (got and expected), and what to do.
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Any
 
 from hone.types import FieldError
 
@@ -54,7 +55,16 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class HoneError(Exception):
-    """Base class of hone's exceptions."""
+    """Base class of hone's exceptions. They can be pickled, whatever their constructors take."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), str(self), vars(self))
+
+
+def _rebuilt(kind: type[HoneError], message: str, fields: dict[str, Any]) -> HoneError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigError(HoneError, ValueError):

@@ -8,10 +8,8 @@ Anthropic's clients add /v1 to their base URL themselves: theirs is the server's
 """
 
 from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from hone.server.respond import add_dialect, count_tokens, respond
+from hone.server.respond import add_dialect
 from hone.server.state import State
 from hone.wire.anthropic_response import COUNT, MESSAGES
 
@@ -20,14 +18,14 @@ def routes(state: State) -> APIRouter:
     """The Messages API, also under /rollout/ID."""
     router = APIRouter(tags=["anthropic"])
 
-    async def message(request: Request) -> Response:
-        """Answer a conversation of content blocks."""
-        return await respond(state, request, MESSAGES)
-
-    async def count(request: Request) -> Response:
-        """Count the tokens of the prompt that a message would have. Nothing is recorded."""
-        return JSONResponse({"input_tokens": await count_tokens(state, request, COUNT)})
-
-    add_dialect(router, MESSAGES, message)
-    add_dialect(router, COUNT, count)
+    message = "Answer a conversation of content blocks."
+    add_dialect(router, state, MESSAGES, name="message", description=message)
+    add_dialect(
+        router,
+        state,
+        COUNT,
+        name="count",
+        description="Count the tokens of the prompt that a message would have. Nothing is recorded.",
+        count=lambda tokens: {"input_tokens": tokens},
+    )
     return router

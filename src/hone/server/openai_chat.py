@@ -10,11 +10,10 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
 
 from hone.errors import Conflict, UnknownModel
 from hone.server import rollouts
-from hone.server.respond import IN_ROLLOUT, add_dialect, respond
+from hone.server.respond import IN_ROLLOUT, add_dialect
 from hone.server.serving import ServedName
 from hone.server.state import State
 from hone.wire.openai_chat_response import CHAT, TEXT
@@ -24,14 +23,6 @@ from hone.wire.rollout import RolloutScope
 def routes(state: State) -> APIRouter:
     """The OpenAI API, also under /rollout/ID, and the recorded rollouts and runs."""
     router = APIRouter(tags=["openai"])
-
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        return await respond(state, request, CHAT)
-
-    async def complete(request: Request) -> Response:
-        """Continue a text, or token ids, without a chat template."""
-        return await respond(state, request, TEXT)
 
     def served_to(request: Request) -> list[ServedName]:
         scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
@@ -57,8 +48,9 @@ def routes(state: State) -> APIRouter:
         names = ", ".join(entry.id for entry in served) or "nothing yet"
         raise UnknownModel(f"no model called {name[:200]!r} is served. Served: {names}.")
 
-    add_dialect(router, CHAT, chat)
-    add_dialect(router, TEXT, complete)
+    add_dialect(router, state, CHAT, name="chat", description="Answer a conversation.")
+    complete = "Continue a text, or token ids, without a chat template."
+    add_dialect(router, state, TEXT, name="complete", description=complete)
     for prefix in ("", IN_ROLLOUT):
         for path, endpoint in (("/v1/models", models), ("/v1/models/{name:path}", model)):
             router.add_api_route(prefix + path, endpoint, include_in_schema=not prefix)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from hone.errors import BadRequest, NotFound
 from hone.server.chat_tasks import max_bytes
-from hone.server.respond import IN_ROLLOUT, add_dialect, count_tokens, respond
+from hone.server.respond import IN_ROLLOUT, add_dialect
 from hone.server.state import State
 from hone.store.calls import CallStore
 from hone.types import RecordedCall
@@ -33,16 +33,6 @@ def routes(state: State) -> APIRouter:
 
     def resume(parsed: ResponsesRequest) -> ResponsesRequest:
         return _resume(state.calls, parsed, state.settings.max_seq_length)
-
-    async def create(request: Request) -> Response:
-        """Answer a conversation, given as items of the Responses API."""
-        return await respond(state, request, RESPONSES, resume=resume)
-
-    async def count(request: Request) -> Response:
-        """Count the tokens of the prompt that a response would have. Nothing is recorded."""
-        tokens = await count_tokens(state, request, INPUT_TOKENS, resume=resume)
-        body = {"object": "response.input_tokens", "input_tokens": tokens}
-        return Response(write_json(body), media_type="application/json")
 
     async def retrieve(request: Request, response_id: str) -> Response:
         """A stored response."""
@@ -68,8 +58,17 @@ def routes(state: State) -> APIRouter:
             param="response_id",
         )
 
-    add_dialect(router, RESPONSES, create)
-    add_dialect(router, INPUT_TOKENS, count)
+    create = "Answer a conversation, given as items of the Responses API."
+    add_dialect(router, state, RESPONSES, name="create", description=create, resume=resume)
+    add_dialect(
+        router,
+        state,
+        INPUT_TOKENS,
+        name="count",
+        description="Count the tokens of the prompt that a response would have. Nothing is recorded.",
+        resume=resume,
+        count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+    )
     for prefix in ("", IN_ROLLOUT):
         for suffix, endpoint, method in (
             ("", retrieve, "GET"),

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hone.chat.bridge import HashedMessages
@@ -56,14 +56,32 @@ Resume = Callable[[Any], Any]
 
 
 def add_dialect(
-    router: APIRouter, dialect: Dialect, endpoint: Callable[..., Awaitable[Response]]
+    router: APIRouter,
+    state: State,
+    dialect: Dialect,
+    *,
+    name: str,
+    description: str,
+    resume: Resume | None = None,
+    count: Callable[[int], dict[str, Any]] | None = None,
 ) -> None:
-    """The route of a dialect. /openapi.json lists it once, under its first address."""
+    """The route of a dialect. /openapi.json lists it once, under its first address.
+
+    `count` writes the response of a route that only counts the tokens of the prompt.
+    """
+
+    async def endpoint(request: Request) -> Response:
+        if count is None:
+            return await respond(state, request, dialect, resume)
+        return JSONResponse(count(await _count_tokens(state, request, dialect, resume)))
+
     body = {"required": True, "content": {"application/json": {"schema": dialect.schema}}}
     for prefix in ("", IN_ROLLOUT):
         router.add_api_route(
             prefix + dialect.path,
             endpoint,
+            name=name,
+            description=description,
             methods=["POST"],
             openapi_extra={"requestBody": body},
             include_in_schema=not prefix,
@@ -71,7 +89,7 @@ def add_dialect(
 
 
 async def respond(
-    state: State, request: Request, dialect: Dialect, *, resume: Resume | None = None
+    state: State, request: Request, dialect: Dialect, resume: Resume | None
 ) -> Response:
     """Answer a request of this dialect."""
     rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
@@ -96,8 +114,8 @@ async def respond(
     return UntilDisconnect(answer)
 
 
-async def count_tokens(
-    state: State, request: Request, dialect: Dialect, *, resume: Resume | None = None
+async def _count_tokens(
+    state: State, request: Request, dialect: Dialect, resume: Resume | None
 ) -> int:
     """The length of the prompt that a request would have. Nothing is sampled or recorded."""
     scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))

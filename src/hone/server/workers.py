@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from hone.disk import storage
-from hone.errors import HoneError, ServerError, StorageError, Unavailable
+from hone.errors import HoneError, ServerError, Unavailable
 from hone.logs import say
 from hone.niceness import give_way
 
@@ -133,7 +133,7 @@ class Worker:
                     f"reading this request took more than {self._deadline_s:g} s and was stopped; "
                     "send less at once"
                 ) from None
-            except StorageError:  # of the body's file, which is no fault of the process
+            except HoneError:  # of the task, or of the body's file: no fault of the process
                 self.busy = False
                 raise
             except (BrokenProcessPool, OSError) as error:
@@ -143,8 +143,6 @@ class Worker:
                     "again, or send less at once"
                 ) from None
         self.busy = False
-        if isinstance(value, _Raised):
-            raise value.rebuilt()
         return value
 
     def kill(self) -> None:
@@ -171,18 +169,6 @@ class Worker:
         return self._executor.submit(_call, call, files)
 
 
-class _Raised:
-    """A HoneError on its way back; its constructor wants other arguments than its message."""
-
-    def __init__(self, error: HoneError) -> None:
-        self._kind, self._message, self._fields = type(error), str(error), vars(error)
-
-    def rebuilt(self) -> HoneError:
-        error = self._kind.__new__(self._kind, self._message)
-        error.__dict__.update(self._fields)
-        return error
-
-
 # ---- the child ----------------------------------------------------------------------------------
 
 
@@ -196,8 +182,8 @@ def _call(call: bytes, bodies: list[Path]) -> Any:
     try:
         task, args, kwargs = pickle.loads(call, buffers=[body.read_bytes() for body in bodies])
         return task(*args, **kwargs)
-    except HoneError as error:
-        return _Raised(error)
+    except HoneError:
+        raise
     except Exception:  # noqa: BLE001  # a defect: its trace belongs into the server's log
         raise RuntimeError(f"in a worker process:\n{traceback.format_exc()}") from None
 
