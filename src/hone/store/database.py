@@ -29,9 +29,8 @@ FAILPOINTS = ("store/before-commit", "store/after-commit")
 """Around every durable commit."""
 
 VERSION = 1
-"""Incremented with every change that `CREATE ... IF NOT EXISTS` in the schemas does not cover."""
-MIGRATIONS: dict[int, str] = {}
-"""SQL that migrates a file from version N to N + 1."""
+"""Incremented with every change that `CREATE ... IF NOT EXISTS` in the schemas does not cover; such a
+change also needs SQL that migrates older files."""
 
 
 _OURS = ("state.sqlite", "server.lock", "logs", "api_key", "runs", "evals")
@@ -150,9 +149,8 @@ class Store:
                 f"{self.path}: written by a newer hone (schema {version}, this one knows {VERSION}). "
                 "Upgrade hone, or start with another --root."
             )
-        steps = [MIGRATIONS[number] for number in range(version, VERSION) if number > 0]
         script = "\n".join(
-            ("BEGIN IMMEDIATE;", *steps, *schemas, f"PRAGMA user_version = {VERSION};", "COMMIT;")
+            ("BEGIN IMMEDIATE;", *schemas, f"PRAGMA user_version = {VERSION};", "COMMIT;")
         )
         self._writer.executescript(script)
 
