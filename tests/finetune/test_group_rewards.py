@@ -17,7 +17,7 @@ from hone.errors import PolicyFailure
 from hone.evaluation.groups import RolloutGroup
 from hone.evaluation.judge import VerdictCache
 from hone.evaluation.ruler import Ruler, RulerConfig
-from hone.finetune.journal import Journal, RunFingerprint
+from hone.finetune.journal import Journal
 from hone.workflow.llm import LLM
 
 
@@ -105,7 +105,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
         agents = Agents(w)
         agents.held = {3: asyncio.Event(), 6: asyncio.Event()}
         w.bind(agents.run, ["one", "two"], ruler(llm, tmp_path / "cache"), max_concurrency=3)
-        with Journal.open(tmp_path / "run", RunFingerprint(0, {})) as journal:
+        with Journal.open(tmp_path / "run", {}) as journal:
             meta = {"journal": journal, "epoch": 2}
             await w.builder.start_run(w.run_id, meta)
             waiting = journal.unscored("train", 2)
@@ -118,7 +118,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
         before = w.ran.copy()
         waiting.write_bytes(waiting.read_bytes() + b'{"round": 0, "exa')  # as a kill leaves it
         agents.held.clear()
-        with Journal.open(tmp_path / "run", RunFingerprint(0, {})) as journal:
+        with Journal.open(tmp_path / "run", {}) as journal:
             meta = {"journal": journal, "epoch": 2, "session": 2}
             collection = await w.collect(meta)
             assert [len(group) for group in collection.trajectories] == [3, 3]
