@@ -152,7 +152,7 @@ def prove_local_scripts(base: Path) -> None:
     steps = [line.split() for line in played.stdout.splitlines()]
     ran = [(step, count) for step, _, count in steps] == [("1", "6"), ("2", "6")]
     show("a loop over games of 2048 trains two steps", ran, played.stdout)
-    model = base.parent / ".art/2048/models/agent-002"
+    model = base.parent / ".hone/2048/models/agent-002"  # the default base_path
     kept = json.loads((model / "state.json").read_text()) == {"games": 2}
     logged = sorted(path.name for path in (model / "trajectories/val").iterdir())
     show(
