@@ -168,6 +168,43 @@ class Bench:
                 peak=peak(),
             )
 
+    def trl(self) -> None:
+        """TRL's GRPOTrainer: its compute_loss on the trie's calls, and backward."""
+        import torch
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        from bench.peers.trl_train import grpo_trainer, loss_inputs
+
+        words = Tokenizer(WordLevel({"x": 0, "<end>": 1}, unk_token="x"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+        cuda = self.device == "cuda"
+        trainer = grpo_trainer(
+            self._peft_model(), tokenizer, COMPLETIONS, COMPLETIONS, bf16=cuda, use_cpu=not cuda
+        )
+        calls, prompt, trained = 4, self._n(PROMPT), self._n(COMPLETION)
+        ids = torch.randint(5, self.sizes["vocab_size"], (calls, prompt + trained))
+        ids = ids.to(self.device)
+        advantages = torch.tensor([1.0, -1.0] * (calls // 2), device=self.device)
+        inputs = loss_inputs(ids[:, :prompt], ids[:, prompt:], advantages)
+
+        def run() -> None:
+            trainer.compute_loss(trainer.model, inputs).backward()
+            trainer.model.zero_grad()
+
+        with self._peak() as peak:
+            seconds = self._timed(run)
+        self._tokens(
+            "TRL GRPOTrainer, the trie's calls, 4 x 2,304",
+            seconds,
+            logical=ids.numel(),
+            computed=ids.numel(),
+            labels=calls * trained,
+            pairs=calls * (prompt + trained) * (prompt + trained + 1) // 2,
+            peak=peak(),
+        )
+
     def sequence(self, rounds: int = 3) -> None:
         """The trie and HF + PEFT in turn, both in memory, and the ratio of their medians."""
         import torch
@@ -573,6 +610,7 @@ def learner(options: argparse.Namespace) -> None:
             "trie17": lambda bench=bench: bench.trie(17.0),
             "causal": bench.causal,
             "peft": bench.peft,
+            "trl": bench.trl,
             "sequence": bench.sequence,
             "profile": bench.profile,
             "gradients": shallow.gradients,
