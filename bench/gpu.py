@@ -95,7 +95,7 @@ class Bench:
         metrics: dict[str, float] = {}
 
         def run() -> None:
-            metrics.update(learner.train(groups, config, probe_tokens=0).metrics)
+            metrics.update(learner.train(groups, config, probe=False).metrics)
 
         with self._peak() as peak:
             seconds = self._timed(run)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = options.model or random_model(options)
     with hone_server(options) as url:
         adapter = asyncio.run(_train_one_step(url, model, options))
-        ours = _measure("hone serve", url + "/v1", "bench/policy", options)
+        ours = _measure("hone serve", url + "/rollout/{rollout}/v1", "bench/policy", options)
     with _vllm(options, model, adapter) as url:
         plain = _measure("vllm serve", url + "/v1", "policy", options)
     for clients in options.clients:
@@ -84,21 +84,20 @@ def _measure(name: str, url: str, model: str, options: argparse.Namespace) -> di
 
 async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> dict[str, float]:
     """Completion tokens per second of so many clients, each with one chat at a time."""
-    import httpx
+    import aiohttp
 
-    limits = httpx.Limits(max_connections=clients)
     headers = {"Authorization": "Bearer default"}
     texts = prompts()
     tokens = answers = 0
     latencies: list[float] = []
     end = 0.0
 
-    async def talk(client: httpx.AsyncClient, number: int) -> None:
+    async def talk(client: aiohttp.ClientSession, number: int) -> None:
         nonlocal tokens, answers
         at = number
         while (began := time.perf_counter()) < end:
-            reply = await client.post(
-                f"{url}/chat/completions",
+            async with client.post(
+                f"{url.format(rollout=f'{number}-{began}')}/chat/completions",
                 json={
                     "model": model,
                     "messages": [{"role": "user", "content": texts[at % len(texts)]}],
@@ -107,9 +106,9 @@ async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> di
                     "logprobs": True,
                     "return_token_ids": True,
                 },
-            )
-            reply.raise_for_status()
-            answer = reply.json()
+            ) as reply:
+                reply.raise_for_status()
+                answer = await reply.json()
             now = time.perf_counter()
             assert answer["choices"][0]["logprobs"]["content"], "no log-probabilities"
             if now < end:
@@ -118,7 +117,8 @@ async def _closed_loop(url: str, model: str, clients: int, seconds: float) -> di
                 latencies.append(now - began)
             at += clients
 
-    async with httpx.AsyncClient(timeout=600, limits=limits, headers=headers) as client:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as client:
         end = time.perf_counter() + seconds
         await asyncio.gather(*(talk(client, number) for number in range(clients)))
     return {

@@ -78,7 +78,7 @@ def _learner(settings: dict[str, Any]) -> Answer:
             tokens = packed_step(learner, groups, config)
         else:
             # Without the probe, which belongs to publishing.
-            metrics = learner.train(groups, config, probe_tokens=0).metrics
+            metrics = learner.train(groups, config, probe=False).metrics
             tokens = metrics["learn/logical_tokens"]
         seconds = perf_counter() - started
         return {"seconds": seconds, "tokens": tokens, "loaded": loaded, "peak": peak_bytes()}

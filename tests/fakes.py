@@ -85,6 +85,8 @@ class ScriptedEngine:
         """Say yes to every publish from now on and go on serving what was served: a broken engine."""
         self.masks = False
         """Know only the log-probability after top-p, top-k and min-p, as vLLM does."""
+        self.repeatable = True
+        """Whether equal seeds give equal answers; not with vLLM."""
         self.failing: Exception | None = None
         """Raised by every request from its second token on."""
         self.failure: BaseException | None = None

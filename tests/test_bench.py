@@ -163,7 +163,7 @@ def test_plain_packing_computes_the_same_gradient(tiny_llama_dir: Path):
         if packed:
             assert packed_step(learner, made, config) == 4 * 17
         else:
-            learner.train(made, config, probe_tokens=0)
+            learner.train(made, config, probe=False)
         gradients.append([leaf.grad for _, leaf in lora.parameters() if leaf.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 0
     for ours, theirs in zip(*gradients, strict=True):

@@ -106,7 +106,7 @@ def learner_of(decoder: Decoder) -> Learner:
 def trained(decoder: Decoder) -> tuple[StepResult, Tensor]:
     """One step that moves nothing, and the adapter's gradient, flat."""
     learner = learner_of(decoder)
-    result = learner.train([GROUP], CONFIG, probe_tokens=0, label_logprobs=True)
+    result = learner.train([GROUP], CONFIG, probe=False, label_logprobs=True)
     assert result.metrics["learn/labels"] == 1
     return result, torch.cat([g.flatten().double() for g in learner.optimizer.grads])
 

@@ -127,6 +127,7 @@ def test_released_memory_is_free_and_the_next_job_gives_the_same_bits(tiny_llama
         held = torch.cuda.memory_allocated()
         learner.release(weights=True)
         assert torch.cuda.memory_allocated() <= held - size
-        assert torch.cuda.memory_reserved() < 64 * 2**20
+        # What is left is allocated: the adapter, its optimizer, and cuBLAS' work space.
+        assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 64 * 2**20
         assert {parameter.device.type for parameter in body.model.parameters()} == {"cpu"}
     assert len(set(hashes)) == 1

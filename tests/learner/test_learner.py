@@ -342,9 +342,8 @@ def test_movement_tells_the_new_adapter_from_the_old(learner: Learner, groups):
         alpha=start.alpha,
     )
     movement = learner.train(groups, config).movement
-    assert 0 < len(movement.tokens) <= 32
     moves = [abs(token.after - token.before) for token in movement.tokens]
-    assert moves == sorted(moves, reverse=True) and moves[0] > 1e-3
+    assert max(moves) > 1e-3
     places = {(token.sequence, token.place) for token in movement.tokens}
     others = {(token.sequence, token.place) for token in movement.others}
     assert others and not places & others
@@ -360,7 +359,7 @@ def test_movement_tells_the_new_adapter_from_the_old(learner: Learner, groups):
         old = Learner(learner.body, frozen, base_model="tiny")
         assert logprobs(old, [group], config)[0].item() == pytest.approx(token.before, abs=1e-4)
         assert logprobs(learner, [group], config)[0].item() == pytest.approx(token.after, abs=1e-4)
-    assert learner.train(groups, config, probe_tokens=0).movement.tokens == ()
+    assert learner.train(groups, config, probe=False).movement.tokens == ()
 
 
 def test_a_tiny_model_learns(decoder: Decoder):
@@ -393,7 +392,7 @@ def test_a_tiny_model_learns(decoder: Decoder):
     for _ in range(15):
         group, mean = rewards()
         curve.append(mean)
-        learner.train([group], config, probe_tokens=0)
+        learner.train([group], config, probe=False)
     assert curve[0] < 0.6 and sum(curve[-3:]) / 3 > 0.9, curve
 
 

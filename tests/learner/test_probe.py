@@ -122,11 +122,17 @@ def test_movement_names_places_of_the_windows():
     before = torch.zeros(27, dtype=torch.float64)
     after = before.clone()
     after[24], after[26], after[25] = 0.5, -0.75, 0.25
-    movement = probe.movement(before, after, limit=3)
+    movement = probe.movement(before, after)
     assert [(t.sequence, t.place, t.after) for t in movement.tokens] == [
-        (1, 25, -0.75),
+        (0, 24, 0.0),
         (0, 25, 0.5),
         (1, 24, 0.25),
+        (1, 25, -0.75),
     ]
-    assert [movement.sequences[t.sequence][t.place] for t in movement.tokens] == [301, 201, 300]
+    assert [movement.sequences[t.sequence][t.place] for t in movement.tokens] == [
+        200,
+        201,
+        300,
+        301,
+    ]
     assert [t.place for t in movement.others] == [*range(1, 24)]

@@ -116,7 +116,7 @@ async def test_forced_tokens_get_no_gradient_and_narrowed_ones_their_own_logprob
         return copied
 
     def trained(groups: list[TrajectoryGroup]) -> tuple[dict[str, float], Tensor]:
-        result = learner.train(groups, TrainConfig(learning_rate=0), probe_tokens=0)
+        result = learner.train(groups, TrainConfig(learning_rate=0), probe=False)
         return result.metrics, torch.cat([grad.flatten() for grad in learner.optimizer.grads])
 
     metrics, gradient = trained(groups)
@@ -158,7 +158,7 @@ async def test_a_tiny_model_learns_through_engine_and_learner(decoder: Decoder, 
             curve.append(sum(rewards) / len(rewards))
             if curve[-1] >= 0.95:
                 break
-            metrics = learner.train(groups, TrainConfig(learning_rate=1e-2), probe_tokens=0).metrics
+            metrics = learner.train(groups, TrainConfig(learning_rate=1e-2), probe=False).metrics
             assert metrics["learn/mismatch_kl"] < 1e-8  # what was sampled is what is trained
     finally:
         await engine.close()

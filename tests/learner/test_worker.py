@@ -124,7 +124,7 @@ def test_an_unknown_error_ends_the_process_with_its_traceback(doomed: Started, j
     worker, _ = doomed
     many: Any = "many"
     with pytest.raises(LearnerDied, match=r"(?s)exit code 1.*Traceback.*TypeError"):
-        worker.train(pack_groups(job), CONFIG, probe_tokens=many)
+        worker.train(pack_groups(job), CONFIG, base_step=many)
 
 
 def test_a_disk_that_fails_is_reported_and_the_process_lives(shared: Started, job, tmp_path: Path):

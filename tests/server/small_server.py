@@ -83,7 +83,7 @@ class LearnerHere(LearnerProcess):
         if base_step is not None:
             check_fresh(job_id, unpacked, base_step, config)
         told = (lambda at: on_progress(asdict(at))) if on_progress else None
-        more = {key: more[key] for key in ("probe_tokens", "label_logprobs") if key in more}
+        more = {key: more[key] for key in ("probe", "label_logprobs") if key in more}
         result = self.learner.train(
             unpacked, config, on_progress=told, should_stop=lambda: self.closed, **more
         )

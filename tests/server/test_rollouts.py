@@ -323,6 +323,10 @@ def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: 
     ]
     assert len(set(seeds)) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
+    server.engine.repeatable = False  # as vLLM: its draws depend on what else is in the batch
+    ask(server, "one", rollout="run1:a", seed=42)
+    ask(server, "one", seed=42)
+    assert [asked.sampling.seed for asked in server.engine.asked[5:]] == [None, 42]
 
 
 def test_runs_with_one_seed_draw_alike_and_others_do_not() -> None:

@@ -191,6 +191,11 @@ class Engine(Protocol):
         """Most tokens of a prompt and its answer together."""
         ...
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether equal seeds give equal answers, whatever else the engine is doing."""
+        ...
+
     async def check(self, sampling: Sampling) -> None:
         """Refuse settings that cannot be sampled with: a constraint that does not compile.
 

@@ -145,6 +145,10 @@ class EmbeddedEngine:
     def max_length(self) -> int:
         return self._decoder.config.max_positions
 
+    @property
+    def repeatable(self) -> bool:
+        return True
+
     async def check(self, sampling: Sampling) -> None:
         check_settings(sampling, self._decoder.config.vocab)
         await start_matchers(self._grammars, sampling, 0)

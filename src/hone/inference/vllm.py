@@ -78,6 +78,10 @@ class VllmEngine:
     def max_length(self) -> int:
         return self._max_length
 
+    @property
+    def repeatable(self) -> bool:
+        return False  # numbers depend on what is in the batch
+
     # ---- sampling -----------------------------------------------------------------------------
 
     async def check(self, sampling: Sampling) -> None:

@@ -4,6 +4,8 @@ In:   prompt ids and Sampling; paths and bodies of vLLM's other routes
 Out:  Deltas; JSON; EngineFailed with the end of vLLM's log if the server is gone
 
 A request has every sampling parameter, so that no default of the server or of the model applies.
+Hundreds of requests run at once, so the client is aiohttp's: the time that httpx needs for a request
+grows with the square of its open connections.
 """
 
 import asyncio
@@ -13,7 +15,9 @@ import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 import httpx
+from pydantic_core import from_json, to_json
 
 from hone.errors import EngineError, EngineFailed, GrammarError, HoneError
 from hone.inference.base import Delta, SampledToken, Sampling
@@ -45,7 +49,7 @@ class VllmClient:
         self.closed = False
         self.prefilled_tokens = 0
         """Prompt tokens that were not in vLLM's prefix cache."""
-        self._client: httpx.AsyncClient | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -64,8 +68,8 @@ class VllmClient:
         self.closed = True
         if self.process is not None:
             await asyncio.to_thread(self.process.stop)
-        if self._client is not None:
-            await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     def check_open(self) -> None:
         if self.closed or self.failure is not None:
@@ -82,19 +86,19 @@ class VllmClient:
         """The choices of a completion as they grow."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
-            async with self._http().stream("POST", COMPLETIONS, json=body) as response:
-                if response.status_code != 200:
-                    raise await self._refused(response, await response.aread(), body)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
+            async with self._post(COMPLETIONS, body) as response:
+                if response.status != 200:
+                    raise await self._refused(response, body)
+                async for line in _lines(response.content):
+                    if not line.startswith(b"data: ") or line == b"data: [DONE]":
                         continue
-                    event = json.loads(line.removeprefix("data: "))
+                    event = from_json(line.removeprefix(b"data: "))
                     if "error" in event:
                         raise EngineError(f"vLLM: {_message(event)}")
                     self._count_prefilled(event.get("usage"))
                     for choice in event["choices"]:
                         yield choice
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:
             raise await self.ended(repr(error)) from None
 
     def _count_prefilled(self, usage: Mapping[str, Any] | None) -> None:
@@ -102,56 +106,65 @@ class VllmClient:
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             self.prefilled_tokens += usage["prompt_tokens"] - cached
 
-    def _http(self) -> httpx.AsyncClient:
+    def _http(self) -> aiohttp.ClientSession:
         self.check_open()
-        if self._client is None:
-            socket = None if self.process is None else str(self.process.socket)
+        if self._session is None:
             # Idle connections end here first: vLLM might close one just as a request is sent on it.
-            limits = httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_S}
+            if self.process is None:
+                connector = aiohttp.TCPConnector(**options)
+            else:
+                connector = aiohttp.UnixConnector(str(self.process.socket), **options)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S),
             )
-            self._client = httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits),
-                base_url=self.url or "http://vllm",
-                timeout=httpx.Timeout(None, connect=CONNECT_S),
-            )
-        return self._client
+        return self._session
+
+    def _at(self, path: str) -> str:
+        return f"{self.url or 'http://vllm'}{path}"
+
+    def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> Any:
+        headers = {"Content-Type": "application/json"}
+        return self._http().post(self._at(path), data=to_json(body), headers=headers, **options)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         # Answers take as long as they take; a dead server closes the connection.
-        timeout_s = None if path == COMPLETIONS else CONTROL_S
+        total = None if path == COMPLETIONS else CONTROL_S
+        timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_S)
         try:
-            response = await self._http().post(
-                path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S)
-            )
-        except httpx.HTTPError as error:
+            async with self._post(path, body, timeout=timeout) as response:
+                if response.status != 200:
+                    raise await self._refused(response, body)
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise await self.ended(repr(error)) from None
-        if response.status_code != 200:
-            raise await self._refused(response, response.content, body)
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        return response.json() if is_json else None
+        return from_json(content) if response.content_type == "application/json" else None
 
     async def _refused(
-        self, response: httpx.Response, content: bytes, body: Mapping[str, Any]
+        self, response: aiohttp.ClientResponse, body: Mapping[str, Any]
     ) -> HoneError:
         """What vLLM answered instead; a server error may be the end of it."""
+        content = await response.read()
         try:
             message = _message(json.loads(content))
         except ValueError:
             message = content.decode(errors="replace")[:500]
-        if response.status_code >= 500 and not await self._is_healthy():
+        if response.status >= 500 and not await self._is_healthy():
             return await self.ended(message)
-        if response.status_code == 400 and body.get("structured_outputs"):
+        if response.status == 400 and body.get("structured_outputs"):
             return GrammarError(
                 f"vLLM refused the constraint: {message}. Start it with --structured-outputs-config "
                 '\'{"backend": "guidance"}\'.'
             )
-        return EngineError(f"vLLM refused {response.request.url.path}: {message}")
+        return EngineError(f"vLLM refused {response.url.path}: {message}")
 
     async def _is_healthy(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=CONNECT_S)
         try:
-            return (await self._http().get("/health", timeout=CONNECT_S)).status_code == 200
-        except (httpx.HTTPError, EngineError):
+            async with self._http().get(self._at("/health"), timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, EngineError):
             return False
 
     async def ended(self, why: str) -> EngineError:
@@ -182,6 +195,15 @@ class VllmClient:
         return (await self.post("/collective_rpc", {"method": method, "args": list(args)}))[
             "results"
         ]
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream, however long; aiohttp's own readline has a limit."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
 
 
 def completion_body(

@@ -126,7 +126,7 @@ def _answer(
         config,
         on_progress=lambda progress: send("progress", job, progress=asdict(progress)),
         should_stop=lambda: inbox.should_stop(job),
-        probe_tokens=request["probe_tokens"],
+        probe=request["probe"],
         label_logprobs=request["label_logprobs"],
     )
     # The log-probabilities are only for the picture, which this process draws.

@@ -83,7 +83,7 @@ class Learner:
         *,
         on_progress: OnProgress | None = None,
         should_stop: ShouldStop | None = None,
-        probe_tokens: int = 32,
+        probe: bool = True,
         label_logprobs: bool = False,
     ) -> StepResult:
         """Train on the groups; calls `should_stop` before every row."""
@@ -100,15 +100,15 @@ class Learner:
                 for step in by_optimizer_step(samples, config)
             ]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
-        probe = ProbeCalls.choose(samples.samples if probe_tokens else (), body.dtype)
+        probed = ProbeCalls.choose(samples.samples if probe else (), body.dtype)
         lengths = {len(row) for batch in batches for row in batch.rows}
         body.restore()
         with self._atomic():
             with clock.phase("probe"):
-                before = probe.logprobs(body, self.lora, lengths)
+                before = probed.logprobs(body, self.lora, lengths)
             job.run()
             with clock.phase("probe"):
-                after = probe.logprobs(body, self.lora, lengths)
+                after = probed.logprobs(body, self.lora, lengths)
         metrics = job.totals.metrics(config) | _counts(samples, batches) | clock.metrics()
         metrics["learn/row_tokens"] = float(row_tokens)
         busy = metrics["learn/step_s"] - metrics.get("learn/probe_s", 0.0)
@@ -122,7 +122,7 @@ class Learner:
             reason="" if batches else _why_no_step(samples, len(groups)),
             metrics=metrics,
             dropped=dict(samples.dropped),
-            movement=probe.movement(before, after, limit=probe_tokens),
+            movement=probed.movement(before, after),
             sha256=self.lora.sha256,
             logprobs=logprobs,
         )

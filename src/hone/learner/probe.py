@@ -1,8 +1,8 @@
-"""The learner's probe: the tokens whose log-probabilities a job changed most.
+"""The learner's probe: log-probabilities of some of a job's tokens, before and after it.
 
 In:   the job's samples, the model, the adapter before and after
-Out:  Movement: a few sequences, up to 32 of their tokens with both log-probabilities, and some
-      others that show the noise
+Out:  Movement: a few sequences, their trained tokens with both log-probabilities, and some others
+      that show the noise
 
 A publisher compares them with the engine's, to tell the new adapter from the old one. Values are at
 temperature 1, whatever the call was sampled at, because an engine reports these for a sequence.
@@ -63,10 +63,11 @@ class MovedToken:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """Trained tokens with their log-probabilities before and after, furthest moved first."""
+    """Tokens with their log-probabilities before and after."""
 
     sequences: tuple[tuple[int, ...], ...]
     tokens: tuple[MovedToken, ...]
+    """All trained tokens. Those that moved furthest would be those with the largest rounding error."""
     others: tuple[MovedToken, ...] = ()
     """Other tokens, prompts included, evenly spread. They show the numerical difference of learner and
     engine, which in bfloat16 is as large as a small step's movement."""
@@ -121,8 +122,7 @@ class ProbeCalls:
             values[row.label] = scored.double().cpu()
         return values
 
-    def movement(self, before: Tensor, after: Tensor, *, limit: int) -> Movement:
-        """The `limit` trained tokens that moved most, and the others."""
+    def movement(self, before: Tensor, after: Tensor) -> Movement:
         where = [
             (i, call.prompt + int(p)) for i, call in enumerate(self.calls) for p in call.places
         ]
@@ -131,9 +131,8 @@ class ProbeCalls:
             return tuple(MovedToken(*where[i], float(before[i]), float(after[i])) for i in labels)
 
         trained, others = self.trained.nonzero()[:, 0], (~self.trained).nonzero()[:, 0]
-        furthest = (after - before)[trained].abs().argsort(descending=True, stable=True)[:limit]
         sequences = tuple(tuple(call.ids.tolist()) for call in self.calls)
-        return Movement(sequences, moved(trained[furthest]), moved(others))
+        return Movement(sequences, moved(trained), moved(others))
 
 
 @dataclass(frozen=True, slots=True)

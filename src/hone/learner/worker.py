@@ -164,7 +164,7 @@ class LearnerProcess:
         base_step: int | None = None,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
         silence_s: float = 600.0,
-        probe_tokens: int = 32,
+        probe: bool = True,
         label_logprobs: bool = False,
     ) -> dict[str, Any]:
         """Train on packed groups; returns a StepResult as a mapping.
@@ -176,7 +176,7 @@ class LearnerProcess:
             "config": config.model_dump(),
             "job_id": job_id,
             "base_step": base_step,
-            "probe_tokens": probe_tokens,
+            "probe": probe,
             "label_logprobs": label_logprobs,
         }
         return self._request("train", body, silence_s, on_progress, groups)

@@ -192,11 +192,16 @@ async def _check_sampling(context: RequestContext, sampling: Sampling, param: st
 
 
 def _seeded(context: RequestContext, sampling: Sampling, index: int) -> Sampling:
-    """Inside a rollout the server's own seed is used."""
+    """Inside a rollout the server's own seed is used, or none where seeds do not repeat answers.
+
+    vLLM draws for requests with a seed one by one, which costs it a tenth of its speed.
+    """
     rollout = context.scope.rollout
     if not rollout:
         return sampling
-    return replace(sampling, seed=request_seed(context.run, rollout, index))
+    repeatable = context.policy.base.engine.repeatable
+    seed = request_seed(context.run, rollout, index) if repeatable else None
+    return replace(sampling, seed=seed)
 
 
 def wants_logprobs(context: RequestContext, request: ChatRequest | CompletionRequest) -> bool:

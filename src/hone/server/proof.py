@@ -4,24 +4,29 @@ In:   the learner's Movement (as a mapping), the engine's probes before and afte
 Out:  Proof, or NotProved
 
 Learner and engine compute log-probabilities of the same tokens under the old and the new adapter.
-If the engine really changed, its movements lie on a line through the origin against the learner's,
-with slope one. A movement smaller than the difference between the two programs' arithmetic proves
-nothing; then the hash decides, which the engine reads back from its own tensors, and the verdict
-says so. An engine that cannot show its tensors is proved by log-probabilities alone, or not at all;
-the verdict says which.
+If the engine really changed, its movements lie on a line through the origin against the learner's.
+The slope is one where both compute exactly. In bfloat16 a part of the learner's movement is its own
+rounding, which the engine does not repeat, so the slope is lower by that part. A movement that is
+not clearly larger than the rounding proves nothing; then the hash decides, which the engine reads
+back from its own tensors, and the verdict says so. An engine that cannot show its tensors is proved
+by log-probabilities alone, or not at all; the verdict says which.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 from hone.errors import NotProved
 from hone.inference.base import Probe
 
 SLOPE = (0.5, 1.5)
+"""Bounds of the slope, where nothing is rounded."""
 SIGMAS = 4.0
-"""Half the width of SLOPE must be more than so many standard errors of the slope."""
+"""The lower bound must lie so many standard errors above zero, the slope of an unchanged engine."""
+OUTLIER = 3.0
+"""A movement counts up to so many times the median: one token must not decide."""
 MIN_NOISE = 1e-6
 """Noise of a float32 logprob, even where both sides agree to the bit."""
 
@@ -51,20 +56,24 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     old, new = _at(tokens, before), _at(tokens, after)
     if not all(map(math.isfinite, [*old, *new])):
         raise NotProved("the engine gives a probe token a logprob that is not finite")
-    ours = [token["after"] - token["before"] for token in tokens]
-    theirs = [b - a for a, b in zip(old, new, strict=True)]
-    square = sum(x * x for x in ours)
-    # The slope is sum(ours * theirs) / square; `error` / square is its standard error.
-    per_token = _noise(tokens, [*tokens, *movement.get("others", ())], before)
-    error = math.sqrt(sum((x * n) ** 2 for x, n in zip(ours, per_token, strict=True)))
-    if square * (SLOPE[1] - SLOPE[0]) / 2 <= SIGMAS * error:
+    noise = _noise(tokens, [*tokens, *movement.get("others", ())], before)
+    # In units of each token's noise, so that the standard error of the slope is 1 / sqrt(square).
+    ours = [(t["after"] - t["before"]) / n for t, n in zip(tokens, noise, strict=True)]
+    theirs = [(b - a) / n for a, b, n in zip(old, new, noise, strict=True)]
+    most = max(SIGMAS, OUTLIER * median(map(abs, ours))) if ours else SIGMAS
+    x, y = ([max(-most, min(value, most)) for value in values] for values in (ours, theirs))
+    square = sum(value * value for value in x)
+    real = max(0.0, 1 - len(tokens) / square) if square else 0.0
+    """The part of the learner's movement that is certainly not its rounding."""
+    lowest = SLOPE[0] * real
+    if lowest * math.sqrt(square) <= SIGMAS:
         unknown = after.sha256 is None
         return Proof("unproved" if unknown else "unprovable by logprob", None, len(tokens))
-    slope = sum(x * y for x, y in zip(ours, theirs, strict=True)) / square
-    if not SLOPE[0] <= slope <= SLOPE[1]:
+    slope = sum(a * b for a, b in zip(x, y, strict=True)) / square
+    if not lowest <= slope <= SLOPE[1]:
         raise NotProved(
             f"over {len(tokens)} trained tokens the engine moved {slope:.3g} times as far as the "
-            f"learner, which must lie in [{SLOPE[0]}, {SLOPE[1]}]"
+            f"learner, which must lie in [{lowest:.2g}, {SLOPE[1]}]"
             + (f", although the hash {sha256[:16]} is right" if after.sha256 else "")
             + ". The step before stays served."
         )
