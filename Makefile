@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs test-frameworks test-sinks test-vllm
+.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs test-frameworks test-nat test-sinks test-vllm
 
 help:  ## List the targets
 	@echo "make demo       train a real small model on this machine and watch its reward rise"
@@ -34,6 +34,7 @@ help:  ## List the targets
 	@echo "make fuzz       send 10,000 malformed requests to a server, which must not go down"
 	@echo "make seeds      run the demo with ten seeds, one after the other (40 minutes)"
 	@echo "make test-art   run the real OpenPipe ART and NeMo Agent Toolkit clients against hone serve"
+	@echo "make test-nat   run a project of NeMo Agent Toolkit with hone, in an environment of its own"
 	@echo "make test-frameworks  run agents of every framework against a server, each in an environment of its own"
 	@echo "make test-sinks send a run to W&B, Langfuse, MLflow and others, with their packages, and read it back"
 	@echo "make test-vllm  run the tests of the vLLM engine, with vLLM in an environment of its own"
@@ -80,6 +81,9 @@ test-docs: $(INSTALLED)
 
 test-art: $(INSTALLED)
 	$(BIN)/python -m tests.art.run $(ARGS)
+
+test-nat: $(INSTALLED)
+	$(BIN)/python -m tests.nat.run $(ARGS)
 
 test-frameworks: $(INSTALLED)
 	HONE_ALL_FRAMEWORKS=1 HONE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
@@ -135,5 +139,5 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:  ## Remove the environment and generated files
-	rm -rf $(VENV) .venv-frameworks-* .venv-sinks .venv-art* .demo build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-frameworks-* .venv-sinks .venv-art* .venv-nat* .demo build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests examples bench docs -name __pycache__ -type d -exec rm -rf {} +

@@ -40,8 +40,8 @@ DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 SOURCE = DOCS.parent / "src" / "hone"
 FOLDERS = (
-    *("config", "workflow", "capture", "evaluation", "finetune", "report", "sinks", "backends"),
-    *("wire", "server", "store", "chat", "inference", "learner", "models"),
+    *("config", "workflow", "capture", "evaluation", "nat", "finetune", "report", "sinks"),
+    *("backends", "wire", "server", "store", "chat", "inference", "learner", "models"),
     *("serverless", "utils"),
 )
 """The folders in the order in which data visits them."""

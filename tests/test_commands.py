@@ -225,15 +225,6 @@ def test_finetune_wants_files_that_exist_and_numbers(option: str):
     assert wrong in unboxed(result.stderr)
 
 
-@pytest.mark.parametrize("command", ["finetune", "eval"])
-def test_an_endpoint_is_refused_by_name(command: str):
-    result = hone(command, "--config_file=a.yml", "--endpoint", "http://localhost:8000/generate")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(
-        "hone: --endpoint http://localhost:8000/generate: not in this version of hone. "
-    )
-
-
 # ---- info, help, the log ----------------------------------------------------------------------
 
 

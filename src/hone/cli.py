@@ -19,12 +19,12 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import hone
-from hone.commands import harness
+from hone.commands import ConfigFile, Override, harness
 from hone.errors import HoneError
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
-from hone.terminal import LogLevel, log_from, log_no_more, print_table
+from hone.terminal import Command, LogLevel, log_from, log_no_more, pairs, print_table
 
 if TYPE_CHECKING:
     from hone.config.problems import Problem
@@ -64,9 +64,11 @@ class _Commands(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name not in _SERVER_PACKAGES:
                 raise
+            light = ctx.invoked_subcommand == "serve-workflow"
             typer.echo(
                 f"hone: {error.name} is not installed, and `{ctx.command_path} "
-                f"{ctx.invoked_subcommand}` needs it.\nRun: pip install 'hone-rl[server]'",
+                f"{ctx.invoked_subcommand}` needs it.\n"
+                f"Run: pip install 'hone-rl[{'serve-workflow' if light else 'server'}]'",
                 err=True,
             )
         raise typer.Exit(1)
@@ -226,6 +228,46 @@ def serve_command(**options: Any) -> None:
         hone serve --host 0.0.0.0 --trust-network 10.0.0.0/8
     """
     _serve(options)
+
+
+@app.command("serve-workflow", cls=Command)
+def serve_workflow_command(
+    config_file: ConfigFile,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0 is any free one."),
+    ] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api_key",
+            metavar="KEY",
+            envvar="HONE_WORKFLOW_API_KEY",
+            help="Requests must have it as a bearer token.",
+            show_default=False,
+        ),
+    ] = None,
+    override: Override = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Serve a workflow over HTTP, for `hone eval --endpoint`, `hone finetune --endpoint` and others.
+
+    Routes: POST /generate, /generate/full and /v1/chat/completions, GET /health. Ctrl-C stops it.
+
+    Examples:
+
+        hone serve-workflow --config_file=agent.yml
+
+        hone finetune --config_file=train.yml --endpoint http://127.0.0.1:8080
+    """
+    from hone.serve_workflow import ServeWorkflowOptions, serve_workflow
+
+    serve_workflow(
+        ServeWorkflowOptions(config_file, pairs(override), host, port, api_key), typer.echo
+    )
 
 
 @art.callback(invoke_without_command=True)

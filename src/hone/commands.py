@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import ConfigError
 from hone.finetune.interrupt import INTERRUPTED, leave
 from hone.terminal import Command, LogLevel, pairs, print_table
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 harness = typer.Typer(rich_markup_mode="rich")
 info = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 harness.add_typer(info, name="info")
-
-
-def _refuse_endpoint(ctx: typer.Context, value: str | None) -> str | None:
-    if value is not None:
-        raise NotInThisVersion(
-            f"--endpoint {value}: not in this version of hone. The workflow runs here; name it "
-            f"in the YAML (workflow: {{_type: python, target: my_package.agent:run}})."
-        )
-    return value
 
 
 ConfigFile = Annotated[
@@ -64,7 +55,22 @@ ResultPath = Annotated[
         help="The part of the workflow's output that is its answer; $ is all of it.",
     ),
 ]
-Endpoint = Annotated[str | None, typer.Option("--endpoint", hidden=True, callback=_refuse_endpoint)]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint",
+        metavar="URL",
+        help="Run the workflow at this address, that of `hone serve-workflow`.",
+    ),
+]
+EndpointTimeout = Annotated[
+    float,
+    typer.Option(
+        "--endpoint_timeout",
+        metavar="SECONDS",
+        help="Timeout of one run of the workflow at the endpoint.",
+    ),
+]
 
 
 @harness.command("finetune", cls=Command)
@@ -107,6 +113,7 @@ def finetune_command(
         typer.Option("--dry-run", help="Print what would run; make no requests."),
     ] = False,
     endpoint: Endpoint = None,
+    endpoint_timeout: EndpointTimeout = 300.0,
     log_level: LogLevel = None,
 ) -> None:
     """Train the model behind a workflow on the rewards of its rollouts.
@@ -129,6 +136,8 @@ def finetune_command(
             config_file=config_file,
             dataset=dataset,
             result_json_path=result_json_path,
+            endpoint=endpoint,
+            endpoint_timeout=endpoint_timeout,
             override=pairs(override),
             validation_dataset=validation_dataset,
             validation_interval=validation_interval,
@@ -161,6 +170,7 @@ def eval_command(
     reps: Annotated[int, typer.Option("--reps", metavar="N", min=1, help="Runs per row.")] = 1,
     override: Override = None,
     endpoint: Endpoint = None,
+    endpoint_timeout: EndpointTimeout = 300.0,
     log_level: LogLevel = None,
 ) -> None:
     """Run a workflow over a dataset and score its outputs.
@@ -187,6 +197,8 @@ def eval_command(
             result_json_path=result_json_path,
             skip_workflow=skip_workflow,
             skip_completed_entries=skip_completed_entries,
+            endpoint=endpoint,
+            endpoint_timeout=endpoint_timeout,
             reps=reps,
             override=pairs(override),
         )
@@ -364,7 +376,7 @@ def components_command(
     for name in kind or ():
         if name not in registry.KINDS:
             raise ConfigError(f"-t {name}: no such kind. Known: {', '.join(registry.KINDS)}.")
-    failed = plugins.discover()
+    failed = (*plugins.discover(), *(plugins.load_toolkit() or ()))
     table = Table(box=None, pad_edge=False)
     for title in ("kind", "_type", "package", ""):
         table.add_column(title, no_wrap=title != "", overflow="fold")

@@ -310,11 +310,11 @@ def judge() -> Iterator[str]:
 
 
 @contextmanager
-def server(root: Path) -> Iterator[dict[str, Any]]:
+def server(root: Path, *, port: int = 0) -> Iterator[dict[str, Any]]:
     """A `hone serve` of its own; what it said when it was ready."""
     reading, writing = os.pipe()
     command = [Path(sys.executable).parent / "hone", "serve", "--root", root]
-    command += ["--port", "0", "--inference-port", str(NAT_PORT)]
+    command += ["--port", str(port), "--inference-port", str(NAT_PORT)]
     process = subprocess.Popen(
         command,
         env=os.environ | {"HONE_READY_FD": str(writing)},

@@ -166,7 +166,9 @@ def test_what_does_not_fit_names_the_option(write: Write):
         "-o finetuning.num_epochs: got 2.5; expected a valid integer, got a number with a "
         "fractional part",
         "-o nonsense.key: nonsense: unknown key 'nonsense'. Known: llms, functions, workflow, "
-        "eval, trajectory_builders, trainer_adapters, trainers, finetuning, loggers.",
+        "eval, trajectory_builders, trainer_adapters, trainers, finetuning, loggers, general, "
+        "function_groups, middleware, embedders, retrievers, memory, object_stores, "
+        "authentication, ttc_strategies, optimizer.",
     ]
 
 

@@ -53,7 +53,9 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write, monkeypatch: pyte
         f"Known: {named('llm_provider')}.",
         "a.yml:3: llms.n.temprature: unknown key 'temprature'. Did you mean 'temperature'?",
         "a.yml:4: wrkflow: unknown key 'wrkflow'. Did you mean 'workflow'? Known: llms, functions, "
-        "workflow, eval, trajectory_builders, trainer_adapters, trainers, finetuning, loggers.",
+        "workflow, eval, trajectory_builders, trainer_adapters, trainers, finetuning, loggers, "
+        "general, function_groups, middleware, embedders, retrievers, memory, object_stores, "
+        "authentication, ttc_strategies, optimizer.",
         "a.yml:7: eval.general.max_concurrency: got 0; expected greater than or equal to 1",
         f"a.yml:8: eval.general.dataset: `_type` is missing; known: {named('dataset_loader')}",
         "a.yml:9: eval.general.output_dir: ${NOT_SET} is not set in the environment; set it, or "
@@ -74,9 +76,10 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write, monkeypatch: pyte
         *("object_stores", "optimizer", "retrievers", "ttc_strategies"),
     ],
 )
-def test_sections_of_the_original_that_hone_lacks_are_refused_by_name(write: Write, key: str):
+def test_sections_of_the_toolkit_say_that_it_is_not_installed(write: Write, key: str):
     [problem] = problems(write(f"{key}:\n  x: {{_type: y}}\n"))
-    assert problem.startswith(f"a.yml:1: {key}: not in this version of hone; ")
+    start = f"a.yml:1: {key}: belongs to NeMo Agent Toolkit, which is not installed in this "
+    assert problem.startswith(start + "environment: pip install 'hone-rl[nat]', or remove it")
 
 
 @pytest.mark.parametrize(
@@ -99,20 +102,35 @@ def test_keys_that_hone_lacks_are_refused_by_name(write: Write, text: str, key: 
 
 @pytest.mark.parametrize(
     ("section", "kind", "name"),
+    [("functions", "function", "react_agent"), ("llms", "llm_provider", "nim")],
+)
+def test_types_of_the_toolkit_say_that_it_is_not_installed(
+    write: Write, section: str, kind: str, name: str
+):
+    [problem] = problems(write(f"{section}:\n  x:\n    _type: {name}\n"))
+    start = f"a.yml:3: {section}.x._type: {kind} {name!r} belongs to NeMo Agent Toolkit, which is "
+    assert problem.startswith(
+        f"{start}not installed in this environment: pip install 'hone-rl[nat]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "name"),
     [
         ("trajectory_builders", "trajectory_builder", "dpo_traj_builder"),
         ("trainer_adapters", "trainer_adapter", "nemo_customizer_trainer_adapter"),
         ("trainers", "trainer", "nemo_customizer_trainer"),
-        ("functions", "function", "react_agent"),
-        ("llms", "llm_provider", "nim"),
     ],
 )
-def test_types_that_hone_lacks_are_refused_by_name(
+def test_the_customizer_is_refused_with_what_to_use_instead(
     write: Write, section: str, kind: str, name: str
 ):
-    [problem] = problems(write(f"{section}:\n  x:\n    _type: {name}\n"))
-    start = f"a.yml:3: {section}.x._type: {kind} {name!r}: not in this version of hone. Known: "
-    assert problem.startswith(start)
+    [problem] = problems(write(f"{section}:\n  x:\n    _type: {name}\n    entity_host: h\n"))
+    start = (
+        f"a.yml:3: {section}.x._type: {kind} {name!r} trains with the NeMo Customizer, a hosted "
+    )
+    assert problem.startswith(f"{start}product that hone does not call. Train on preference pairs ")
+    assert "`_type: dpo_trainer` instead" in problem
 
 
 def test_middleware_is_refused_by_name(write: Write):

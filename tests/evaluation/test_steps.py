@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.evaluation.made import call, step
 
-from hone.evaluation.steps import calls_of, intermediate_steps, steps_of
+from hone.evaluation.steps import all_steps, calls_of, events_of, intermediate_steps, steps_of
 
 
 def test_the_form_of_a_call():
@@ -115,3 +115,20 @@ def test_steps_of_another_program_are_read_as_far_as_they_go():
     assert read.reply == {"role": "assistant", "content": "4"}
     assert calls_of(None) == calls_of("text") == []
     assert steps_of([{"payload": {"event_type": "CUSTOM_END", "name": "theirs"}}]) == []
+
+
+def test_steps_of_the_toolkit_get_the_calls_that_its_profiler_did_not_note():
+    def event(kind: str, at: float) -> dict[str, Any]:
+        return {"payload": {"event_type": kind, "event_timestamp": at, "metadata": None}}
+
+    began, ended, noted = event("FUNCTION_START", 99.0), event("FUNCTION_END", 101.0), [call("yes")]
+    steps = all_steps(noted, [], [began, ended])
+    # The call ended at 100.5.
+    kinds = [step["payload"]["event_type"] for step in steps]
+    assert kinds == ["FUNCTION_START", "LLM_END", "FUNCTION_END"]
+    complete = [began, event("LLM_END", 100.0), ended]
+    assert all_steps(noted, [], complete) == complete
+    assert all_steps(noted, [], complete, kinds=["LLM_END"]) == complete[1:2]
+    assert all_steps(noted, [], []) == intermediate_steps(noted, [])
+    # Read again, hone's own are calls and steps, and the toolkit's stay as they are.
+    assert events_of(intermediate_steps(noted, [])) == [] and events_of(complete) == complete

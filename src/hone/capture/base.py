@@ -118,6 +118,7 @@ class Recorder:
         """The rollout's URL was used: there may be calls that are not seen here."""
         self._calls: list[WatchedCall] = []
         self._steps: list[Step] = []
+        self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
     async def close(self) -> None:
@@ -139,6 +140,15 @@ class Recorder:
     @property
     def steps(self) -> list[Step]:
         return list(self._steps)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Intermediate steps of a workflow of NeMo Agent Toolkit, in that toolkit's form."""
+        return list(self._events)
+
+    def add_event(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._events.append(event)
 
     def add_call(self, make: Callable[[int], WatchedT]) -> WatchedT:
         """Record a call that is sent; `make` gets its index."""

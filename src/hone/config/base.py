@@ -53,6 +53,11 @@ class LLMBaseConfig(ComponentConfig):
 
     model_config = ConfigDict(extra="allow")
 
+    @property
+    def has_openai_api(self) -> bool:
+        """Whether it is a model behind an OpenAI API, which hone can call itself."""
+        return True
+
 
 class EvaluatorBaseConfig(ComponentConfig):
     """Scores the output of one input."""

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hone.config import registry
 from hone.config.base import ComponentConfig, DatasetBaseConfig, LLMBaseConfig
@@ -57,6 +57,7 @@ _SECTIONS = {
 }
 """The section of the YAML that holds a kind; the dataset has no section."""
 
+T = TypeVar("T")
 Key = tuple[str, str]
 _under: ContextVar[tuple[Key, ...]] = ContextVar("hone_building", default=())
 
@@ -218,11 +219,25 @@ class Builder:
         await adapter.initialize(finetuning)
         self.served = adapter.served
 
+    async def share(self, name: str, factory: Callable[["Builder"], AsyncIterator[T]]) -> T:
+        """One object that several components use: made once, and closed after all of them."""
+        return await self._once(("shared", name), lambda: self._start(name, factory(self)))
+
+    async def _start(self, what: str, source: AsyncIterator[T]) -> T:
+        """The instance that a factory yields; the rest of the factory runs at the end."""
+        generator = cast("AsyncGenerator[T]", source)
+        instance = await anext(generator)
+        self._stack.push_async_callback(self._close, what, generator)
+        return instance
+
     async def _named(self, kind: str, name: str, held: Mapping[str, ComponentConfig]) -> Any:
         return await self._get(kind, name, _pick(kind, name, held))
 
     async def _get(self, kind: str, name: str, config: ComponentConfig) -> Any:
-        key, under = (kind, name), _under.get()
+        return await self._once((kind, name), lambda: self._make(kind, name, config))
+
+    async def _once(self, key: Key, make: Callable[[], Awaitable[Any]]) -> Any:
+        under = _under.get()
         if key in self._live:
             return self._live[key]
         if key in under:
@@ -235,7 +250,7 @@ class Builder:
             if key not in self._live:
                 token = _under.set((*under, key))
                 try:
-                    self._live[key] = await self._make(kind, name, config)
+                    self._live[key] = await make()
                 finally:
                     _under.reset(token)
         return self._live[key]
@@ -244,9 +259,8 @@ class Builder:
         component = registry.find(kind, config.type_name)
         if component is None:
             raise ConfigError(registry.unknown(kind, config.type_name))
-        source = cast("AsyncGenerator[Any]", component.factory(config, self))
         try:
-            instance = await anext(source)
+            instance = await self._start(f"{kind} {name!r}", component.factory(config, self))
         except StopAsyncIteration:
             raise ConfigError(
                 f"{kind} {name!r}: the factory of {component.name!r} ended without a yield"
@@ -260,7 +274,6 @@ class Builder:
                 error.args = (f"{self._place(kind, name)}: {error}",)
             error.add_note(f"while building {kind} {name!r} (_type: {component.name})")
             raise
-        self._stack.push_async_callback(self._close, f"{kind} {name!r}", source)
         wrap = registry.WRAPPERS.get(kind)
         return instance if wrap is None else wrap(name, instance)
 

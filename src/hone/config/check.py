@@ -188,24 +188,32 @@ def _suspects(annotation: Any, value: Any, path: Path = ()) -> Iterator[tuple[Pa
 def _names(loaded: Loaded, root: type[BaseModel]) -> Iterator[Problem]:
     """Names of components that do not exist, and functions that need each other."""
     needs: dict[str, list[str]] = {}
-    for path, section, name in shape.names(root, loaded.data):
-        held: Any = loaded.data
-        for key in section:
-            held = shape.item(held, key)
-        keys = [str(k) for k in held] if isinstance(held, Mapping) else []
-        if name not in keys:
-            maybe = did_you_mean(name, keys)
-            message = (
-                f"{dotted(section)} has no {name!r}.{maybe} It has: {', '.join(keys) or 'nothing'}."
-            )
+    for path, sections, name in shape.names(root, loaded.data):
+        keys = {key: None for section in sections for key in _keys(loaded, section)}
+        if name not in keys and not _is_in_group(loaded, name, sections):
+            maybe, where = did_you_mean(name, keys), " or ".join(map(dotted, sections))
+            message = f"{where} has no {name!r}.{maybe} It has: {', '.join(keys) or 'nothing'}."
             yield Problem(loaded.place(path), path, message)
-        elif path[0] == "functions" and section == ("functions",):
+        elif path[0] == "functions" and ("functions",) in sections:
             needs.setdefault(str(path[1]), []).append(name)
     circle = _circle(needs)
     if circle:
         path = ("functions", circle[0])
         message = f"functions need each other in a circle: {' -> '.join(circle)}"
         yield Problem(loaded.place(path), path, message)
+
+
+def _keys(loaded: Loaded, section: tuple[str, ...]) -> list[str]:
+    held: Any = loaded.data
+    for key in section:
+        held = shape.item(held, key)
+    return [str(key) for key in held] if isinstance(held, Mapping) else []
+
+
+def _is_in_group(loaded: Loaded, name: str, sections: Sequence[tuple[str, ...]]) -> bool:
+    """Whether it names a function of one of the toolkit's function groups: GROUP__FUNCTION."""
+    groups = _keys(loaded, ("function_groups",)) if ("functions",) in sections else []
+    return any(name.startswith((f"{group}__", f"{group}.")) for group in groups)
 
 
 def _circle(needs: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,18 +1,21 @@
 """Import the modules that register components: hone's own, and those of installed plugins.
 
-In:   the entry points of group `hone.components`
+In:   the entry points of group `hone.components`; those of NeMo Agent Toolkit, where it is installed
 Out:  a filled registry
 
 A plugin that cannot be imported does not stop a run that does not need it. The error about an
-unknown `_type` repeats the reason, because that is when somebody looks for it.
+unknown `_type` repeats the reason, because that is when somebody looks for it. The toolkit is
+imported only for a `_type` that hone does not have, because that takes seconds.
 """
 
 import logging
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 GROUP = "hone.components"
+TOOLKIT = "nvidia-nat-core"
+"""The package of NeMo Agent Toolkit."""
 
 BUILT_IN = (
     "hone.workflow.python",
@@ -46,13 +49,39 @@ def discover() -> tuple[str, ...]:
     """Import them all, once; returns one message for each plugin that failed."""
     for module in BUILT_IN:
         import_module(module)
+    return load_group(GROUP)
+
+
+def load_group(group: str) -> tuple[str, ...]:
+    """Import the modules of a group of entry points; returns one message for each that failed."""
     failed = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
+    for entry in sorted(entry_points(group=group), key=lambda e: e.name):
         reason = _load(entry)
         if reason is not None:
             failed.append(reason)
             logger.warning("%s", reason)
     return tuple(failed)
+
+
+@cache
+def is_toolkit_installed() -> bool:
+    """Whether NeMo Agent Toolkit is installed in this environment."""
+    try:
+        return bool(version(TOOLKIT))
+    except PackageNotFoundError:
+        return False
+
+
+@cache
+def load_toolkit() -> tuple[str, ...] | None:
+    """Register the components of NeMo Agent Toolkit, once; None where it is not installed.
+
+    Returns one message for each of its plugins that failed.
+    """
+    discover()  # first, so that the names of hone and its plugins are taken
+    if not is_toolkit_installed():
+        return None
+    return import_module("hone.nat.components").register()
 
 
 def _load(entry: EntryPoint) -> str | None:

@@ -149,6 +149,8 @@ class _Entry:
         """It names the model in training or its base model, and no fixed step."""
 
     def _is_at(self, config: LLMBaseConfig, addresses: Collection[Address]) -> bool:
+        if not config.has_openai_api:
+            return False
         if self.is_trainable and getattr(config, "base_url", None) is None:
             return True
         host, port = address_of(openai_url(config))

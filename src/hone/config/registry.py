@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import GetCoreSchemaHandler, SerializationInfo, ValidationError
+from pydantic import BaseModel, GetCoreSchemaHandler, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from hone.config import plugins
@@ -78,23 +78,53 @@ BASES: dict[str, type[ComponentConfig]] = {
 
 KINDS = tuple(BASES)
 
-NOT_YET: dict[str, frozenset[str]] = {
-    "function": frozenset({"react_agent"}),
-    "llm_provider": frozenset(
-        {"aws_bedrock", "azure_openai", "dynamo", "huggingface", "huggingface_inference"}
-        | {"litellm", "nim", "oci"}
+_CUSTOMIZER = (
+    "trains with the NeMo Customizer, a hosted product that hone does not call. Train on preference "
+    "pairs with trainers `_type: dpo_trainer` instead, beside `openpipe_art_traj_builder` and "
+    "`openpipe_art_trainer_adapter`"
+)
+_TOOLKIT = (
+    "belongs to NeMo Agent Toolkit, which is not installed in this environment: pip install "
+    "'hone-rl[nat]'"
+)
+_LATER = "is not in this version of hone"
+
+REFUSED: dict[str, dict[str, str]] = {
+    "function": dict.fromkeys(
+        ["react_agent", "reasoning_agent", "rewoo_agent", "router_agent", "tool_calling_agent"],
+        _TOOLKIT,
     ),
-    "evaluator": frozenset(
-        {"langsmith", "langsmith_custom", "langsmith_judge", "ragas", "red_teaming_evaluator"}
-        | {"tunable_rag_evaluator"}
+    "llm_provider": dict.fromkeys(
+        [
+            "aws_bedrock",
+            "azure_openai",
+            "dynamo",
+            "huggingface",
+            "huggingface_inference",
+            "litellm",
+            "nim",
+            "oci",
+        ],
+        _TOOLKIT,
     ),
-    "dataset_loader": frozenset({"langsmith"}),
-    "trajectory_builder": frozenset({"dpo_traj_builder"}),
-    "trainer_adapter": frozenset({"nemo_customizer_trainer_adapter"}),
-    "trainer": frozenset({"nemo_customizer_trainer"}),
-    "logger": frozenset(),
+    "evaluator": dict.fromkeys(
+        [
+            "langsmith",
+            "langsmith_custom",
+            "langsmith_judge",
+            "ragas",
+            "red_teaming_evaluator",
+            "tunable_rag_evaluator",
+        ],
+        _TOOLKIT,
+    ),
+    "dataset_loader": {"langsmith": _LATER},
+    "trajectory_builder": {"dpo_traj_builder": _CUSTOMIZER},
+    "trainer_adapter": {"nemo_customizer_trainer_adapter": _CUSTOMIZER},
+    "trainer": {"nemo_customizer_trainer": _CUSTOMIZER},
+    "logger": {},
 }
-"""Types of NeMo Agent Toolkit or of later versions, refused by name. A plugin may register them."""
+"""Types of NeMo Agent Toolkit that hone does not have, by kind, and what to do about each."""
 
 C = TypeVar("C", bound=ComponentConfig)
 Factory = Callable[[C, Any], AsyncIterator[Any]]
@@ -114,15 +144,27 @@ class Registered:
     """Yields the instance; the code after the `yield` closes it."""
     package: str
     """The Python package that registered it."""
+    toolkit_type: type[BaseModel] | None = None
+    """The configuration class of NeMo Agent Toolkit, for components of that toolkit."""
+
+    @property
+    def model(self) -> type[BaseModel]:
+        """The class whose fields are the keys of its block."""
+        return self.toolkit_type or self.config_type
 
     @property
     def summary(self) -> str:
         """The first line of its docstring."""
-        text = inspect.getdoc(self.factory) or self.config_type.__dict__.get("__doc__") or ""
+        text = inspect.getdoc(self.factory) or self.model.__dict__.get("__doc__") or ""
         return text.strip().partition("\n")[0]
 
 
 _components: dict[tuple[str, str], Registered] = {}
+_toolkit: dict[tuple[str, str], Registered] = {}
+"""Components of NeMo Agent Toolkit whose name hone or one of its plugins has too, by that name."""
+
+TOOLKIT_REFERENCES: dict[type, tuple[str, ...]] = {}
+"""Types of NeMo Agent Toolkit whose values are keys of a section, such as its `LLMRef`."""
 
 WRAPPERS: dict[str, Callable[[str, Any], Any]] = {}
 """Kind -> what makes a component of the key and the instance; other kinds are their instance."""
@@ -204,6 +246,25 @@ def _register(kind: str, config_type: type[C]) -> Decorator[C]:
     return decorate
 
 
+def is_registered(kind: str, name: str) -> bool:
+    """Whether a component of this name is registered."""
+    return (kind, name) in _components
+
+
+def add_toolkit_component(component: Registered) -> None:
+    """Add a component of NeMo Agent Toolkit.
+
+    One whose name is registered already is called `PACKAGE/NAME`.
+    """
+    key = component.kind, component.name.rpartition("/")[2]
+    (_toolkit if key in _components else _components)[key] = component
+
+
+def toolkit_component(kind: str, name: str) -> Registered | None:
+    """The component of NeMo Agent Toolkit that has the same name as one of hone's own."""
+    return _toolkit.get((kind, name))
+
+
 def known(kind: str | None = None) -> list[Registered]:
     """The registered components, in the order of KINDS and then by name."""
     kinds = KINDS if kind is None else (kind,)
@@ -211,23 +272,39 @@ def known(kind: str | None = None) -> list[Registered]:
 
 
 def _of(kind: str) -> list[Registered]:
-    return [r for r in _components.values() if r.kind == kind]
+    return [r for r in (*_components.values(), *_toolkit.values()) if r.kind == kind]
 
 
 def find(kind: str, name: str) -> Registered | None:
-    """The component called `name`, or `package/name`."""
+    """The component called `name`, or `package/name`; the toolkit is loaded only if it is needed."""
+    held = _find(kind, name)
+    if held is None and plugins.load_toolkit() is not None:
+        held = _find(kind, name)
+    return held
+
+
+def _find(kind: str, name: str) -> Registered | None:
     package, slash, last = name.rpartition("/")
-    held = _components.get((kind, last if slash else name))
-    return held if held and (not slash or held.package == package) else None
+    for table in (_components, _toolkit):
+        held = table.get((kind, last if slash else name))
+        if held is not None and (held.package == package or not slash):
+            return held
+    return None
 
 
 def unknown(kind: str, name: str) -> str:
     """The message for an unknown `_type`; it names the plugins that failed to load."""
     names = [r.name for r in known(kind)]
     first, maybe = f"no {kind} is called {name!r}", did_you_mean(name, names)
-    if name in NOT_YET[kind]:
-        first, maybe = f"{kind} {name!r}: not in this version of hone", ""
-    failed = "".join(f" Note: {reason}." for reason in plugins.discover())
+    reason = REFUSED[kind].get(name)
+    if reason == _TOOLKIT and plugins.is_toolkit_installed():
+        reason = (
+            "belongs to a part of NeMo Agent Toolkit that is not installed; install its package"
+        )
+    if reason is not None:
+        first, maybe = f"{kind} {name!r} {reason}", ""
+    failures = (*plugins.discover(), *(plugins.load_toolkit() or ()))
+    failed = "".join(f" Note: {reason}." for reason in failures)
     return f"{first}.{maybe} Known: {', '.join(names) or 'none'}.{failed}"
 
 

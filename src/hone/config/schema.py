@@ -7,12 +7,21 @@ The whole file is validated against the registered types before anything starts:
 last line must not cost an epoch.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 
 from hone.config import override, plugins
 from hone.config.base import (
@@ -33,7 +42,7 @@ from hone.config.base import (
 from hone.config.check import SECTION_OF, check, not_named, unnamed
 from hone.config.load import Loaded, load
 from hone.config.problems import ConfigProblems, Place, Problem
-from hone.config.registry import ByType
+from hone.config.registry import ByType, toolkit_component
 from hone.types import ModelAlias
 
 __all__ = [
@@ -59,6 +68,9 @@ __all__ = [
 ]
 
 
+log = logging.getLogger("hone")
+
+
 def _function_name(name: str) -> str:
     if not re.fullmatch(r"[!-~]+", name) or "." in name or name == "<workflow>":
         raise ValueError(
@@ -69,6 +81,22 @@ def _function_name(name: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_function_name)]
+
+
+def _toolkit_section(value: Any, info: ValidationInfo) -> Any:
+    """A section of NeMo Agent Toolkit, checked by the toolkit; an empty one needs no toolkit."""
+    if not value:
+        return {}
+    if plugins.load_toolkit() is None:
+        raise ValueError(
+            "belongs to NeMo Agent Toolkit, which is not installed in this environment: pip install "
+            "'hone-rl[nat]', or remove it and do the same in the code of your function"
+        )
+    import_module("hone.nat.document").check_section(info.field_name, value)
+    return value
+
+
+ToolkitSection = Annotated[dict[str, Any], BeforeValidator(_toolkit_section)]
 
 
 class CurriculumLearningConfig(Strict):
@@ -123,14 +151,11 @@ class ValidationConfig(Strict):
 class FinetuneRunConfig(Strict):
     """The options of `hone finetune`, filled in by the command."""
 
-    not_yet: ClassVar[Mapping[str, str]] = {
-        "endpoint": "run the workflow here",
-        "endpoint_timeout": "run the workflow here",
-    }
-
     config_file: Path | None = None
     dataset: Path | None = None
     result_json_path: str = "$"
+    endpoint: str | None = None
+    endpoint_timeout: float = Field(default=300.0, gt=0)
     override: tuple[tuple[str, str], ...] = ()
     validation_dataset: Path | None = None
     validation_interval: int = Field(default=5, ge=1)
@@ -281,14 +306,6 @@ class EvalConfig(Strict):
 class Document(Strict):
     """A whole configuration."""
 
-    not_yet: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (
-            *("authentication", "embedders", "function_groups", "general", "memory", "middleware"),
-            *("object_stores", "optimizer", "retrievers", "ttc_strategies"),
-        ),
-        "remove it, and do the same in the code of your function",
-    )
-
     llms: dict[str, Annotated[LLMBaseConfig, ByType("llm_provider")]] = Field(default_factory=dict)
     """Models that functions call, by name."""
     functions: dict[FunctionName, Annotated[FunctionBaseConfig, ByType("function")]] = Field(
@@ -314,6 +331,18 @@ class Document(Strict):
     )
     """Services and files that a training run is sent to; a name (`tensorboard`), or a block with
     `_type`."""
+    general: ToolkitSection = Field(default_factory=dict)
+    """Telemetry and other settings of NeMo Agent Toolkit. This section and those below are given to
+    the toolkit as they are, for its functions, and need it installed."""
+    function_groups: ToolkitSection = Field(default_factory=dict)
+    middleware: ToolkitSection = Field(default_factory=dict)
+    embedders: ToolkitSection = Field(default_factory=dict)
+    retrievers: ToolkitSection = Field(default_factory=dict)
+    memory: ToolkitSection = Field(default_factory=dict)
+    object_stores: ToolkitSection = Field(default_factory=dict)
+    authentication: ToolkitSection = Field(default_factory=dict)
+    ttc_strategies: ToolkitSection = Field(default_factory=dict)
+    optimizer: ToolkitSection = Field(default_factory=dict)
 
     _loaded: Loaded | None = PrivateAttr(None)
 
@@ -343,7 +372,28 @@ def examine(
     document, problems = check(loaded, Document)
     if document is not None:
         document.remember(loaded)
+        _log_names_of_both(document)
     return loaded, document, list(dict.fromkeys([*wrong, *problems, *unnamed(loaded)]))
+
+
+def _log_names_of_both(document: Document) -> None:
+    """Say whose component is used where NeMo Agent Toolkit has one of the same name."""
+    blocks = [
+        *(("llm_provider", f"llms.{key}", config) for key, config in document.llms.items()),
+        *(("function", f"functions.{key}", config) for key, config in document.functions.items()),
+        ("function", "workflow", document.workflow),
+        *(
+            ("evaluator", f"eval.evaluators.{key}", config)
+            for key, config in document.eval.evaluators.items()
+        ),
+    ]
+    for kind, where, config in blocks:
+        other = None if config is None else toolkit_component(kind, config.type_name)
+        if config is not None and other is not None:
+            log.info(
+                "%s: _type %r is hone's own; that of NeMo Agent Toolkit is called %r",
+                *(where, config.type_name, other.name),
+            )
 
 
 def read(file: Path, overrides: Sequence[tuple[str, str]] = ()) -> Document:

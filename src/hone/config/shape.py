@@ -16,9 +16,10 @@ from pydantic import BaseModel
 
 from hone.config.base import ComponentRef, Names
 from hone.config.problems import Path
-from hone.config.registry import ByType, find, type_key
+from hone.config.registry import TOOLKIT_REFERENCES, ByType, find, type_key
 
 LISTS = (list, tuple, set, frozenset, Sequence)
+Section = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Block:
         self.model: type[BaseModel] | None = None
         if isinstance(value, Mapping) and (key := type_key(value)) is not None:
             component = find(kind, str(value[key]))
-            self.model = component.config_type if component else None
+            self.model = component.model if component else None
 
 
 def below(annotation: Any, key: str | int, value: Any) -> Any:
@@ -117,17 +118,24 @@ def models(annotation: Any, value: Any) -> list[type[BaseModel]]:
 
 def names(
     annotation: Any, value: Any, path: Path = ()
-) -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """Each value that names another component: its path, the section, and the name."""
+) -> Iterator[tuple[Path, list[Section], str]]:
+    """Each value that names another component: its path, the sections it may be in, the name."""
     if isinstance(value, str):
-        for option in options(annotation, value):
-            if isinstance(option, Names) or (
-                isinstance(option, type) and issubclass(option, ComponentRef)
-            ):
-                yield path, option.section, value
+        sections = [s for option in options(annotation, value) if (s := _section_of(option))]
+        if sections:
+            yield path, sections, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from names(below(annotation, key, value), inner, (*path, key))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from names(below(annotation, i, value), inner, (*path, i))
+
+
+def _section_of(option: Any) -> Section | None:
+    """The section whose keys are the values of this type; None for other types."""
+    if isinstance(option, Names):
+        return option.section
+    if isinstance(option, type) and issubclass(option, ComponentRef):
+        return option.section
+    return TOOLKIT_REFERENCES.get(option) if isinstance(option, type) else None

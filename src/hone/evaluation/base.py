@@ -21,6 +21,7 @@ from typing import Annotated, Any, Protocol, Self, runtime_checkable
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hone.capture.base import SeenCall, Step
+from hone.errors import ConfigError
 from hone.trajectory import failure_of
 from hone.types import Failure
 
@@ -55,6 +56,8 @@ class EvalInputItem(_Item):
     """The model calls of the rollout, in order."""
     steps: list[Step] = []
     """The `hone.step` calls of the rollout, in order."""
+    events: list[Any] = []
+    """Intermediate steps in the form of NeMo Agent Toolkit, if a workflow of it ran."""
     seconds: float | None = None
     """Duration of the rollout."""
     full_dataset_entry: Any = None
@@ -179,8 +182,32 @@ class EvalOptions:
     """Score the answers that are there: in the dataset, or from the last evaluation."""
     skip_completed_entries: bool = False
     """Run only the items without an answer."""
+    endpoint: str | None = None
+    """The workflow runs at this address."""
+    endpoint_timeout: float = 300.0
+    """Seconds that one rollout may take there."""
     reps: int = 1
     override: Sequence[tuple[str, str]] = ()
+
+    def check(self) -> None:
+        """Raise ConfigError for options that exclude each other."""
+        skips = self.skip_workflow or self.skip_completed_entries
+        if self.reps < 1:
+            raise ConfigError(f"--reps {self.reps}: at least 1")
+        if self.reps > 1 and skips:
+            raise ConfigError(
+                f"--reps {self.reps} runs each entry anew, so it does not go with --skip_workflow or "
+                "--skip_completed_entries; leave one of them out"
+            )
+        if self.skip_workflow and self.endpoint:
+            raise ConfigError(
+                f"--skip_workflow runs no entry, and --endpoint {self.endpoint} says where entries "
+                "run; leave one of them out"
+            )
+        if self.skip_workflow and self.skip_completed_entries:
+            raise ConfigError(
+                "--skip_workflow runs no entry and --skip_completed_entries runs some; choose one"
+            )
 
 
 async def score(

@@ -25,7 +25,7 @@ from hone.errors import ConfigError, HoneError
 from hone.evaluation import rows
 from hone.evaluation.base import DatasetLoader, EvalInput, EvalInputItem
 from hone.evaluation.rows import Row
-from hone.evaluation.steps import read_steps, seconds_of
+from hone.evaluation.steps import events_of, read_steps, seconds_of
 from hone.workflow.target import error_at, load_target
 
 log = logging.getLogger("hone")
@@ -268,6 +268,7 @@ def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalI
         output_obj=row.get(structure.generated_answer_key),
         expected_trajectory=expected,
         trajectory=calls,
+        events=events_of(taken),
         steps=steps,
         # The row is from the workflow_output.json of an earlier evaluation if it has calls.
         seconds=seconds_of(row) if taken else None,

@@ -26,8 +26,9 @@ from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import ConfigError, StateError, StorageError
 from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.results import ItemResult
-from hone.evaluation.steps import intermediate_steps, read_steps, seconds_of
+from hone.evaluation.steps import all_steps, events_of, read_steps, seconds_of
 from hone.lock import LockFile, holder, lock_directory
+from hone.redact import redact_urls
 from hone.workflow.jsonable import dumps
 
 log = logging.getLogger("hone")
@@ -117,11 +118,13 @@ class OutputDir:
             entry = entries.get(item.id)
             if item.output_obj is None and entry is not None and self._answers(entry, item):
                 where = f"{self.path}: entry {item.id!r}: its {keys.trajectory_key}"
-                calls, steps = read_steps(entry.get(keys.trajectory_key), where)
+                taken = entry.get(keys.trajectory_key)
+                calls, steps = read_steps(taken, where)
                 item = item.copy_with_updates(
                     output_obj=entry[keys.generated_answer_key],
                     trajectory=calls,
                     steps=steps,
+                    events=events_of(taken),
                     seconds=seconds_of(entry),
                 )
             filled.append(item)
@@ -164,6 +167,8 @@ class OutputDir:
             "skip_workflow": options.skip_workflow,
             "skip_completed_entries": options.skip_completed_entries,
             "reps": options.reps,
+            "endpoint": options.endpoint and redact_urls(options.endpoint),
+            "endpoint_timeout": options.endpoint_timeout,
             "workflow_alias": document.eval.general.workflow_alias,
             "timestamp": datetime.now(UTC).isoformat(),
         }
@@ -194,7 +199,7 @@ class OutputDir:
             entry |= {keys.question_key: item.input_obj, keys.answer_key: item.expected_output_obj}
         entry |= {
             keys.generated_answer_key: item.output_obj,
-            keys.trajectory_key: intermediate_steps(item.trajectory, item.steps, kinds=kinds),
+            keys.trajectory_key: all_steps(item.trajectory, item.steps, item.events, kinds=kinds),
             keys.expected_trajectory_key: item.expected_trajectory,
         }
         if item.seconds is not None:

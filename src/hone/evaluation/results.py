@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
+from hone.evaluation.steps import calls_of, events_of, steps_of
 from hone.types import Failure
 from hone.workflow.jsonable import as_text
 from hone.workflow.paths import values_at
@@ -86,6 +87,15 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
             return replace(result, output=None, failure=failure)
         output = values[0]
     return replace(result, output=output)
+
+
+def with_remote_steps(result: RolloutResult) -> RolloutResult:
+    """The result with the calls and steps that hone noted elsewhere, and sent as events."""
+    if not result.events or events_of(list(result.events)):
+        return result
+    entries = list(result.events)
+    calls = result.calls or tuple(calls_of(entries))
+    return replace(result, calls=calls, steps=result.steps or tuple(steps_of(entries)), events=())
 
 
 def _unusable(result: RolloutResult, error: Exception) -> RolloutResult:

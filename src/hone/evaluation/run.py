@@ -41,10 +41,12 @@ from hone.evaluation.results import (
     output_by,
     summary_of,
     usage,
+    with_remote_steps,
 )
 from hone.progress import Progress
 from hone.tally import run_together
 from hone.trajectory import failure_of
+from hone.workflow.endpoint import open_endpoint
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
 from hone.workflow.paths import json_path
@@ -53,6 +55,8 @@ from hone.workflow.target import load_target
 
 log = logging.getLogger("hone")
 
+Endpoint = tuple[str, float]
+"""The address of a workflow, and the timeout of one rollout there."""
 Prepare = Callable[[EvalInputItem], EvalInputItem | Awaitable[EvalInputItem]]
 
 
@@ -131,11 +135,12 @@ class Evaluation:
                 aliases=self._aliases,
                 recorded_calls=self._recorded_calls,
             )
-        result = extracted(result, self.result_json_path)
+        result = extracted(with_remote_steps(result), self.result_json_path)
         answered = item.copy_with_updates(
             output_obj=result.output,
             trajectory=list(result.calls),
             steps=list(result.steps),
+            events=list(result.events),
             seconds=result.seconds,
         )
         if result.failure is not None:
@@ -258,8 +263,9 @@ async def evaluation(
     evaluators: Collection[str] | None = None,
     timeout_s: float | None = None,
     skip_workflow: bool = False,
+    endpoint: Endpoint | None = None,
 ) -> Evaluation:
-    """An Evaluation of the Builder's document.
+    """An Evaluation of the Builder's document; with `endpoint`, its workflow runs there.
 
     Connects to or starts the training server if the document needs one and none is connected.
     """
@@ -269,6 +275,9 @@ async def evaluation(
     items = await dataset_items(builder, dataset, reps=reps)
     if skip_workflow:
         workflow = Function.of("<workflow>", _not_run)
+    elif endpoint is not None:
+        await builder.serve()
+        workflow = await builder.share("--endpoint", lambda _: open_endpoint(*endpoint))
     else:
         await builder.serve()
         workflow = await builder.get_workflow()
@@ -327,18 +336,7 @@ def _check_item(item: Any) -> None:
 
 def evaluate(options: EvalOptions) -> EvalSummary:
     """`hone eval`: run the workflow over the dataset, score it, and write the files."""
-    skips = options.skip_workflow or options.skip_completed_entries
-    if options.reps < 1:
-        raise ConfigError(f"--reps {options.reps}: at least 1")
-    if options.reps > 1 and skips:
-        raise ConfigError(
-            f"--reps {options.reps} runs each entry anew, so it does not go with --skip_workflow or "
-            "--skip_completed_entries; leave one of them out"
-        )
-    if options.skip_workflow and options.skip_completed_entries:
-        raise ConfigError(
-            "--skip_workflow runs no entry and --skip_completed_entries runs some; choose one"
-        )
+    options.check()
     try:
         return run_loop(_evaluate(options))
     except KeyboardInterrupt:
@@ -362,6 +360,7 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
             reps=options.reps,
             timeout_s=document.finetuning.rollout_timeout_s,
             skip_workflow=options.skip_workflow,
+            endpoint=(options.endpoint, options.endpoint_timeout) if options.endpoint else None,
         )
         if options.reps == 1 and run.compares():
             log.warning(

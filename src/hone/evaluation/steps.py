@@ -38,6 +38,35 @@ def intermediate_steps(
     return [e for e in ordered if wanted is None or e["payload"]["event_type"] in wanted]
 
 
+def all_steps(
+    calls: Sequence[SeenCall],
+    steps: Sequence[Step],
+    events: Sequence[Any],
+    *,
+    kinds: Iterable[str] | None = None,
+) -> list[Any]:
+    """The steps of a rollout: those that NeMo Agent Toolkit noted, or else its calls and steps."""
+    if not events:
+        return intermediate_steps(calls, steps, kinds=kinds)
+    if not any(event["payload"]["event_type"] == LLM_END for event in events):
+        # The toolkit notes model calls only where its profiler is installed; hone saw them.
+        events = sorted([*events, *map(_llm_end, calls)], key=_time_of)
+    wanted = None if kinds is None else set(kinds)
+    return [e for e in events if wanted is None or e["payload"]["event_type"] in wanted]
+
+
+def _time_of(entry: Mapping[str, Any]) -> float:
+    return entry["payload"].get("event_timestamp") or 0.0
+
+
+def events_of(entries: Any) -> list[Any]:
+    """An `intermediate_steps` list that NeMo Agent Toolkit made; empty if hone made it."""
+    listed = entries if isinstance(entries, list) else []
+    payloads = [e.get("payload") for e in listed if isinstance(e, Mapping)]
+    is_hone = all(isinstance(p, Mapping) and _ours(p) for p in payloads)
+    return [] if is_hone else listed
+
+
 def calls_of(entries: Any) -> list[SeenCall]:
     """The model calls of an `intermediate_steps` list."""
     return [_call(payload, n) for n, payload in enumerate(_payloads(entries, LLM_END))]
@@ -46,7 +75,8 @@ def calls_of(entries: Any) -> list[SeenCall]:
 def steps_of(entries: Any) -> list[Step]:
     """The `hone.step` calls of an `intermediate_steps` list."""
     payloads = [(p, _ours(p)) for p in _payloads(entries, CUSTOM_END)]
-    return [Step(**{"name": p["name"], **ours}) for p, ours in payloads if ours]
+    fields = [{"name": p["name"], "about": (), **ours} for p, ours in payloads if ours]
+    return [Step(**{**one, "about": tuple(one["about"])}) for one in fields]
 
 
 def read_steps(entries: Any, where: str) -> tuple[list[SeenCall], list[Step]]:
@@ -96,6 +126,7 @@ def _custom_end(step: Step, place: int) -> dict[str, Any]:
         "metadata": step.metadata,
         "function": step.function,
         "calls": step.calls,
+        "about": step.about,
     }
     return _entry(
         step.function,

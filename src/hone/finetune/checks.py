@@ -56,7 +56,9 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
     document, problems = _examine(
         options.config_file,
         options.override,
-        lambda document: _run_mistakes(document, options.dataset, validates=validates),
+        lambda document: _run_mistakes(
+            document, options.dataset, validates=validates, endpoint=options.endpoint
+        ),
     )
     reward = _reward_of(document)
     validation, held_out = None, document
@@ -64,7 +66,9 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
         validation, wrong = _examine(
             options.validation_config_file,
             options.override,
-            lambda document: _validation_mistakes(document, options.validation_dataset, reward),
+            lambda document: _validation_mistakes(
+                document, options.validation_dataset, reward, endpoint=options.endpoint
+            ),
         )
         held_out, problems = validation, [*problems, *wrong]
     problems += check_file("--dataset", options.dataset, document, reward)
@@ -140,18 +144,24 @@ def _reward_of(document: Document | None) -> str | None:
 # ---- the document ------------------------------------------------------------------------------
 
 
-def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool = True) -> Mistakes:
+def _run_mistakes(
+    document: Document,
+    dataset: Path | None,
+    *,
+    validates: bool = True,
+    endpoint: str | None = None,
+) -> Mistakes:
     """Mistakes of the run's file; `validates`: the command names held-out examples."""
     if is_run(document.loaded):
         scores = ", ".join(document.eval.evaluators) or "there is none yet"
-        yield from _missing(document, dataset, "--dataset")
+        yield from _missing(document, dataset, "--dataset", endpoint)
         if document.finetuning.reward_function is None:
             yield (
                 ("finetuning", "reward_function"),
                 f"is missing; name one of eval.evaluators ({scores}), as reward_function: "
                 "{name: ...}",
             )
-        yield from _target_mistakes(document)
+        yield from _target_mistakes(document, endpoint)
         yield from _group_size(document)
     elif not document.loaded.data:
         yield (), "the file is empty; expected keys such as `llms:` and `workflow:`"
@@ -168,10 +178,12 @@ def _run_mistakes(document: Document, dataset: Path | None, *, validates: bool =
         yield from _dataset_mistakes(document, _reward_of(document))
 
 
-def _validation_mistakes(document: Document, dataset: Path | None, reward: str | None) -> Mistakes:
+def _validation_mistakes(
+    document: Document, dataset: Path | None, reward: str | None, *, endpoint: str | None = None
+) -> Mistakes:
     """Mistakes of the validation's file; `reward` is the evaluator that computes the rewards."""
     scores = document.eval.evaluators
-    yield from _missing(document, dataset, "--validation_dataset")
+    yield from _missing(document, dataset, "--validation_dataset", endpoint)
     if reward is not None and reward not in scores:
         yield (
             ("eval", "evaluators"),
@@ -183,10 +195,12 @@ def _validation_mistakes(document: Document, dataset: Path | None, reward: str |
         yield from _dataset_mistakes(document, reward)
 
 
-def _missing(document: Document, dataset: Path | None, option: str) -> Mistakes:
+def _missing(
+    document: Document, dataset: Path | None, option: str, endpoint: str | None
+) -> Mistakes:
     """A workflow and examples, which every run needs; `option` names a file instead."""
     config = document.eval.general.dataset
-    if document.workflow is None:
+    if document.workflow is None and endpoint is None:
         yield (
             ("workflow",),
             "is missing, so there is nothing to run. Add `workflow:` with a `_type`; `hone info "
@@ -214,12 +228,14 @@ def _named_in_code(document: Document) -> list[str]:
     return sorted({name for names in found for name in names})
 
 
-def _target_mistakes(document: Document) -> Mistakes:
+def _target_mistakes(document: Document, endpoint: str | None) -> Mistakes:
     """Targets that no call can match, so that no trajectory would be collected."""
     config, adapter = document.finetuning, art_config_of(document)
     functions = [WORKFLOW, *_keys(document, "functions")]
     blocks = [document.workflow, *document.functions.values()]
-    open_ended = any(block is not None and block.names_functions for block in blocks)
+    open_ended = bool(endpoint or document.function_groups) or any(
+        block is not None and block.names_functions for block in blocks
+    )
     if not open_ended and set(config.target_functions) - set(functions):
         functions += _named_in_code(document)
     for i, name in enumerate(config.target_functions):

@@ -139,7 +139,8 @@ async def _llms(
     document: "Document", builder: "Builder", server: ModelServer, served: "Served", run_id: str
 ) -> list[Check]:
     """One token from each entry that is served by the training server."""
-    llms = [await builder.get_llm(name) for name in document.llms]
+    reachable = [name for name, config in document.llms.items() if config.has_openai_api]
+    llms = [await builder.get_llm(name) for name in reachable]
     assert served.trained is not None, "the adapter is initialized"
     ours = [llm for llm in llms if address_of(llm.base_url) in served.trained.addresses]
     if ours or not llms:

@@ -194,12 +194,14 @@ class Run:
         return await trainer.run(config.num_epochs)
 
     async def _evaluation(self, builder: Builder, dataset: Path | None) -> Evaluation:
+        endpoint = self.options.endpoint
         return await evaluation(
             builder,
             dataset=dataset,
             result_json_path=self.options.result_json_path,
             evaluators=[self.reward],
             timeout_s=self.config.rollout_timeout_s,
+            endpoint=(endpoint, self.options.endpoint_timeout) if endpoint else None,
         )
 
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:

@@ -89,6 +89,12 @@ class Function:
         """The schema of its input, if that is a model or several parameters; otherwise None."""
         return self._fit.schema
 
+    @property
+    def parameter(self) -> tuple[str, Any]:
+        """Name and annotation of its first parameter; Any if it has no annotation."""
+        first = self._fit.parameters[0]
+        return first.name, Any if first.annotation is first.empty else first.annotation
+
     async def __call__(self, input: Any = None, /, **arguments: Any) -> Any:
         """Run it on one input (text, JSON text, a dict, a model), or on arguments by name."""
         with within(self.name):

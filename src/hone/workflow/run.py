@@ -48,6 +48,8 @@ class RolloutResult:
     """Its `hone.step` calls."""
     failure: RolloutFailure | None
     seconds: float
+    events: tuple[dict[str, Any], ...] = ()
+    """Intermediate steps of a workflow of NeMo Agent Toolkit, in that toolkit's form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ async def run_rollout(
         steps=tuple(recorder.steps),
         failure=failure,
         seconds=time.perf_counter() - began,
+        events=tuple(recorder.events),
     )
 
 

@@ -1,0 +1,312 @@
+"""`hone serve-workflow`: a workflow as a service, for `--endpoint` and for any other client.
+
+In:   a YAML file; requests with an input
+Out:  POST /generate, /generate/full and /v1/chat/completions, GET /health
+
+A request that names a rollout (X-Hone-Rollout and the headers beside it) runs in that rollout: its
+model calls carry the id on, so the training server records them where the client looks for them.
+The components are built once, before the first request.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from hone.config.build import build
+from hone.config.schema import read
+from hone.errors import BadRequest, ConfigError
+from hone.evaluation.steps import all_steps
+from hone.wire.rollout import RolloutScope
+from hone.workflow.endpoint import DATA, STEP
+from hone.workflow.function import Function
+from hone.workflow.jsonable import as_text, dumps
+from hone.workflow.loop import run_loop
+from hone.workflow.run import RolloutResult, run_rollout
+
+GRACE_S = 5
+"""How long requests may go on after a signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWorkflowOptions:
+    """The options of `hone serve-workflow`."""
+
+    config_file: Path
+    override: tuple[tuple[str, str], ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8080
+    """0: any free port."""
+    api_key: str | None = None
+    """Requests must have it as a bearer token; needed on addresses that other machines reach."""
+
+
+def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    if not _is_loopback(options.host) and not options.api_key:
+        raise ConfigError(
+            f"--host {options.host}: other machines could run the workflow; set --api_key KEY, and "
+            "HONE_ENDPOINT_API_KEY=KEY where `--endpoint` is used"
+        )
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((options.host, options.port))
+        except OSError as error:
+            raise ConfigError(
+                f"--host {options.host} --port {options.port}: {error.strerror}; use another port"
+            ) from None
+        run_loop(_serve(options, bound, echo))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; 0.0.0.0 is every address of the machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _serve(
+    options: ServeWorkflowOptions, bound: socket.socket, echo: Callable[[str], None]
+) -> None:
+    document = read(options.config_file, options.override)
+    async with build(document) as builder:
+        await builder.serve()
+        served = builder.served
+        app = WorkflowApp(
+            await builder.get_workflow(),
+            name=document.eval.general.workflow_alias or "workflow",
+            timeout_s=document.finetuning.rollout_timeout_s,
+            rollout_arguments={} if served is None else served.rollout_arguments,
+            api_key=options.api_key,
+        )
+        config = uvicorn.Config(
+            app.routes(), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
+        )
+        server = _Server(config)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.stop)
+        host, port = bound.getsockname()[:2]
+        echo(f"Serving {options.config_file} at http://{host}:{port}")
+        await server.serve(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the loop: uvicorn's own handling would interrupt the closing of components."""
+
+    def capture_signals(self) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+
+class WorkflowApp:
+    """The routes of one workflow."""
+
+    def __init__(
+        self,
+        workflow: Function,
+        *,
+        name: str = "workflow",
+        timeout_s: float | None = None,
+        rollout_arguments: dict[str, Any] | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self._workflow, self._name, self._timeout_s = workflow, name, timeout_s
+        self._arguments, self._key = rollout_arguments or {}, api_key
+
+    def routes(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/generate", self._checked(self._generate), methods=["POST"]),
+            Route("/generate/full", self._checked(self._generate_full), methods=["POST"]),
+            Route("/v1/chat/completions", self._checked(self._chat), methods=["POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "healthy"})
+
+    def _checked(
+        self, answer: Callable[[Request], Coroutine[Any, Any, Response]]
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route behind the key; a request that cannot be answered gets a status."""
+
+        async def route(request: Request) -> Response:
+            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
+                return _error(401, "the API key is missing or wrong")
+            try:
+                return await answer(request)
+            except BadRequest as error:
+                return _error(400, str(error))
+            except ClientDisconnect:
+                return _error(499, "the client has left")
+
+        return route
+
+    async def _generate(self, request: Request) -> Response:
+        result = await self._run(request, _input(await _body(request)))
+        if result.failure is not None:
+            return _json({"error": _failure(result)}, status=500)
+        return _json({"value": result.output})
+
+    async def _generate_full(self, request: Request) -> Response:
+        result = await self._run(request, _input(await _body(request)))
+        steps = all_steps(result.calls, result.steps, result.events)
+        lines = [STEP + dumps(_line(entry)) for entry in steps]
+        if result.failure is None:
+            lines.append(DATA + dumps({"value": result.output}))
+        else:
+            lines.append(dumps(_failure(result)))
+        return Response("".join(f"{line}\n\n" for line in lines), media_type="text/event-stream")
+
+    async def _chat(self, request: Request) -> Response:
+        body = await _body(request)
+        result = await self._run(request, _last_message(body))
+        if result.failure is not None:
+            return _json({"error": _failure(result)}, status=500)
+        output = result.output if isinstance(result.output, str) else dumps(result.output)
+        completion = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.get("model") or self._name,
+        }
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": output}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            whole = {"object": "chat.completion", "choices": [choice], "usage": _usage(result)}
+            return _json(completion | whole)
+        deltas = [({"role": "assistant", "content": output}, None), ({}, "stop")]
+        chunks = [
+            completion
+            | {
+                "object": "chat.completion.chunk",
+                "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+            }
+            for delta, finish in deltas
+        ]
+        lines = [*map(dumps, chunks), "[DONE]"]
+        stream = "".join(f"{DATA}{line}\n\n" for line in lines)
+        return Response(stream, media_type="text/event-stream")
+
+    async def _run(self, request: Request, input: Any) -> RolloutResult:
+        """Run the workflow in the rollout that the request names; stop it if the client leaves."""
+        scope = RolloutScope.parse(request.headers, None)
+        arguments = dict(self._arguments)
+        if scope.aliases:
+            arguments["aliases"] = dict(scope.aliases)
+        run = asyncio.create_task(
+            run_rollout(
+                self._workflow,
+                input,
+                id=scope.rollout or None,
+                temperature=scope.temperature,
+                step=scope.step,
+                timeout_s=self._timeout_s,
+                **arguments,
+            )
+        )
+        left = asyncio.create_task(_left(request))
+        try:
+            await asyncio.wait({run, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done():
+                raise ClientDisconnect
+            return run.result()
+        finally:
+            left.cancel()
+            run.cancel()
+            await asyncio.wait({run, left})
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> Any:
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError):
+        raise BadRequest('the body is no JSON; send {"input_message": ...}') from None
+
+
+def _input(body: Any) -> Any:
+    """The workflow's input: the value of `input_message`, or else the whole body."""
+    if isinstance(body, dict) and len(body) == 1:
+        return next((body[key] for key in ("input_message", "input") if key in body), body)
+    return body
+
+
+def _last_message(body: Any) -> str:
+    """The text of the last message of the user."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    for message in reversed(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict) and message.get("role") == "user":
+            content = message.get("content")
+            if isinstance(content, list):
+                parts = [part.get("text") or "" for part in content if isinstance(part, dict)]
+                return "".join(parts)
+            return "" if content is None else str(content)
+    raise BadRequest("messages: has no message of the role 'user', so the workflow has no input")
+
+
+def _line(entry: dict[str, Any]) -> dict[str, Any]:
+    """One step in the toolkit's form; function_ancestry is hone's addition."""
+    payload = entry["payload"]
+    return {
+        "id": str(payload.get("UUID")),
+        "parent_id": entry.get("parent_id"),
+        "type": "markdown",
+        "name": str(payload.get("name") or payload["event_type"]),
+        "payload": dumps(payload),
+        "function_ancestry": entry.get("function_ancestry"),
+    }
+
+
+def _failure(result: RolloutResult) -> dict[str, Any]:
+    assert result.failure is not None, "the rollout failed"
+    failure = result.failure.failure
+    return {
+        "code": "workflow_error",
+        "message": failure.message,
+        "details": failure.type,
+        "kind": result.failure.kind,
+        "reason": result.failure.reason,
+        "traceback": failure.traceback,
+    }
+
+
+def _usage(result: RolloutResult) -> dict[str, int]:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {n: sum(int((call.usage or {}).get(n) or 0) for call in result.calls) for n in names}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(dumps(value), status_code=status, media_type="application/json")
+
+
+def _error(status: int, message: str) -> Response:
+    return _json({"error": {"message": as_text(message)}}, status)

@@ -1,0 +1,139 @@
+"""`--endpoint`: the workflow runs at an address, one request per rollout.
+
+In:   the address of `hone serve-workflow` or `nat serve`, and the open rollout
+Out:  a Function that sends the input and returns the output; the steps in the rollout's recorder
+
+The rollout's id travels in X-Hone-Rollout, and `hone serve-workflow` sends it on with every model
+call, so the training server records them under this rollout.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from hone.capture.base import current, host_of
+from hone.capture.scope import not_captured
+from hone.errors import AgentFailed, AgentTimeout, ConfigError, PolicyFailure
+from hone.model import CONNECT_S
+from hone.redact import redact_urls
+from hone.workflow.function import Function
+from hone.workflow.jsonable import dumps
+
+KEY_VARIABLE = "HONE_ENDPOINT_API_KEY"
+"""The environment variable with the key of the endpoint."""
+STEP, DATA = "intermediate_data: ", "data: "
+"""How the lines of /generate/full begin; a line that is a JSON object is an error."""
+_LATER = (408, 409, 429)
+
+
+def endpoint_url(endpoint: str) -> str:
+    """The URL that rollouts are sent to; `endpoint` is the root, or ends in /generate."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"--endpoint {redact_urls(endpoint)}: must look like http://127.0.0.1:8080, the address "
+            "that `hone serve-workflow` prints"
+        )
+    root = endpoint.rstrip("/").removesuffix("/full").removesuffix("/generate")
+    return f"{root}/generate/full"
+
+
+async def open_endpoint(endpoint: str, timeout_s: float) -> AsyncIterator[Function]:
+    """The workflow at this address; connections are closed at the end."""
+    url = endpoint_url(endpoint)
+    is_local = host_of(urlsplit(url).hostname or "") == "localhost"
+    key = os.environ.get(KEY_VARIABLE)
+    async with httpx2.AsyncClient(
+        timeout=httpx2.Timeout(None, connect=CONNECT_S),
+        limits=httpx2.Limits(max_connections=None),  # as many as there are rollouts
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        trust_env=not is_local,  # no proxy to this machine, whatever the environment says
+    ) as client:
+        service = _Service(url, timeout_s, client)
+        yield Function.of("<workflow>", service.run)
+
+
+class _Service:
+    """Calls the workflow at one address."""
+
+    def __init__(self, url: str, timeout_s: float, client: httpx2.AsyncClient) -> None:
+        self._url, self._timeout_s, self._client = url, timeout_s, client
+        self._name = f"POST {redact_urls(url)}"
+
+    async def run(self, input: Any) -> Any:
+        """Runs the workflow on one input."""
+        scope = current()
+        headers = {"Content-Type": "application/json"}
+        if scope is not None:
+            headers |= scope.headers
+            if scope.recorder is not None:
+                scope.recorder.is_shared = True
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with not_captured():
+                    response = await self._client.post(
+                        self._url, headers=headers, content=dumps({"input_message": input})
+                    )
+        except TimeoutError:
+            raise AgentTimeout(
+                f"{self._name} was not answered within --endpoint_timeout {self._timeout_s:g}"
+            ) from None
+        except httpx2.RequestError as error:
+            why = str(error) or type(error).__name__
+            raise AgentFailed(f"{self._name} failed: {why}", reason="connection") from error
+        if not response.is_success:
+            self._refuse(response.status_code, response.text)
+        return self._output(response.text)
+
+    def _refuse(self, status: int, text: str) -> None:
+        first = text.strip().partition("\n")[0][:500]
+        later = status >= 500 or status in _LATER
+        raise AgentFailed(
+            f"{self._name} answered with status {status}" + (f": {first}" if first else ""),
+            reason="server_error" if later else "agent_error",
+            details=text[:16384],
+        )
+
+    def _output(self, text: str) -> Any:
+        """The output of the workflow; raises what it failed with."""
+        scope, values = current(), []
+        for line in text.splitlines():
+            if line.startswith(STEP) and scope is not None and scope.recorder is not None:
+                scope.recorder.add_event(_event(json.loads(line.removeprefix(STEP))))
+            elif line.startswith(DATA):
+                values.append(json.loads(line.removeprefix(DATA)).get("value"))
+            elif line.startswith("{"):
+                self._fail(json.loads(line))
+        if not values:
+            raise AgentFailed(f"{self._name} answered without an output", reason="no_output")
+        if len(values) > 1 and all(isinstance(value, str) for value in values):
+            return "".join(values)
+        return values[-1]
+
+    def _fail(self, error: dict[str, Any]) -> None:
+        message = f"{self._name}: {error.get('details', 'Error')}: {error.get('message', '')}"
+        more = {"details": str(error.get("traceback") or "")}
+        if error.get("kind") == "policy":
+            raise PolicyFailure(message, reason=str(error.get("reason") or "policy"), **more)
+        raise AgentFailed(message, reason=str(error.get("reason") or "agent_error"), **more)
+
+
+def _event(line: dict[str, Any]) -> dict[str, Any]:
+    """One intermediate step; `nat serve` does not say which function it belongs to."""
+    payload = json.loads(line["payload"])
+    unknown = {
+        "function_id": payload.get("UUID") or "remote",
+        "function_name": payload.get("name") or "remote",
+        "parent_id": None,
+        "parent_name": None,
+    }
+    return {
+        "parent_id": line.get("parent_id") or "remote",
+        "function_ancestry": line.get("function_ancestry") or unknown,
+        "payload": payload,
+    }

@@ -1,0 +1,215 @@
+"""`hone serve-workflow` in a process of its own, and `--endpoint` of eval and finetune against it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from tests.finetune.rehearsal import document
+
+from hone import LocalBackend
+from hone.errors import ConfigError
+from hone.evaluation.base import EvalOptions
+from hone.evaluation.run import evaluate
+from hone.finetune.run import FinetuneOptions, finetune
+from hone.serve_workflow import ServeWorkflowOptions, serve_workflow
+
+AGENT = """
+import atexit
+import hone
+import hone.errors
+
+async def search(question, llm):
+    answer = await llm.chat([{"role": "user", "content": f"search {question}"}])
+    return answer.choices[0].message.content or ""
+
+async def run(question, llm, functions):
+    if question == "broken":
+        raise RuntimeError("no such table: users")
+    if question == "unsure":
+        raise hone.errors.PolicyFailure("no move", reason="unparseable")
+    found = await functions["search"](question)
+    hone.step("found", value=float(len(found)))
+    answer = await llm.chat([{"role": "user", "content": question}])
+    return f"{question}: {answer.choices[0].message.content}"
+
+def steps(item):
+    assert [s.name for s in item.steps] == ["found"], item.steps
+    return item.steps[0].value
+
+def length(item):
+    return float(len(item.output_obj))
+"""
+
+
+@contextmanager
+def workflow(file: Path, *options: str) -> Iterator[str]:
+    """The address of a served workflow."""
+    command = [sys.executable, "-m", "hone.cli", "serve-workflow", f"--config_file={file}"]
+    log = file.parent / "serve.log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [*command, "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith(f"Serving {file} at http://"), log.read_text()
+            yield line.split()[-1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            status = process.wait(timeout=30)
+        assert status == 0, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def config(
+    tmp_path_factory: pytest.TempPathFactory, shared_server: LocalBackend, tiny_model: Path
+) -> Path:
+    """A run whose workflow calls a function; both call the model."""
+    directory = tmp_path_factory.mktemp("served")
+    shared_server.start()
+    base = {
+        "llms": {"actor": {"model_name": str(tiny_model)}},
+        "trainer_adapters": {"a": {"backend": {"base_model": str(tiny_model)}}},
+        "functions": {"search": {"target": "served.py:search"}},
+        "workflow": {"target": "served.py:run", "functions": ["search"]},
+        "eval": {
+            "general": {"output_dir": str(directory / "eval")},
+            "evaluators": {
+                "reward": {"target": "served.py:length"},
+                "steps": {"_type": "python", "target": "served.py:steps"},
+                "calls": {"_type": "avg_num_llm_calls"},
+            },
+        },
+        "finetuning": {"num_epochs": 1, "target_functions": ["search"]},
+    }
+    (directory / "served.py").write_text(AGENT)
+    file = document(directory, shared_server.base_url, base).file
+    (directory / "train.json").write_text(
+        json.dumps([{"id": f"e{i}", "question": f"Say {i}.", "answer": ""} for i in range(2)])
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def address(config: Path) -> Iterator[str]:
+    with workflow(config) as url:
+        yield url
+
+
+def post(url: str, body: Any, **headers: str) -> httpx2.Response:
+    return httpx2.post(url, json=body, headers=headers, timeout=60)
+
+
+def test_every_route_runs_the_workflow(address: str):
+    assert httpx2.get(f"{address}/health").json() == {"status": "healthy"}
+    answer = post(f"{address}/generate", {"input_message": "Say x."})
+    assert answer.status_code == 200 and answer.json()["value"].startswith("Say x.: ")
+    assert post(f"{address}/generate", {"input": "Say y."}).json()["value"].startswith("Say y.: ")
+    lines = [line for line in post(f"{address}/generate/full", "Say z.").text.splitlines() if line]
+    kinds = [line.partition(": ")[0] for line in lines]
+    assert kinds == ["intermediate_data"] * 3 + ["data"]  # a call, a step, a call; the output
+    first = json.loads(lines[0].partition(": ")[2])
+    assert first["function_ancestry"]["function_id"] == "<workflow>.search"
+    assert json.loads(first["payload"])["event_type"] == "LLM_END"
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hm"}]
+    whole = client.chat.completions.create(model="agent", messages=messages)
+    assert (whole.choices[0].message.content or "").startswith("Hm: ")
+    assert whole.usage is not None and whole.usage.completion_tokens > 0
+    stream = client.chat.completions.create(model="agent", messages=messages, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(pieces).startswith("Hm: ")
+
+
+def test_what_fails_says_why(address: str):
+    failed = post(f"{address}/generate", {"input_message": "broken"})
+    assert failed.status_code == 500
+    assert failed.json()["error"]["message"].startswith("no such table: users")
+    with pytest.raises(openai.InternalServerError, match="no such table"):
+        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0).chat.completions.create(
+            model="agent", messages=[{"role": "user", "content": "broken"}]
+        )
+    for path, body, why in (
+        ("/generate", b"{", "the body is no JSON"),
+        ("/v1/chat/completions", b"{}", "messages: has no message"),
+    ):
+        answer = httpx2.post(f"{address}{path}", content=body)
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"]
+    refused = post(f"{address}/generate", "x", **{"X-Hone-Rollout": "not an id"})
+    assert refused.status_code == 400 and "rollout is 'not an id'" in refused.text
+
+
+def test_the_rollout_of_a_request_is_that_of_its_model_calls(
+    address: str, config: Path, shared_server: LocalBackend
+):
+    headers = {"X-Hone-Rollout": "elsewhere-7", "X-Hone-Temperature": "0"}
+    first, second = (post(f"{address}/generate", "Say 7.", **headers).json() for _ in range(2))
+    assert first == second  # greedy
+    calls = httpx2.get(f"{shared_server.base_url}/v1/rollouts/elsewhere-7").json()["calls"]
+    functions = [call["call"]["function"] for call in calls]
+    assert functions == ["<workflow>.search", "<workflow>"] * 2
+
+
+def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines could run"):
+        serve_workflow(ServeWorkflowOptions(config, host="0.0.0.0"), print)
+    with workflow(config, "--api_key", "sesame") as url:
+        assert post(f"{url}/generate", {"input": "broken"}).status_code == 401
+        keyed = post(f"{url}/generate", {"input": "broken"}, Authorization="Bearer sesame")
+        assert keyed.status_code == 500
+        assert httpx2.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["", "/generate", "/generate/full"])
+def test_eval_runs_the_workflow_at_the_endpoint(address: str, config: Path, path: str):
+    summary = evaluate(EvalOptions(config, endpoint=f"{address}{path}"))
+    assert not summary.failed, summary.message
+    assert {one.name: one.average_score for one in summary.evaluators}["calls"] == 2.0
+    entries = json.loads((config.parent / "eval" / "workflow_output.json").read_text())
+    for entry in entries:
+        called = [s["function_ancestry"]["function_id"] for s in entry["intermediate_steps"]]
+        assert called == ["<workflow>.search", "<workflow>", "<workflow>"]
+        assert entry["generated_answer"].startswith(f"{entry['question']}: ")
+    metadata = json.loads((config.parent / "eval" / "config_metadata.json").read_text())
+    assert metadata["endpoint"] == f"{address}{path}"
+
+
+def test_failures_at_the_endpoint_keep_their_kind(address: str, config: Path, tmp_path: Path):
+    rows = [{"id": q, "question": q, "answer": ""} for q in ("broken", "unsure")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    summary = evaluate(EvalOptions(config, dataset=tmp_path / "rows.json", endpoint=address))
+    assert summary.failed_items == 2
+    assert "no such table: users" in summary.message
+    summary = evaluate(EvalOptions(config, endpoint="http://127.0.0.1:9"))
+    assert "POST http://127.0.0.1:9/generate/full failed" in summary.message
+    with pytest.raises(ConfigError, match="--endpoint somewhere: must look like"):
+        evaluate(EvalOptions(config, endpoint="somewhere"))
+    with pytest.raises(ConfigError, match="--skip_workflow runs no entry, and --endpoint"):
+        evaluate(EvalOptions(config, endpoint=address, skip_workflow=True))
+
+
+def test_finetune_trains_on_rollouts_of_the_endpoint(address: str, config: Path):
+    assert finetune(FinetuneOptions(config_file=config, endpoint=address)) == 0
+    lines = (config.parent / "out" / "trajectories" / "epoch_000.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 4  # two examples, two generations
+    assert [row["calls"] for row in rows] == [2] * 4
+    trained = [row["trained_calls"] for row in rows]  # `search` alone is the target
+    assert [len(calls) for calls in trained] == [1] * 4
+    assert len({calls[0] for calls in trained}) == 4
