@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import hone
 from hone.backends.base import TrainResult
 from hone.backends.remote import RemoteBackend
 from hone.dev import engine_fields
 from hone.errors import NotInThisVersion
 from hone.metric_names import ART_NAMES
+from hone.model import TrainableModel
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import CheckpointInfo, Failure, stored_name
 
@@ -105,9 +105,9 @@ class ArtBackend:
         yield {}  # makes it a generator, as the protocol asks
 
 
-def _model(model: Any) -> "hone.TrainableModel":
+def _model(model: Any) -> TrainableModel:
     """ART's model as hone's."""
-    return hone.TrainableModel(  # by its public name: hone.model imports this folder
+    return TrainableModel(
         name=model.name,
         project=model.project,
         base_model=model.base_model,
