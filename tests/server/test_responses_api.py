@@ -45,7 +45,7 @@ def create(shared: Server, responses: Any, tiny_model: Path) -> Create:
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client() as client:  # making one reads every certificate of the machine
+    with httpx.Client(timeout=60) as client:  # making one reads every certificate of the machine
         yield client
 
 
@@ -433,6 +433,56 @@ def test_a_response_is_retrieved_as_it_was_returned(
     assert responses.retrieve(answer.id).to_dict() == answer.to_dict()
 
 
+def test_the_input_items_of_a_response_are_listed_and_can_be_sent_again(
+    create: Create, responses: Any
+) -> None:
+    look = {"instructions": "Be brief.", "tools": [FLAT_LOOK]}
+    first = create(f"See. {CALL}", input="hello", **look)
+    (_, call) = first.output
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "a coat"}
+    second = create(CALL, input=[output], previous_response_id=first.id, **look)
+    again = output | {"call_id": second.output[0].call_id}
+    third = create("ok", input=[again], previous_response_id=second.id, **look)
+    items = list(responses.input_items.list(third.id, order="asc"))
+    assert kinds(items) == [
+        *("message", "message", "function_call", "function_call_output"),
+        *("function_call", "function_call_output"),
+    ]
+    assert items[0].content[0].to_dict() == {"type": "input_text", "text": "hello"}
+    assert items[1].content[0].text == "See."
+    assert [item.call_id for item in items[2:4]] == [call.call_id] * 2
+    assert items[3].output == "a coat"
+    assert len({item.id for item in items}) == 6
+    # Newest first, in pages; the client fetches all of them.
+    page = responses.input_items.list(third.id, limit=4)
+    assert (page.has_more, len(page.data), page.data[0].id) == (True, 4, items[-1].id)
+    assert [item.id for item in page] == [item.id for item in reversed(items)]
+    # The items are that conversation, sent themselves or by their ids.
+    references = [{"type": "item_reference", "id": item.id} for item in items]
+    for sent in (items, references):
+        assert create("ok", input=sent, **look).prompt_token_ids == third.prompt_token_ids
+
+
+def test_pages_of_input_items_that_do_not_exist(
+    create: Create, shared: Server, responses: Any
+) -> None:
+    answer = create("ok")
+    for wrong, param in (
+        ({"after": "msg_nothing"}, "after"),
+        ({"limit": 0}, "limit"),
+        ({"limit": 101}, "limit"),
+        ({"order": "random"}, "order"),
+        ({"include": ["everything"]}, "include"),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            responses.input_items.list(answer.id, **wrong)
+        assert error.value.param == param
+    with pytest.raises(openai.NotFoundError, match="no response is stored as"):
+        responses.input_items.list("resp_nothing")
+    with pytest.raises(openai.BadRequestError, match="no item is stored as"):
+        create("ok", input=[{"type": "item_reference", "id": f"msg_{answer.id[5:]}in7"}])
+
+
 def test_responses_that_are_not_stored(create: Create, shared: Server, responses: Any) -> None:
     kept, unkept = create("ok"), create("ok", store=False)
     assert (kept.store, unkept.store) == (True, False)
@@ -462,6 +512,7 @@ def test_reasoning_comes_and_goes_as_items(
     responses = client(server).responses
     tools = {"tools": [FLAT_LOOK], "include": ["reasoning.encrypted_content"]}
     first = responses.create(model=model, input="hello", **tools)
+    assert responses.retrieve(first.id).to_dict() == first.to_dict()
     reasoning, call = first.output
     assert reasoning.content[0].text == "the wind is cold"
     assert call.type == "function_call"
@@ -494,6 +545,7 @@ def test_reasoning_comes_and_goes_as_items(
         None,
         ["reasoning.effort"],
     )
+    assert responses.retrieve(low.id).to_dict() == low.to_dict()
 
 
 def test_a_call_that_does_not_parse_comes_back_as_it_was(create: Create, responses: Any) -> None:

@@ -1,6 +1,8 @@
 """Responses: what is streamed adds up to the whole, and items come back as the message they were."""
 
+import sys
 import tracemalloc
+from collections import Counter
 from typing import Any
 
 from hypothesis import given
@@ -120,6 +122,27 @@ def test_calls_of_one_answer_are_one_message_also_between_their_outputs() -> Non
     assert calls([*first, *call("fc_cd_0", 1)]) == [["c0"], ["c1"]]
     assert calls([*first, {"role": "user", "content": "?"}, *second]) == [["c0"], ["c1"]]
     assert calls([*call(None, 0), *call(None, 1)]) == [["c0"], ["c1"]]
+
+
+def test_reading_takes_the_same_work_for_every_call() -> None:
+    def work(calls: int) -> int:
+        """How many functions run while a call and its output are read, so many times."""
+        call = {"type": "function_call", "name": "look", "arguments": "{}"}
+        output = {"type": "function_call_output", "output": "x"}
+        items: list[Any] = []
+        for i in range(calls):
+            name = {"call_id": f"c{i}"}
+            items += [call | name | {"id": f"fc_1_{i}"}, output | name]
+        events: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, arg: events.update([event]))
+        try:
+            messages = read_input(items)
+        finally:
+            sys.setprofile(None)
+        assert len(messages[0]["tool_calls"]) == calls
+        return events.total()
+
+    assert work(400) < 2.1 * work(200)
 
 
 @given(st.data())

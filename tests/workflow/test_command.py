@@ -22,6 +22,7 @@ from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
+from hone.wire.keys import derive_inference_key
 from hone.workflow import command
 from hone.workflow.function import Function
 from hone.workflow.guard import guard
@@ -79,6 +80,7 @@ async def test_the_environment_has_the_rollout_s_address(
         "OTHER": "kept",
         "GONE": "removed",
         "OPENAI_API_KEY": "sk-real",
+        "HONE_API_KEY": "secret",
         "ANTHROPIC_AUTH_TOKEN": "somebody's",
         "HTTPS_PROXY": "http://proxy:3128",
     }.items():
@@ -93,7 +95,8 @@ async def test_the_environment_has_the_rollout_s_address(
     rollout = "http://127.0.0.1:9/rollout/run:1"
     assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{rollout}/v1"
     assert env["ANTHROPIC_BASE_URL"] == rollout  # its client appends /v1/messages
-    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == "secret"
+    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == derive_inference_key("secret")
+    assert "secret" not in env.values()  # it opens the training API
     assert env["HONE_MODEL"] == env["OPENAI_MODEL"] == env["ANTHROPIC_MODEL"] == "tiny"
     assert (env["HONE_ROLLOUT"], env["MY_URL"]) == ("run:1", f"{rollout}/v1?m=tiny")
     assert (env["OTHER"], env["JSON"]) == ("kept", '{"a": {}}')
@@ -138,7 +141,15 @@ async def test_placeholders_of_the_address_and_of_directories(tmp_path: Path):
     lines = await output_of(tmp_path, {"command": ["printf", "%s\\n", *arguments]})
     root = "http://127.0.0.1:9/rollout/run:1"
     assert lines.splitlines() == [
-        *(f"{root}/v1", root, "tiny", "secret", "run:1", str(tmp_path), "{unknown}")
+        *(
+            f"{root}/v1",
+            root,
+            "tiny",
+            derive_inference_key("secret"),
+            "run:1",
+            str(tmp_path),
+            "{unknown}",
+        )
     ]
 
 

@@ -17,6 +17,7 @@ from hone.config.policy import Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
 from hone.server import listen
+from hone.wire.keys import derive_inference_key
 from hone.workflow.run import RolloutResult, run_rollout
 
 MODEL = "http://127.0.0.1:9/v1"
@@ -86,7 +87,8 @@ async def test_the_address_may_go_into_the_body_other_headers_and_the_url(tmp_pa
         )
     [(method, target, headers, body)] = service.requests
     assert (method, target) == ("PUT", "/a?m=tiny&r=run%3A1")
-    assert "x-hone-base-url" not in headers and headers["authorization"] == "Bearer secret"
+    assert "x-hone-base-url" not in headers
+    assert headers["authorization"] == f"Bearer {derive_inference_key('secret')}"
     # A string that is just the placeholder is the input itself, as JSON.
     assert yaml.safe_load(body) == {"task": {"n": 1}, "text": 'do: {"n": 1}', "llm": [ROOT, 3]}
 

@@ -31,6 +31,7 @@ from hone.config.problems import dotted
 from hone.config.schema import Document
 from hone.errors import ConfigError, NotInThisVersion, did_you_mean
 from hone.types import RecordedCall
+from hone.wire.keys import derive_inference_key
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,16 @@ class Builder:
         if self.served is None or not self.is_training_server(base_url):
             return None
         return self.served.advertised_url or base_url
+
+    def get_rollout_key(self, base_url: str, api_key: str | None) -> str | None:
+        """The key for agents outside this process, where `api_key` is for this one.
+
+        None if it is the same: another server's, or one that does not open the training API.
+        """
+        if self.served is None or not self.is_training_server(base_url):
+            return None
+        key = self.served.api_key
+        return derive_inference_key(key) if api_key == key != "default" else None
 
     async def get_function(self, name: str) -> Any:
         """One entry of `functions`, as a `workflow.function.Function`."""

@@ -8,7 +8,6 @@ under a name that was made to point here (DNS rebinding). Without a key, the add
 comes from is all that keeps strangers out, so a request that a proxy forwarded is refused.
 """
 
-import base64
 import hmac
 import os
 import re
@@ -26,6 +25,7 @@ from hone.errors import ConfigError, Unauthorized, Unprocessable
 from hone.models.find import canonical
 from hone.server.settings import Settings, is_key
 from hone.types import FieldError, ModelSpec
+from hone.wire.keys import derive_inference_key
 
 Access = Literal["operator", "peer", "inference", "anyone"]
 """An operator may do everything; a peer (in a trusted network, without the key) may train, but not
@@ -135,14 +135,8 @@ def check_advertised(settings: Settings) -> None:
 
 
 def inference_key(settings: Settings) -> str | None:
-    """The key that opens the OpenAI API alone; None for a server without a key.
-
-    It is derived from the server's key, and does not reveal it.
-    """
-    if settings.api_key is None:
-        return None
-    digest = hmac.digest(settings.api_key.encode(), b"hone: OpenAI API only", "sha256")
-    return "hone-inference-" + base64.urlsafe_b64encode(digest[:24]).decode()
+    """The key that opens the inference APIs alone; None for a server without a key."""
+    return None if settings.api_key is None else derive_inference_key(settings.api_key)
 
 
 def _has_key(key: str | None, headers: Mapping[str, str]) -> bool:

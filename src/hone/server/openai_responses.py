@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,8 +25,8 @@ from hone.types import RecordedCall
 from hone.wire.base import Answer, AnswerHead
 from hone.wire.json import write_json
 from hone.wire.openai_response_events import INPUT_TOKENS, RESPONSES, ResponseWriter
-from hone.wire.openai_response_items import ItemIds, call_id_of, output_items
-from hone.wire.openai_responses import ResponsesRequest, response_tool
+from hone.wire.openai_response_items import ItemIds, call_id_of, input_items, output_items
+from hone.wire.openai_responses import ENCRYPTED, ResponsesRequest, check_includes, response_tool
 
 
 def routes(state: State) -> APIRouter:
@@ -40,8 +41,16 @@ def routes(state: State) -> APIRouter:
             raise BadRequest(
                 "stream: a stored response is returned whole in this version", param="stream"
             )
+        encrypted = _asks_for_encrypted(request)
         call = await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
-        return Response(write_json(_response(call)), media_type="application/json")
+        return Response(write_json(_response(call, encrypted)), media_type="application/json")
+
+    async def list_input(request: Request, response_id: str) -> Response:
+        """The input items of a stored response, those of the responses it continues included."""
+        encrypted = _asks_for_encrypted(request)
+        call = await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
+        page = _page(_input_items(call, encrypted=encrypted), request.query_params)
+        return Response(write_json(page), media_type="application/json")
 
     async def delete(response_id: str) -> dict[str, Any]:
         """Make a response impossible to retrieve or continue by its id; its call stays recorded."""
@@ -73,6 +82,7 @@ def routes(state: State) -> APIRouter:
         for suffix, endpoint, method in (
             ("", retrieve, "GET"),
             ("", delete, "DELETE"),
+            ("/input_items", list_input, "GET"),
             ("/cancel", cancel, "POST"),
         ):
             path = f"{prefix}{RESPONSES.path}/{{response_id}}{suffix}"
@@ -101,10 +111,11 @@ def _resume(calls: CallStore, request: ResponsesRequest, max_seq_length: int) ->
     for call_id, names in by_call.items():
         for call in _recorded(calls, call_id):
             ids = ItemIds(call.id)
-            own = {item["id"]: item for item in output_items(call.reply, ids)}
+            own = [*output_items(call.reply, ids), *_input_items(call)]
+            asked = {item["id"]: item for item in own if item["id"] in names}
             # A stream sends text after a call as a second message; the first one has all of it.
-            items |= {name: None for name in names if name.startswith(f"{ids.message()}_")} | own
-            size += sum(names[name] * len(write_json(item)) for name, item in own.items())
+            items |= {name: None for name in names if name.startswith(f"{ids.message()}_")} | asked
+            size += sum(names[name] * len(write_json(item)) for name, item in asked.items())
             _checked_size(size, max_seq_length)
     return request.resumed(earlier, items)
 
@@ -150,15 +161,51 @@ def _without_instructions(call: RecordedCall) -> list[dict[str, Any]]:
     return messages if fields.get("instructions") is None else messages[1:]
 
 
-def _response(call: RecordedCall) -> dict[str, Any]:
-    """A stored response, as it was returned, less what is not recorded for it.
+def _input_items(call: RecordedCall, *, encrypted: bool = False) -> list[dict[str, Any]]:
+    return input_items(_without_instructions(call), ItemIds(call.id), encrypted=encrypted)
 
-    That is: log-probabilities, `encrypted_content` and `not_applicable`.
-    """
+
+def _page(items: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:
+    """The page of items, oldest first, that a query asks for."""
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order: expected 'asc' or 'desc', got {order[:80]!r}", param="order")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
+        raise BadRequest(f"limit: expected 1 to 100, got {limit[:80]!r}", param="limit")
+    ordered = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise BadRequest(f"after: no item is listed as {after[:80]!r}", param="after")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(ordered),
+    }
+
+
+def _asks_for_encrypted(request: Request) -> bool:
+    """Whether a query includes `encrypted_content`; all else that it can include, no item has."""
+    query = request.query_params
+    names = [*query.getlist("include"), *query.getlist("include[]")]
+    try:
+        return ENCRYPTED in check_includes(names)
+    except ValueError as error:
+        raise BadRequest(f"include: {error}", param="include") from None
+
+
+def _response(call: RecordedCall, encrypted: bool) -> dict[str, Any]:
+    """A stored response, as it was returned; log-probabilities are not recorded for it."""
     fields = dict(call.request_fields or {})
     if fields.get("tools") is None:
         fields["tools"] = list(map(response_tool, call.tools or ()))
     reasoning_tokens = fields.pop("reasoning_tokens", 0)
+    encrypted |= fields.pop("encrypted", False)
+    not_applicable = fields.pop("not_applicable", [])
     head = AnswerHead(
         id=call.id,
         call_id=call.id,
@@ -177,4 +224,5 @@ def _response(call: RecordedCall) -> dict[str, Any]:
         reasoning_tokens=reasoning_tokens,
         malformed=tuple(call.malformed),
     )
-    return ResponseWriter(head, fields).whole([answer])
+    writer = ResponseWriter(head, fields, encrypted=encrypted, not_applicable=not_applicable)
+    return writer.whole([answer])

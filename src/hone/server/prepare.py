@@ -59,7 +59,7 @@ async def prepare_chat(
         messages=request.messages,
         tools=choice.tools,
         not_applicable=ignored,
-        request_fields=dialect_request.request_fields,
+        request_fields=dialect_request.request_fields(ignored),
     )
 
 

@@ -182,8 +182,7 @@ class MessagesRequest(BaseModel):
         request.chat  # noqa: B018 - checks what is left to check
         return request
 
-    @property
-    def request_fields(self) -> None:
+    def request_fields(self, not_applicable: list[str]) -> None:
         return None
 
     @cached_property

@@ -33,9 +33,11 @@ class Request(Protocol):
         """The same request as a chat completion."""
         ...
 
-    @property
-    def request_fields(self) -> dict[str, Any] | None:
-        """Fields that are recorded with the call, for requests that name this one later."""
+    def request_fields(self, not_applicable: list[str]) -> dict[str, Any] | None:
+        """Fields that are recorded with the call, for requests that name this one later.
+
+        `not_applicable` are the keys of the chat completion that change nothing for this model.
+        """
         ...
 
 

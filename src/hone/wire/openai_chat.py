@@ -247,8 +247,7 @@ class ChatRequest(_Request):
     def chat(self) -> Self:
         return self
 
-    @property
-    def request_fields(self) -> None:
+    def request_fields(self, not_applicable: list[str]) -> None:
         return None
 
 

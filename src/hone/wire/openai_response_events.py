@@ -21,7 +21,7 @@ from hone.wire.openai_response_items import (
     reasoning_item,
     text_part,
 )
-from hone.wire.openai_responses import CHAT_NAMES, ENCRYPTED, ResponsesRequest
+from hone.wire.openai_responses import CHAT_NAMES, ResponsesRequest
 
 
 def _error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _writer(request: ResponsesRequest, head: AnswerHead) -> ResponseWriter:
     return ResponseWriter(
         head,
         request.fields,
-        encrypted=ENCRYPTED in (request.body.include or ()),
+        encrypted=request.encrypted,
         not_applicable=request.not_applicable(head.not_applicable),
     )
 

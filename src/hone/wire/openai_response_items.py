@@ -11,7 +11,6 @@ text and the calls of one answer are one assistant message.
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from hone.errors import BadRequest
@@ -21,6 +20,8 @@ from hone.wire.openai_chat import tool_call
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Kinds of parts, and the key with the text of each."""
+_INPUT = "in"
+"""Separates the digits of a call from the index of one of its input messages."""
 
 
 class ItemIds:
@@ -37,9 +38,24 @@ class ItemIds:
     def function_call(self, index: int) -> str:
         return f"fc_{self._digits}_{index}"
 
+    def function_call_output(self) -> str:
+        return f"fco_{self._digits}"
+
+    def input(self, index: int) -> "ItemIds":
+        """The ids of the items of one input message.
+
+        Each message has its own: read_input joins function calls of the same message to one answer.
+        """
+        return ItemIds(f"{self._digits}{_INPUT}{index}")
+
 
 def call_id_of(item_id: str) -> str:
     """The id of the recorded call that a response or an item belongs to."""
+    return _owner(item_id).partition(_INPUT)[0]
+
+
+def _owner(item_id: str) -> str:
+    """The recorded call, or the input message of one, whose item this is."""
     return "call-" + item_id.partition("_")[2].partition("_")[0]
 
 
@@ -85,6 +101,8 @@ class _Turns:
         self._items = items
         self._answer: dict[str, Any] | None = None
         """The assistant message that the next items may belong to."""
+        self._last_turn: dict[str, Any] | None = None
+        """The last message that is not the output of a function."""
         self._by_owner: dict[str, dict[str, Any]] = {}
         """Assistant messages by the recorded call that the ids of their function calls name."""
         self._adders: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -124,7 +142,7 @@ class _Turns:
         content = _read_parts(item.get("content"))
         if role != "assistant":
             self._answer = None
-            self.messages.append({"role": role, "content": content})
+            self._append_turn({"role": role, "content": content})
             return
         text = _join_parts(content)
         answer = self._answer
@@ -152,7 +170,7 @@ class _Turns:
         if arguments.strip() and not arguments.lstrip().startswith("{"):
             # What a model began as an object and broke is not refused: it comes back as it was.
             raise ValueError(f".arguments: expected a JSON object, got {brief(arguments)}")
-        owner = call_id_of(str(item.get("id") or ""))
+        owner = _owner(str(item.get("id") or ""))
         answer = self._answer or self._answer_of(owner) or self._open()
         self._by_owner[owner] = answer
         answer.setdefault("tool_calls", []).append(tool_call(_call_id(item), name, arguments))
@@ -162,9 +180,8 @@ class _Turns:
 
         Clients that run calls one by one send each call followed by its output.
         """
-        answer = self._by_owner.get(owner) if owner != call_id_of("") else None
-        since = takewhile(lambda message: message is not answer, reversed(self.messages))
-        return answer if all(message["role"] == "tool" for message in since) else None
+        answer = self._by_owner.get(owner) if owner != _owner("") else None
+        return answer if answer is self._last_turn else None
 
     def _output(self, item: dict[str, Any]) -> None:
         try:
@@ -191,8 +208,12 @@ class _Turns:
 
     def _open(self) -> dict[str, Any]:
         self._answer = {"role": "assistant", "content": None}
-        self.messages.append(self._answer)
+        self._append_turn(self._answer)
         return self._answer
+
+    def _append_turn(self, message: dict[str, Any]) -> None:
+        self._last_turn = message
+        self.messages.append(message)
 
 
 def _call_id(item: dict[str, Any]) -> str:
@@ -284,6 +305,26 @@ def output_items(
             )
         )
     items[-1]["status"] = status
+    return items
+
+
+def input_items(
+    messages: Sequence[Mapping[str, Any]], ids: ItemIds, *, encrypted: bool = False
+) -> list[dict[str, Any]]:
+    """The items of the messages of a request, oldest first."""
+    items: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        own, content = ids.input(index), message.get("content")
+        if message["role"] == "assistant":
+            items += output_items(message, own, encrypted=encrypted)
+        elif message["role"] == "tool":
+            item = {"id": own.function_call_output(), "type": "function_call_output"}
+            item |= {"call_id": message["tool_call_id"], "output": content}
+            items.append(item | {"status": "completed"})
+        else:
+            parts = [{"text": content}] if isinstance(content, str) else content or ()
+            texts = [{"type": "input_text", "text": part["text"]} for part in parts]
+            items.append(message_item(own.message(), texts) | {"role": message["role"]})
     return items
 
 

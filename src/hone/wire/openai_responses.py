@@ -60,6 +60,16 @@ _INCLUDES = (
     "web_search_call.results",
 )
 """All but the first two belong to items that no response has here."""
+
+
+def check_includes(names: list[str]) -> list[str]:
+    """The names of an `include`; raises ValueError for one that does not exist."""
+    for name in names:
+        if name not in _INCLUDES:
+            raise ValueError(f"{name[:80]!r} cannot be included; known: {', '.join(_INCLUDES)}")
+    return names
+
+
 CHAT_NAMES = {
     "messages": "input",
     "response_format": "text.format",
@@ -121,10 +131,7 @@ class _Body(BaseModel):
     @field_validator("include")
     @classmethod
     def _known_includes(cls, value: list[str] | None) -> list[str] | None:
-        for name in value or ():
-            if name not in _INCLUDES:
-                raise ValueError(f"{name[:80]!r} cannot be included; known: {', '.join(_INCLUDES)}")
-        return value
+        return None if value is None else check_includes(value)
 
     @field_validator("stream_options")
     @classmethod
@@ -195,14 +202,21 @@ class ResponsesRequest:
         messages = [*earlier, *read_input(self.body.input, items)]
         return replace(self, chat=_chat_request(self.body, messages))
 
-    @property
-    def request_fields(self) -> dict[str, Any] | None:
+    def request_fields(self, not_applicable: list[str]) -> dict[str, Any] | None:
         """What a stored response returns again, without tools that are recorded with the call."""
         if self.body.store is False:
             return None
-        fields = self.fields
+        recorded = {
+            "encrypted": self.encrypted,
+            "not_applicable": self.not_applicable(not_applicable),
+        }
         hidden = self.body.tool_choice == "none" or isinstance(self.body.tool_choice, dict)
-        return fields if hidden else {**fields, "tools": None}
+        return self.fields | recorded | ({} if hidden else {"tools": None})
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether reasoning items have `encrypted_content`."""
+        return ENCRYPTED in (self.body.include or ())
 
     @property
     def fields(self) -> dict[str, Any]:

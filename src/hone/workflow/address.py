@@ -42,7 +42,7 @@ class Address:
         scope, url = current(), llm.rollout_url
         rollout = "" if scope is None else scope.rollout
         root = url.rstrip("/").removesuffix("/v1")
-        return cls(url, root, llm.api_key, llm.model, rollout)
+        return cls(url, root, llm.rollout_key, llm.model, rollout)
 
     @property
     def placeholders(self) -> dict[str, str]:
@@ -79,6 +79,7 @@ async def workflow_llm(name: LLMRef | None, builder: Builder) -> LLM:
             model=served.model,
             api_key=served.api_key,
             rollouts_url=builder.get_rollouts_url(served.base_url),
+            rollout_key=builder.get_rollout_key(served.base_url, served.api_key),
         )
     known = f"one of {', '.join(llms)}" if llms else "a key of `llms`, which has no entry yet"
     raise ConfigError(
@@ -112,8 +113,10 @@ def check_placeholders(where: str, text: str, known: Iterable[str]) -> None:
 def child_environment(address: Address, own: Mapping[str, str | None]) -> dict[str, str]:
     """This process's environment with the address in it; `own` is set last, None removes."""
     env = {**os.environ, **address.environment()}
-    # Anthropic's client would send it instead of the key, and it belongs to somebody else.
-    env.pop("ANTHROPIC_AUTH_TOKEN", None)
+    # Anthropic's client would send the first instead of the key, and it belongs to somebody else.
+    # The second opens the training API.
+    for name in ("ANTHROPIC_AUTH_TOKEN", "HONE_API_KEY"):
+        env.pop(name, None)
     host = address.base_url.partition("//")[2].partition("/")[0].rpartition(":")[0]
     if host_of(host) == "localhost" and any(p in env or p.upper() in env for p in _PROXIES):
         for name in ("no_proxy", "NO_PROXY"):

@@ -46,6 +46,7 @@ class LLM:
         max_retries: int = MAX_RETRIES,
         verify_ssl: bool = True,
         rollouts_url: str | None = None,
+        rollout_key: str | None = None,
     ) -> None:
         """Makes no request yet.
 
@@ -60,8 +61,12 @@ class LLM:
             verify_ssl: check the server's certificate.
             rollouts_url: where agents outside this process reach it, if it is a hone server,
                 which has a base URL for every rollout.
+            rollout_key: the key for agents outside this process; `api_key` if None.
         """
         self.name, self.model, self.api_key = name, model, api_key
+        self.rollout_key = rollout_key or api_key
+        """The key for an agent in another process. If `api_key` opens the training API of a hone
+        server, this one opens its inference APIs only."""
         self.base_url = dialled(base_url)
         self._params = dict(params or {})
         self._timeout_s, self._max_retries, self._verify = timeout_s, max_retries, verify_ssl
@@ -285,6 +290,7 @@ class _OpenAIFields(LLMBaseConfig):
         api_key: str | None,
         model: str | None,
         rollouts_url: str | None = None,
+        rollout_key: str | None = None,
     ) -> LLM:
         """The model at this address; `name` is its key under `llms`."""
         assert model, f"llms.{name} was checked to name a model where it has an address"
@@ -301,6 +307,7 @@ class _OpenAIFields(LLMBaseConfig):
             max_retries=retries,
             verify_ssl=self.verify_ssl,
             rollouts_url=rollouts_url,
+            rollout_key=rollout_key,
         )
 
 
@@ -367,12 +374,14 @@ def _llm(
 ) -> LLM:
     """The entry's model at this address; `key` is used if the entry has none."""
     name = _name_of(config, builder)
+    key = config.api_key.get_secret_value() if config.api_key else key
     return config.llm(
         name,
         base_url=url,
-        api_key=config.api_key.get_secret_value() if config.api_key else key,
+        api_key=key,
         model=builder.get_model_name(name),
         rollouts_url=builder.get_rollouts_url(url),
+        rollout_key=builder.get_rollout_key(url, key),
     )
 
 

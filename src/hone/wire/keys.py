@@ -1,0 +1,13 @@
+"""The inference key of a server, derived from its API key.
+
+In:   the API key, which opens everything
+Out:  the key that opens the inference APIs alone; it does not reveal the first
+"""
+
+import base64
+import hmac
+
+
+def derive_inference_key(api_key: str) -> str:
+    digest = hmac.digest(api_key.encode(), b"hone: OpenAI API only", "sha256")
+    return "hone-inference-" + base64.urlsafe_b64encode(digest[:24]).decode()
