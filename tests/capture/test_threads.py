@@ -1,12 +1,14 @@
 """Work in thread pools belongs to the rollout that gave it, and to no other."""
 
 import asyncio
+import functools
 import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 import hone
@@ -103,3 +105,38 @@ def test_somebody_else_s_patch_over_ours_survives(monkeypatch: Any):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(here).result() is None
     assert counted == [here, here]
+
+
+class Bound:
+    """A patch that has to be bound, as wrapt's: called as a function it takes no `self`."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        functools.update_wrapper(self, method)
+
+    def __get__(self, instance: Any, kind: type) -> Callable[..., Any]:
+        return functools.partial(self._method, instance)
+
+    def __call__(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"called without an instance: {fn!r}")
+
+
+def test_somebody_else_s_patch_under_ours_is_called_as_a_method(monkeypatch: Any):
+    for kind, name in (
+        (ThreadPoolExecutor, "submit"),
+        (asyncio.BaseEventLoop, "run_in_executor"),
+        (httpx.Client, "send"),
+    ):
+        monkeypatch.setattr(kind, name, Bound(kind.__dict__[name]))
+
+    async def main() -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, here)
+
+    respond = httpx.MockTransport(lambda request: httpx.Response(200, json=dict(request.headers)))
+    with hone.rollout("r"), httpx.Client(transport=respond) as client:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(here).result() == "r"
+        assert asyncio.run(main()) == "r"
+        headers = client.post("http://127.0.0.1/v1/chat/completions", json={}).json()
+        assert headers["x-hone-rollout"] == "r"
+        assert client.get("http://127.0.0.1/").status_code == 200

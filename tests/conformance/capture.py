@@ -23,6 +23,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.conformance.prompts import rendered
+from tests.conformance.scripts import answer, script_of
 from tests.conformance.witness import Exchange, Witness
 from tests.environments import ROOT, NotInstalled, environment
 from tests.fakes import Asked, ScriptedEngine, logprob
@@ -51,11 +52,9 @@ PLAIN = {
     "max_grad_norm": 1e9,
 }
 """A job whose gradient is that of the mean of -advantage x log-probability."""
+_QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Clients that would otherwise call other hosts."""
 _CASE = re.compile(r"in Paris and in Rome\? \(([\w.-]+)\)")
-
-
-def _call(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 class Talk:
@@ -72,21 +71,12 @@ class Talk:
         prompt = self._tokenizer.decode(prompt_ids)
         found = _CASE.search(prompt)
         assert found is not None, f"the question is not in the prompt: {prompt}"
-        turn = prompt.count("\n<tool_response>\n")
-        if turn == 2 and found[1] not in self.failed:
+        script = script_of(found[1])
+        turn = script.turn(prompt)
+        if turn == 1 and found[1] not in self.failed:
             self.failed.add(found[1])
             raise EngineError("the engine fails once in every rollout")
-        return self.spell(self.says(turn, found[1]))
-
-    @staticmethod
-    def says(results: int, rollout: str) -> str:
-        """What follows so many results of tools."""
-        if results == 0:
-            return f"{_call('weather', city='Paris')}\n{_call('weather', city='Rome')}"
-        if results == 2:
-            return f"Now in Fahrenheit.\n{_call('fahrenheit', celsius=21)}"
-        assert results == 3, f"there are {results} results"
-        return f"12 in Paris, 21 in Rome, which is 69.8 Fahrenheit ({rollout})."
+        return self.spell(script.says(turn, found[1]))
 
     def spell(self, text: str) -> list[int]:
         """The text character by character: encoding it again gives fewer and other ids."""
@@ -178,6 +168,12 @@ class CaptureConformance:
     """The rollouts that the script must have run, each named for how it called the model."""
     trained: ClassVar[tuple[str, str]] = ("async", "sync-stream")
     """Two of them, to train on."""
+    named: ClassVar[Sequence[str]] = ()
+    """Those whose model has a header with the name of the agent (`talk.NAMED`)."""
+    continued: ClassVar[Sequence[int | None]] = (None, 0, 1)
+    """Which call each prompt continues; None where the client sends back other text than it got."""
+    retries_above: ClassVar[bool] = False
+    """The layer that retries is above the HTTP client: in its process, each try is a call."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -204,7 +200,7 @@ class CaptureConformance:
     def test_every_way_ends_with_the_scripted_answer(self, saw: dict[str, Saw]) -> None:
         assert sorted(saw) == sorted(self.ways)
         for way, one in saw.items():
-            assert one.output == Talk.says(3, f"{self.client}-{self.environment}.{way}")
+            assert one.output == answer(f"{self.client}-{self.environment}.{way}")
 
     def test_the_client_itself_retries_the_error(self, saw: dict[str, Saw]) -> None:
         for one in saw.values():
@@ -245,27 +241,41 @@ class CaptureConformance:
         for one in saw.values():
             for exchange, recorded in zip(one.answered, one.calls, strict=True):
                 text = served.tokenizer.decode(recorded.call.prompt_ids)
-                assert text == rendered(served.tokenizer, exchange)
+                assert text == rendered(served.tokenizer, exchange, one.answered)
 
     def test_turns_continue_the_sampled_ids(self, saw: dict[str, Saw]) -> None:
-        """What the model sampled is never encoded again, though the client sends it back as text."""
+        """What the model sampled is never encoded again, though the client sends it back as text.
+
+        Unless the client sends other text: then the prompt is that text.
+        """
         for one in saw.values():
-            assert [call.outcome for call in one.calls] == ["first", "bridged", "bridged"]
-            for before, after in zip(one.calls, one.calls[1:], strict=False):
-                path = [*before.call.prompt_ids, *before.call.completion_ids]
-                assert after.call.prompt_ids[: len(path)] == path
+            for after, source in zip(one.calls, self.continued, strict=True):
+                assert (after.outcome == "bridged") == (source is not None)
+                if source is not None:
+                    before = one.calls[source].call
+                    path = [*before.prompt_ids, *before.completion_ids]
+                    assert after.call.prompt_ids[: len(path)] == path
 
     def test_hone_saw_the_same_calls_in_the_clients_process(self, saw: dict[str, Saw]) -> None:
         for way, one in saw.items():
             if one.seen is None:
                 assert way.endswith("-url")
                 continue
+            if self.retries_above:
+                assert one.seen.pop(1)["status"] == 500
             assert [call["id"] for call in one.seen] == [call.id for call in one.calls]
             assert [call["error"] for call in one.seen] == [None] * 3
-            assert {call["function"] for call in one.seen} == {"agent"}
-            assert {call.call.function for call in one.calls} == {"agent"}
-            asked = [[_said(message) for message in call["messages"]] for call in one.seen]
-            assert asked == [[_said(m) for m in call.messages or ()] for call in one.calls]
+            function = "agent.reporter" if way in self.named else "agent"
+            assert {call["function"] for call in one.seen} == {function}
+            assert {call.call.function for call in one.calls} == {function}
+            for call, recorded, exchange in zip(one.seen, one.calls, one.answered, strict=True):
+                asked = [_said(message) for message in call["messages"]]
+                whole = [_said(message) for message in recorded.messages or ()]
+                if exchange.request.get("previous_response_id"):  # it sends only what is new
+                    system, *asked = asked
+                    assert system == whole[0]
+                    whole = whole[-len(asked) :]
+                assert asked == whole
             replies = [call["choices"][0]["message"] for call in one.seen]
             assert [_said(reply) for reply in replies] == [_said(call.reply) for call in one.calls]
 
@@ -356,7 +366,7 @@ def run_client(served: Served, client: str, environment: str, python: Path) -> d
     }
     done = subprocess.run(
         [python, FRAMEWORKS / f"client_{client}.py"],
-        env=env | {"PYTHONPATH": str(ROOT / "src")},
+        env=env | {"PYTHONPATH": str(ROOT / "src")} | _QUIET,
         input=json.dumps(given),
         capture_output=True,
         text=True,

@@ -5,7 +5,7 @@ Out:  the text of the prompt
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,13 +14,13 @@ from tests.conformance.witness import Exchange
 Messages = list[dict[str, Any]]
 
 
-def rendered(tokenizer: Any, exchange: Exchange) -> str:
-    """The request as the prompt of its model."""
+def rendered(tokenizer: Any, exchange: Exchange, others: Sequence[Exchange] = ()) -> str:
+    """The request as the prompt of its model; it may name the response of one of the others."""
     request = deepcopy(exchange.request)
     if exchange.path.endswith("/chat/completions"):
-        messages, tools = request["messages"], request["tools"]
+        messages, tools = request["messages"], request.get("tools")
     elif exchange.path.endswith("/responses"):
-        messages, tools = list(_of_responses(request)), _tools(request, "parameters")
+        messages, tools = list(_of_responses(request, others)), _tools(request, "parameters")
     else:
         assert exchange.path.endswith("/v1/messages"), exchange.path
         messages, tools = list(_of_messages(request)), _tools(request, "input_schema")
@@ -56,13 +56,24 @@ def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _of_responses(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    assert request.get("previous_response_id") is None, "the input is whole"
+def _items(request: dict[str, Any], others: Sequence[Exchange]) -> list[Any]:
+    """The items of a request, those of the responses that it continues included."""
+    items = request["input"]
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    if (previous := request.get("previous_response_id")) is None:
+        return items
+    for other in others:
+        response = other.events[-1].get("response", other.events[-1])
+        if response["id"] == previous:
+            return [*_items(other.request, others), *response["output"], *items]
+    raise AssertionError(f"{previous} is none of the responses")
+
+
+def _of_responses(request: dict[str, Any], others: Sequence[Exchange]) -> Iterator[dict[str, Any]]:
     if request.get("instructions"):
         yield {"role": "system", "content": request["instructions"]}
     turn: dict[str, Any] | None = None  # of the assistant: its text and its calls are items
-    items = request["input"]
-    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+    for item in _items(request, others):
         kind = item.get("type", "message")
         if kind == "function_call":
             turn = turn or {"role": "assistant", "content": ""}

@@ -24,6 +24,8 @@ from hone.capture.scope import recorded, within
 from hone.wire.rollout import RolloutScope
 
 SYSTEM = "You report the weather. Use the tools."
+NAMED = {"X-Hone-Function": "agent.reporter"}
+"""For a model whose calls carry the name of the agent that makes them."""
 DEGREES = {"Paris": 12, "Rome": 21}
 
 

@@ -37,7 +37,7 @@ def test_every_extra_that_a_reader_is_told_of_exists() -> None:
     extras = known["project"]["optional-dependencies"].keys()
     guide = (environments.ROOT / "docs" / "guides" / "frameworks.md").read_text()
     table = re.findall(r"^\| \[[^|]+\| `([\w-]+)` \|", guide, re.M)
-    assert len(table) == 7
+    assert len(table) == 13
     code = [file.read_text() for file in (environments.ROOT / "src/hone/workflow").glob("*.py")]
     named = re.findall(r'require\("[\w.]+", "([\w-]+)"\)', "\n".join(code))
     apart = [one["extra"] for pair in known["tool"]["uv"]["conflicts"] for one in pair]

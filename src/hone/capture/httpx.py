@@ -20,6 +20,7 @@ from typing import Any
 from hone.capture.base import Scope, current, host_of
 from hone.capture.branches import Branch
 from hone.capture.openai import Exchange
+from hone.wire.rollout import FUNCTION_HEADER
 
 LIBRARIES = ("httpx", "httpx2")
 _PATHS = ("/chat/completions", "/completions", "/responses")
@@ -59,18 +60,19 @@ def _clients() -> frozenset[Any]:
     return frozenset(kind for lib in libraries for kind in (lib.Client, lib.AsyncClient))
 
 
-def _tapped(send: Callable[..., Any]) -> Callable[..., Any]:
+def _tapped(send: Any) -> Callable[..., Any]:
     # Not a coroutine function even over an async `send`: it returns what that returns.
     @functools.wraps(send)
     def sending(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = current()
+        # As a method: another patch may have put a descriptor there that has to be bound.
+        original, scope = send.__get__(self, type(self)), current()
         if scope is None or not _is_call(request):
-            return send(self, request, *args, **kwargs)
+            return original(request, *args, **kwargs)
         scope = scope.at_caller()
         _mark(scope, request)
         exchange = _exchange(scope, request)
         if exchange is None:
-            return send(self, request, *args, **kwargs)
+            return original(request, *args, **kwargs)
         recorder = scope.recorder
         assert recorder is not None, "it created the exchange"
         branch = Branch.here(recorder.trunk)
@@ -81,7 +83,7 @@ def _tapped(send: Callable[..., Any]) -> Callable[..., Any]:
             return response
 
         try:
-            answer = send(self, request, *args, **kwargs)
+            answer = original(request, *args, **kwargs)
             if inspect.isawaitable(answer):
                 return _awaited(answer, exchange, answered)
         except BaseException as error:
@@ -131,7 +133,8 @@ def _mark(scope: Scope, request: Any) -> None:
 
 def _exchange(scope: Scope, request: Any) -> Exchange | None:
     """The call in the scope's recorder that this request belongs to."""
-    recorder, function = scope.recorder, scope.function
+    recorder = scope.recorder
+    function = request.headers.get(FUNCTION_HEADER) or scope.function
     if recorder is None or recorder.closed:
         return None
     try:

@@ -32,18 +32,24 @@ class _InContext:
         return functools.partial, (self._fn,)
 
 
-def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
+# The originals are called as methods: another patch may have put a descriptor there that has to be
+# bound, as wrapt's are, with which OpenTelemetry patches `submit`.
+
+
+def _submitting(submit: Any) -> Callable[..., Any]:
     @functools.wraps(submit)
     def submitting(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return submit(self, fn if current() is None else _InContext(fn), *args, **kwargs)
+        submit_to = submit.__get__(self, type(self))
+        return submit_to(fn if current() is None else _InContext(fn), *args, **kwargs)
 
     return submitting
 
 
-def _running(run: Callable[..., Any]) -> Callable[..., Any]:
+def _running(run: Any) -> Callable[..., Any]:
     @functools.wraps(run)
     def running(self: Any, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        return run(self, executor, func if current() is None else _InContext(func), *args)
+        run_in = run.__get__(self, type(self))
+        return run_in(executor, func if current() is None else _InContext(func), *args)
 
     return running
 
