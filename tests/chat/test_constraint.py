@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -30,15 +31,19 @@ Accepts = Callable[..., bool]
 
 @pytest.fixture(scope="module")
 def accepts() -> Iterator[Accepts]:
-    """Whether a constraint accepts a whole text, token by token as the tokenizer encodes it."""
+    """Whether a constraint accepts a whole text, token by token as the tokenizer encodes it.
+
+    Between two texts no token reaches from one into the other.
+    """
     known: dict[int, Grammars] = {}
 
-    def accepts(template: ChatTemplate, constraint: Constraint | None, text: str) -> bool:
+    def accepts(template: ChatTemplate, constraint: Constraint | None, *texts: str) -> bool:
         assert constraint is not None
         tokenizer = template.tokenizer
         grammars = known.setdefault(id(template), Grammars(lambda: tokenizer, len(tokenizer)))
         (matcher,) = grammars.matchers(constraint, 1)
-        for token in tokenizer.encode(text, add_special_tokens=False):
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        for token in chain.from_iterable(encoded):
             if not matcher.allowed()[token]:
                 return False
             matcher.accept(token)
@@ -98,6 +103,19 @@ def test_strict_functions_in_free_text(template: ChatTemplate, accepts: Accepts)
         assert accepts(template, constraint, text), text
     for bad in (call("add", '{"m": 1}'), "text <tool_call>", f"{good} <tool_call>x</tool_call>"):
         assert not accepts(template, constraint, bad), bad
+
+
+def test_a_single_call_ends_the_answer(template: ChatTemplate, accepts: Accepts) -> None:
+    """Not a stop string, which would also end it inside a string that spells the closing tag."""
+    text = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+    write = {"type": "function", "function": {"name": "write", "parameters": text, "strict": True}}
+    head, _, end = call("write", '{"s": "a </tool_|call>"}').partition("|")
+    for choice, before in (("required", ""), ("auto", ""), ("auto", "first ")):
+        constraint = build(template, [write], choice, parallel=False)
+        assert accepts(template, constraint, before + head, end), (choice, before)
+        for more in ("text", "\n<tool_call>"):
+            assert not accepts(template, constraint, before + head, end + more), (choice, more)
+    assert accepts(template, build(template, [write], parallel=False), "just text")
 
 
 def test_a_format_beside_tools(template: ChatTemplate, accepts: Accepts) -> None:

@@ -24,10 +24,11 @@ async def run(question, llm):
     messages = [{"role": "user", "content": question}]
     first = await llm.chat(messages)
     value = float(next(values))  # differs between the two rollouts
-    hone.step("plan", value=value)
+    undone = "undo" in question
+    hone.step("plan", value=-value if undone else value)
     messages += [{"role": "assistant", "content": first.choices[0].message.content}]
     await llm.chat([*messages, {"role": "user", "content": "go on"}])
-    hone.step("answer", value=0.0)  # of both rollouts
+    hone.step("answer", value=value if undone else 0.0)  # 0 in both rollouts
     return value
 
 
@@ -55,12 +56,14 @@ def gradient_norm(model: Any, rollouts: list[list[dict[str, Any]]], advantages: 
 
 
 @pytest.mark.parametrize(
-    ("credit", "expected"),
+    ("credit", "question", "expected"),
     [
         # Two rewards that differ: one standard deviation below and above their mean.
-        ("outcome", [[-1.0, -1.0], [1.0, 1.0]]),
+        ("outcome", "how many?", [[-1.0, -1.0], [1.0, 1.0]]),
         # The second turns have equal values: nothing says which of them was better.
-        ("per_call", [[-1.0, 0.0], [1.0, 0.0]]),
+        ("per_call", "how many?", [[-1.0, 0.0], [1.0, 0.0]]),
+        # Each plan loses what its answer wins back: from there on, both rollouts come to 0.
+        ("return_to_go", "do and undo", [[0.0, -1.0], [0.0, 1.0]]),
     ],
 )
 def test_credit_decides_which_turn_is_raised(
@@ -68,12 +71,13 @@ def test_credit_decides_which_turn_is_raised(
     environment: dict[str, str],
     tmp_path: Path,
     credit: str,
+    question: str,
     expected: list[list[float]],
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    (tmp_path / "rows.json").write_text(json.dumps([{"id": 0, "question": "how many?"}]))
+    (tmp_path / "rows.json").write_text(json.dumps([{"id": 0, "question": question}]))
     (tmp_path / "agent.py").write_text(AGENT)
     name = f"credit-{credit.replace('_', '-')}"
     config = CONFIG.format(port=server.port, name=name, base=QWEN, rollouts=2)
@@ -89,7 +93,9 @@ def test_credit_decides_which_turn_is_raised(
         call: {token["advantage"] for token in of}
         for call, of in groupby(sampled, lambda t: (t["trajectory"], t["call"]))
     }
-    low, high = sorted({trajectory for trajectory, _ in trained}, key=lambda t: min(trained[t, 0]))
+    low, high = sorted(
+        {trajectory for trajectory, _ in trained}, key=lambda t: [*trained[t, 0], *trained[t, 1]]
+    )
     for trajectory, row in zip((low, high), expected, strict=True):
         for turn, advantage in enumerate(row):
             (value,) = trained[trajectory, turn]
@@ -114,8 +120,9 @@ def test_credit_decides_which_turn_is_raised(
     other = [[-1.0, 0.0], [1.0, 0.0]] if credit == "outcome" else [[-1.0, -1.0], [1.0, 1.0]]
     assert gradient_norm(model, rollouts, other) != pytest.approx(norm, rel=0.05)
     # Either way the good turn of the better rollout has become more likely, the other one less.
-    before = [logprobs(model, calls[0]).sum().item() for calls in rollouts]
+    turn = 1 if credit == "return_to_go" else 0
+    before = [logprobs(model, calls[turn]).sum().item() for calls in rollouts]
     model.load_adapter(checkpoints / "0001", "trained")
     model.set_adapter("trained")
-    worse, better = (logprobs(model, calls[0]).sum().item() for calls in rollouts)
+    worse, better = (logprobs(model, calls[turn]).sum().item() for calls in rollouts)
     assert worse < before[0] and better > before[1]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,40 @@ async def test_health_tells_those_with_the_key_what_is_served_and_where(
             assert (said["port"], said["inference_port"]) == (7001, 8001)
             assert said["base_models"] == {str(tiny_model): True, "elsewhere": False}
     await state.serving.close()
+
+
+async def test_half_of_a_surrogate_pair_is_refused_by_every_route(make_state: MakeState):
+    """JSON can spell it, and no file, no log and no response can hold it."""
+    control, _ = create_apps(make_state())
+    schema = control.openapi()
+    asked = 0
+    async with client(control) as http:
+        for path, methods in schema["paths"].items():
+            for method, operation in methods.items():
+                if "requestBody" not in operation:
+                    continue
+                form = operation["requestBody"]["content"]["application/json"]["schema"]
+                form = schema["components"]["schemas"].get(
+                    form.get("$ref", "").rpartition("/")[2], form
+                )
+                keys = form.get("properties", {"model": {}})
+                needed = dict.fromkeys(form.get("required", ()), "x")
+                for body in (
+                    {"\ud800": 1},
+                    *({**needed, key: "\ud800"} for key in keys),
+                    *({**needed, key: {"\ud800": 1.0, "x": "\ud800"}} for key in keys),
+                ):
+                    written = json.dumps(body)  # httpx would not write it
+                    answer = await http.request(
+                        method,
+                        re.sub(r"{\w+}", "x", path),
+                        content=written,
+                        headers={"content-type": "application/json"},
+                    )
+                    asked += 1
+                    assert 400 <= answer.status_code < 500, (path, written, answer.text)
+                    assert answer.json()["error"]["message"]
+    assert asked >= 30, asked
 
 
 async def test_training_routes_exist_only_on_the_control_port(make_state: MakeState):

@@ -368,6 +368,18 @@ def test_parallel_calls_and_only_the_first(talk: Any, tokenizer: Any) -> None:
     assert tokenizer.decode(first.token_ids).endswith("</tool_call>")
 
 
+def test_a_tag_inside_constrained_arguments_does_not_end_the_call(talk: Any) -> None:
+    strict = {"type": "function", "function": {**LOOK["function"], "strict": True}}
+    said = '<tool_call>\n{"name": "look", "arguments": {"word": "a </tool_call> b"}}\n</tool_call>'
+    for options in (
+        {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        {"tools": [strict], "parallel_tool_calls": False},
+    ):
+        (call,) = talk(said, **options).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"word": "a </tool_call> b"}
+
+
 def test_tool_choice_none_hides_the_tools(talk: Any, tokenizer: Any) -> None:
     answer = talk(CALL, tools=[LOOK], tool_choice="none")
     (choice,) = answer.choices

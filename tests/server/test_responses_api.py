@@ -15,6 +15,7 @@ from tests.server.test_rollouts import SAID, spelt_out
 from tests.server.test_stream import LONG, wait_for
 
 from hone.capture.scope import recorded
+from hone.workflow.llm import LLM
 
 FLAT_LOOK: dict[str, Any] = {"type": "function", **LOOK["function"]}
 FLAT_WEATHER: dict[str, Any] = {"type": "function", **WEATHER["function"]}
@@ -557,6 +558,35 @@ def test_a_call_that_does_not_parse_comes_back_as_it_was(create: Create, respons
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "no JSON"}
     question = {"role": "user", "content": "hello"}
     assert continues(first, create("ok", input=[question, call, output], tools=[FLAT_LOOK]))
+
+
+async def test_an_llm_of_the_harness_may_call_this_api(shared: Server, tiny_model: Path) -> None:
+    """With the arguments of a chat completion, and the same prompt."""
+    called = {"name": "look", "arguments": '{"word": "x"}'}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": "See."}
+        | {"tool_calls": [{"id": "c1", "type": "function", "function": called}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a coat"},
+    ]
+    named = {"type": "function", "function": {"name": "look"}}
+    arguments: Any = {"tools": [LOOK], "tool_choice": named, "max_tokens": 99, "seed": 3}
+    completions: list[Any] = []
+    for kind in ("chat_completion", "responses"):
+        llm = LLM(base_url=f"{shared.inference_url}/v1", model=str(tiny_model), api_type=kind)
+        shared.engine.says([CALL])
+        completions.append(await llm.chat(messages, **arguments))
+        await llm.close()
+    chat, response = completions
+    assert response.prompt_token_ids == chat.prompt_token_ids
+    (ours,), (theirs,) = response.choices, chat.choices
+    assert ours.message.tool_calls[0].function == theirs.message.tool_calls[0].function
+    assert (ours.finish_reason, ours.token_ids) == ("tool_calls", theirs.token_ids)
+    assert response.usage.completion_tokens == chat.usage.completion_tokens
+    calls = shared.state.calls.get([theirs.call_id, ours.call_id])
+    assert [call.request_fields is None for call in calls] == [True, False]
+    assert shared.engine.asked[-1].sampling == shared.engine.asked[-2].sampling
 
 
 # ---- what the harness sees -------------------------------------------------------------------

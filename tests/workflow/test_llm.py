@@ -127,7 +127,12 @@ async def test_the_seed_s_entry(tmp_path: Path):
     )
     assert (llm.name, llm.model) == ("chat", "Qwen/Qwen2.5-3B-Instruct")
     assert (llm.base_url, llm.api_key) == ("http://localhost:8000/v1", "default")
-    assert llm.params == {"temperature": 0.4}
+    assert (llm.params, llm.api_type) == ({"temperature": 0.4}, "chat_completion")
+    entry = "_type: openai, model: m, base_url: 'http://localhost:8000/v1', api_type: responses"
+    llm = await made(tmp_path, entry)
+    assert llm.api_type == "responses"
+    with pytest.raises(ConfigError, match=r"use llm\.client\.responses\.create"):
+        await llm.chat([], stream=True)
 
 
 async def test_the_environment_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -188,7 +193,7 @@ async def test_in_a_training_run_an_entry_sends_what_its_part_in_it_is(tmp_path:
         ("_type: openai, model: a, model_name: b", "has both 'model' and 'model_name'"),
         ("_type: openai, model: a, num_retries: 2", "num_retries is 2: not in this version"),
         ("_type: openai, model: a, retry_on_errors: [x]", r"retry_on_errors is \['x'\]: not in"),
-        ("_type: openai, model: a, api_type: responses", "api_type is 'responses': not in this"),
+        ("_type: openai, model: a, api_type: assistants", "api_type"),
         ("_type: trainable, base_url: 'http://a/v1'", "base_url is set and model_name is not"),
         ("_type: openai, model: a, temperature: -1", "temperature"),
         ("_type: openai, model: a, temprature: 1", "temprature.*Did you mean 'temperature'"),

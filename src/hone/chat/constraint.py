@@ -53,7 +53,8 @@ def answer_constraint(
         rules += _call_rules(choice, choice.syntax, tags)
         body = "call" if choice.single else "call (BREAK call)*"
         if not choice.required:
-            body = f"{body} | output" if output is not None else _text_and_calls(tags, rules)
+            free = output is None
+            body = _text_and_calls(tags, rules, choice) if free else f"{body} | output"
     if "output" in body:
         assert output is not None
         rules.append(f"output: {_embedded(output)}")
@@ -116,14 +117,14 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def _text_and_calls(tags: _Tags, rules: list[str]) -> str:
-    """Text with any number of calls in it; adds the rules that this needs."""
+def _text_and_calls(tags: _Tags, rules: list[str], choice: ToolChoice) -> str:
+    """Text with calls in it, or with a single one at its end; adds the rules that this needs."""
     rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN_CALL}(?s:.*)/")
     if tags.id(OPEN_CALL) is not None:
-        return "TEXT (call TEXT)*"
+        return "TEXT call?" if choice.single else "TEXT (call TEXT)*"
     # A tag of several tokens: text up to its first occurrence, which only a lazy rule can end.
     rules.append(f"opened[lazy]: /(?s:.*){OPEN_CALL}/")
-    return "(opened rest)* TEXT"
+    return "opened rest | TEXT" if choice.single else "(opened rest)* TEXT"
 
 
 def _reasoning(reasoning: str, tags: _Tags) -> str:

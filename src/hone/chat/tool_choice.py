@@ -97,6 +97,10 @@ class ToolChoice:
 
     @property
     def stop(self) -> tuple[str, ...]:
+        """Strings that end a free answer after its single call.
+
+        A constraint ends the answer itself: there, a string in the arguments may spell the tag.
+        """
         return (CLOSE_CALL,) if self.single else ()
 
 

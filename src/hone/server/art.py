@@ -42,7 +42,7 @@ from hone.server.art_requests import (
     server_keys,
 )
 from hone.server.auth import inference_key
-from hone.server.bodies import raw_body_route
+from hone.server.bodies import JsonRoute, raw_body_route
 from hone.server.job_tasks import Head
 from hone.server.state import State
 from hone.server.submit import Run, reading, submit
@@ -63,7 +63,7 @@ HISTORY = {
 
 def routes(state: State) -> APIRouter:
     """The routes of ART's server, in all its versions."""
-    router = APIRouter(tags=["ART"])
+    router = APIRouter(tags=["ART"], route_class=JsonRoute)
 
     @router.post("/register")
     def register(model: ArtModel) -> None:

@@ -11,8 +11,10 @@ the event loop, and limited to `max_small_body_bytes`, unless its route accepts 
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from email.message import Message as MimeHeaders
+from typing import Any
 
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -133,6 +135,30 @@ def is_json(content_type: str) -> bool:
         return False
     subtype = headers.get_content_subtype()
     return subtype == "json" or subtype.endswith("+json")
+
+
+class JsonRoute(APIRoute):
+    """A route that refuses half of a surrogate pair in its JSON body: no file can hold it."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride] - a coroutine is awaitable
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return checked
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        value = await super().json()
+        if b"\\u" in await self.body():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                text = "the body holds half of a surrogate pair; send whole characters"
+                raise HTTPException(422, text) from None
+        return value
 
 
 def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:

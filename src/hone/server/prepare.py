@@ -40,7 +40,8 @@ async def prepare_chat(
     if output is not None or choice.tools:
         build = answer_constraint
         constraint = await asyncio.to_thread(build, template, choice, output, prompt.ids)
-    sampling = _sampling(context, request, max_tokens, template, constraint, choice.stop)
+    stop = choice.stop if constraint is None else ()
+    sampling = _sampling(context, request, max_tokens, template, constraint, stop)
     await _check_sampling(context, sampling, "tools" if output is None else output.param)
     kwargs = request.chat_template_kwargs or {}
     ignored = [f"chat_template_kwargs.{key}" for key in template.ignored_kwargs if key in kwargs]

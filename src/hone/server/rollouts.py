@@ -14,6 +14,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from hone.errors import Conflict, NotFound
+from hone.server.bodies import JsonRoute
 from hone.server.state import State
 from hone.types import Name, RecordedCall, RolloutId, RunSpec, Strict
 
@@ -42,7 +43,7 @@ class RunInfo(Strict):
 
 
 def routes(state: State) -> APIRouter:
-    router = APIRouter(tags=["rollouts"])
+    router = APIRouter(tags=["rollouts"], route_class=JsonRoute)
 
     # Routes that are no coroutines run in a thread: they read the database, and a long rollout is
     # megabytes of JSON.

@@ -22,7 +22,7 @@ from hone.errors import Conflict, NotFound, Unprocessable
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.auth import check_path
-from hone.server.bodies import raw_body_route
+from hone.server.bodies import JsonRoute, raw_body_route
 from hone.server.model_args import check_base_model, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -76,7 +76,7 @@ class RenameRequest(Strict):
 
 def routes(state: State) -> APIRouter:
     """Every route of the training API."""
-    router = APIRouter(prefix="/v1/training", tags=["training"])
+    router = APIRouter(prefix="/v1/training", tags=["training"], route_class=JsonRoute)
     _model_routes(state, router)
     _job_routes(state, router)
     _checkpoint_routes(state, router)

@@ -23,12 +23,14 @@ from hone.config.policy import openai_url
 from hone.config.registry import LLMBaseConfig, register_llm_provider
 from hone.errors import ConfigError
 from hone.model import CONNECT_S, TIMEOUT_S, connection_to
+from hone.workflow.llm_requests import as_arguments, respond
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from openai.types.chat import ChatCompletion
 
 MAX_RETRIES = 10
+ApiType = Literal["chat_completion", "responses"]
 
 
 class LLM:
@@ -47,6 +49,7 @@ class LLM:
         verify_ssl: bool = True,
         rollouts_url: str | None = None,
         rollout_key: str | None = None,
+        api_type: ApiType = "chat_completion",
     ) -> None:
         """Makes no request yet.
 
@@ -62,8 +65,10 @@ class LLM:
             rollouts_url: where agents outside this process reach it, if it is a hone server,
                 which has a base URL for every rollout.
             rollout_key: the key for agents outside this process; `api_key` if None.
+            api_type: the API that `chat` calls; agents with a client of their own may ask for it.
         """
         self.name, self.model, self.api_key = name, model, api_key
+        self.api_type: ApiType = api_type
         self.rollout_key = rollout_key or api_key
         """The key for an agent in another process. If `api_key` opens the training API of a hone
         server, this one opens its inference APIs only."""
@@ -82,7 +87,7 @@ class LLM:
     @cached_property
     def params(self) -> dict[str, Any]:
         """The parameters of every request, as arguments of `chat.completions.create`."""
-        return _as_arguments(self._params)
+        return as_arguments(self._params)
 
     @property
     def rollout_url(self) -> str:
@@ -121,11 +126,17 @@ class LLM:
         return self._sync
 
     async def chat(self, messages: Iterable[Any], **more: Any) -> "ChatCompletion":
-        """One chat completion, with `params` and the arguments given here, which take precedence."""
+        """One chat completion, with `params` and the arguments given here, which take precedence.
+
+        With `api_type: responses` the request is one to /v1/responses, and its response is returned
+        as a chat completion. Such a request is not streamed.
+        """
         both = {**self.params, **more}
         if "extra_body" in self.params and "extra_body" in more:
             both["extra_body"] = {**self.params["extra_body"], **more["extra_body"]}
         both.setdefault("model", self.model)
+        if self.api_type == "responses":
+            return await respond(self.client, list(messages), both)
         return await self.client.chat.completions.create(messages=list(messages), **both)
 
     async def check_step(self) -> None:
@@ -191,20 +202,6 @@ def dialled(base_url: str) -> str:
     return parts._replace(netloc=parts.netloc.replace("0.0.0.0", "127.0.0.1")).geturl()
 
 
-def _as_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """Keys that OpenAI does not know go into `extra_body`, which its client passes on."""
-    import inspect
-
-    from openai.resources.chat.completions import AsyncCompletions
-
-    known = set(inspect.signature(AsyncCompletions.create).parameters)
-    extra = {key: value for key, value in params.items() if key not in known}
-    arguments = {key: value for key, value in params.items() if key in known}
-    if extra:
-        arguments["extra_body"] = {**extra, **arguments.get("extra_body", {})}
-    return arguments
-
-
 # ---- the configuration -------------------------------------------------------------------------
 
 _SECOND_LAYER = ("num_retries", "retry_on_status_codes", "retry_on_errors")
@@ -241,8 +238,8 @@ class _OpenAIFields(LLMBaseConfig):
     """Sent with every request as `chat_template_kwargs: {enable_thinking: ...}`."""
     verify_ssl: bool = True
     """Check the server's certificate."""
-    api_type: Literal["chat_completion", "responses"] = "chat_completion"
-    """Only `chat_completion` in this version."""
+    api_type: ApiType = "chat_completion"
+    """The API that `llm.chat` calls. An agent with a client of its own reads it as `llm.api_type`."""
 
     @field_validator("base_url")
     @classmethod
@@ -268,10 +265,6 @@ class _OpenAIFields(LLMBaseConfig):
                     f"{name} is {getattr(self, name)!r}: not in this version of hone, whose client "
                     "has one layer of retries; remove it and set max_retries"
                 )
-        if self.api_type != "chat_completion":
-            raise ValueError(
-                f"api_type is {self.api_type!r}: not in this version of hone; 'chat_completion' is"
-            )
         return self
 
     def params(self) -> dict[str, Any]:
@@ -308,6 +301,7 @@ class _OpenAIFields(LLMBaseConfig):
             verify_ssl=self.verify_ssl,
             rollouts_url=rollouts_url,
             rollout_key=rollout_key,
+            api_type=self.api_type,
         )
 
 
