@@ -17,6 +17,8 @@ from hone.models.lora import Lora
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, TrainConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
+
 
 def job() -> list[TrajectoryGroup]:
     generator = torch.Generator().manual_seed(0)
