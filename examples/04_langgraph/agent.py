@@ -22,10 +22,9 @@ TOOLS = [price, stock]
 def graph(llm: Any) -> StateGraph[MessagesState]:
     """The ReAct loop: `model` -> `tools` -> `model` until the model calls no tool."""
     model = ChatOpenAI(base_url=llm.base_url, api_key=llm.api_key, model=llm.model, **llm.params)
-    first = model.bind_tools(
-        TOOLS, tool_choice="any"
-    )  # an untrained small model would not call one
-    later = model.bind_tools(TOOLS)
+    # An untrained small model would not call a tool by itself, nor only with the item.
+    first = model.bind_tools(TOOLS, tool_choice="any", strict=True)
+    later = model.bind_tools(TOOLS, strict=True)
 
     async def ask(state: MessagesState) -> dict[str, Any]:
         messages = state["messages"]

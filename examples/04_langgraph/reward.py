@@ -20,14 +20,22 @@ def exact(output: str, expected: str, calls: list[Any]) -> float:
 
 
 def graded(output: str, expected: str, calls: list[Any]) -> float:
-    """0.2 each for the right tool, the right item and the number in the answer; 1 if exact."""
+    """1 if exact, else 0.2 each for the right tool, the right arguments and the number."""
     if exact(output, expected, calls):
         return 1.0
     wanted, made = json.loads(expected), _tool_calls(calls)
-    tool, arguments = made[0] if made else ("", {})
-    item = isinstance(arguments, dict) and arguments.get("item") == wanted["item"]
+    tool, arguments = made[0] if made else ("", None)
     said = str(wanted["number"]) in re.findall(r"\d+", output)
-    return round(0.2 * ((tool == wanted["tool"]) + item + said), 1)
+    credit = 0.2 * (tool == wanted["tool"]) + 0.2 * said + _item_credit(arguments, wanted["item"])
+    return round(credit, 1)
+
+
+def _item_credit(arguments: Any, item: str) -> float:
+    """0.2 for the item and nothing else; 0.1 if its name is in the argument."""
+    if arguments == {"item": item}:
+        return 0.2
+    named = isinstance(arguments, dict) and item in str(arguments.get("item")).lower()
+    return 0.1 if named else 0.0
 
 
 def _tool_calls(calls: list[Any]) -> list[tuple[str, Any]]:

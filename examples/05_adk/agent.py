@@ -32,12 +32,15 @@ def agent(llm: Any) -> LlmAgent:
         ),
         instruction=INSTRUCTIONS,
         tools=[price, stock],
-        before_model_callback=_require_a_call_first,
+        before_model_callback=_limit_calls,
     )
 
 
-def _require_a_call_first(context: CallbackContext, request: LlmRequest) -> None:
-    # An untrained small model would not call a tool by itself.
+def _limit_calls(context: CallbackContext, request: LlmRequest) -> None:
+    # An untrained small model would not call a tool by itself, nor only with the item.
+    for tool in request.config.tools or ():
+        for function in tool.function_declarations:
+            function.parameters_json_schema["additionalProperties"] = False
     if len(request.contents) == 1:
         mode = types.FunctionCallingConfig(mode=types.FunctionCallingConfigMode.ANY)
         request.config.tool_config = types.ToolConfig(function_calling_config=mode)

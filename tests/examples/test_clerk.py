@@ -68,6 +68,7 @@ def train(python: Path | str, folder: str, server: LocalBackend, model: Path, pl
         "trainer_adapters.server.backend.port": port,
         "trajectory_builders.rollouts.num_generations": "4",
         "llms.policy.max_tokens": "256",
+        "llms.policy.temperature": "1.5",  # equal rewards in every group would train nothing
         "finetuning.num_epochs": "2",
         "finetuning.examples_per_epoch": "2",
         "finetuning.output_dir": str(place / "run"),
@@ -151,7 +152,9 @@ def calls(*made: tuple[str, str]) -> list[Any]:
         ([("price", '{"item": "lamp"}')], "no idea", 0.4),
         ([("price", '{"item": "lamp"}')] * 2, "24", 0.6),
         ([("stock", '{"item": "lamp"}')], "24", 0.4),
-        ([("price", '{"item": "lamps"}')], "no such item", 0.2),
+        ([("price", '{"item": "a Lamp"}')], "no such item", 0.3),
+        ([("price", '{"item": "lamp", "type": "string"}')], "24", 0.5),
+        ([("price", '{"item": "rug"}')], "85", 0.2),
         ([("price", '{"item": "la')], "", 0.2),
         ([("price", "[]")], "", 0.2),
         ([], "24", 0.2),
