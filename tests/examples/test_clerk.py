@@ -96,7 +96,13 @@ def train(python: Path | str, folder: str, server: LocalBackend, model: Path, pl
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (place / "run" / "events.jsonl").read_text().splitlines()]
+    return read_lines(place / "run" / "events.jsonl")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects in a JSONL file. Sampled text may contain what str.splitlines takes for a line end."""
+    with file.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def check_run(events: list[dict[str, Any]], place: Path) -> None:
@@ -104,8 +110,7 @@ def check_run(events: list[dict[str, Any]], place: Path) -> None:
     jobs = [event for event in events if event["type"] == "job_done"]
     assert [job["step"] for job in jobs] == [1, 2]
     for epoch in range(2):
-        lines = (place / "run" / "trajectories" / f"epoch_{epoch:03}.jsonl").read_text()
-        rollouts = [json.loads(line) for line in lines.splitlines()]
+        rollouts = read_lines(place / "run" / "trajectories" / f"epoch_{epoch:03}.jsonl")
         assert len(rollouts) == 8
         conversations = [rollout["messages"] for rollout in rollouts]
         assert all(messages[2]["tool_calls"] for messages in conversations)
