@@ -67,8 +67,8 @@ def train(python: Path | str, folder: str, server: LocalBackend, model: Path, pl
         "trainer_adapters.server.backend.ip": "127.0.0.1",
         "trainer_adapters.server.backend.port": port,
         "trajectory_builders.rollouts.num_generations": "4",
-        "llms.policy.max_tokens": "256",
-        "llms.policy.temperature": "1.5",  # equal rewards in every group would train nothing
+        "llms.policy.max_tokens": "512",
+        "llms.policy.temperature": "1.0",  # equal rewards in every group would train nothing
         "finetuning.num_epochs": "2",
         "finetuning.examples_per_epoch": "2",
         "finetuning.output_dir": str(place / "run"),
