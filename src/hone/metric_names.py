@@ -12,7 +12,13 @@ JOB_METRICS: dict[str, str] = {
     "learn/mismatch_kl": "KL divergence between the sampler and the learner at the start of the job, over "
     "labels with an exact log-probability.",
     "learn/kl": "KL divergence from the base model; only with `beta` or `kl_penalty_coef`.",
-    "learn/learning_rate": "Learning rate of the job.",
+    "learn/pairs": "Preference pairs; this and the next four only with the loss `dpo`.",
+    "learn/chosen_reward": "Mean implicit reward of the preferred trajectories: `dpo_beta` times the log-ratio "
+    "of policy to reference, before each optimizer step.",
+    "learn/rejected_reward": "Mean implicit reward of the rejected trajectories.",
+    "learn/reward_margin": "Mean difference of the two.",
+    "learn/reward_accuracy": "Share of pairs in which the preferred trajectory has the larger implicit reward.",
+    "learn/learning_rate": "Mean learning rate of the optimizer steps.",
     "learn/optimizer_steps": "Optimizer steps.",
     "learn/micro_batches": "Packed rows.",
     "learn/row_tokens": "Token budget of a row.",
@@ -33,7 +39,7 @@ JOB_METRICS: dict[str, str] = {
     "learn/staleness": "Steps between the oldest call and the policy that was trained.",
     "learn/tokens_per_s": "Logical tokens per second.",
     "learn/step_s": "Duration of the job in the learner.",
-    "learn/PHASE_s": "Duration by phase: pack, old, reference, forward, backward, optimizer, probe.",
+    "learn/PHASE_s": "Duration by phase: pack, old, policy, reference, forward, backward, optimizer, probe.",
     "serve/held_s": "Time that serving was paused while the learner ran.",
     "turns/first": "Turns that were the first of their rollout. A turn is one request to the policy that is "
     "trained on; its choices share one prompt and count once.",

@@ -24,6 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from hone.train_config import TrainConfig
+
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
 """Name of a model, a project or a run. It becomes a directory, so it cannot leave its parent."""
@@ -140,76 +142,6 @@ class Call(Strict):
         return self
 
 
-class TrainConfig(Strict):
-    """How one job is trained. Every key is used; the step's metrics report the values used."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-    learning_rate: float = Field(default=5e-6, ge=0)
-    """AdamW's learning rate (0 measures without changing the weights)."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
-    """How labels are weighted and clipped; see learner/loss.py."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """The ratio is clipped below at 1 - epsilon (and above at 1 + epsilon without epsilon_high)."""
-    epsilon_high: float | None = None
-    """The ratio's upper bound is 1 + epsilon_high; cispo caps the ratio itself there (default 5)."""
-    unit: Literal["rollout", "call"] = "rollout"
-    """What is one sequence for a loss that averages per sequence."""
-    dr_grpo_tokens: int = Field(default=1024, gt=0)
-    """dr_grpo divides by sequences x this constant instead of by lengths."""
-    scale_rewards: bool | None = None
-    """Divide advantages by the group's standard deviation. Null: yes, except for dr_grpo, which
-    does not by definition; true and false apply to every loss."""
-    credit: Literal["outcome", "per_call", "return_to_go"] = "outcome"
-    """The reward of a call: the trajectory's, its own, or the sum of its own and all later ones."""
-    baseline: Literal["group", "batch"] = "group"
-    """What is subtracted from rewards: the mean of their group, or of the whole job."""
-    beta: float = Field(default=0.0, ge=0)
-    """Weight of the k3 divergence from the base model, in the loss."""
-    kl_penalty_coef: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the base model, as a penalty in the advantage."""
-    importance_cap: float | None = Field(default=2.0, gt=0)
-    """Upper bound of pi_old / pi_sampler; None disables the correction."""
-    max_staleness: int | None = Field(default=0, ge=0)
-    """How many steps older than the job's base step the sampled calls may be; None: any number."""
-    groups_per_optimizer_step: int = Field(default=8, gt=0)
-    """Largest number of groups per optimizer step. Groups are split evenly: 17 into 6, 6 and 5."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's weight decay."""
-    max_seq_length: int = Field(default=8192, gt=1)
-    """Rollouts with a longer call are dropped and counted, never truncated."""
-    row_tokens: int | None = Field(default=None, gt=0)
-    """Largest number of tokens per packed row; the longest path always fits. Null: as many as fit
-    into the learner's share of the machine's total memory, recorded with the job when it starts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_accumulation(cls, values: Any) -> Any:
-        """ART's TrainConfig has one more field, which its users leave at None."""
-        if isinstance(values, dict) and "grad_accumulation_sequences" in values:
-            values = dict(values)
-            if values.pop("grad_accumulation_sequences") is not None:
-                raise ValueError(
-                    "grad_accumulation_sequences: Optimizer steps are counted in groups, so that "
-                    "none is split; set groups_per_optimizer_step"
-                )
-        return values
-
-    @property
-    def divides_by_spread(self) -> bool:
-        """Whether advantages are divided by the group's standard deviation."""
-        return self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
-
-    @property
-    def clip_high(self) -> float:
-        """The upper bound of the ratio, minus 1."""
-        if self.epsilon_high is not None:
-            return self.epsilon_high
-        return 4.0 if self.loss == "cispo" else self.epsilon
-
-
 @dataclass(frozen=True, slots=True)
 class ModelKey:
     """A model's project and name."""
@@ -323,7 +255,7 @@ class JobInfo(Strict):
     """dtype of engine and learner, pinned when it starts."""
     step: int | None = None
     """The step it published."""
-    config: "TrainConfig"
+    config: TrainConfig
     """The settings that are used."""
     seed: int = 0
     plot_tensors: bool = False

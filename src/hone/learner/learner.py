@@ -23,6 +23,7 @@ from hone.learner.forward import row_logprobs
 from hone.learner.loss import RowLabels, penalised, row_loss, weights
 from hone.learner.metrics import Clock, Totals
 from hone.learner.optim import AdamW
+from hone.learner.preference import preference, step_pairs
 from hone.learner.probe import Movement, ProbeCalls
 from hone.learner.samples import Samples, by_optimizer_step, make_samples
 from hone.learner.trie import Batch, pack
@@ -95,11 +96,11 @@ class Learner:
                 groups, config, vocab=body.vocab, max_positions=body.max_positions
             )
             layout = {"shared": not body.unshared, "fill": body.fills_rows}
-            batches = [
-                pack(step, row_tokens=row_tokens, **layout)
-                for step in by_optimizer_step(samples, config)
-            ]
+            steps = by_optimizer_step(samples, config)
+            batches = [pack(step, row_tokens=row_tokens, **layout) for step in steps]
         job = _Job(self, batches, config, clock, on_progress, should_stop, keep=label_logprobs)
+        if config.loss == "dpo":
+            job.pairs = [step_pairs(step) for step in steps]
         probed = ProbeCalls.choose(samples.samples if probe else (), body.dtype)
         lengths = {len(row) for batch in batches for row in batch.rows}
         body.restore()
@@ -192,6 +193,8 @@ class _Job:
         self.clock = clock
         self.totals = Totals()
         self.keep = keep
+        self.pairs: list[Tensor] = []
+        """Per optimizer step, the pairs of its samples, [P, 2]; only for the loss dpo."""
         self.old_logprobs: list[Tensor] = []
         """Per optimizer step, log-probabilities of its labels before the job, if requested."""
         self._on_progress = on_progress
@@ -201,14 +204,15 @@ class _Job:
         config, batches = self.config, self.batches
         # With one optimizer step the old policy is the one being differentiated; only the penalty's
         # mean over the step needs its values before the first row is trained.
-        needs_old = len(batches) > 1 or config.kl_penalty_coef > 0
-        needs_reference = config.beta > 0 or config.kl_penalty_coef > 0
+        needs_old = config.is_on_policy and (len(batches) > 1 or config.kl_penalty_coef > 0)
+        needs_reference = config.beta > 0 or config.kl_penalty_coef > 0 or config.loss == "dpo"
         old: list[Tensor | None] = [None] * len(batches)
         reference: list[Tensor | None] = [None] * len(batches)
         if needs_old:
             old = [self._score(i, "old", self.learner.lora) for i in range(len(batches))]
         if needs_reference:
-            reference = [self._score(i, "reference", None) for i in range(len(batches))]
+            lora = self.learner.lora if config.dpo_reference == "job" else None
+            reference = [self._score(i, "reference", lora) for i in range(len(batches))]
         for i in range(len(batches)):
             self._step(i, old[i], reference[i])
 
@@ -216,14 +220,16 @@ class _Job:
         batch, config = self.batches[index], self.config
         body, lora, optimizer = self.learner.body, self.learner.lora, self.learner.optimizer
         weight, advantage = weights(batch.labels, config), batch.labels.advantage
+        loss_of_step = 0.0
         if config.kl_penalty_coef > 0:
             assert old is not None and reference is not None, "run() prices both for the penalty"
             advantage = penalised(advantage, old, reference, config.kl_penalty_coef)
+        if config.loss == "dpo":
+            advantage, loss_of_step = self._prefer(index, reference)
         if self.keep:
             self.old_logprobs.append(torch.empty(len(batch.labels), dtype=torch.float64))
         optimizer.zero_grad()
         norms: list[Tensor] = []  # of the gradient so far, after every row
-        loss_of_step = 0.0
         for r, row in enumerate(batch.rows):
             self._report("train", index, r)
             with self.clock.phase("forward"):
@@ -242,7 +248,9 @@ class _Job:
                 if self.keep:
                     self.old_logprobs[index][row.label] = picked.old
                 loss, sums = row_loss(values, picked, config)
-                loss_of_step += _finite(loss.item(), "the loss", index, r)
+                share = _finite(loss.item(), "the loss", index, r)
+                if config.loss != "dpo":  # whose value is that of the pairs
+                    loss_of_step += share
             with self.clock.phase("backward"):
                 (slope,) = torch.autograd.grad(loss, values)
                 new.backward(slope.to(new.device))
@@ -255,8 +263,18 @@ class _Job:
         with self.clock.phase("optimizer"):
             leaves = [leaf for _, leaf in optimizer.parameters]
             clip_grads_with_norm_(leaves, config.max_grad_norm, norms[-1])
-            optimizer.step(learning_rate=config.learning_rate, weight_decay=config.weight_decay)
+            rate = config.learning_rate_of(index)
+            optimizer.step(learning_rate=rate, weight_decay=config.weight_decay)
         self.totals.close_step(batch.labels, loss=loss_of_step, grad_norm=grad_norms[-1])
+
+    def _prefer(self, index: int, reference: Tensor | None) -> tuple[Tensor, float]:
+        """DPO's advantages of a step's labels, and its loss, by a pass without gradients."""
+        assert reference is not None, "run() scores the reference for dpo"
+        policy, pairs = self._score(index, "policy", self.learner.lora), self.pairs[index]
+        rollout = self.batches[index].labels.rollout
+        preferred = preference(policy, reference, rollout, pairs, self.config)
+        self.totals.add_pairs(len(pairs), preferred.sums)
+        return preferred.advantage, _finite(preferred.loss, "the loss", index, 0)
 
     @torch.no_grad()
     def _score(self, index: int, phase: str, lora: Lora | None) -> Tensor:

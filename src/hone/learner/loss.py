@@ -1,11 +1,12 @@
-"""The losses: GRPO, DAPO, Dr. GRPO and CISPO, as pure functions of tensors over labels.
+"""The losses: GRPO, DAPO, Dr. GRPO, CISPO, DPO and SFT, as pure functions of tensors over labels.
 
 In:   log-probabilities under the weights being trained, those at the start of the job, the sampler
       and the base model; advantages
 Out:  a row's share of the step's loss, and sums for its metrics
 
 Every label gets its weight from the labels of the whole step; a row only sums weight x term. A mean
-over a row would make the loss depend on which labels are packed together.
+over a row would make the loss depend on which labels are packed together. DPO compares whole
+sequences; preference.py turns that into an advantage per label.
 """
 
 from collections.abc import Callable
@@ -51,6 +52,13 @@ def capped(
     return -ratio.clamp(max=high) * advantage * new, (ratio > high) & (advantage > 0)
 
 
+def likelihood(
+    new: Tensor, old: Tensor, advantage: Tensor, config: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    """The log-likelihood of the label, times its advantage: 1 for SFT, from pairs for DPO."""
+    return -advantage * new, torch.zeros_like(new, dtype=torch.bool)
+
+
 def per_sequence(labels: Labels, config: TrainConfig) -> Tensor:
     """Equal weight for every sequence: 1 / (labels in it x sequences)."""
     counts = torch.bincount(sequences(labels, config))
@@ -60,6 +68,11 @@ def per_sequence(labels: Labels, config: TrainConfig) -> Tensor:
 def per_label(labels: Labels, config: TrainConfig) -> Tensor:
     """Equal weight for every label: 1 / labels of the step."""
     return torch.full((len(labels),), 1.0 / len(labels), dtype=torch.float64)
+
+
+def one(labels: Labels, config: TrainConfig) -> Tensor:
+    """1: the advantages of DPO have the weight of their pair in them."""
+    return torch.ones(len(labels), dtype=torch.float64)
 
 
 def constant(labels: Labels, config: TrainConfig) -> Tensor:
@@ -73,6 +86,8 @@ LOSSES: dict[str, Loss] = {
     "dapo": Loss(clipped, per_label),
     "dr_grpo": Loss(clipped, constant),
     "cispo": Loss(capped, per_label),
+    "dpo": Loss(likelihood, one),
+    "sft": Loss(likelihood, per_label),
 }
 
 
@@ -128,6 +143,9 @@ def row_loss(
     term = term * importance(labels.old, labels.sampler, labels.exact, config.importance_cap)
     if config.beta > 0 and labels.reference is not None:
         term = term + config.beta * k3(new, labels.reference)
+    loss = (labels.weight * term).sum()
+    if not config.is_on_policy:
+        return loss, {}
     with torch.no_grad():
         mismatch = k3(labels.sampler, labels.old)
         sums = {
@@ -137,4 +155,4 @@ def row_loss(
         }
         if labels.reference is not None:
             sums["kl"] = k3(new, labels.reference).sum()
-    return (labels.weight * term).sum(), sums
+    return loss, sums

@@ -9,6 +9,7 @@ Means are over labels and never over rows, so that they do not depend on packing
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from statistics import fmean
 from time import perf_counter
 
 from torch import Tensor
@@ -46,11 +47,19 @@ class Totals:
         self._unknown = 0
         self._loss = 0.0
         self._grad_norm = 0.0
+        self._pairs = 0
+        self._of_pairs: Counter[str] = Counter()
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
         """Add one row's sums."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def add_pairs(self, pairs: int, sums: Mapping[str, float]) -> None:
+        """Add the sums over the pairs of one optimizer step."""
+        self._pairs += pairs
+        for name, value in sums.items():
+            self._of_pairs[name] += value  # pyright: ignore[reportArgumentType]
 
     def close_step(self, labels: Labels, *, loss: float, grad_norm: float) -> None:
         """Add one optimizer step's loss and unclipped gradient norm."""
@@ -68,7 +77,7 @@ class Totals:
             "learn/labels_exact": float(self._exact),
             "learn/labels_inexact": float(self._labels - self._exact - self._unknown),
             "learn/labels_without_logprob": float(self._unknown),
-            "learn/learning_rate": config.learning_rate,
+            "learn/learning_rate": fmean(map(config.learning_rate_of, range(self._steps or 1))),
         }
         if not self._steps:
             return labels
@@ -77,5 +86,8 @@ class Totals:
             for name, total in self._sums.items()
             if name != "mismatch_kl" or self._exact
         }
+        if self._pairs:
+            means |= {f"learn/{k}": total / self._pairs for k, total in self._of_pairs.items()}
+            means["learn/pairs"] = float(self._pairs)
         steps = {"loss": self._loss, "grad_norm": self._grad_norm}
         return labels | means | {f"learn/{k}": total / self._steps for k, total in steps.items()}

@@ -1,9 +1,9 @@
 """Turn scored trajectory groups into token-level training samples.
 
 In:   TrajectoryGroups, as the client sent them
-Out:  Samples; a group whose rewards are all equal yields none
+Out:  Samples; a group whose rewards are all equal yields none, except for the loss `sft`
 
-Token ids are copied from the recorded calls, never encoded again from text. A turn encoded
+Token ids are copied from the calls, never encoded again from text. A turn encoded
 twice can differ by one merge at its border, and its logprobs would then describe other tokens.
 Tokens that cannot be trained on are counted by reason; samples that would train something wrong are
 refused.
@@ -12,12 +12,13 @@ refused.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.credit import call_values
+from hone.credit import call_values, is_flat
 from hone.errors import SampleRefused
 from hone.learner.advantage import advantages
 from hone.trajectory import Trajectory, TrajectoryGroup
@@ -47,6 +48,8 @@ class Sample:
     group: int
     trajectory: int
     calls: tuple[LabelledCall, ...]
+    preferred_to: tuple[int, ...] = ()
+    """Trajectories of its group that it is preferred to; only for the loss `dpo`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class Samples:
 def make_samples(
     groups: Sequence[TrajectoryGroup], config: TrainConfig, *, vocab: int, max_positions: int
 ) -> Samples:
-    """The samples of every group with unequal rewards."""
+    """The samples of every group with unequal rewards; for `sft`, of every group."""
     dropped: Counter[str] = Counter()
     limit = min(config.max_seq_length, max_positions)
     short: list[list[tuple[int, Trajectory]]] = []
@@ -74,12 +77,10 @@ def make_samples(
         rest = []
         for t, trajectory in enumerate(group.trajectories):
             _check(trajectory, config, vocab=vocab, where=f"group {g}, trajectory {t}")
-            if (
-                max((_length(call) for call in trajectory.calls if _trained(call)), default=0)
-                > limit
-            ):
+            trained = [call for call in trajectory.calls if _trained(call, config)]
+            if max(map(_length, trained), default=0) > limit:
                 long_rollouts += 1
-                dropped["too_long"] += _completion_tokens(trajectory)
+                dropped["too_long"] += _completion_tokens(trajectory, config)
             else:
                 rest.append((t, trajectory))
         short.append(rest)
@@ -88,12 +89,17 @@ def make_samples(
     for g, (rest, rows) in enumerate(zip(short, _compare(short, config), strict=True)):
         if rows is None:
             flat_groups += bool(rest)
-            dropped["flat_group"] += sum(_completion_tokens(trajectory) for _, trajectory in rest)
+            dropped["flat_group"] += sum(_completion_tokens(t, config) for _, t in rest)
             continue
+        pairs = _pairs(rest, config)
         for (t, trajectory), row in zip(rest, rows, strict=True):
+            if config.loss == "dpo" and not any(t in pair for pair in pairs):
+                dropped["not_in_pair"] += _completion_tokens(trajectory, config)
+                continue
             calls = _labelled(trajectory, row, config, dropped)
             if calls:
-                samples.append(Sample(g, t, calls))
+                preferred_to = tuple(lost for won, lost in pairs if won == t)
+                samples.append(Sample(g, t, calls, preferred_to))
     return Samples(
         samples=tuple(samples),
         dropped=+dropped,
@@ -118,6 +124,8 @@ def _compare(
     groups: list[list[tuple[int, Trajectory]]], config: TrainConfig
 ) -> list[list[list[float]] | None]:
     """The advantages of every group's trajectories; None where its rewards are equal."""
+    if config.loss == "sft":
+        return [[[1.0]] * len(rest) for rest in groups]
     values = [
         [call_values(t.reward, t.shaped_rewards, config.credit) for _, t in rest] for rest in groups
     ]
@@ -128,6 +136,27 @@ def _compare(
         return [None] * len(groups)
     rest = iter(together)
     return [[next(rest) for _ in rows] for rows in values]
+
+
+def _pairs(rest: list[tuple[int, Trajectory]], config: TrainConfig) -> list[tuple[int, int]]:
+    """Pairs (preferred, rejected) of a group's trajectories with labels, for the loss `dpo`."""
+    if config.loss != "dpo":
+        return []
+    usable = [(t, one.reward) for t, one in rest if _num_labels(one)]
+    usable.sort(key=lambda item: -item[1])  # stable: of equal rewards the first is taken
+    ranked = [usable[0], next(one for one in usable if one[1] == usable[-1][1])] if usable else []
+    if config.dpo_pairs == "all":
+        ranked = usable
+    return [
+        (won, lost)
+        for (won, high), (lost, low) in combinations(ranked, 2)
+        if not is_flat([high, low])
+    ]
+
+
+def _num_labels(trajectory: Trajectory) -> int:
+    calls = [call for call in trajectory.calls if call.trained]
+    return sum(len(call.completion_ids) - len(set(call.forced)) for call in calls)
 
 
 def _labelled(
@@ -142,21 +171,23 @@ def _labelled(
             continue
         advantage = row[0] if config.credit == "outcome" else row[index]
         index += 1
-        if call.temperature == 0:
+        if call.temperature == 0 and config.is_on_policy:
             dropped["temperature_0"] += len(call.completion_ids)
             continue
         forced = set(call.forced)
         dropped["forced"] += len(forced)
         places = [i for i in range(len(call.completion_ids)) if i not in forced]
         if places:
+            logprobs, sampled = call.logprobs, config.is_on_policy
             calls.append(
                 LabelledCall(
                     ids=np.array(call.prompt_ids + call.completion_ids, dtype=np.int64),
                     prompt=len(call.prompt_ids),
                     places=np.array(places, dtype=np.int64),
-                    logprobs=None if call.logprobs is None else np.array(call.logprobs),
-                    exact=call.exact,
-                    temperature=call.temperature,
+                    # Losses that need no sampler train the policy itself, at temperature 1.
+                    logprobs=np.array(logprobs) if sampled and logprobs is not None else None,
+                    exact=call.exact and sampled,
+                    temperature=call.temperature if sampled else 1.0,
                     advantage=advantage,
                     step=call.step,
                 )
@@ -193,13 +224,13 @@ def _check(trajectory: Trajectory, config: TrainConfig, *, vocab: int, where: st
                 )
 
 
-def _trained(call: Call) -> bool:
-    return call.trained and call.temperature > 0
+def _trained(call: Call, config: TrainConfig) -> bool:
+    return call.trained and (call.temperature > 0 or not config.is_on_policy)
 
 
 def _length(call: Call) -> int:
     return len(call.prompt_ids) + len(call.completion_ids)
 
 
-def _completion_tokens(trajectory: Trajectory) -> int:
-    return sum(len(call.completion_ids) for call in trajectory.calls if _trained(call))
+def _completion_tokens(trajectory: Trajectory, config: TrainConfig) -> int:
+    return sum(len(call.completion_ids) for call in trajectory.calls if _trained(call, config))

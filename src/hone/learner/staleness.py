@@ -18,7 +18,7 @@ from hone.types import TrainConfig
 def too_stale(step: int, base: int, config: TrainConfig) -> str | None:
     """Why a call of this step is refused in a job that starts from `base`; None if it is not."""
     limit = config.max_staleness
-    if limit is None or 0 <= base - step <= limit:
+    if limit is None or not config.is_on_policy or 0 <= base - step <= limit:
         return None
     cause = f"was answered by step {step}, and the job starts from step {base}"
     if step > base:

@@ -1,0 +1,135 @@
+"""TrainConfig: the settings of one training job.
+
+In:   keys of a request, of a model's defaults, or of `training:` in a YAML file
+Out:  validated settings; a key that its loss does not use is refused
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_ON_POLICY_KEYS = (
+    "epsilon",
+    "epsilon_high",
+    "unit",
+    "dr_grpo_tokens",
+    "scale_rewards",
+    "credit",
+    "baseline",
+    "beta",
+    "kl_penalty_coef",
+    "importance_cap",
+)
+"""Keys of TrainConfig without effect on the losses dpo and sft."""
+_DPO_KEYS = ("dpo_beta", "dpo_pairs", "dpo_reference")
+
+
+class TrainConfig(BaseModel):
+    """How one job is trained. Every key is used; the step's metrics report the values used."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    learning_rate: float = Field(default=5e-6, ge=0)
+    """AdamW's learning rate (0 measures without changing the weights)."""
+    learning_rates: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    """Learning rate of each optimizer step, in place of `learning_rate`; the last value holds for
+    further steps."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"] = "grpo"
+    """How labels are weighted and clipped; see learner/loss.py. `dpo` compares trajectories of a group
+    in pairs, `sft` trains on every trajectory whatever its reward."""
+    epsilon: float = Field(default=0.2, gt=0)
+    """The ratio is clipped below at 1 - epsilon (and above at 1 + epsilon without epsilon_high)."""
+    epsilon_high: float | None = None
+    """The ratio's upper bound is 1 + epsilon_high; cispo caps the ratio itself there (default 5)."""
+    unit: Literal["rollout", "call"] = "rollout"
+    """What is one sequence for a loss that averages per sequence."""
+    dr_grpo_tokens: int = Field(default=1024, gt=0)
+    """dr_grpo divides by sequences x this constant instead of by lengths."""
+    scale_rewards: bool | None = None
+    """Divide advantages by the group's standard deviation. Null: yes, except for dr_grpo, which
+    does not by definition; true and false apply to every loss."""
+    credit: Literal["outcome", "per_call", "return_to_go"] = "outcome"
+    """The reward of a call: the trajectory's, its own, or the sum of its own and all later ones."""
+    baseline: Literal["group", "batch"] = "group"
+    """What is subtracted from rewards: the mean of their group, or of the whole job."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the k3 divergence from the base model, in the loss."""
+    kl_penalty_coef: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the base model, as a penalty in the advantage."""
+    importance_cap: float | None = Field(default=2.0, gt=0)
+    """Upper bound of pi_old / pi_sampler; None disables the correction."""
+    max_staleness: int | None = Field(default=0, ge=0)
+    """How many steps older than the job's base step the sampled calls may be; None: any number. It
+    does not apply to dpo and sft, which train on text of any origin."""
+    dpo_beta: float = Field(default=0.1, gt=0)
+    """dpo: how strongly the policy is held to the reference; smaller values let it move further."""
+    dpo_pairs: Literal["best_worst", "all"] = "best_worst"
+    """dpo: one pair per group, of the best and the worst trajectory by reward; or every pair with
+    unequal rewards."""
+    dpo_reference: Literal["base", "job"] = "base"
+    """dpo: the reference policy is the base model without adapter, or the policy at the start of the
+    job."""
+    groups_per_optimizer_step: int = Field(default=8, gt=0)
+    """Largest number of groups per optimizer step. Groups are split evenly: 17 into 6, 6 and 5."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
+    max_seq_length: int = Field(default=8192, gt=1)
+    """Rollouts with a longer call are dropped and counted, never truncated."""
+    row_tokens: int | None = Field(default=None, gt=0)
+    """Largest number of tokens per packed row; the longest path always fits. Null: as many as fit
+    into the learner's share of the machine's total memory, recorded with the job when it starts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_accumulation(cls, values: Any) -> Any:
+        """ART's TrainConfig has one more field, which its users leave at None."""
+        if isinstance(values, dict) and "grad_accumulation_sequences" in values:
+            values = dict(values)
+            if values.pop("grad_accumulation_sequences") is not None:
+                raise ValueError(
+                    "grad_accumulation_sequences: Optimizer steps are counted in groups, so that "
+                    "none is split; set groups_per_optimizer_step"
+                )
+        return values
+
+    def learning_rate_of(self, step: int) -> float:
+        """The learning rate of an optimizer step of the job, counted from 0."""
+        rates = self.learning_rates
+        return self.learning_rate if rates is None else rates[min(step, len(rates) - 1)]
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the loss needs calls that the policy sampled, with their log-probabilities."""
+        return self.loss not in ("dpo", "sft")
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> Self:
+        """Refuse keys that this loss does not use, if they are not at their default."""
+        unused = () if self.is_on_policy else _ON_POLICY_KEYS
+        if self.loss != "dpo":
+            unused += _DPO_KEYS
+        for key in unused:
+            value, default = getattr(self, key), TrainConfig.model_fields[key].default
+            if value != default:
+                instead = " Set dpo_beta." if (key, self.loss) == ("beta", "dpo") else ""
+                raise ValueError(
+                    f"{key} is {value!r}, which has no effect on loss {self.loss!r}; remove it or "
+                    f"set another loss.{instead}"
+                )
+        return self
+
+    @property
+    def divides_by_spread(self) -> bool:
+        """Whether advantages are divided by the group's standard deviation."""
+        return self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
+
+    @property
+    def clip_high(self) -> float:
+        """The upper bound of the ratio, minus 1."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return 4.0 if self.loss == "cispo" else self.epsilon
