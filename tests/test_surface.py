@@ -36,6 +36,7 @@ def test_public_names():
         "Tools",
         "TrainConfig",
         "TrainResult",
+        "TrainSFTConfig",
         "TrainableModel",
         "Trajectory",
         "TrajectoryGroup",

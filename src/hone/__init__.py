@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from hone.model import Model, TrainableModel
     from hone.retries import retry
+    from hone.train_config import TrainConfig, TrainSFTConfig
     from hone.trajectory import (
         History,
         Messages,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         Trajectory,
         TrajectoryGroup,
     )
-    from hone.types import Call, TrainConfig
+    from hone.types import Call
 
 __all__ = [
     "Backend",
@@ -57,6 +58,7 @@ __all__ = [
     "Tools",
     "TrainConfig",
     "TrainResult",
+    "TrainSFTConfig",
     "TrainableModel",
     "Trajectory",
     "TrajectoryGroup",
@@ -91,8 +93,9 @@ _HOME = {
     "ServerlessBackend": "serverless.backend",
     "ServerlessTrainResult": "serverless.backend",
     "Tools": "trajectory",
-    "TrainConfig": "types",
+    "TrainConfig": "train_config",
     "TrainResult": "backends.base",
+    "TrainSFTConfig": "train_config",
     "TrainableModel": "model",
     "Trajectory": "trajectory",
     "TrajectoryGroup": "trajectory",

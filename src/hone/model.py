@@ -22,6 +22,7 @@ from hone import dev, model_files
 from hone.backends.base import Backend, TrainResult
 from hone.capture.base import host_of
 from hone.errors import ConfigError
+from hone.train_config import TrainSFTConfig
 from hone.trajectory import Trajectory, TrajectoryGroup, means
 from hone.types import AnyName, AnyProject, ModelSpec, TrainConfig, stored_name
 
@@ -320,6 +321,26 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         result = await backend.train(self, trajectory_groups, config, verbose=verbose, **keys)
         self._report(result.step, result.metrics)
         return result
+
+    async def train_sft(
+        self,
+        trajectories: Iterable[Trajectory],
+        config: TrainSFTConfig | None = None,
+        _config: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+        **keys: Any,
+    ) -> TrainResult:
+        """Train on the assistant messages of the conversations and wait for the new step.
+
+        Args:
+            trajectories: conversations; rewards do not matter. A message with `weight: 0` is context.
+            config: learning rate and batch size.
+            _config: as in ART; keys of TrainConfig.
+            verbose: show progress even if stderr is not a terminal.
+            **keys: further keys of TrainConfig.
+        """
+        more = {**(_config or {}), **keys}
+        return await self.backend().train_sft(self, trajectories, config, verbose=verbose, **more)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> list[int]:
         """Delete all steps but the newest and the best by a logged metric; returns those deleted."""

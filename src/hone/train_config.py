@@ -1,4 +1,4 @@
-"""TrainConfig: the settings of one training job.
+"""TrainConfig and TrainSFTConfig: the settings of one training job.
 
 In:   keys of a request, of a model's defaults, or of `training:` in a YAML file
 Out:  validated settings; a key that its loss does not use is refused
@@ -133,3 +133,27 @@ class TrainConfig(BaseModel):
         if self.epsilon_high is not None:
             return self.epsilon_high
         return 4.0 if self.loss == "cispo" else self.epsilon
+
+
+AUTO_BATCH = 2
+"""Conversations per optimizer step of `batch_size: auto`; ART's value."""
+
+
+class TrainSFTConfig(BaseModel):
+    """How `train_sft` trains; ART's names and defaults."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    learning_rate: float | list[float] = 5e-5
+    """AdamW's learning rate; a list has one value per batch."""
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Conversations per optimizer step; auto: 2."""
+
+    def job_keys(self) -> dict[str, Any]:
+        """The keys of TrainConfig that it stands for."""
+        size = AUTO_BATCH if self.batch_size == "auto" else self.batch_size
+        rate = self.learning_rate
+        rates = {"learning_rates": rate} if isinstance(rate, list) else {"learning_rate": rate}
+        return {"loss": "sft", "groups_per_optimizer_step": size, **rates}

@@ -14,6 +14,11 @@ from hone.errors import ModelUnsupported, TemplateError
 
 ROOT = Path(__file__).parents[2]
 HI = [{"role": "user", "content": "hi"}]
+WRITTEN_CALL = {
+    "id": "c0",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "the city"}'},
+}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather"}}]
 NO_TOOLS_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -249,3 +254,39 @@ def test_end_tokens_of_the_model_s_files_end_the_turn(make_tokenizer, family, na
     said = tokenizer.encode("Hello", add_special_tokens=False)
     assert template.parse([*said, end]).content == "Hello"
     assert plain.parse([*said, end]).content == "Hello!"
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen25", "qwen3"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"role": "assistant", "content": "the weather is cold"},
+        {"role": "assistant", "content": "\n\nthe wind"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [WRITTEN_CALL]},
+    ],
+    ids=["text", "newlines", "tool-call"],
+)
+def test_a_written_answer_is_what_the_model_would_have_to_sample(request, family, reply):
+    template = request.getfixturevalue(family)
+    messages, tools = [{"role": "user", "content": "and now?"}], TOOLS
+    ids = template.answer_ids(messages, reply, tools)
+    assert ids[-1] == template.renderer.turn_ends[0] and ids.count(ids[-1]) == 1
+    parsed = template.parse(ids, prompt_ids=template.render(messages, tools), tools=tools).message
+    assert (parsed["content"] or "").strip() == reply["content"].strip()
+    called = [c["function"]["name"] for c in parsed.get("tool_calls") or ()]
+    assert called == [c["function"]["name"] for c in reply.get("tool_calls", ())]
+    # prompt and answer together are the template's own text
+    whole = template.render([*messages, reply], tools, generation_prompt=False)
+    text = template.tokenizer.decode([*template.render(messages, tools), *ids])
+    assert template.tokenizer.decode(whole).startswith(text)
+
+
+def test_a_template_that_hides_where_the_answer_begins_is_refused(make_tokenizer):
+    odd = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}ANSWER NOW{% endif %}"
+    )
+    template = ChatTemplate.load(make_tokenizer("smollm2-instruct", odd))
+    user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}
+    with pytest.raises(TemplateError, match="does not write an answer after its"):
+        template.answer_ids([user], reply)

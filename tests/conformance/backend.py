@@ -125,6 +125,39 @@ class BackendConformance:
         assert old.token_ids == before.token_ids
         assert _logprobs(after) != _logprobs(before), "the served answer did not change"
 
+    async def test_conversations_train_by_their_text(self, backend: Backend, new_model: NewModel):
+        """ART's train_sft: one optimizer step per batch, one published step per call."""
+        model = new_model()
+        await model.register(backend)
+        reply = {"role": "assistant", "content": "seven"}
+        conversations = [Trajectory(messages_and_choices=[*MESSAGES, reply])] * 5
+        config = hone.TrainSFTConfig(learning_rate=[1e-3, 5e-3, 3e-3], batch_size=2)
+        first = await model.train_sft(conversations, config)
+        assert (first.step, first.reason) == (1, None) and first.counts == {"from_text": 5}
+        # batches of 2, 2 and 1; their mean rate
+        assert first.metrics["learn/optimizer_steps"] == 3
+        assert first.metrics["learn/learning_rate"] == pytest.approx(3e-3)
+        second = await backend.train_sft(model, conversations)
+        assert second.metrics["learn/loss"] < first.metrics["learn/loss"]
+        assert second.metrics["learn/learning_rate"] == 5e-5
+
+    async def test_the_better_of_two_conversations_is_preferred(
+        self, backend: Backend, new_model: NewModel
+    ):
+        model = new_model()
+        await model.register(backend)
+
+        def said(text: str, reward: float) -> Trajectory:
+            reply = {"role": "assistant", "content": text}
+            return Trajectory(messages_and_choices=[*MESSAGES, reply], reward=reward)
+
+        pair = [TrajectoryGroup([said("no number", 0.0), said("seven", 1.0)])]
+        first = await model.train(pair, loss="dpo", learning_rate=5e-3)
+        assert first.metrics["learn/loss"] == pytest.approx(0.6931472, abs=1e-5)
+        second = await model.train(pair, loss="dpo", learning_rate=5e-3)
+        assert second.metrics["learn/reward_margin"] > first.metrics["learn/reward_margin"]
+        assert second.metrics["learn/reward_accuracy"] == 1 and second.step == 2
+
     async def test_the_model_s_defaults_count_unless_the_job_says_otherwise(
         self, backend: Backend, new_model: NewModel
     ):

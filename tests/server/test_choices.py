@@ -370,3 +370,51 @@ async def test_messages_no_template_can_express_are_refused_with_the_template_s_
     )
     said = await world.refusal(talk(choice(world.ids("Cold."), "Cold.")))
     assert "messages: expected a list of at least one message" in said
+
+
+# ---- losses that train on text -------------------------------------------------------------------
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+async def test_sft_trains_every_assistant_message_as_text(world: World):
+    conversation = talk(USER, said("Cold."), {"role": "user", "content": "And now?"}, said("Wet."))
+    resolved = await world.resolve(conversation, loss="sft")
+    first, second = resolved.groups[0].trajectories[0].calls
+    assert first.prompt_ids == world.prompt([USER]) and first.completion_ids == world.ids("Cold.")
+    assert first.logprobs is None and first.trained
+    # the second turn continues the ids of the first, so that the trie shares them
+    begin = first.prompt_ids + first.completion_ids
+    assert second.prompt_ids[: len(begin)] == begin
+    assert second.completion_ids == world.ids("Wet.")
+    assert resolved.counts == {"from_text": 2}
+
+
+async def test_weight_0_makes_a_message_context(world: World):
+    conversation = talk(USER, said("Cold.", weight=0), USER, said("Wet.", weight=1))
+    resolved = await world.resolve(conversation, loss="sft")
+    (call,) = resolved.groups[0].trajectories[0].calls
+    assert call.completion_ids == world.ids("Wet.")
+    assert call.prompt_ids == world.prompt([USER, said("Cold."), USER])
+
+
+async def test_a_choice_that_this_server_sampled_keeps_its_ids_and_any_other_is_text(world: World):
+    ids = world.letters("Cold.")
+    recorded = world.add(ids, reply="Cold.")
+    resolved = await world.resolve(
+        talk(USER, choice(ids, "Cold.", call_id=recorded.id)),
+        talk(USER, choice([7, 7], "Cold.")),  # the ids of another model's vocabulary
+        loss="sft",
+    )
+    ours, other = (trajectory.calls for trajectory in resolved.groups[0])
+    assert ours == [recorded.call] and other[0].completion_ids == world.ids("Cold.")
+    assert resolved.counts == {"from_text": 1, "matched": 1}
+
+
+async def test_dpo_needs_two_of_an_input_and_sft_an_answer(world: World):
+    assert "DPO compares two of the same input" in await world.refusal(
+        talk(USER, said("Cold.")), loss="dpo"
+    )
+    assert "No assistant messages to train on" in await world.refusal(talk(USER), loss="sft")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from hone.trajectory import TrajectoryGroup
+from hone.train_config import TrainSFTConfig
+from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import CheckpointInfo, ModelInfo, ModelSpec, TrainConfig
 
 
@@ -72,6 +73,18 @@ class Backend(Protocol):
 
         `keys` are keys of TrainConfig, or options of ART, and override those of `config`.
         """
+        ...
+
+    async def train_sft(
+        self,
+        model: Named,
+        trajectories: Iterable[Trajectory],
+        config: TrainSFTConfig | None = None,
+        *,
+        verbose: bool = False,
+        **keys: Any,
+    ) -> TrainResult:
+        """Train on the assistant messages of the conversations, whatever their rewards."""
         ...
 
     async def checkpoints(self, model: Named) -> list[CheckpointInfo]:

@@ -25,7 +25,8 @@ from hone.backends.base import Named, Trainable, TrainResult
 from hone.backends.http import FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.progress import Progress
-from hone.trajectory import JobRequest, TrajectoryGroup
+from hone.train_config import TrainSFTConfig
+from hone.trajectory import JobRequest, Trajectory, TrajectoryGroup
 from hone.types import (
     CheckpointInfo,
     JobEvent,
@@ -161,6 +162,29 @@ class RemoteBackend(Server):
     def _checkpoint_path(self, model: Named, step: int) -> str | None:
         """Directory of a step, where this process can read the server's files."""
         return None
+
+    async def train_sft(
+        self,
+        model: Named,
+        trajectories: Iterable[Trajectory],
+        config: TrainSFTConfig | None = None,
+        *,
+        verbose: bool = False,
+        **keys: Any,
+    ) -> TrainResult:
+        """Train on the assistant messages of the conversations, and wait for the new step.
+
+        Args:
+            model: a registered one.
+            trajectories: conversations (`messages_and_choices`, `tools`); rewards do not matter. A
+                message with `weight: 0` is context.
+            config: learning rate and batch size.
+            verbose: show progress also where stderr is not a terminal.
+            **keys: further keys of TrainConfig, and the options of `train`.
+        """
+        groups = [TrajectoryGroup([trajectory]) for trajectory in trajectories]
+        sft = (config or TrainSFTConfig()).job_keys()
+        return await self.train(model, groups, verbose=verbose, **sft | keys)
 
     async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
         items = await self.ask("GET", f"{_path(model)}/checkpoints")

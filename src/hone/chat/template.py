@@ -185,6 +185,35 @@ class ChatTemplate:
         checked, offered = self.check(messages, tools)
         return self.renderer.render(checked, offered, generation_prompt=generation_prompt)
 
+    def answer_ids(
+        self, messages: Sequence[object], reply: object, tools: Tools | None = None
+    ) -> list[int]:
+        """The ids of a written answer to these messages, as the model would have to sample them.
+
+        They begin after the generation prompt and end with the token that ends the turn. Raises
+        TemplateError if the template does not write the answer after its generation prompt.
+        """
+        prompt = self.render(list(messages), tools)
+        whole = self.render([*messages, reply], tools, generation_prompt=False)
+        if whole[: len(prompt)] == prompt:
+            ids = whole[len(prompt) :]
+        else:  # the first token of the answer merged with the prompt's last, or it is another text
+            before, text = self._text(prompt), self._text(whole)
+            if not text.startswith(before):
+                raise TemplateError(
+                    f"the chat template of {self.name!r} does not write an answer after its "
+                    "generation prompt, so it is unknown which tokens are the answer's; use another "
+                    "template, or train on answers that were sampled"
+                )
+            ids = encode(self.tokenizer, text[len(before) :])
+        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
+        return ids[: ends[-1] + 1] if ends else [*ids, self.stop_ids[0]]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
     def check(
         self, messages: object, tools: Tools | None
     ) -> tuple[list[Message], list[dict[str, Any]]]:

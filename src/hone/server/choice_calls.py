@@ -1,13 +1,15 @@
 """Turn OpenAI messages and choices with log-probabilities, as ART's clients send them, into Calls.
 
 In:   a History; the calls this server recorded; the model's chat template
-Out:  one Call per choice whose log-probabilities are known, in their order
+Out:  one Call per choice whose log-probabilities are known, in their order; for the losses that
+      train on text (dpo, sft), one Call per assistant message
 
 A choice that this server sampled is matched with its recorded call by the call's id, if the client
 sent it (then it needs no log-probabilities of its own), or by its token ids; prompt, temperature and
 step are the recorded ones. The prompt of any other choice is rendered from text, which is a guess
 about what its sampler was fed: it is counted as such, and refused where ids and message differ or
-where the numbers of ids and of log-probabilities do.
+where the numbers of ids and of log-probabilities do. An assistant message that is trained as text is
+rendered with the model's template; `weight: 0`, as in OpenAI's fine-tuning format, makes it context.
 """
 
 import re
@@ -82,7 +84,12 @@ class ChoiceReader:
         for i, item in enumerate(history.messages_and_choices):
             where = (*path, "messages_and_choices", i)
             message, choice = _split(item, where)
-            if choice is not None:
+            if not self._start.config.is_on_policy:
+                call = self._written(choice, message, transcript, where)
+                if call is not None:
+                    calls.append(call)
+                    transcript.answer(call, message)
+            elif choice is not None:
                 sampled = self._tokens.read(choice, where) or self._recorded_sample(choice, message)
                 if sampled is None:
                     self._counts["dropped/no_logprobs"] += 1
@@ -123,6 +130,31 @@ class ChoiceReader:
             logprobs=sampled.logprobs,
             step=self._start.step,
         )
+
+    def _written(
+        self,
+        choice: Mapping[str, Any] | None,
+        message: dict[str, Any],
+        transcript: "_Transcript",
+        where: FieldPath,
+    ) -> Call | None:
+        """An assistant message as a call: the one that was recorded, or its text; else None."""
+        weight = message.pop("weight", 1)
+        if message.get("role") != "assistant" or not weight:
+            return None
+        if choice is not None and self._recorded_sample(choice, message) is not None:
+            recorded = self._by_id(choice)
+            assert recorded is not None, choice
+            self._counts["matched"] += 1
+            self.matched.append(recorded)
+            return recorded.call.model_copy(update={"trained": True})
+        try:
+            prompt = transcript.prompt()
+            ids = self._template.answer_ids(transcript.messages, message, transcript.history.tools)
+        except TemplateError as error:
+            raise InvalidField(where, str(error)) from None
+        self._counts["from_text"] += 1
+        return Call(prompt_ids=prompt, completion_ids=ids, step=self._start.step)
 
     # ---- the recorded call ---------------------------------------------------------------------
 

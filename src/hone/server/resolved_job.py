@@ -7,7 +7,7 @@ Every wrong field of a job is reported here, all at once, each by its path. What
 on, without being wrong, is left out and counted by reason. Nothing is guessed: a call that this
 server did not record is accepted only where its tokens, its text and its log-probabilities agree.
 
-Counted are calls by their source (`by_tokens`, `by_rollout`, `matched`, `rerendered`);
+Counted are calls by their source (`by_tokens`, `by_rollout`, `matched`, `rerendered`, `from_text`);
 `dropped/abandoned`, `dropped/other_model`, `dropped/frozen` (a rollout's calls to a fixed step,
 such as NAME@0), `dropped/not_named` (by `trained_calls`) and `dropped/no_logprobs` are calls that became
 context;
@@ -61,9 +61,16 @@ def resolve_groups(
     field: str = "groups",
 ) -> ResolvedGroups:
     """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
-    alone = all(len(group) + len(group.exceptions) <= 1 for group in groups)
+    loss, alone = start.config.loss, all(len(g) + len(g.exceptions) <= 1 for g in groups)
+    if alone and groups and loss == "dpo":
+        message = (
+            "every group has one trajectory, and DPO compares two of the same input. Send groups of "
+            "two or more with unequal rewards: the preferred one with the larger."
+        )
+        raise Unprocessable([FieldError((field,), message)])
+    compares = start.config.is_on_policy and start.config.baseline == "group"
     # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
-    if alone and groups and start.config.baseline == "group" and not start.advance_when_flat:
+    if alone and groups and compares and not start.advance_when_flat:
         message = (
             "every group has one trajectory, and there is nothing in its group to compare it "
             "with. Sample every input several times (num_generations), or set config "
@@ -287,6 +294,8 @@ class _Resolver:
 
     def _nothing_to_train(self, counts: Mapping[str, int]) -> str:
         counted = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "there are no groups"
+        if not self._config.is_on_policy:
+            return f"No assistant messages to train on ({counted}). Send whole conversations."
         hint = (
             "Sample with logprobs from this server and send the choices as the client returned "
             "them, or refer to the rollouts by their ids."
