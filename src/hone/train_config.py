@@ -24,6 +24,12 @@ _ON_POLICY_KEYS = (
 _DPO_KEYS = ("dpo_beta", "dpo_pairs", "dpo_reference")
 
 
+def unused_keys(loss: object) -> tuple[str, ...]:
+    """Keys of TrainConfig that have no effect on this loss."""
+    on_policy = () if loss not in ("dpo", "sft") else _ON_POLICY_KEYS
+    return on_policy if loss == "dpo" else (*on_policy, *_DPO_KEYS)
+
+
 class TrainConfig(BaseModel):
     """How one job is trained. Every key is used; the step's metrics report the values used."""
 
@@ -109,10 +115,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> Self:
         """Refuse keys that this loss does not use, if they are not at their default."""
-        unused = () if self.is_on_policy else _ON_POLICY_KEYS
-        if self.loss != "dpo":
-            unused += _DPO_KEYS
-        for key in unused:
+        for key in unused_keys(self.loss):
             value, default = getattr(self, key), TrainConfig.model_fields[key].default
             if value != default:
                 instead = " Set dpo_beta." if (key, self.loss) == ("beta", "dpo") else ""

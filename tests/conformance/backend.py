@@ -127,7 +127,7 @@ class BackendConformance:
 
     async def test_conversations_train_by_their_text(self, backend: Backend, new_model: NewModel):
         """ART's train_sft: one optimizer step per batch, one published step per call."""
-        model = new_model()
+        model = new_model(defaults={"beta": 0.05})  # for the other losses
         await model.register(backend)
         reply = {"role": "assistant", "content": "seven"}
         conversations = [Trajectory(messages_and_choices=[*MESSAGES, reply])] * 5
@@ -152,7 +152,7 @@ class BackendConformance:
             return Trajectory(messages_and_choices=[*MESSAGES, reply], reward=reward)
 
         pair = [TrajectoryGroup([said("no number", 0.0), said("seven", 1.0)])]
-        first = await model.train(pair, loss="dpo", learning_rate=5e-3)
+        first = await model.train(pair, loss="dpo", learning_rate=5e-3, plot_tensors=True)
         assert first.metrics["learn/loss"] == pytest.approx(0.6931472, abs=1e-5)
         second = await model.train(pair, loss="dpo", learning_rate=5e-3)
         assert second.metrics["learn/reward_margin"] > first.metrics["learn/reward_margin"]

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from tests.finetune.worlds import message
 
-from hone.errors import NotInThisVersion
+from hone.errors import ConfigError
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
-from hone.finetune.rerender import sdk_groups
+from hone.finetune.rerender import conversations, sdk_groups
 
 LOGPROBS = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52], "top_logprobs": []}]}
 
@@ -125,7 +125,8 @@ def test_an_order_that_no_template_expresses(items: Any, says: str, caplog: Any)
     assert says in warnings[0]
 
 
-def test_preference_pairs_are_refused_by_name():
+def test_a_trajectory_of_pairs_and_messages_is_refused():
     pair = DPOItem(prompt="p", chosen_response="a", rejected_response="b")
-    with pytest.raises(NotInThisVersion, match="preference pairs"):
-        sdk_groups(collection([trajectory(pair)]))
+    mixed = Trajectory.model_construct(episode=[message("user", "u"), pair], reward=1.0)
+    with pytest.raises(ConfigError, match="mixes preference pairs"):
+        conversations(mixed)

@@ -19,7 +19,10 @@ from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
 from hone.event_log import FILE, EventLog, read
 from hone.events import EpochCollected
+from hone.finetune.base import Trainer, TrajectoryBuilder
+from hone.finetune.dataset_builder import DatasetTrajectoryBuilder, DatasetTrajectoryBuilderConfig
 from hone.finetune.journal import Journal
+from hone.finetune.objectives import SFTTrainer, SFTTrainerConfig
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.report.history import History
 from hone.workflow.function import Function
@@ -34,6 +37,11 @@ class Killed(BaseException):
 class Score:
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
         return EvalOutputItem(id=item.id, score=1.0)
+
+
+def conversation(name: str) -> dict[str, Any]:
+    """A row of a dataset for SFT."""
+    return {"prompt": name, "completion": f"It is {name}."}
 
 
 class World:
@@ -58,20 +66,29 @@ class World:
 
         return Evaluation(
             workflow=Function.of("<workflow>", answer),
-            items=[EvalInputItem(id=name, input_obj=name) for name in names],
+            items=[
+                EvalInputItem(id=name, input_obj=name, full_dataset_entry=conversation(name))
+                for name in names
+            ],
             evaluators={"score": Score()},
             max_concurrency=2,
         )
+
+    def _parts(self) -> tuple[Trainer, TrajectoryBuilder]:
+        if "sft" in self.directory.parts:
+            rows = DatasetTrajectoryBuilder(DatasetTrajectoryBuilderConfig())
+            return SFTTrainer(SFTTrainerConfig()), rows
+        # A part of the harness dies with it; what it knows of earlier rollouts is the journal's.
+        builder = ScriptedBuilder(self._reward, generations=2)
+        builder.ran = self.builder.ran
+        return ARTTrainer(ARTTrainerConfig()), builder
 
     async def run(self) -> list[Any]:
         """One start of the harness, which may be killed."""
         journal = Journal.open(self.directory, {})
         events = EventLog(self.directory / FILE)
         try:
-            trainer = ARTTrainer(ARTTrainerConfig())
-            # A part of the harness dies with it; what it knows of earlier rollouts is the journal's.
-            builder = ScriptedBuilder(self._reward, generations=2)
-            builder.ran = self.builder.ran
+            trainer, builder = self._parts()
             await trainer.bind_components(builder, self.adapter)
             trainer.bind_run(journal, events)
             config = FinetuneConfig(
@@ -108,6 +125,7 @@ class World:
 SETTINGS: dict[str, dict[str, Any]] = {
     "one round": {},
     "rounds": {"groups_per_step": 2},
+    "sft": {"groups_per_step": 2},
     "curriculum": {
         "curriculum_learning": CurriculumLearningConfig(
             enabled=True, initial_percentile=0.4, expansion_interval=1, skip_excluded=True
@@ -135,15 +153,16 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
 
 
-@pytest.mark.parametrize("keys", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_killed_after_any_write_it_comes_to_the_same_end(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    keys, tmp_path = SETTINGS[setting], tmp_path / setting
     whole = World(tmp_path / "whole", keys)
     writes = counting(monkeypatch, None)
     statuses = asyncio.run(whole.run())
     assert [status.status for status in statuses] == ["completed"] * EPOCHS
-    assert writes[0] > 30
+    assert writes[0] > (20 if setting == "sft" else 30)
 
     for last in range(1, writes[0] + 1):
         monkeypatch.undo()

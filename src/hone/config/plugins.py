@@ -39,6 +39,8 @@ BUILT_IN = (
     "hone.sinks.tensorboard",
     "hone.sinks.trackio",
     "hone.sinks.otel",
+    "hone.finetune.dataset_builder",
+    "hone.finetune.objectives",
 )
 
 logger = logging.getLogger(__name__)

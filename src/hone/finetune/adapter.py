@@ -275,7 +275,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         request = JobRequest(
             model=self.model_name,
             groups=groups,
-            config=training.job_keys(job_index, planned),
+            config={**training.job_keys(job_index, planned), **place.get("training", {})},
             idempotency_key=place.get("key"),
             seed=0 if self.run_config is None else self.run_config.seed,
             plot_tensors=training.plot_tensors,

@@ -33,7 +33,9 @@ from hone.evaluation.datasets import (
 )
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
+from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.fingerprint import code_of, targets_of
+from hone.finetune.objectives import objective_mistakes
 from hone.workflow.target import load_target
 
 if TYPE_CHECKING:
@@ -163,6 +165,8 @@ def _run_mistakes(
             )
         yield from _target_mistakes(document, endpoint)
         yield from _group_size(document)
+        yield from objective_mistakes(document)
+        yield from _conversation_mistakes(document, dataset)
     elif not document.loaded.data:
         yield (), "the file is empty; expected keys such as `llms:` and `workflow:`"
     if document.finetuning.early_stopping is not None and not validates:
@@ -356,6 +360,23 @@ def _row_mistakes(
         if column not in columns:
             near, known = did_you_mean(column, columns), ", ".join(columns)
             yield (*DATASET, *path), f"{why}no row has a {column!r}.{near} There are: {known}."
+
+
+def _conversation_mistakes(document: Document, file: Path | None) -> Mistakes:
+    """The first row that is no conversation, if the run trains on conversations."""
+    builder, config = dataset_config_of(document), document.eval.general.dataset
+    if builder is None or not isinstance(config, FILES) or (file or config.file_path) is None:
+        return
+    try:
+        items = load_items(config, file, near=document.file.parent)
+    except ConfigError:
+        return  # _row_mistakes reports it
+    for item in items:
+        try:
+            builder.trajectories(item.id, item.full_dataset_entry)
+        except ConfigError as error:
+            yield DATASET, str(error)
+            return
 
 
 def _target_with_expected(document: Document | None, reward: str | None) -> str | None:

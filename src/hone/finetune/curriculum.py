@@ -268,7 +268,7 @@ def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
 def round_metrics(
     collected: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
 ) -> dict[str, Any]:
-    """Metrics of a round; a mean without trajectories is None."""
+    """Metrics of a round; a mean without rollouts is None."""
     return {
         **_rewards(collected, ""),
         "num_trajectories": collected.count,
@@ -281,7 +281,12 @@ def round_metrics(
 
 
 def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float | None]:
-    rewards = [trajectory.reward for group in collection.trajectories for trajectory in group]
+    rewards = [
+        trajectory.reward
+        for group in collection.trajectories
+        for trajectory in group
+        if not (trajectory.metadata or {}).get("from_dataset")
+    ]
     return {
         f"{prefix}avg_reward": fmean(rewards) if rewards else None,
         f"{prefix}min_reward": min(rewards, default=None),

@@ -18,6 +18,7 @@ from hone.event_log import FILE
 from hone.event_log import read as read_events
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
+from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
 from hone.finetune.resume import RunState
 from hone.report.text import counted
@@ -80,7 +81,7 @@ def plan(document: Document, examples: int) -> Plan:
     of_epoch = min(config.examples_per_epoch or examples, examples)
     of_round = min(config.groups_per_step or of_epoch, of_epoch)
     rounds = math.ceil(of_epoch / of_round) if of_round else 0
-    generations = num_generations(document) or 1
+    generations = 0 if dataset_config_of(document) else num_generations(document) or 1
     at_once = adapter.training.groups_per_optimizer_step if adapter else of_epoch or 1
     last = of_epoch - of_round * (rounds - 1)
     steps = sum(math.ceil(n / at_once) for n in [of_round] * (rounds - 1) + [last] if n > 0)
@@ -119,10 +120,9 @@ async def dry_run(
     config, refusal = document.finetuning, None
     lines = [
         _backend(document),
-        f"examples      {examples}, of which {planned.examples} an epoch, "
-        f"{counted(planned.generations, 'rollout')} each",
+        f"examples      {examples}, of which {planned.examples} an epoch, {_each(planned)}",
         f"training      {counted(planned.epochs, 'epoch')} of {counted(planned.rounds, 'round')}: "
-        f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
+        f"{_calls(planned)}"
         f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
         *_validation(document, options, held_out),
     ]
@@ -138,7 +138,7 @@ async def dry_run(
             lines += _left(start.resumed.run_id, planned, state, options, held_out)
         else:
             aside = f"; the one before is moved to {start.aside}" if start.aside else ""
-            lines += [_preflight(), f"run           a new one{aside}"]
+            lines += [_preflight(planned), f"run           a new one{aside}"]
     lines.append(f"output        {config.output_dir}")
     if planned.is_too_small:
         lines.append(f"warning       {planned}")
@@ -155,8 +155,21 @@ def _backend(document: Document) -> str:
     return f"model         {server.project}/{server.name} over {server.base_model} {at}"
 
 
-def _preflight() -> str:
-    return f"preflight     {PREFLIGHT} rollouts of one example, and one token from each model"
+def _each(planned: Plan) -> str:
+    if not planned.generations:
+        return "conversations of the dataset"
+    return f"{counted(planned.generations, 'rollout')} each"
+
+
+def _calls(planned: Plan) -> str:
+    if not planned.generations:
+        return ""
+    return f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
+
+
+def _preflight(planned: Plan) -> str:
+    rollouts = f"{PREFLIGHT} rollouts of one example, and " if planned.generations else ""
+    return f"preflight     {rollouts}one token from each model"
 
 
 def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -> Iterator[str]:
@@ -184,7 +197,7 @@ def _left(
         yield f"run           {run_id} is finished, nothing to do"
         return
     if not state.history.rounds:
-        yield _preflight()
+        yield _preflight(planned)
     epochs = [epoch for epoch in range(planned.epochs) if not state.is_done(epoch)]
     yield f"run           resumes {run_id}, of which {state.epochs_done(planned.epochs)} done"
     rollouts = planned.examples * planned.generations * len(epochs)

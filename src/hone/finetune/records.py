@@ -147,8 +147,9 @@ class TrajectoryCollection(_Value):
     trajectories: list[list[Trajectory]]
     run_id: str
     metadata: dict[str, Any] | None = None
-    """Set by the trainer for `submit`: `epoch`, `round`, `rounds` (of this epoch), `epochs`, and
-    `key`, the idempotency key: the same key is the same job."""
+    """Set by the trainer for `submit`: `epoch`, `round`, `rounds` (of this epoch), `epochs`,
+    `training` (keys of TrainConfig that override the adapter's), and `key`, the idempotency key: the
+    same key is the same job."""
 
     @property
     def count(self) -> int:

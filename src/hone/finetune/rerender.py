@@ -18,9 +18,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hone.errors import NotInThisVersion
+from hone.errors import ConfigError
 from hone.finetune.calls import Message, SampledCall
-from hone.finetune.records import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
+from hone.finetune.records import (
+    DPOItem,
+    EpisodeItem,
+    EpisodeItemRole,
+    Trajectory,
+    TrajectoryCollection,
+)
 from hone.trajectory import History, TrajectoryGroup
 from hone.trajectory import Trajectory as SentTrajectory
 
@@ -102,6 +108,14 @@ def _episode_item(message: Message, call: SampledCall | None, conversation: int)
     return EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=metadata)
 
 
+def message_item(message: Message) -> EpisodeItem:
+    """A written message as part of an episode; `weight: 0` keeps it from being trained."""
+    item = _episode_item(message, None, 0)
+    if message.get("weight") == 0:
+        item.metadata = {**(item.metadata or {}), "weight": 0}
+    return item
+
+
 def _text(content: Any) -> str:
     """The text of a message; the joined texts of one in parts."""
     if content is None or isinstance(content, str):
@@ -121,6 +135,10 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
     groups, dropped = [], Counter[str]()
     for group in collection.trajectories:
         sent = []
+        pairs = [item for one in group for item in _pairs(one)]
+        if pairs:
+            groups += [_sent_pair(item, group) for item in pairs]
+            continue
         for trajectory in group:
             wrong = _wrong_order(trajectory) if _calls(trajectory) is None else None
             if wrong is None:
@@ -129,11 +147,38 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
                 dropped["message_order"] += 1
                 logger.warning("Dropped a trajectory: %s", wrong)
         if sent:
-            example = str((group[0].metadata or {}).get("id", ""))
-            groups.append(TrajectoryGroup(sent, example=example))
+            groups.append(TrajectoryGroup(sent, example=_example(group)))
         elif group:
             dropped["empty_group"] += 1
     return groups, dropped
+
+
+def _example(group: Sequence[Trajectory]) -> str:
+    return str((group[0].metadata or {}).get("id", ""))
+
+
+def _pairs(trajectory: Trajectory) -> list[DPOItem]:
+    """Preference pairs, as NeMo Agent Toolkit's builders give them."""
+    if _calls(trajectory) is not None:
+        return []
+    return [item for item in trajectory.episode if isinstance(item, DPOItem)]
+
+
+def _sent_pair(item: DPOItem, group: Sequence[Trajectory]) -> TrajectoryGroup:
+    """The two answers as a group of their own, with rewards 1 and 0."""
+    prompt: list[dict[str, Any]] = [{"role": "user", "content": item.prompt}]
+    if not isinstance(item.prompt, str):
+        prompt = [{**message.model_dump(), "weight": 0} for message in item.prompt]
+    return TrajectoryGroup(
+        [
+            SentTrajectory(
+                messages_and_choices=[*prompt, {"role": "assistant", "content": text}],
+                reward=reward,
+            )
+            for text, reward in ((item.chosen_response, 1.0), (item.rejected_response, 0.0))
+        ],
+        example=_example(group),
+    )
 
 
 def _wrong_order(trajectory: Trajectory) -> str | None:
@@ -169,9 +214,9 @@ def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
     by_number: dict[Any, list[EpisodeItem]] = {}
     for item in trajectory.episode:
         if not isinstance(item, EpisodeItem):
-            raise NotInThisVersion(
-                "preference pairs (DPOItem) cannot be trained in this version of hone; the "
-                "trajectory builder must give episodes of EpisodeItem"
+            raise ConfigError(
+                "a trajectory mixes preference pairs (DPOItem) with messages (EpisodeItem); give each "
+                "a trajectory of its own"
             )
         by_number.setdefault((item.metadata or {}).get("conversation", 0), []).append(item)
     return list(by_number.values()) or [[]]
@@ -206,6 +251,7 @@ def _message(item: EpisodeItem) -> dict[str, Any]:
         "role": _CHAT_ROLES.get(item.role, item.role.value),
         "content": item.content,
         **{key: metadata[key] for key in _CHAT_KEYS if metadata.get(key)},
+        **({"weight": 0} if metadata.get("weight") == 0 else {}),
     }
     if item.role is not EpisodeItemRole.ASSISTANT or not item.logprobs:
         return message

@@ -178,8 +178,10 @@ class ARTTrainer(Trainer):
         self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
         self.log_progress(epoch, collected, output_dir)
         # While the job runs: log the reward, and make room for the next checkpoint.
-        reward = {"reward": collected["avg_reward"], "trajectories": collected["num_trajectories"]}
-        await self._adapter.log_metrics(reward, split="train", step=submission.collected["step"])
+        logged = {"trajectories": collected["num_trajectories"]}
+        if collected["avg_reward"] is not None:  # conversations of a dataset have none
+            logged["reward"] = collected["avg_reward"]
+        await self._adapter.log_metrics(logged, split="train", step=submission.collected["step"])
         if self._config.keep_checkpoints is not None:
             await self._adapter.prune(self._config.keep_checkpoints)
         return job
@@ -208,6 +210,7 @@ class ARTTrainer(Trainer):
     async def _collect(self, epoch: int, round: int) -> TrajectoryCollection:
         """Run the round's examples; raises RolloutError if too many rollouts failed."""
         run_id, rounds = self.journal.run_id, self._rounds(epoch)
+        generations = self._builder.num_generations
         place, items = {"epoch": epoch, "round": round}, rounds[round].items
         meta = {
             **place,
@@ -224,7 +227,7 @@ class ARTTrainer(Trainer):
             **place,
             rounds=len(rounds),
             step=self._step,
-            rollouts=len(items) * (self._builder.num_generations or 1),
+            rollouts=len(items) * (1 if generations is None else generations),
             resumed=len(self.journal.finished("train", epoch, round)),
         )
         await self._builder.start_run(run_id, meta)
@@ -240,6 +243,7 @@ class ARTTrainer(Trainer):
         rounds = self._rounds(epoch)
         place = {"epoch": epoch, "round": round}
         plan = {"rounds": len(rounds), "epochs": self._config.num_epochs}
+        plan |= {"training": self.job_keys} if self.job_keys else {}
         self._curriculum = self._state.curriculum()
         drawn = {**(collection.metadata or {}), **place, "examples": rounds[round].drawn}
         chosen = self.apply_curriculum_learning(
@@ -255,7 +259,7 @@ class ARTTrainer(Trainer):
                 "step": self._step,
                 "metrics": round_metrics(collection, chosen, percentile),
                 "dropped": dict(self._builder.dropped),
-                "zero_variance_groups": num_flat(collection.trajectories, self._adapter.comparison),
+                "zero_variance_groups": self.num_flat(collection),
                 "curriculum_state": state,
                 "curriculum": self._curriculum.snapshot(),
             },
@@ -273,6 +277,15 @@ class ARTTrainer(Trainer):
         return self._curriculum.select(
             trajectory_collection, epoch, place.get("round", 0), place.get("examples"), comparison
         )
+
+    @property
+    def job_keys(self) -> dict[str, Any]:
+        """Keys of TrainConfig that the trainer sets for every job."""
+        return {}
+
+    def num_flat(self, collection: TrajectoryCollection) -> int | None:
+        """Number of groups that teach nothing, because their rewards are equal."""
+        return num_flat(collection.trajectories, self._adapter.comparison)
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Submit the job; the same key twice is one job."""

@@ -275,6 +275,9 @@ def example_changes(deltas: Sequence[float]) -> bytes:
 
 
 PANELS = {
+    "loss": "learn/loss",
+    "preference accuracy": "learn/reward_accuracy",
+    "preference margin": "learn/reward_margin",
     "groups with equal rewards": "flat",
     "entropy": "learn/entropy",
     "clipped tokens": "learn/clip_frac",
@@ -282,18 +285,25 @@ PANELS = {
     "sampler mismatch (KL)": "learn/mismatch_kl",
     "learner, tokens per second": "learn/tokens_per_s",
 }
-"""Metrics of the jobs; only those that were measured are drawn."""
+"""Metrics of the jobs; only those that were measured are drawn. The loss of a policy gradient says
+nothing about progress: it is drawn where there is no ratio to clip, for DPO and SFT."""
+
+
+def _share_flat(round: Round) -> dict[str, float]:
+    groups, collected = round.metrics.get("num_groups"), round.collected
+    if not groups or collected is None or collected.zero_variance_groups is None:
+        return {}
+    return {"flat": round.num_flat / groups}
 
 
 @_default_style()
 def learning(history: History) -> bytes | None:
     """One small plot per metric of the jobs; None without any."""
-    measured = [
-        r.learned
-        | ({"flat": r.num_flat / groups} if (groups := r.metrics.get("num_groups")) else {})
-        for r in history.rounds
-    ]
-    shown = {name: key for name, key in PANELS.items() if any(key in m for m in measured)}
+    measured = [r.learned | _share_flat(r) for r in history.rounds]
+    known = {key for m in measured for key in m}
+    if "learn/clip_frac" in known:
+        known.discard("learn/loss")
+    shown = {name: key for name, key in PANELS.items() if key in known}
     if not shown:
         return None
     lines = math.ceil(len(shown) / 3)

@@ -20,6 +20,7 @@ from hone.errors import ModelNotFound, Unprocessable, did_you_mean
 from hone.inference.vllm_args import GPU_IDS
 from hone.models.find import check_exists
 from hone.server.engine_choice import CheckArg
+from hone.train_config import unused_keys
 from hone.types import FieldError, ModelSpec, TrainConfig
 from hone.wire.errors import brief
 
@@ -237,7 +238,12 @@ def _check_agree(read: Read, values: Mapping[str, Any], prefix: str) -> None:
 def train_config(
     defaults: Mapping[str, Any], requested: Mapping[str, Any], field: str
 ) -> TrainConfig:
-    """The config of a job: requested values, else the model's defaults, else hone's."""
+    """The config of a job: requested values, else the model's defaults, else hone's.
+
+    Defaults for another loss are left out; a requested key without effect is refused.
+    """
+    loss = requested.get("loss", defaults.get("loss"))
+    defaults = {key: v for key, v in defaults.items() if key not in unused_keys(loss)}
     json_text(requested, (field,))
     known = TrainConfig.model_fields
     wrong = [

@@ -1,0 +1,133 @@
+"""Trainers with another objective than the reward: `dpo_trainer` and `sft_trainer`.
+
+In:   groups of rollouts, or conversations and pairs of a dataset (dataset_builder.py)
+Out:  the same loop, files and events as of `openpipe_art_trainer`; jobs with the loss dpo or sft
+
+The loss is a key of the job, so that everything else is shared: the journal, idempotency keys,
+resuming, validation and the report. The keys are in the journaled submission, and a job that is sent
+again after a kill is the same job.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from hone.config.registry import TrainerConfig, register_trainer
+from hone.finetune.adapter_config import art_config_of
+from hone.finetune.base import TrajectoryCollection
+from hone.finetune.builder import num_generations
+from hone.finetune.dataset_builder import dataset_config_of
+from hone.finetune.trainer import ARTTrainer
+from hone.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from hone.config.build import Builder
+    from hone.config.schema import Document
+
+Mistakes = Iterator[tuple[tuple[str | int, ...], str]]
+
+
+class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
+    """Direct preference optimization: trains on pairs of a better and a worse trajectory.
+
+    The pairs are those of a group of rollouts, by reward (`openpipe_art_traj_builder`), or of a
+    dataset (`dataset_traj_builder`).
+    """
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the policy is held to the reference; smaller values let it move further."""
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """One pair per group, of the best and the worst trajectory by reward; or every pair with unequal
+    rewards."""
+    reference: Literal["base", "job"] = "base"
+    """The reference policy: the base model without adapter, or the policy at the start of each job."""
+
+    def job_keys(self) -> dict[str, Any]:
+        """The keys of TrainConfig that these are."""
+        own = {"dpo_beta": self.beta, "dpo_pairs": self.pairs, "dpo_reference": self.reference}
+        return {"loss": "dpo", **own}
+
+
+class SFTTrainerConfig(TrainerConfig, name="sft_trainer"):
+    """Supervised fine-tuning on the assistant messages of a dataset (`dataset_traj_builder`)."""
+
+    def job_keys(self) -> dict[str, Any]:
+        """The keys of TrainConfig that these are."""
+        return {"loss": "sft"}
+
+
+class DPOTrainer(ARTTrainer):
+    """The loop over epochs with the loss `dpo`."""
+
+    trainer_config: DPOTrainerConfig
+
+    @property
+    def job_keys(self) -> dict[str, Any]:
+        return self.trainer_config.job_keys()
+
+
+class SFTTrainer(ARTTrainer):
+    """The loop over epochs with the loss `sft`."""
+
+    trainer_config: SFTTrainerConfig
+
+    @property
+    def job_keys(self) -> dict[str, Any]:
+        return self.trainer_config.job_keys()
+
+    def num_flat(self, collection: TrajectoryCollection) -> None:
+        """None: nothing is compared."""
+
+
+@register_trainer(config_type=DPOTrainerConfig)
+async def dpo_trainer(config: DPOTrainerConfig, builder: "Builder") -> AsyncIterator[DPOTrainer]:
+    """Runs the epochs with the loss `dpo`."""
+    yield DPOTrainer(config)
+
+
+@register_trainer(config_type=SFTTrainerConfig)
+async def sft_trainer(config: SFTTrainerConfig, builder: "Builder") -> AsyncIterator[SFTTrainer]:
+    """Runs the epochs with the loss `sft`."""
+    yield SFTTrainer(config)
+
+
+def objective_mistakes(document: "Document") -> Mistakes:
+    """Mistakes in how trainer, trajectory builder and adapter fit together."""
+    config, adapter = document.finetuning, art_config_of(document)
+    trainer = document.trainers.get(config.trainer or "")
+    rows, place = dataset_config_of(document), ("finetuning", "trajectory_builder")
+    if not isinstance(trainer, DPOTrainerConfig | SFTTrainerConfig):
+        if rows is not None and trainer is not None and trainer.type_name == "openpipe_art_trainer":
+            yield (
+                place,
+                f"{config.trajectory_builder!r} gives conversations of a dataset, which have no "
+                "rewards to compare; set a trainer of type sft_trainer or dpo_trainer",
+            )
+        return
+    if isinstance(trainer, SFTTrainerConfig) and num_generations(document) is not None:
+        yield (
+            place,
+            f"{config.trajectory_builder!r} runs rollouts, and sft_trainer would train on all of "
+            "them, good or bad; set one of type dataset_traj_builder",
+        )
+    if rows is not None and config.curriculum_learning.enabled:
+        yield (
+            ("finetuning", "curriculum_learning", "enabled"),
+            "is true, but the conversations of a dataset have no rewards to rank; set it to false",
+        )
+    if adapter is None:
+        return
+    training = ("trainer_adapters", config.trainer_adapter or "", "training")
+    keys, loss = trainer.job_keys(), adapter.training.loss
+    if "loss" in adapter.training.model_fields_set and loss != keys["loss"]:
+        yield (
+            (*training, "loss"),
+            f"is {loss!r}, but trainer {config.trainer!r} is of type {trainer.type_name}; remove "
+            "this key",
+        )
+        return
+    try:
+        TrainConfig(**adapter.training.job_keys(0, 1) | keys)
+    except ValidationError as error:
+        yield training, error.errors()[0]["msg"].removeprefix("Value error, ")

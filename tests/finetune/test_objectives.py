@@ -1,0 +1,191 @@
+"""dpo_trainer, sft_trainer and dataset_traj_builder: what is read, refused, sent and resumed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.finetune.command import DOCUMENT, Command, Parts
+
+from hone.config.problems import ConfigProblems
+from hone.errors import ConfigError
+from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
+from hone.finetune.dataset_builder import DatasetTrajectoryBuilderConfig
+from hone.finetune.rerender import sdk_groups
+
+USER = {"role": "user", "content": "2 + 2?"}
+ROWS = DatasetTrajectoryBuilderConfig()
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def sent(row: dict[str, Any], config: DatasetTrajectoryBuilderConfig = ROWS) -> list[Any]:
+    """The messages and the reward of each trajectory of a row, as the server gets them."""
+    groups, dropped = sdk_groups(
+        TrajectoryCollection(trajectories=[config.trajectories("e", row)], run_id="r")
+    )
+    assert not dropped and groups[0].example == "e"
+    return [(one.messages_and_choices, one.reward) for one in groups[0]]
+
+
+def test_rows_of_every_form_become_conversations():
+    context = said("hello", weight=0)
+    # a whole conversation; OpenAI's weight is kept
+    assert sent({"messages": [USER, context, USER, said("4")]}) == [
+        ([USER, context, USER, said("4")], 0.0)
+    ]
+    # prompt and completion, as text and as messages; the prompt's own answers are context
+    assert sent({"prompt": "2 + 2?", "completion": "4"}) == [
+        ([{**USER, "weight": 0}, said("4")], 0)
+    ]
+    ((messages, _),) = sent({"prompt": [USER, said("hm"), USER], "completion": [said("4")]})
+    assert [m.get("weight") for m in messages] == [0, 0, 0, None]
+    # a pair: the preferred one has reward 1
+    pair = sent({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
+    assert [(m[-1]["content"], reward) for m, reward in pair] == [("4", 1.0), ("5", 0.0)]
+
+
+def test_what_both_of_a_pair_begin_with_is_context():
+    row = {
+        "chosen": [USER, said("let me see"), USER, said("4")],
+        "rejected": [USER, said("let me see"), USER, said("5")],
+    }
+    for messages, _ in sent(row):
+        assert [m.get("weight") for m in messages] == [0, 0, 0, None]
+
+
+def test_columns_can_have_other_names_and_tools():
+    config = DatasetTrajectoryBuilderConfig(
+        chosen_key="chosen_response", rejected_key="rejected_response"
+    )
+    row = {
+        "prompt": "2 + 2?",
+        "chosen_response": "4",
+        "rejected_response": "5",
+        "tools": [{"t": 1}],
+    }
+    assert [m[-1]["content"] for m, _ in sent(row, config)] == ["4", "5"]
+    assert config.trajectories("e", row)[0].metadata == {
+        "id": "e", "from_dataset": True, "tools": [{"t": 1}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q"}, "has neither 'messages', nor 'prompt' with 'completion'"),
+        (
+            {"messages": [{"content": "x"}]},
+            "column 'messages': expected text, or a list of messages",
+        ),
+        ("text", "expected an object with columns"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused(row: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        ROWS.trajectories("e", row)
+
+
+def test_preference_pairs_of_other_builders_are_sent_as_groups_of_two():
+    pair = DPOItem(prompt="p", chosen_response="a", rejected_response="b")
+    one = Trajectory(episode=[pair], reward=0.3, metadata={"id": "e1"})
+    groups, dropped = sdk_groups(TrajectoryCollection(trajectories=[[one, one]], run_id="r"))
+    assert [g.example for g in groups] == ["e1", "e1"] and not dropped
+    prompt = {"role": "user", "content": "p"}
+    assert [(t.messages_and_choices, t.reward) for t in groups[0]] == [
+        ([prompt, said("a")], 1.0),
+        ([prompt, said("b")], 0.0),
+    ]
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+def document(trainer: str, builder: str = "dataset_traj_builder", **more: Any) -> dict[str, Any]:
+    changed = {
+        "trajectory_builders": {"b": {"_type": builder}},
+        "trainers": {"t": {"_type": trainer, **more}},
+    }
+    return {**DOCUMENT, **changed}
+
+
+@pytest.fixture
+def sft(command: Command) -> Command:
+    rows = [{"id": q, "question": q, "messages": [USER, said(q)]} for q in "abc"]
+    (command.directory / "train.json").write_text(json.dumps(rows))
+    command.file.write_text(yaml.safe_dump(document("sft_trainer")))
+    return command
+
+
+def test_sft_trains_the_rows_without_rollouts_and_measures_held_out_ones(sft: Command):
+    assert sft(validation_dataset=Path("val.json")) == 0
+    jobs = list(Parts.adapter.jobs.values())
+    assert len(jobs) == 2 and all(len(job.trajectories) == 3 for job in jobs)
+    assert jobs[0].metadata is not None and jobs[0].metadata["training"] == {"loss": "sft"}
+    collected = sft.events("epoch_collected")[0]
+    # no rewards, so none are shown, and no group is called flat
+    assert collected["metrics"]["avg_reward"] is None
+    assert collected["zero_variance_groups"] is None
+    assert [e["rollouts"] for e in sft.events("epoch_started")] == [0, 0]
+    assert {e["split"] for e in sft.events("rollout")} <= {"val", "final"}
+    assert len(sft.events("validation")) == 2
+    report = json.loads((sft.out / "report.json").read_text())
+    assert report["epochs"] == 2 and (sft.out / "report.html").exists()
+
+
+def problems(command: Command, changed: dict[str, Any]) -> str:
+    command.file.write_text(yaml.safe_dump(changed))
+    with pytest.raises(ConfigProblems) as raised:
+        command()
+    return str(raised.value)
+
+
+def test_what_does_not_fit_together_is_refused_before_anything_runs(sft: Command):
+    art = {
+        "_type": "openpipe_art_trainer_adapter",
+        "backend": {"base_model": "smollm2-135m-instruct"},
+    }
+    llms = {"policy": {"_type": "trainable"}}
+
+    def with_training(trainer: str, **training: Any) -> dict[str, Any]:
+        adapters = {"a": {**art, "training": training}}
+        return {**document(trainer), "trainer_adapters": adapters, "llms": llms}
+
+    rollouts = {**document("sft_trainer", "openpipe_art_traj_builder")}
+    assert "sft_trainer would train on all of them" in problems(sft, rollouts)
+    assert "set a trainer of type sft_trainer or dpo_trainer" in problems(
+        sft, document("openpipe_art_trainer")
+    )
+    wrong = problems(sft, with_training("dpo_trainer", loss="grpo"))
+    assert "is 'grpo', but trainer 't' is of type dpo_trainer" in wrong
+    wrong = problems(sft, with_training("dpo_trainer", beta=0.1))
+    assert "beta is 0.1, which has no effect on loss 'dpo'" in wrong and "Set dpo_beta" in wrong
+    (sft.directory / "train.json").write_text(json.dumps([{"id": "a", "question": "a"}]))
+    assert "row 'a' has neither 'messages'" in problems(sft, document("sft_trainer"))
+
+
+def test_dpo_takes_pairs_from_groups_and_sends_its_keys(command: Command):
+    changed = document("dpo_trainer", "scripted_builder", beta=0.3, pairs="all")
+    command.file.write_text(yaml.safe_dump(changed))
+    assert command() == 0
+    keys = (next(iter(Parts.adapter.jobs.values())).metadata or {})["training"]
+    assert keys == {
+        "loss": "dpo", "dpo_beta": 0.3, "dpo_pairs": "all", "dpo_reference": "base",
+    }  # fmt: skip
+    # rollouts have rewards, and groups with equal ones are counted
+    collected = command.events("epoch_collected")[0]
+    assert collected["metrics"]["avg_reward"] is not None
+    assert collected["zero_variance_groups"] == 0
+
+
+def test_the_dry_run_of_a_dataset_counts_no_rollouts(
+    sft: Command, capsys: pytest.CaptureFixture[str]
+):
+    assert sft(dry_run=True) == 0
+    printed = capsys.readouterr().out
+    assert "examples      3, of which 3 an epoch, conversations of the dataset" in printed
+    assert "training      2 epochs of 1 round: 2 jobs, " in printed
+    assert "preflight     one token from each model" in printed
