@@ -10,9 +10,12 @@ from tests.finetune.command import DOCUMENT, Command, Parts
 
 from hone.config.problems import ConfigProblems
 from hone.errors import ConfigError
+from hone.event_log import FILE, read
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
 from hone.finetune.dataset_builder import DatasetTrajectoryBuilderConfig
 from hone.finetune.rerender import sdk_groups
+from hone.report.history import History
+from hone.report.plots import training_rewards
 
 USER = {"role": "user", "content": "2 + 2?"}
 ROWS = DatasetTrajectoryBuilderConfig()
@@ -134,6 +137,7 @@ def test_sft_trains_the_rows_without_rollouts_and_measures_held_out_ones(sft: Co
     assert len(sft.events("validation")) == 2
     report = json.loads((sft.out / "report.json").read_text())
     assert report["epochs"] == 2 and (sft.out / "report.html").exists()
+    assert training_rewards(History.of(read(sft.out / FILE))) == []  # and no crosses for gaps
 
 
 def problems(command: Command, changed: dict[str, Any]) -> str:

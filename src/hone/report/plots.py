@@ -46,6 +46,8 @@ Point = tuple[float, Estimate | None]
 
 
 def training_rewards(history: History) -> list[Point]:
+    if history.run.generations == 0:  # conversations of a dataset have no rewards
+        return []
     return [(r.trained, _reward(r.by_example, r.metrics.get("avg_reward"))) for r in history.rounds]
 
 
