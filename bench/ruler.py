@@ -28,11 +28,11 @@ import hone
 from bench.process import ROOT
 from hone.errors import RolloutError
 from hone.rewards import ruler
+from hone.workflow.target import load_target
 
-sys.path.insert(0, str(ROOT / "examples" / "02_tool_calls"))
-from agent import EXAMPLE, SYSTEM
-from reward import graded
-
+HERE = ROOT / "examples" / "02_tool_calls"
+AGENT = load_target("agent.py:call_a_tool", HERE, where="bench.ruler").__globals__
+graded = load_target("reward.py:graded", HERE, where="bench.ruler")
 BASE = "smollm2-135m-instruct"
 TOOLS = {"timer": "minutes", "call": "name", "play": "artist", "weather": "city", "buy": "item"}
 RUBRIC = (
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _measure(count: int, generations: int) -> dict[str, Any]:
-    lines = (ROOT / "examples/02_tool_calls/data/train.jsonl").read_text("utf-8").splitlines()
+    lines = (HERE / "data" / "train.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:: max(1, len(lines) // count)][:count]]
     with tempfile.TemporaryDirectory() as root, scripted_judge() as scripted:
         async with hone.LocalBackend(path=root) as backend:
@@ -88,8 +88,8 @@ async def _measure(count: int, generations: int) -> dict[str, Any]:
 
 def _request(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"role": "system", "content": SYSTEM},
-        *EXAMPLE,
+        {"role": "system", "content": AGENT["SYSTEM"]},
+        *AGENT["EXAMPLE"],
         {"role": "user", "content": row["question"]},
     ]
 

@@ -40,7 +40,8 @@ DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 SOURCE = DOCS.parent / "src" / "hone"
 FOLDERS = (
-    *("config", "workflow", "capture", "evaluation", "nat", "finetune", "report", "sinks"),
+    *("config", "workflow", "capture", "evaluation", "nat", "finetune"),
+    *("interchange", "report", "sinks"),
     *("backends", "wire", "server", "store", "chat", "inference", "learner", "models"),
     *("serverless", "utils"),
 )

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 import hone
 from hone.commands import ConfigFile, Override, harness
 from hone.errors import HoneError
+from hone.exchange_commands import exchange
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
@@ -94,6 +95,7 @@ app.add_typer(models, name="models")
 art = typer.Typer(rich_markup_mode="rich")
 app.add_typer(art, name="art")
 app.add_typer(harness)
+app.add_typer(exchange)
 
 Root = Annotated[Path, typer.Option(help="Directory of state, checkpoints and logs.")]
 Name = Annotated[

@@ -153,7 +153,7 @@ class Journal:
         path = self._rollouts(split, epoch)
         if self._indexed is None or self._indexed[0] != path:
             rounds: dict[int, Rollouts] = {}
-            for record in _lines(path):
+            for record in read_records(path):
                 _index(rounds, record)
             self._indexed = path, rounds
         return list(self._indexed[1].get(round, {}).values())
@@ -368,7 +368,8 @@ def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:
     rounds.setdefault(record.round, {})[record.example, record.generation] = record
 
 
-def _lines(path: Path) -> Iterator[RolloutRecord]:
+def read_records(path: Path) -> Iterator[RolloutRecord]:
+    """The rollouts of a file of `trajectories/`, in the order in which they ended."""
     if not path.exists():
         return
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):

@@ -74,6 +74,7 @@ class Store:
         self._writing = threading.RLock()  # one inside another is an error then, not a deadlock
         self._idle_readers: list[sqlite3.Connection] = []
         self._closed = False
+        self._writes = schemas is not None
         if schemas is None:
             return
         try:
@@ -127,7 +128,8 @@ class Store:
             if not self._closed:
                 self._closed = True
                 self._close_readers()
-                self._writer.close()
+                if self._writes:
+                    self._writer.close()
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)

@@ -1,0 +1,1 @@
+"""Trajectories of a run as files for other programs, and conversations of other programs as a dataset."""

@@ -1,0 +1,50 @@
+"""Values of the interchange: a conversation, and a rollout with its conversations.
+
+In:   nothing; dataclasses
+Out:  what every format is written from, and what an import makes of a file
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.finetune.records import RolloutRecord
+    from hone.types import RecordedCall
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages of the OpenAI API, and what is known of the sampled ones."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    sampled: "dict[int, RecordedCall]" = field(default_factory=dict)
+    """The recorded call of a sampled message, by its index; empty if no server has the calls."""
+    id: str | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedRollout:
+    """One rollout of a run."""
+
+    record: "RolloutRecord"
+    conversations: list[Conversation]
+    """At least one; the longest-running first, then those of sub-agents."""
+    model: str
+    """The trained model."""
+
+    @property
+    def reward(self) -> float | None:
+        return self.record.reward
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the rollout beside its conversations, as JSON."""
+        names = {"epoch", "round", "split", "example", "generation", "rollout", "reward", "scores"}
+        names |= {"input", "output", "seconds", "policy_steps", "shaped_rewards"}
+        known = self.record.model_dump(mode="json", include=names)
+        failure = self.record.failure
+        known["failure"] = failure and failure.model_dump(include={"kind", "reason", "message"})
+        return known

@@ -1,0 +1,94 @@
+"""The rollouts of a run directory, with the tokens of their calls where the server still has them.
+
+In:   a run directory; a function that reads the recorded calls of a rollout
+Out:  ExportedRollouts, one for each rollout that has messages
+
+Conversations come from the recorded calls, which have every one of them, to the token. Without the
+calls, the run directory has the last conversation of each rollout, as text.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.errors import ConfigError
+from hone.event_log import FILE, read
+from hone.events import RunStarted
+from hone.finetune.journal import RUN_FILE, read_records
+from hone.interchange.base import Conversation, ExportedRollout, Message
+from hone.types import RecordedCall
+
+CallsOf = Callable[[str], Sequence[RecordedCall]]
+"""The recorded calls of a rollout; none if they are not known."""
+
+
+def run_started(run: Path) -> RunStarted:
+    """How the run was last started; raises ConfigError if the directory holds no run."""
+    if not (run / RUN_FILE).exists():
+        raise ConfigError(
+            f"{run}: holds no run ({RUN_FILE} is missing); name finetuning.output_dir"
+        )
+    started = [event for event in read(run / FILE) if isinstance(event, RunStarted)]
+    if not started:
+        raise ConfigError(f"{run}: the run has not started, so there is nothing to export")
+    return started[-1]
+
+
+def exported_rollouts(
+    run: Path, calls_of: CallsOf, *, splits: Collection[str], skipped: Counter[str]
+) -> Iterator[ExportedRollout]:
+    """Rollouts in the order of the files; `skipped` counts those without messages."""
+    model = run_started(run).name or "policy"
+    for path in sorted((run / "trajectories").glob("*.jsonl")):
+        records = {(r.round, r.example, r.generation): r for r in read_records(path)}
+        tools = {
+            record.example: record.request.get("tools")
+            for record in records.values()
+            if record.request is not None
+        }
+        for record in records.values():
+            if record.split not in splits:
+                continue
+            conversations = _conversations(calls_of(record.rollout))
+            if not conversations and record.messages:
+                conversations = [Conversation(record.messages, tools.get(record.example))]
+            if not conversations:
+                skipped["no messages"] += 1
+                continue
+            for number, one in enumerate(conversations):
+                one.id = record.rollout if number == 0 else f"{record.rollout}#{number}"
+                one.reward = record.reward
+            yield ExportedRollout(record, conversations, model)
+
+
+def _conversations(calls: Sequence[RecordedCall]) -> list[Conversation]:
+    """The conversations of recorded calls; a call that continues one extends it."""
+    conversations: list[Conversation] = []
+    for call in sorted(calls, key=lambda one: (one.index, one.choice)):
+        if call.messages is None or call.abandoned:
+            continue
+        asked = [_core(message) for message in call.messages]
+        # The newest that it continues: two samples of one prompt are two conversations.
+        before = [
+            one
+            for one in conversations
+            if len(one.messages) <= len(asked)
+            and [_core(m) for m in one.messages] == asked[: len(one.messages)]
+        ]
+        one = before[-1] if before else Conversation([])
+        if not before:
+            conversations.append(one)
+        one.messages = [*call.messages, call.reply]
+        one.tools = call.tools or one.tools
+        one.sampled[len(call.messages)] = call
+    return conversations
+
+
+def _core(message: Message) -> tuple[Any, ...]:
+    """The keys by which messages are compared; an agent sends an answer back without the others."""
+    calls = [
+        (call.get("id"), (call.get("function") or {}).get("name"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return message.get("role"), message.get("content") or "", calls, message.get("tool_call_id")

@@ -1,0 +1,5 @@
+"""A real server, as the tests of finetuning use it."""
+
+from tests.finetune.conftest import server
+
+__all__ = ["server"]

@@ -1,0 +1,147 @@
+"""`hone export-trajectories` and `hone import-trajectories`, over a run on a real server."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from tests.finetune.worlds import world
+from typer.testing import CliRunner
+
+from hone import LocalBackend
+from hone.cli import app
+from hone.event_log import FILE, EventLog
+from hone.finetune.journal import Journal
+from hone.types import RecordedCall
+
+
+def hone_command(*arguments: Any, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+async def a_run(server: LocalBackend, tiny_model: Path, directory: Path) -> list[RecordedCall]:
+    """Two rollouts of two turns; the calls of both."""
+    async with world(server, tiny_model) as w:
+
+        async def agent(question: str) -> str:
+            first = await w.say(question)
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": first},
+                {"role": "user", "content": "more"},
+            ]
+            return (await w.llm.chat(messages)).choices[0].message.content or ""
+
+        w.bind(agent, ["one"], max_concurrency=1)  # so that they end in order
+        with (
+            Journal.open(directory, {}) as journal,
+            EventLog(directory / FILE) as events,
+        ):
+            base = {"run_id": w.run_id, "session": 1, "epochs": 1, "step": 0, "name": "agent"}
+            events.append("run_started", **base, base_url=f"{server.base_url}/v1")
+            await w.collect({"journal": journal})
+            rollouts = [record.rollout for record in journal.records("train", 0)]
+        return [call for rollout in rollouts for call in await w.adapter.recorded(rollout)]
+
+
+async def test_a_run_in_every_format(
+    server: LocalBackend, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    import asyncio
+
+    run = tmp_path / "run"
+    calls = await a_run(server, tiny_model, run)
+    assert len(calls) == 4
+
+    async def command(*arguments: Any, status: int = 0) -> str:
+        return await asyncio.to_thread(hone_command, *arguments, status=status)
+
+    # ATIF, with the calls of the server that the run names.
+    told = await command("export-trajectories", run, "-o", tmp_path / "atif")
+    assert told == f"2 written to {tmp_path / 'atif'}\n"
+    documents = [json.loads(file.read_text()) for file in sorted((tmp_path / "atif").iterdir())]
+    atif_calls = [
+        (step["metrics"]["completion_token_ids"], step["metrics"]["logprobs"])
+        for document in documents
+        for step in document["steps"]
+        if step["source"] == "agent"
+    ]
+    assert atif_calls == [(call.call.completion_ids, call.call.logprobs) for call in calls]
+    for document in documents:
+        pytest.importorskip("atif").Trajectory.model_validate(document)
+
+    # OpenAI's messages, from the server's root.
+    root = ("--root", server.root)
+    lines = tmp_path / "messages.jsonl"
+    await command("export-trajectories", run, "--format", "openai", *root, "-o", lines)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["messages"] for row in rows] == [
+        [*(call.messages or ()), call.reply] for call in calls[1::2]
+    ]
+    assert len({row["id"] for row in rows}) == 2 and all(row["reward"] >= 0 for row in rows)
+
+    # Parquet has the tokens too.
+    table = tmp_path / "all.parquet"
+    await command("export-trajectories", run, "--format", "parquet", *root, "-o", table)
+    parquet = pq.read_table(table).to_pylist()
+    assert [one["token_ids"] for row in parquet for one in row["calls"]] == [
+        call.call.completion_ids for call in calls
+    ]
+    assert [one["logprobs"] for row in parquet for one in row["calls"]] == [
+        call.call.logprobs for call in calls
+    ]
+    assert [json.loads(row["messages"]) for row in parquet] == [row["messages"] for row in rows]
+    assert {(row["split"], row["epoch"], row["conversation"]) for row in parquet} == {
+        ("train", 0, 0)
+    }
+
+    # Without the server there is the text of the last conversation.
+    alone = tmp_path / "alone.jsonl"
+    await command("export-trajectories", run, "--root", tmp_path / "none", "-o", alone)
+    assert "there is no server state" in caplog.text
+    texts = [json.loads(line) for line in alone.read_text().splitlines()]
+    assert len(texts) == 2 and "metrics" not in texts[0]["steps"][1]
+
+    # Either is a dataset again.
+    for source in (tmp_path / "atif", lines, alone):
+        data = tmp_path / "dataset.jsonl"
+        assert await command("import-trajectories", source, "-o", data) == f"2 written to {data}\n"
+        again = [json.loads(line) for line in data.read_text().splitlines()]
+        assert [_text(row["messages"]) for row in again] == [_text(r["messages"]) for r in rows]
+        assert [row["reward"] for row in again] == [row["reward"] for row in rows]
+    most = max(row["reward"] for row in rows)
+    best = ("--min_reward", most, "-o", data)
+    count = sum(row["reward"] == most for row in rows)
+    assert (await command("import-trajectories", lines, *best)).startswith(f"{count} written")
+    assert (
+        await command("export-trajectories", run, "--format", "openai", *root, *best)
+    ).startswith(f"{count} written")
+    told = await command(
+        "export-trajectories", run, "--split", "val", *root, "-o", tmp_path / "none"
+    )
+    assert told.startswith("0 written")
+
+
+def _text(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(message["role"], message.get("content") or "") for message in messages]
+
+
+def test_mistakes(tmp_path: Path):
+    broken = tmp_path / "x.jsonl"
+    broken.write_text('{"messages": [{"role": "user", "content": "a\u2028b"}]}\n{"prompt": 1}\n')
+    data = tmp_path / "data.jsonl"
+    data.write_text("kept")
+    said = hone_command("import-trajectories", broken, "-o", data, status=1)
+    assert f"{broken}:2: has no list of `messages`, and is no ATIF trajectory" in said
+    assert data.read_text() == "kept" and [p.name for p in tmp_path.iterdir()] != []
+    said = hone_command("import-trajectories", tmp_path / "no.jsonl", "-o", data, status=1)
+    assert "cannot be read" in said
+    (tmp_path / "empty").mkdir()
+    said = hone_command("import-trajectories", tmp_path / "empty", "-o", data, status=1)
+    assert "holds no ATIF trajectory" in said
+    said = hone_command("export-trajectories", tmp_path, "-o", data, status=1)
+    assert "holds no run (run.json is missing)" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "empty", "x.jsonl"]
