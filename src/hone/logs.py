@@ -1,16 +1,39 @@
-"""One line of the server's log: what happened, then its fields.
+"""The server's log: a line for each event, and the whole output of the learner and the engines.
 
-In:   what happened, and values that say more
-Out:  a record of the logger `hone.server`, which server/telemetry.py writes as text or JSON
+In:   what happened, and values that say more; lines that a process printed
+Out:  records of the logger `hone.server`, and of `hone.output.PART`; server/telemetry.py writes both
+      to files of limited size under ROOT/logs
+
+The output of a process goes to a file of its own and never to the console: at full verbosity it is
+thousands of lines, and what a user must see is an event.
 """
 
 import logging
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("hone.server")
 """Fields go in `extra={"fields": {...}}`; see `say`."""
 
+OUTPUTS = ("learner", "engine", "vllm")
+"""Parts whose whole output has a file of its own, ROOT/logs/PART.log."""
+
+_output = logging.getLogger("hone.output")
+_output.propagate = False
+_output.addHandler(logging.NullHandler())
+
 
 def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
     """One log line: what happened, then key=value."""
     log.log(level, what, extra={"fields": fields})
+
+
+def write_output(part: str, line: str, *, pid: int | None = None) -> None:
+    """One line of a part's output; lost if no server logs in this process."""
+    _output.getChild(part).info("%s%s", "" if pid is None else f"[{pid}] ", line)
+
+
+def output_file(part: str) -> Path | None:
+    """The file of a part's output; None if no server logs in this process."""
+    files = [h for h in _output.getChild(part).handlers if isinstance(h, logging.FileHandler)]
+    return Path(files[0].baseFilename) if files else None

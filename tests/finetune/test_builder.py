@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,16 @@ async def test_groups_by_example_with_what_the_server_recorded(
         ref = await w.adapter.submit(collection)
         status = await w.adapter.wait_until_complete(ref)
         assert (status.metadata or {})["counts"]["by_rollout"] == 6
+        # The whole output of the learner and of the engine is in files beside the server's log.
+        logs = server.root / "logs"
+        learner, job = (logs / "learner.log").read_text(), (status.metadata or {})["job"]
+        assert re.search(
+            rf"\[\d+\] INFO hone.learner: job {job}: .*trajectories by group \[3, 3\]", learner
+        )
+        assert re.search(rf"job {job}: 1 optimizer steps in .*metrics {{.*learn/loss", learner)
+        engine = (logs / "engine.log").read_text()
+        assert f"{tiny_model}: EmbeddedEngine of" in engine
+        assert f"loaded {w.adapter.model_name}@1 (" in engine
     lines = [record.getMessage() for record in caplog.records]
     assert f"Starting 3 evaluation runs for run_id: {w.run_id}" in lines
     assert f"Built 6 trajectories across 2 examples for run_id: {w.run_id}" in lines

@@ -37,6 +37,8 @@ from hone.inference.vllm import VllmEngine
 from hone.inference.vllm_adapter import StagedAdapter
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.models.decoder import Decoder
+from hone.server.settings import Settings
+from hone.server.telemetry import start_logging, stop_logging
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -426,8 +428,18 @@ async def test_vllm_dies_with_its_owner(model: Path, tmp_path: Path) -> None:
             process.kill()
 
 
-async def test_workers_die_with_their_server(model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a server's logs."""
+    settings = Settings(root=tmp_path)
+    start_logging(settings)
+    yield settings.log_file.parent
+    stop_logging()
+
+
+async def test_workers_die_with_their_server(model: Path, tmp_path: Path, logs: Path) -> None:
     process = VllmProcess(tmp_path)
+    assert process.log == logs / "vllm.log"
     arguments = [str(model), "--enforce-eager", "--max-model-len", "512", "--dtype", DTYPE]
     arguments += ["--enable-lora", *(["--gpu-memory-utilization", "0.2"] if ON_GPU else [])]
     process.start(require_vllm(PYTHON), arguments)
@@ -441,6 +453,7 @@ async def test_workers_die_with_their_server(model: Path, tmp_path: Path) -> Non
         assert isinstance(failure, EngineFailed)
         assert "exit status -9" in str(failure) and str(process.log) in str(failure)
         assert "Application startup complete" in str(failure), failure
+        assert f"[{pid}]" in (logs / "vllm.log").read_text(), "its whole output"
     finally:
         process.stop()
 

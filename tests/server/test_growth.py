@@ -8,7 +8,7 @@ from tests.server.api import Api
 from tests.server.conftest import MakeState
 from tests.server.worlds import World
 
-from hone.logs import say
+from hone.logs import output_file, say, write_output
 from hone.server.settings import Settings
 from hone.server.telemetry import start_logging, stop_logging
 from hone.store.checkpoints import log_groups, prune_groups
@@ -22,13 +22,18 @@ def test_the_log_is_rotated(tmp_path: Path):
     try:
         for number in range(500):
             say("something happened", number=number)
+            write_output("learner", f"a long line of a library, number {number}", pid=7)
     finally:
         stop_logging()
         logging.getLogger("hone.server").propagate = before
     files = sorted(settings.log_file.parent.iterdir())
-    assert [path.name for path in files] == ["server.log", "server.log.1", "server.log.2"]
+    assert [path.name for path in files] == [
+        f"{part}.log{number}" for part in ("learner", "server") for number in ("", ".1", ".2")
+    ]
     assert all(path.stat().st_size <= 4096 for path in files)
     assert "number=499" in settings.log_file.read_text()
+    assert files[0].read_text().endswith("Z [7] a long line of a library, number 499\n")
+    assert output_file("learner") is None, "closed"
 
 
 def test_the_oldest_logged_trajectories_leave_first(tmp_path: Path):

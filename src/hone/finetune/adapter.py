@@ -114,7 +114,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         await self._connect()
         config = self.adapter_config.backend
         if config.engine == "vllm":
-            log = config.root / "engines" / "*" / "vllm.log"
+            log = config.root / "logs" / "vllm.log"
             logger.info("vLLM is starting, which takes a minute or two. Its log: %s", log)
         try:
             await self.model.register(self.backend)

@@ -30,6 +30,7 @@ import httpx
 
 from hone.errors import EngineError, EngineFailed
 from hone.inference import vllm_worker
+from hone.logs import output_file, write_output
 
 OLDEST, NEWEST = (0, 20), (0, 32)
 """Versions of vLLM that hone was tried with; others are refused."""
@@ -128,13 +129,13 @@ class VllmProcess:
     """A vLLM server started by this process."""
 
     def __init__(self, directory: Path, *, less_memory: str = "") -> None:
-        """`directory` is for its log and adapters; `start` begins it.
+        """`directory` is for its adapters; `start` begins it.
 
         `less_memory` is added to the error of a server whose memory did not suffice.
         """
         self.directory = directory
         self._less_memory = less_memory
-        self.log = directory / "vllm.log"
+        self.log = output_file("vllm")
         # Not in `directory`: the path of a socket may have a hundred characters.
         self._private = Path(tempfile.mkdtemp(prefix="hone-vllm-"))
         self.socket = self._private / "socket"
@@ -219,7 +220,8 @@ class VllmProcess:
     def _log_end(self) -> str:
         """The exceptions in its log, and the last lines."""
         causes = [f"It raised {cause}" for cause in self._causes]
-        return "\n".join([*causes, f"The last lines of its log, {self.log}:", *self._last])
+        where = "" if self.log is None else f", {self.log}"
+        return "\n".join([*causes, f"The last lines of its log{where}:", *self._last])
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; whether it has ended."""
@@ -257,11 +259,10 @@ class VllmProcess:
         process = self._process
         assert process is not None and process.stdout is not None
         stages = dict(STAGES)
-        with self.log.open("ab") as log, process.stdout as output:
+        with process.stdout as output:
             for line in output:
-                log.write(line)
-                log.flush()
                 text = line.decode(errors="replace").rstrip()
+                write_output("vllm", text, pid=process.pid)
                 self._last.append(text)
                 if len(self._causes) < MOST_CAUSES and (cause := CAUSE.search(text)):
                     self._causes[cause[1][:500]] = None

@@ -1,7 +1,8 @@
 """The learner's process itself: answers requests on stdin until stdin ends.
 
 In:   JSON lines, each followed by as many bytes as it names; see LearnerProcess
-Out:  JSON lines on its original stdout: progress, results, and hone's errors
+Out:  JSON lines on its original stdout: progress, results, and hone's errors; on stderr everything
+      it does, for ROOT/logs/learner.log
 
 It sets what determines bits: thread count and deterministic algorithms. It ends when its stdin ends, so
 it cannot outlive the parent. An error that is not hone's ends it too, with a traceback on stderr.
@@ -12,10 +13,12 @@ parent's.
 """
 
 import json
+import logging
 import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -29,6 +32,8 @@ from hone.learner.staleness import check_fresh
 from hone.learner.worker import MARK, LearnerSpec, WorkerInfo
 from hone.niceness import give_way
 from hone.types import TrainConfig
+
+log = logging.getLogger("hone.learner")
 
 NICENESS = 10
 """Niceness of loading at low priority: without a free core it still gets a tenth of one, and ends before
@@ -69,6 +74,8 @@ def main() -> None:
     # Libraries print to stdout; give them stderr, and keep the real one for messages.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.captureWarnings(True)
     # The parent handles Ctrl-C, and a stop that systemd sends to every process of a service: it
     # returns the running job and then closes stdin.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -83,17 +90,20 @@ def main() -> None:
 
     learner: Any = None
     for request in inbox:
-        job = request["id"]
+        job, began = request["id"], time.monotonic()
         try:
             if request["do"] == "start":
                 with ThreadPoolExecutor(max_workers=1) as loading:
                     spec, gives_way = LearnerSpec(**request["spec"]), request["gives_way"]
+                    log.info("loads %s", spec.model_dump_json(exclude_none=True))
                     learner, info = loading.submit(_load, spec, gives_way=gives_way).result()
+                log.info("loaded in %.1f s: %s", time.monotonic() - began, info.model_dump_json())
                 send("done", job, result=info.model_dump())
             else:
                 assert learner is not None, "the parent starts before it asks"
                 send("done", job, result=_answer(learner, request, inbox, send))
         except HoneError as error:
+            log.error("%s failed: %s: %s", request["do"], type(error).__name__, error)
             send("failed", job, type=type(error).__name__, message=str(error))
         except RuntimeError as error:
             # By its name: torch is imported only when a model is loaded.
@@ -108,6 +118,7 @@ def _answer(
     job = request["id"]
     if request["do"] in ("save", "load"):
         directory = Path(request["directory"])
+        log.info("%ss %s", request["do"], directory)
         with storage(directory):
             if request["do"] == "save":
                 learner.save(directory, picture=request["picture"])
@@ -121,13 +132,31 @@ def _answer(
     groups, config = unpack_groups(request.pop("data")), TrainConfig(**request["config"])
     if request["base_step"] is not None:
         check_fresh(request["job_id"], groups, request["base_step"], config)
+    began, name = time.monotonic(), request["job_id"]
+    sizes = [len(group.trajectories) for group in groups]
+    log.info("job %s: trajectories by group %s, %s", name, sizes, config.model_dump_json())
+
+    def report(progress: Any) -> None:
+        log.info("job %s: %s", name, json.dumps(asdict(progress)))
+        send("progress", job, progress=asdict(progress))
+
     result = learner.train(
         groups,
         config,
-        on_progress=lambda progress: send("progress", job, progress=asdict(progress)),
+        on_progress=report,
         should_stop=lambda: inbox.should_stop(job),
         probe=request["probe"],
         label_logprobs=request["label_logprobs"],
+    )
+    log.info(
+        "job %s: %d optimizer steps in %.1f s, adapter %s%s; metrics %s, tokens without a label %s",
+        name,
+        result.steps,
+        time.monotonic() - began,
+        result.sha256[:12],
+        f" ({result.reason})" if result.reason else "",
+        json.dumps(result.metrics),
+        json.dumps(result.dropped),
     )
     # The log-probabilities are only for the picture, which this process draws.
     return asdict(replace(result, logprobs=None))

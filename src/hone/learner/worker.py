@@ -26,6 +26,7 @@ from pydantic import Field
 
 from hone import errors
 from hone.errors import LearnerDied, TrainingError
+from hone.logs import write_output
 from hone.models.cache import cache_home
 from hone.types import Strict, TrainConfig
 
@@ -301,7 +302,7 @@ class LearnerProcess:
             if line.startswith(MARK):
                 self._messages.put(json.loads(line.removeprefix(MARK)))
             elif line.strip():
-                self._stderr.append(line.rstrip("\n"))
+                self._add_output(line)
         self._messages.put(None)
         with self._ending:
             self._ended, call = True, self._when_ended
@@ -311,4 +312,8 @@ class LearnerProcess:
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None, "started with pipes"
         for line in self._process.stderr:
-            self._stderr.append(line.decode(errors="replace").rstrip("\n"))
+            self._add_output(line.decode(errors="replace"))
+
+    def _add_output(self, line: str) -> None:
+        self._stderr.append(line.rstrip("\n"))
+        write_output("learner", line.rstrip("\n"), pid=self._process.pid)

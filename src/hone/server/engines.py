@@ -17,14 +17,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.errors import Unavailable
-from hone.inference.base import AdapterRef, Engine
-from hone.logs import log, say
+from hone.inference.base import AdapterRef, Engine, EngineStats
+from hone.logs import log, say, write_output
 from hone.server.settings import Settings
 from hone.server.supervision import Part, backoff_s
 from hone.server.tokenizer import BaseTokenizer
@@ -62,13 +62,15 @@ class Adapters:
         """Load an adapter and unload what is too many, except adapters in use or still needed."""
         async with self._changing:
             if adapter not in self:
+                began = time.monotonic()
                 await self._engine.publish(adapter, directory)
+                _write(f"loaded {_name(adapter)} in {time.monotonic() - began:.2f} s")
             self._loaded[adapter.sha256] = adapter
             self._loaded.move_to_end(adapter.sha256)
             needed = self._promoted() | self.unproved | {adapter.sha256} | set(+self._users)
             unneeded = [sha256 for sha256 in self._loaded if sha256 not in needed]
             for sha256 in unneeded[: max(len(self._loaded) - self._max, 0)]:
-                await self._engine.unload(self._loaded.pop(sha256))
+                await self._unload(sha256)
 
     def promote(self, key: ModelKey, adapter: AdapterRef | None, step: int) -> None:
         self.newest[key] = (step, adapter)
@@ -79,7 +81,12 @@ class Adapters:
         async with self._changing:
             self.unproved.clear()
             if adapter in self and adapter.sha256 not in self._promoted():
-                await self._engine.unload(self._loaded.pop(adapter.sha256))
+                await self._unload(adapter.sha256)
+
+    async def _unload(self, sha256: str) -> None:
+        adapter = self._loaded.pop(sha256)
+        await self._engine.unload(adapter)
+        _write(f"unloaded {_name(adapter)}")
 
     def _promoted(self) -> set[str]:
         return {adapter.sha256 for _, adapter in self.newest.values() if adapter is not None}
@@ -122,6 +129,8 @@ class _Usage:
     old: Engine | None = None
     """Closed before the next one is opened: there may be no memory for both."""
     restart: asyncio.TimerHandle | None = None
+    stats: tuple[float, EngineStats] | None = None
+    """When its statistics were last written to engine.log, and which."""
 
 
 class Engines:
@@ -226,6 +235,19 @@ class Engines:
                 await base.engine.close()
                 say("engine closed: it was idle", base_model=name, idle_s=idle_s)
 
+    async def log_stats(self) -> None:
+        """Write the statistics of every engine to engine.log, if they changed."""
+        for name, base in self.loaded().items():
+            usage, now, stats = self._usage_of(name), time.monotonic(), base.engine.stats()
+            if usage.stats is not None and usage.stats[1] == stats:
+                continue
+            before, then = (usage.stats[1], usage.stats[0]) if usage.stats else (None, now)
+            sampled = stats.sampled_tokens - (before.sampled_tokens if before else 0)
+            speed = f"; {sampled / (now - then):.0f} tokens/s" if before and now > then else ""
+            fields = ", ".join(f"{key} {value}" for key, value in asdict(stats).items())
+            _write(f"{name}: {fields}{speed}")
+            usage.stats = now, stats
+
     async def close(self) -> None:
         """Close every engine and cancel the loads under way."""
         restarts = [usage.restart for usage in self._usage.values() if usage.restart is not None]
@@ -272,6 +294,8 @@ class Engines:
         usage.opened_at = usage.used_at = time.monotonic()
         usage.part.reason = None  # earlier failures count until it has worked for STEADY_S
         say("loaded", base_model=base_model)
+        usage.stats = None
+        _write(f"{base_model}: {type(engine).__name__} of {engine.max_length} tokens is loaded")
         fields = {name: getattr(tokenizer, name) for name in BaseTokenizer.__dataclass_fields__}
         fields["max_positions"] = min(tokenizer.max_positions, engine.max_length)
         adapters = Adapters(engine, self._settings.max_adapters)
@@ -286,6 +310,7 @@ class Engines:
         if time.monotonic() > usage.opened_at + STEADY_S:
             usage.part.recover()
         usage.part.fail(failure)
+        _write(f"{base_model}: failed: {failure}")
         failure.__traceback__ = None  # it is logged; its frames would keep the old weights alive
         del self._bases[base_model]
         usage.old = base.engine
@@ -360,3 +385,11 @@ def _started(
         task = under_way[key] = asyncio.create_task(make())
         task.add_done_callback(forget)
     return task
+
+
+def _write(line: str) -> None:
+    write_output("engine", line)
+
+
+def _name(adapter: AdapterRef) -> str:
+    return f"{adapter.model}@{adapter.step} ({adapter.sha256[:12]})"

@@ -22,7 +22,7 @@ from hone.disk import storage, write_atomic
 from hone.errors import ServerError
 from hone.inference.base import Engine
 from hone.lock import LockFile, LockHeld
-from hone.logs import say
+from hone.logs import OUTPUTS, say
 from hone.server.app import create_apps
 from hone.server.auth import check_advertised, settle_key
 from hone.server.listen import (
@@ -193,6 +193,7 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         *([f"for agents    {settings.advertise_url}/v1"] if settings.advertise_url else []),
         f"state         {settings.root}",
         f"log           {settings.log_file}",
+        f"output        {settings.log_file.parent}/{{{','.join(OUTPUTS)}}}.log",
         f"models        {names or 'none registered yet; base models answer by their name'}"
         + (" on the training API" if closed else ""),
     ]

@@ -92,7 +92,7 @@ class Serving:
         engines = self._engines = Engines(settings, open_engine)
         self.template, self.base, self.holding = engines.template, engines.get, engines.using
         self.paused, self.ready, self.status = engines.paused, engines.ready, engines.status
-        self.close_idle = engines.close_idle
+        self.close_idle, self.log_stats = engines.close_idle, engines.log_stats
         self._logged: set[tuple[str, str]] = set()
         """Runs and base models for which the log says what the base model's name means."""
         self._answering = 0

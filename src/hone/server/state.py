@@ -9,7 +9,7 @@ Opening loads no model. Closing goes in reverse: jobs first, then requests in fl
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -31,8 +31,11 @@ from hone.store.database import Store, make_root
 from hone.store.jobs import JobStore
 from hone.store.models import ModelStore
 from hone.store.rename import Renames
+from hone.tally import cancel_all
 
 PRUNE_S = 600.0
+STATS_S = 10.0
+"""How often the engines' statistics are written to engine.log, if they changed."""
 """Seconds between two prunings of recorded calls and of the groups of ended jobs."""
 DRAIN_S = 5.0
 """Seconds that requests cut off by a stop have to be recorded."""
@@ -56,6 +59,7 @@ class State:
     bodies: BodyBudget
     conversations: Conversations = field(default_factory=Conversations)
     pruner: Part = field(default_factory=lambda: Part("pruner"))
+    stats_log: Part = field(default_factory=lambda: Part("engine.log"))
     started_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -105,13 +109,14 @@ class State:
         """Take jobs and prune calls until the block ends; then close everything in reverse."""
         try:
             await self.service.start()
-            pruning = asyncio.create_task(repeat(self.pruner, self._prune, PRUNE_S))
+            repeated = [
+                asyncio.create_task(repeat(self.pruner, self._prune, PRUNE_S)),
+                asyncio.create_task(repeat(self.stats_log, self.serving.log_stats, STATS_S)),
+            ]
             try:
                 yield
             finally:
-                pruning.cancel()
-                with suppress(asyncio.CancelledError):
-                    await pruning
+                await cancel_all(repeated)
         finally:
             await self.service.close()
             await self.serving.drain(DRAIN_S)

@@ -1,7 +1,8 @@
 """Metrics for Prometheus, and the log: one line per event.
 
 In:   requests, jobs and publishes as they happen
-Out:  GET /metrics; ROOT/logs/server.log and stderr
+Out:  GET /metrics; ROOT/logs/server.log and stderr; the output of the learner and the engines in
+      ROOT/logs/PART.log
 
 The registry belongs to one server and not to the process, so that two servers in one test do
 not add up.
@@ -12,11 +13,12 @@ import logging
 import sys
 import time
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from hone.logs import log
+from hone.logs import OUTPUTS, log
 from hone.redact import HIDDEN, redact
 from hone.server.settings import Settings
 
@@ -82,8 +84,7 @@ class _Line(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        stamp += f".{int(record.msecs):03d}Z"
+        stamp = _stamp(record)
         fields = getattr(record, "fields", {})
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         if self._as_json:
@@ -92,6 +93,18 @@ class _Line(logging.Formatter):
         parts = [stamp, record.levelname.lower(), record.getMessage()]
         parts += [f"{key}={_format_value(value)}" for key, value in fields.items()]
         return " ".join(parts) + (f"\n{trace}" if trace else "")
+
+
+class _Output(logging.Formatter):
+    """`time line`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{_stamp(record)} {record.getMessage()}"
+
+
+def _stamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
 
 
 class _LogFile(RotatingFileHandler):
@@ -108,24 +121,32 @@ def start_logging(settings: Settings) -> None:
     stop_logging()
     log.setLevel(settings.log_level.upper())
     log.propagate = False
-    file = _LogFile(
-        settings.log_file,
-        maxBytes=settings.log_bytes,
-        backupCount=settings.log_files,
-        encoding="utf-8",
-    )
+    file = _log_file(settings, settings.log_file)
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING if settings.log_level == "info" else settings.log_level.upper())
     for output in (file, screen):
         output.setFormatter(_Line(settings.log_format == "json"))
         log.addHandler(output)
+    for part in OUTPUTS:
+        logger = logging.getLogger(f"hone.output.{part}")
+        logger.setLevel(logging.INFO)
+        whole = _log_file(settings, settings.log_file.with_name(f"{part}.log"))
+        whole.setFormatter(_Output())
+        logger.addHandler(whole)
+
+
+def _log_file(settings: Settings, path: Path) -> _LogFile:
+    size, files = settings.log_bytes, settings.log_files
+    # Opened with the first line: a server without vLLM has no vllm.log.
+    return _LogFile(path, maxBytes=size, backupCount=files, encoding="utf-8", delay=True)
 
 
 def stop_logging() -> None:
     """Close what `start_logging` opened."""
-    for output in list(log.handlers):
-        log.removeHandler(output)
-        output.close()
+    for logger in (log, *(logging.getLogger(f"hone.output.{part}") for part in OUTPUTS)):
+        for output in list(logger.handlers):
+            logger.removeHandler(output)
+            output.close()
 
 
 def _format_value(value: Any) -> str:
