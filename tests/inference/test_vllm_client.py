@@ -3,14 +3,14 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from tests.conformance.engine import spelled, spelling_tokenizer
 from tests.inference.test_embedded import write_adapter
 
@@ -33,6 +33,8 @@ class Standin:
         self.top = {"token_id:7": 0.0, "token_id:8": -9999.0}
         self.ids = [7]
         self.refuses = ""
+        self.holds: asyncio.Event | None = None
+        """Set when a request arrives; it then gets no answer, or the beginning of a stream."""
         self.loaded: dict[str, str] = {}
         self.bodies: list[dict[str, Any]] = []
         self.app = FastAPI()
@@ -50,6 +52,18 @@ class Standin:
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        if self.holds is not None:
+            self.holds.set()
+
+            async def gone() -> AsyncIterator[bytes]:
+                yield b'data: {"choices": []}\n\n'
+                while not await request.is_disconnected():
+                    await asyncio.sleep(0.01)
+
+            if body.get("stream"):
+                return StreamingResponse(gone())
+            async for _ in gone():
+                pass
         if self.broken:
             transport: Any = request.scope["extensions"]["test.transport"]
             transport.abort()
@@ -224,6 +238,26 @@ def model(tiny_llama_dir: Path, tmp_path: Path) -> Path:
         (directory / file.name).symlink_to(file)
     (directory / "tokenizer.json").write_text("{}")
     return directory
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_closing_ends_requests_under_way(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path, stream: bool
+):
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "adapters")
+    standin.holds = asyncio.Event()
+
+    async def ask() -> None:
+        async for _ in engine.generate([1, 2], Sampling(max_tokens=1), stream=stream):
+            pass
+
+    asked = asyncio.create_task(ask())
+    while not standin.holds.is_set():
+        await asyncio.sleep(0.01)
+    await engine.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        await asyncio.wait_for(asked, 10)
 
 
 async def test_every_sampling_parameter_is_sent(

@@ -172,3 +172,32 @@ def test_rounding_is_no_reason_to_refuse_a_right_step(tokens: int, times_noise: 
     assert "proved" not in verdicts["stale"]
     if tokens == 300 and times_noise == 5:  # and where the movement is clear, it is seen
         assert verdicts == {"right": {"proved"}, "stale": {"refused"}}
+
+
+@pytest.mark.parametrize(
+    ("times", "good"), [(1, True), (0.2, False), (0.05, False), (3, False), (10, False)]
+)
+def test_certain_tokens_do_not_hide_how_far_the_others_moved(times: float, good: bool):
+    """Late in a supervised job most tokens are all but certain, and move next to nothing."""
+    generator = np.random.default_rng(0)
+    doubts = np.where(
+        np.arange(40) < 26, 10 ** generator.uniform(-6, -3, 40), generator.uniform(0.05, 0.6, 40)
+    )
+    logits = generator.normal(0, 0.2, 40)
+
+    def moved(factor: float) -> list[float]:
+        exact = np.log1p(-doubts) + factor * logits * doubts
+        return (exact + generator.normal(0, 1e-5, 40) * doubts).tolist()
+
+    learner, old, new = (moved(0), moved(1)), moved(0), moved(times)
+    tokens = [
+        {"sequence": 0, "place": i + 1, "before": b, "after": a}
+        for i, (b, a) in enumerate(zip(*learner, strict=True))
+    ]
+    movement = {"sequences": [[0] * 41], "tokens": tokens}
+    before, after = Probe(OLD, (tuple(old),)), Probe(NEW, (tuple(new),))
+    if good:
+        assert prove(movement, before, after, NEW).slope == pytest.approx(1, abs=0.01)
+    else:
+        with pytest.raises(NotProved, match="must lie in"):
+            prove(movement, before, after, NEW)

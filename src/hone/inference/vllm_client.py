@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -50,6 +51,9 @@ class VllmClient:
         self.prefilled_tokens = 0
         """Prompt tokens that were not in vLLM's prefix cache."""
         self._session: aiohttp.ClientSession | None = None
+        self._sent: set[asyncio.Timeout] = set()
+        """Requests that wait for the beginning of their answer."""
+        self._reading: set[aiohttp.ClientResponse] = set()
         self._failure: BaseException | None = None
 
     @property
@@ -68,6 +72,11 @@ class VllmClient:
         self.closed = True
         if self.process is not None:
             await asyncio.to_thread(self.process.stop)
+        # Closing the session would leave them waiting.
+        for deadline in self._sent:
+            deadline.reschedule(asyncio.get_running_loop().time())
+        for response in list(self._reading):
+            response.close()
         if self._session is not None:
             await self._session.close()
 
@@ -86,7 +95,7 @@ class VllmClient:
         """The choices of a completion as they grow."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
-            async with self._post(COMPLETIONS, body) as response:
+            async with self._request(COMPLETIONS, body) as response:
                 if response.status != 200:
                     raise await self._refused(response, body)
                 async for line in _lines(response.content):
@@ -98,7 +107,7 @@ class VllmClient:
                     self._count_prefilled(event.get("usage"))
                     for choice in event["choices"]:
                         yield choice
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise await self.ended(repr(error)) from None
 
     def _count_prefilled(self, usage: Mapping[str, Any] | None) -> None:
@@ -124,16 +133,33 @@ class VllmClient:
     def _at(self, path: str) -> str:
         return f"{self.url or 'http://vllm'}{path}"
 
-    def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> Any:
-        headers = {"Content-Type": "application/json"}
-        return self._http().post(self._at(path), data=to_json(body), headers=headers, **options)
+    @asynccontextmanager
+    async def _request(
+        self, path: str, body: Mapping[str, Any], **options: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """The answer to a request; `close` ends it with an error, wherever it is."""
+        session, headers = self._http(), {"Content-Type": "application/json"}
+        async with asyncio.timeout(None) as deadline:
+            self._sent.add(deadline)
+            try:
+                response = await session.post(
+                    self._at(path), data=to_json(body), headers=headers, **options
+                )
+            finally:
+                self._sent.discard(deadline)
+        self._reading.add(response)
+        try:
+            async with response:
+                yield response
+        finally:
+            self._reading.discard(response)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         # Answers take as long as they take; a dead server closes the connection.
         total = None if path == COMPLETIONS else CONTROL_S
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_S)
         try:
-            async with self._post(path, body, timeout=timeout) as response:
+            async with self._request(path, body, timeout=timeout) as response:
                 if response.status != 200:
                     raise await self._refused(response, body)
                 content = await response.read()

@@ -61,7 +61,8 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     ours = [(t["after"] - t["before"]) / n for t, n in zip(tokens, noise, strict=True)]
     theirs = [(b - a) / n for a, b, n in zip(old, new, noise, strict=True)]
     most = max(SIGMAS, OUTLIER * median(map(abs, ours))) if ours else SIGMAS
-    x, y = ([max(-most, min(value, most)) for value in values] for values in (ours, theirs))
+    pairs = [_bounded(a, b, most) for a, b in zip(ours, theirs, strict=True)]
+    x, y = [a for a, _ in pairs], [b for _, b in pairs]
     square = sum(value * value for value in x)
     real = max(0.0, 1 - len(tokens) / square) if square else 0.0
     """The part of the learner's movement that is certainly not its rounding."""
@@ -78,6 +79,13 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
             + ". The step before stays served."
         )
     return Proof("proved" if after.sha256 else "proved by logprob alone", slope, len(tokens))
+
+
+def _bounded(ours: float, theirs: float, most: float) -> tuple[float, float]:
+    """A pair of movements, shrunk together: the weight of a token changes, not its slope."""
+    shrink = min(1.0, most / abs(ours)) if ours else 1.0
+    limit = OUTLIER * most
+    return ours * shrink, max(-limit, min(theirs * shrink, limit))
 
 
 def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:
