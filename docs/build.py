@@ -176,7 +176,7 @@ RUN_FILES = {
     "`config_effective.yml`": "the configuration with overrides applied, without secrets",
     "`events.jsonl`": "what happened, in order: see below",
     "`trajectories/`": "every rollout: see below",
-    "`unscored/`": "rollouts that wait to be compared with others of their group; removed when the round ends",
+    "`unscored/`": "rollouts that are compared with others of their group; removed when all of a round have a reward",
     "`submissions/NNN_RRR.json`": "what was submitted for training in round RRR of epoch NNN",
     "`training_metrics.jsonl`": "one line per round: rewards, curriculum, job, learner metrics",
     "`reward_history.json`": "one entry per epoch: mean, lowest and highest reward",

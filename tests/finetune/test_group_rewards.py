@@ -55,6 +55,7 @@ class Agents:
         self.w, self.numbers = w, iter(range(1, 10))
         self.held: dict[int, asyncio.Event] = {}
         self.failing: set[int] = set()
+        self.unreachable: set[int] = set()
 
     async def run(self, question: str) -> str:
         number = next(self.numbers)
@@ -63,6 +64,8 @@ class Agents:
             await self.held[number].wait()
         if number in self.failing:
             raise PolicyFailure("gave up", reason="step_limit")
+        if number in self.unreachable:
+            raise ConnectionError("no environment")
         return str(number)
 
 
@@ -132,6 +135,25 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
                 metadata(t)["rollout"]: t.reward for g in again.trajectories for t in g
             } == rewards
             assert len(asked.bodies) == 2, "a scored group is not judged again"
+
+
+async def test_a_rollout_of_a_later_start_is_compared_with_those_of_the_failed_round(
+    server: LocalBackend, tiny_model: Path, judge: tuple[Judge, LLM], tmp_path: Path
+):
+    asked, llm = judge
+    async with world(server, tiny_model, generations=3, rollout_retries=0) as w:
+        agents = Agents(w)
+        agents.unreachable = {3}
+        w.bind(agents.run, ["one"], ruler(llm), max_concurrency=1)
+        with Journal.open(tmp_path / "run", {}) as journal:
+            await w.collect({"journal": journal})
+            assert journal.unscored("train", 0).exists()
+        with Journal.open(tmp_path / "run", {}) as journal:
+            await w.collect({"journal": journal, "session": 2})
+            assert sorted(r.reward or 0 for r in journal.records("train", 0)) == [0.1, 0.2, 0.4]
+            assert not journal.unscored("train", 0).exists()
+    compared = [body["messages"][1]["content"].count('"role": "output"') for body in asked.bodies]
+    assert compared == [2, 3], "not judged on its own"
 
 
 async def test_a_rollout_that_is_run_again_joins_a_group_that_was_scored(

@@ -9,7 +9,7 @@ import yaml
 from tests.finetune.command import DOCUMENT, Command, Parts
 
 from hone.config.problems import ConfigProblems
-from hone.errors import ConfigError
+from hone.errors import ConfigError, Conflict
 from hone.event_log import FILE, read
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
 from hone.finetune.dataset_builder import DatasetTrajectoryBuilderConfig
@@ -19,16 +19,19 @@ from hone.report.plots import training_rewards
 
 USER = {"role": "user", "content": "2 + 2?"}
 ROWS = DatasetTrajectoryBuilderConfig()
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
 def said(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def sent(row: dict[str, Any], config: DatasetTrajectoryBuilderConfig = ROWS) -> list[Any]:
+def sent(
+    row: dict[str, Any], config: DatasetTrajectoryBuilderConfig = ROWS, objective: Any = None
+) -> list[Any]:
     """The messages and the reward of each trajectory of a row, as the server gets them."""
     groups, dropped = sdk_groups(
-        TrajectoryCollection(trajectories=[config.trajectories("e", row)], run_id="r")
+        TrajectoryCollection(trajectories=[config.trajectories("e", row, objective)], run_id="r")
     )
     assert not dropped and groups[0].example == "e"
     return [(one.messages_and_choices, one.reward) for one in groups[0]]
@@ -60,6 +63,46 @@ def test_what_both_of_a_pair_begin_with_is_context():
         assert [m.get("weight") for m in messages] == [0, 0, 0, None]
 
 
+def test_sft_never_trains_on_rejected_answers():
+    pair = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+
+    def answers(row: dict[str, Any]) -> list[str]:
+        return [messages[-1]["content"] for messages, _ in sent(row, objective="sft")]
+
+    assert answers(pair) == ["4"]
+    assert answers({"prompt": "2 + 2?", "chosen": "4"}) == ["4"]
+    assert answers(pair | {"completion": "four"}) == ["four"]
+    assert answers(pair | {"messages": [USER, said("IV")]}) == ["IV"]
+    # and DPO takes the pair, whatever else the row has
+    row = pair | {"messages": [USER, said("IV")], "completion": "four"}
+    assert [messages[-1]["content"] for messages, _ in sent(row, objective="dpo")] == ["4", "5"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": [USER, said("4")]}, {"prompt": "2 + 2?", "chosen": "4", "rejected": None}]
+)
+def test_dpo_refuses_a_row_without_a_pair(row: dict[str, Any]):
+    with pytest.raises(ConfigError, match="row 'e' has no pair of 'chosen' and 'rejected'"):
+        ROWS.trajectories("e", row, "dpo")
+
+
+def test_a_prompt_with_which_the_answers_begin_is_not_repeated():
+    system = {"role": "system", "content": "Be brief."}
+    for before in ([USER], [system, USER], [{**USER, "tool_calls": None}]):
+        row = {"prompt": "2 + 2?", "chosen": [*before, said("4")], "rejected": [*before, said("5")]}
+        for messages, _ in sent(row):
+            assert [m["role"] for m in messages] == [m["role"] for m in before] + ["assistant"]
+            assert [m.get("weight") for m in messages] == [0] * len(before) + [None]
+    ((messages, _),) = sent({"prompt": [system, USER], "completion": [USER, said("4")]})
+    assert len(messages) == 4, "another prompt is not left out"
+
+
+def test_a_dataset_may_have_messages_in_any_order():
+    greeting, thought = said("Hi!", weight=0), said("Let me look.", weight=0)
+    for messages in ([greeting, USER, said("4")], [USER, thought, said("4")]):
+        assert sent({"messages": messages}) == [(messages, 0.0)]
+
+
 def test_columns_can_have_other_names_and_tools():
     config = DatasetTrajectoryBuilderConfig(
         chosen_key="chosen_response", rejected_key="rejected_response"
@@ -68,11 +111,14 @@ def test_columns_can_have_other_names_and_tools():
         "prompt": "2 + 2?",
         "chosen_response": "4",
         "rejected_response": "5",
-        "tools": [{"t": 1}],
+        "tools": json.dumps([TOOL]),  # as tables have them, or as a list
     }
     assert [m[-1]["content"] for m, _ in sent(row, config)] == ["4", "5"]
     assert config.trajectories("e", row)[0].metadata == {
-        "id": "e", "from_dataset": True, "tools": [{"t": 1}],
+        "id": "e", "from_dataset": True, "tools": [TOOL],
+    }  # fmt: skip
+    assert config.trajectories("e", row | {"tools": [TOOL]})[0].metadata == {
+        "id": "e", "from_dataset": True, "tools": [TOOL],
     }  # fmt: skip
 
 
@@ -85,6 +131,18 @@ def test_columns_can_have_other_names_and_tools():
             "column 'messages': expected text, or a list of messages",
         ),
         ("text", "expected an object with columns"),
+        ({"messages": [USER]}, "row 'e': there is no assistant message to train on"),
+        ({"messages": [USER, said("4", weight=0)]}, "there is no assistant message to train on"),
+        ({"prompt": "p", "chosen": "4", "rejected": "4"}, "is in both answers of the pair"),
+        ({"messages": [said("Hi!"), USER, said("4")]}, "the first message is the assistant's"),
+        (
+            {"messages": [USER, said("4")], "tools": "add"},
+            "column 'tools': expected a list of tools",
+        ),
+        (
+            {"messages": [USER, said("4")], "tools": [{"t": 1}]},
+            "each with `function` and its `name`",
+        ),
     ],
 )
 def test_a_row_that_is_no_conversation_is_refused(row: Any, message: str):
@@ -169,6 +227,28 @@ def test_what_does_not_fit_together_is_refused_before_anything_runs(sft: Command
     assert "beta is 0.1, which has no effect on loss 'dpo'" in wrong and "Set dpo_beta" in wrong
     (sft.directory / "train.json").write_text(json.dumps([{"id": "a", "question": "a"}]))
     assert "row 'a' has neither 'messages'" in problems(sft, document("sft_trainer"))
+    rows = [{"id": "a", "question": "a", "messages": [USER, said("4")]}]
+    (sft.directory / "train.json").write_text(json.dumps(rows))
+    assert "row 'a' has no pair of 'chosen'" in problems(sft, document("dpo_trainer"))
+
+
+def test_a_resumed_run_on_a_dataset_refuses_another_configuration(sft: Command):
+    Parts.adapter.fail = lambda key: "broken" if key.endswith(":1:0") else None
+    assert sft() == 1 and not list(sft.out.glob("trajectories/*"))
+    Parts.adapter.fail = lambda key: None
+    with pytest.raises(Conflict, match="seed: None then, 5 now"):
+        sft(("finetuning.seed", "5"))
+    assert sft() == 0 and len(Parts.adapter.jobs) == 3, "the first job is not sent again"
+
+
+def test_sft_of_a_dataset_with_pairs_trains_the_preferred_answers(sft: Command):
+    rows = [{"id": q, "question": q, "prompt": q, "chosen": q, "rejected": "no"} for q in "abc"]
+    (sft.directory / "train.json").write_text(json.dumps(rows))
+    assert sft() == 0
+    job = next(iter(Parts.adapter.jobs.values()))
+    groups, _ = sdk_groups(job)
+    trained = [[one.messages_and_choices[-1]["content"] for one in group] for group in groups]
+    assert sorted(trained) == [["a"], ["b"], ["c"]]
 
 
 def test_dpo_takes_pairs_from_groups_and_sends_its_keys(command: Command):

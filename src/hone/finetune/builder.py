@@ -184,9 +184,9 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         finally:
             del self.evaluation_runs[run_id]
             at = self._rounds.pop(run_id)
-        if at.groups is not None:
-            at.groups.close()
         records = [record for run in runs for record in run]
+        if at.groups is not None:
+            at.groups.close(records)
         groups, dropped = group_by_example(records, [item.id for item in at.items], self._smallest)
         self.dropped = at.dropped + dropped
         await self._report_unscoped(at)

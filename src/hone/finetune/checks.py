@@ -33,7 +33,7 @@ from hone.evaluation.datasets import (
 )
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
-from hone.finetune.dataset_builder import dataset_config_of
+from hone.finetune.dataset_builder import dataset_config_of, objective_of
 from hone.finetune.fingerprint import code_of, targets_of
 from hone.finetune.objectives import objective_mistakes
 from hone.workflow.target import load_target
@@ -373,7 +373,7 @@ def _conversation_mistakes(document: Document, file: Path | None) -> Mistakes:
         return  # _row_mistakes reports it
     for item in items:
         try:
-            builder.trajectories(item.id, item.full_dataset_entry)
+            builder.trajectories(item.id, item.full_dataset_entry, objective_of(document))
         except ConfigError as error:
             yield DATASET, str(error)
             return

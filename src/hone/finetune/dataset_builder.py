@@ -1,17 +1,18 @@
 """Conversations of a dataset as trajectories, without any rollout.
 
 In:   rows with `messages`; with `prompt` and `completion`; or with `chosen` and `rejected`
-Out:  a TrajectoryCollection: one conversation per group, or a pair with rewards 1 and 0
+Out:  a TrajectoryCollection: for SFT one conversation per group, for DPO a pair with rewards 1 and 0
 
 The columns are those of TRL and of OpenAI's fine-tuning format. Text stands for one message: a prompt
 is the user's, everything else the assistant's. Assistant messages of a prompt, and those with which
-`chosen` and `rejected` both begin, are context.
+`chosen` and `rejected` both begin, are context. SFT never trains on `rejected`.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError
@@ -25,7 +26,20 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem
 
 Message = dict[str, JsonValue]
+Objective = Literal["sft", "dpo"]
+
+
+class _Function(BaseModel):
+    name: str
+
+
+class _Tool(BaseModel):
+    function: _Function
+
+
 _MESSAGES = TypeAdapter(list[Message])
+_TOOLS = TypeAdapter(list[_Tool])
+_OBJECTIVES: dict[str, Objective] = {"sft_trainer": "sft", "dpo_trainer": "dpo"}
 
 
 class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj_builder"):
@@ -44,32 +58,71 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
     tools_key: str = Field(default="tools", min_length=1)
     """Column with the tools of the conversation, as in the OpenAI API."""
 
-    def trajectories(self, example: str, row: object) -> list[Trajectory]:
-        """The group of a row; raises ConfigError if it has no conversation."""
+    def trajectories(
+        self, example: str, row: object, objective: Objective | None = None
+    ) -> list[Trajectory]:
+        """The group of a row; raises ConfigError if it has nothing that the objective trains on.
+
+        Without an objective, a pair where there is one.
+        """
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {example!r}: expected an object with columns, got {row!r}")
         columns = {key: row[key] for key in row if row[key] is not None}
-        tools = columns.get(self.tools_key)
-        prompt = self._messages(columns, self.prompt_key, "user", example)
-        if self.chosen_key in columns and self.rejected_key in columns:
-            both = [
-                prompt + self._messages(columns, key, "assistant", example)
-                for key in (self.chosen_key, self.rejected_key)
+        tools = _tools(columns.get(self.tools_key), f"row {example!r}, column {self.tools_key!r}")
+        has_pair = self.chosen_key in columns and self.rejected_key in columns
+        if objective == "dpo" and not has_pair:
+            raise ConfigError(
+                f"row {example!r} has no pair of {self.chosen_key!r} and {self.rejected_key!r}, which "
+                f"dpo_trainer trains on. Its columns: {', '.join(map(repr, row))}. Name them in the "
+                "keys of dataset_traj_builder, or set a trainer of type sft_trainer."
+            )
+        if has_pair and objective != "sft":
+            return [
+                _trajectory(*one, tools, example, reward)
+                for one, reward in zip(self._pair(columns, example), (1.0, 0.0), strict=True)
             ]
-            context = max(len(prompt), _common(*both))
-            made = zip(both, (1.0, 0.0), strict=True)
-            return [_trajectory(one, context, tools, example, reward) for one, reward in made]
-        messages = self._messages(columns, self.messages_key, "user", example)
-        if not messages and self.completion_key in columns:
-            answer = self._messages(columns, self.completion_key, "assistant", example)
-            return [_trajectory(prompt + answer, len(prompt), tools, example, 0.0)]
-        if messages:
-            return [_trajectory(messages, 0, tools, example, 0.0)]
+        return [_trajectory(*self._conversation(columns, example), tools, example, 0.0)]
+
+    def _pair(self, columns: Mapping[str, Any], example: str) -> "list[tuple[list[Message], int]]":
+        """Both conversations of a pair, and the number of messages that are context."""
+        chosen, rejected = (
+            self._answered(columns, key, example) for key in (self.chosen_key, self.rejected_key)
+        )
+        both = _common(chosen[0], rejected[0])
+        return [(messages, max(context, both)) for messages, context in (chosen, rejected)]
+
+    def _conversation(
+        self, columns: Mapping[str, Any], example: str
+    ) -> "tuple[list[Message], int]":
+        """A conversation to imitate, and the number of messages that are context."""
+        if messages := self._messages(columns, self.messages_key, "user", example):
+            return messages, 0
+        if self.completion_key in columns:
+            return self._answered(columns, self.completion_key, example)
+        if self.chosen_key in columns and self.rejected_key in columns:
+            return self._pair(columns, example)[0]
+        if self.chosen_key in columns:
+            return self._answered(columns, self.chosen_key, example)
         raise ConfigError(
             f"row {example!r} has neither {self.messages_key!r}, nor {self.prompt_key!r} with "
             f"{self.completion_key!r}, nor {self.chosen_key!r} with {self.rejected_key!r}. Its "
-            f"columns: {', '.join(map(repr, row))}. Name them in the keys of dataset_traj_builder."
+            f"columns: {', '.join(map(repr, columns))}. Name them in the keys of dataset_traj_builder."
         )
+
+    def _answered(
+        self, columns: Mapping[str, Any], key: str, example: str
+    ) -> "tuple[list[Message], int]":
+        """The prompt with the answer of a column, and the number of messages of the prompt."""
+        prompt = self._messages(columns, self.prompt_key, "user", example)
+        answer = self._messages(columns, key, "assistant", example)
+        # Many datasets repeat the prompt in the answer, some after a system message.
+        for start in range(len(answer)):
+            end = start + len(prompt)
+            if prompt and _common(answer[start:end], prompt) == len(prompt):
+                return answer, end
+            if answer[start]["role"] not in ("system", "developer"):
+                break
+        return prompt + answer, len(prompt)
 
     def _messages(
         self, row: Mapping[str, Any], key: str, author: str, example: str
@@ -95,14 +148,25 @@ def dataset_config_of(document: "Document") -> DatasetTrajectoryBuilderConfig | 
     return config if isinstance(config, DatasetTrajectoryBuilderConfig) else None
 
 
+def objective_of(document: "Document") -> Objective | None:
+    """What the run's trainer trains on; None for a trainer of a plugin."""
+    trainer = document.trainers.get(document.finetuning.trainer or "")
+    return None if trainer is None else _OBJECTIVES.get(trainer.type_name)
+
+
 class DatasetTrajectoryBuilder(TrajectoryBuilder):
     """Gives the conversations of the round's examples."""
 
     trajectory_builder_config: DatasetTrajectoryBuilderConfig
 
-    def __init__(self, trajectory_builder_config: DatasetTrajectoryBuilderConfig) -> None:
+    def __init__(
+        self,
+        trajectory_builder_config: DatasetTrajectoryBuilderConfig,
+        objective: Objective | None = None,
+    ) -> None:
         super().__init__(trajectory_builder_config)
         self.num_generations = 0
+        self.objective: Objective | None = objective
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Nothing runs; `finalize` reads the rows."""
@@ -111,8 +175,10 @@ class DatasetTrajectoryBuilder(TrajectoryBuilder):
         self, run_id: str, meta: dict[str, Any] | None = None
     ) -> TrajectoryCollection:
         items: Sequence[EvalInputItem] = (meta or {}).get("items") or self.bound_evaluation.items
-        config = self.trajectory_builder_config
-        groups = [config.trajectories(item.id, item.full_dataset_entry) for item in items]
+        config, objective = self.trajectory_builder_config, self.objective
+        groups = [
+            config.trajectories(item.id, item.full_dataset_entry, objective) for item in items
+        ]
         return TrajectoryCollection(trajectories=groups, run_id=run_id)
 
     def log_progress(
@@ -128,19 +194,53 @@ async def dataset_trajectory_builder(
     config: DatasetTrajectoryBuilderConfig, builder: "Builder"
 ) -> AsyncIterator[DatasetTrajectoryBuilder]:
     """Conversations and preference pairs of the dataset, for `sft_trainer` and `dpo_trainer`."""
-    yield DatasetTrajectoryBuilder(config)
+    yield DatasetTrajectoryBuilder(config, objective_of(builder.document))
 
 
 def _common(one: list[Message], other: list[Message]) -> int:
     """Number of messages with which both begin."""
-    same = [a == b for a, b in zip(one, other, strict=False)]
+    same = [_known(a) == _known(b) for a, b in zip(one, other, strict=False)]
     return same.index(False) if False in same else len(same)
+
+
+def _known(message: Message) -> Message:
+    """Without the keys that have no value: a table has every column in every message."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Tools as the OpenAI API has them, also from JSON text; None if there are none."""
+    try:
+        tools = from_json(value) if isinstance(value, str) else value
+        if tools:
+            _TOOLS.validate_python(tools)
+    except ValueError:
+        raise ConfigError(
+            f"{where}: expected a list of tools as in the OpenAI API, each with `function` and its "
+            f"`name`, got {str(value)[:80]!r}"
+        ) from None
+    return tools or None
 
 
 def _trajectory(
     messages: list[Message], context: int, tools: Any, example: str, reward: float
 ) -> Trajectory:
     """A conversation of which the first `context` messages are not trained."""
+    trained = [
+        i
+        for i, message in enumerate(messages)
+        if i >= context and message["role"] == "assistant" and message.get("weight") != 0
+    ]
+    if not trained:
+        raise ConfigError(
+            f"row {example!r}: there is no assistant message to train on: each is part of the prompt, "
+            "has `weight: 0`, or is in both answers of the pair. Leave this row out."
+        )
+    if trained[0] == 0:
+        raise ConfigError(
+            f"row {example!r}: the first message is the assistant's, and it answers nothing; give it "
+            "`weight: 0`, which makes it context, or a prompt"
+        )
     episode: list[EpisodeItem] = [
         message_item({**message, "weight": 0} if i < context else message)
         for i, message in enumerate(messages)

@@ -2,7 +2,7 @@
 
 In:   the rollouts of a round; those that are known from an earlier start
 Out:  a GroupPlace for each rollout to run, which scores it together with its group
-      unscored/epoch_NNN.jsonl: rollouts that have ended and wait for others, until the round ends
+      unscored/epoch_NNN.jsonl: rollouts that have ended, until all of the round have a reward
 
 A rollout is in the journal once it has a reward, which takes the whole group. What ended before is
 on disk at once, so that a killed run does not sample it again.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation
     from hone.finetune.journal import Journal
-    from hone.finetune.records import Split
+    from hone.finetune.records import RolloutRecord, Split
 
 
 @dataclass(slots=True)
@@ -140,9 +140,15 @@ class RoundGroups:
         }
         append_lines(self._path, dumps(line).encode("utf-8", "replace") + b"\n")
 
-    def close(self) -> None:
-        """All rollouts are in the journal."""
-        if self._path is not None:
+    def close(self, records: "Iterable[RolloutRecord]") -> None:
+        """Remove the file, unless one of the round's rollouts would be run again.
+
+        A rollout that is run again in a later start is compared with those that have a reward, which
+        only this file has whole.
+        """
+        if self._path is None:
+            return
+        if not any(r.failure is not None and r.failure.kind == "infrastructure" for r in records):
             self._path.unlink(missing_ok=True)
 
 

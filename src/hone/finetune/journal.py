@@ -307,9 +307,10 @@ def rollout_id(
 
 
 def _resume(directory: Path, run: RunFile, facts: Mapping[str, Any]) -> RunFile:
-    """The run with one more start; a run without rollouts accepts a changed configuration."""
+    """The run with one more start; one without rollouts and jobs accepts a changed configuration."""
     update: dict[str, Any] = {"session": run.session + 1}
-    if not any((directory / "trajectories").glob("*.jsonl")):
+    written = ("trajectories/*.jsonl", "submissions/*.json")  # a dataset's run has only the latter
+    if not any(path for pattern in written for path in directory.glob(pattern)):
         # The server was unreachable, or preflight failed; the mistake may be fixed now.
         return run.model_copy(update=update | {"facts": dict(facts)})
     changed = [f"  {line}" for line in differences(run.facts, facts)]

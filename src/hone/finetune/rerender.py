@@ -140,7 +140,7 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
             groups += [_sent_pair(item, group) for item in pairs]
             continue
         for trajectory in group:
-            wrong = _wrong_order(trajectory) if _calls(trajectory) is None else None
+            wrong = _wrong_order(trajectory) if _is_text_of_agent(trajectory) else None
             if wrong is None:
                 sent.append(_sent(trajectory))
             else:
@@ -179,6 +179,12 @@ def _sent_pair(item: DPOItem, group: Sequence[Trajectory]) -> TrajectoryGroup:
         ],
         example=_example(group),
     )
+
+
+def _is_text_of_agent(trajectory: Trajectory) -> bool:
+    """Whether an agent's messages are sent as text; a dataset's may come in any order."""
+    is_written = (trajectory.metadata or {}).get("from_dataset")
+    return not is_written and _calls(trajectory) is None
 
 
 def _wrong_order(trajectory: Trajectory) -> str | None:

@@ -86,7 +86,7 @@ class Validator:
 
         records = await run_together(rollout(*one) for one in wanted)
         if groups is not None:
-            groups.close()
+            groups.close(records)
         after = f"validation after {counted(epoch, 'epoch')}"
         where = f"final validation of step {step}" if final else after
         outcome = self._outcome(records, where)
