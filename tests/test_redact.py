@@ -37,6 +37,8 @@ def test_other_names_do_not(name: str):
             "http://host:80/v1/@scope?to=a@b and me@host",
             "http://host:80/v1/@scope?to=a@b and me@host",
         ),
+        ("POST http://h/?write_token=Ab.Cd+1&to=x", f"POST http://h/?write_token={HIDDEN}&to=x"),
+        ("write_token=AbCdEfGh01", f"write_token={HIDDEN}"),
         ("path=/usr/share/words pattern=abcdefghij", "path=/usr/share/words pattern=abcdefghij"),
         ("a task-oriented model of 12345678 tokens", "a task-oriented model of 12345678 tokens"),
     ],

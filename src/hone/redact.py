@@ -16,11 +16,13 @@ _NAMES = (
 )
 _NAME = re.compile(rf"(?:^|[_.-])(?:{_NAMES})$", re.IGNORECASE)
 _IN_TEXT = re.compile(
-    rf"((?<!\w)(?:bearer |sk-|hf_|(?:{_NAMES})['\"]?\s*[:=]\s*['\"]?|api[_-]?key ))[\w-]{{8,}}",
+    rf"((?<![^\W_])(?:bearer |sk-|hf_|(?:{_NAMES})['\"]?\s*[:=]\s*['\"]?|api[_-]?key ))[\w-]{{8,}}",
     re.IGNORECASE,
 )
 _IN_URL = re.compile(r"//([^\s/?#@:]*:)?[^\s/?#]+@")
 """User and password of an address; a user without a password may be a token."""
+_IN_QUERY = re.compile(r"([?&]([\w.~%-]+)=)[^\s&#'\"]+")
+"""Parameter of an address, its name and its value."""
 
 
 def is_secret(name: str) -> bool:
@@ -34,5 +36,9 @@ def redact(text: str) -> str:
 
 
 def redact_urls(text: str) -> str:
-    """The text without the passwords in its addresses: `https://user:password@host`."""
-    return _IN_URL.sub(rf"//\1{HIDDEN}@", text)
+    """The text without the secrets in its addresses: `https://user:password@host?token=...`."""
+    return _IN_QUERY.sub(_parameter, _IN_URL.sub(rf"//\1{HIDDEN}@", text))
+
+
+def _parameter(found: re.Match[str]) -> str:
+    return f"{found[1]}{HIDDEN}" if is_secret(found[2]) else found[0]

@@ -51,6 +51,28 @@ def test_the_places_of_an_agents_secrets_are_hidden():
     }
 
 
+def test_every_header_of_a_logger_is_hidden_wherever_it_stands():
+    loggers = [
+        {
+            "_type": "otel",
+            "headers": {"x-honeycomb-team": "hcaik_0123456789"},
+            "endpoint": "http://h",
+        },
+        {"_type": "trackio", "server_url": "https://t.example/?write_token=AbCd0123&v=1"},
+    ]
+    overrides = [("loggers.0.headers.dd", "from-an-option")]
+    secrets = Secrets({"loggers": loggers}, overrides)
+    assert secrets.hide({"loggers": loggers}) == {
+        "loggers": [
+            {"_type": "otel", "headers": {"x-honeycomb-team": HIDDEN}, "endpoint": "http://h"},
+            {"_type": "trackio", "server_url": f"https://t.example/?write_token={HIDDEN}&v=1"},
+        ]
+    }
+    assert secrets.hide("sent hcaik_0123456789") == f"sent {HIDDEN}"
+    arguments = ["finetune", "-o", *overrides[0]]
+    assert secrets.hide_arguments(arguments) == [*arguments[:3], HIDDEN]
+
+
 AGENT = """
 async def ask(input, llm):
     return f"{input} {llm.model}"

@@ -5,7 +5,7 @@ Out:  the same values with every secret replaced by HIDDEN
 
 A secret is the value of a key, an option or an environment variable whose name says so (redact.py).
 It is hidden wherever it occurs: a header or an address may hold it too. The password of an address
-is a secret under any name.
+is a secret under any name, and so is every header of a logger, since services choose their names.
 """
 
 import os
@@ -14,6 +14,8 @@ from typing import Any
 
 from hone.redact import HIDDEN, is_secret, redact_urls
 
+Path = tuple[str, ...]
+"""The keys that lead to a value."""
 _SHORTEST = 8
 """A shorter value may occur by chance in another text; it is hidden only under its own key."""
 _PUBLIC = frozenset({"default"})
@@ -25,19 +27,22 @@ class Secrets:
 
     def __init__(self, data: Any = None, overrides: Iterable[tuple[str, str]] = ()) -> None:
         """`data` is the configuration as it was read; `overrides` are the values of `-o`."""
-        values = [*_values(data), *(value for key, value in overrides if is_secret(key))]
+        values = [*_values(data), *(v for key, v in overrides if _holds_secret(_path(key)))]
         values += [value for name, value in os.environ.items() if is_secret(name)]
         # The longest first: one secret may be the beginning of another.
         self._values = sorted({v for v in values if len(v) >= _SHORTEST}, key=len, reverse=True)
 
     def hide(self, value: Any, name: str = "") -> Any:
-        """A value without its secrets; `name` is the key that holds it."""
+        """A value without its secrets; `name` is the key that holds it, dotted if it is nested."""
+        return self._hide(value, _path(name))
+
+    def _hide(self, value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): self.hide(inner, str(key)) for key, inner in value.items()}
-        if is_secret(name) and value:
+            return {str(key): self._hide(inner, (*path, str(key))) for key, inner in value.items()}
+        if value and _holds_secret(path):
             return HIDDEN
         if isinstance(value, list | tuple):
-            return [self.hide(inner) for inner in value]
+            return [self._hide(inner, (*path, str(i))) for i, inner in enumerate(value)]
         if not isinstance(value, str):
             return value if isinstance(value, bool | int | float | None) else str(value)
         for secret in self._values:
@@ -54,12 +59,20 @@ class Secrets:
         return shown
 
 
-def _values(data: Any, name: str = "") -> Iterator[str]:
+def _path(name: str) -> Path:
+    return tuple(name.split("."))
+
+
+def _holds_secret(path: Path) -> bool:
+    return is_secret(path[-1]) or ("loggers" in path and "headers" in path[:-1])
+
+
+def _values(data: Any, path: Path = ()) -> Iterator[str]:
     if isinstance(data, Mapping):
         for key, inner in data.items():
-            yield from _values(inner, str(key))
+            yield from _values(inner, (*path, str(key)))
     elif isinstance(data, list | tuple):
         for inner in data:
-            yield from _values(inner, name)
-    elif isinstance(data, str) and is_secret(name) and data not in _PUBLIC:
+            yield from _values(inner, path)
+    elif isinstance(data, str) and path and _holds_secret(path) and data not in _PUBLIC:
         yield data

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from hone.config.secrets import Secrets
 from hone.event_log import FILE, EventReader, read
 from hone.events import (
     EpochCollected,
@@ -172,7 +173,7 @@ def run_of(directory: Path) -> Run | None:
         name=newest.name or "",
         project=newest.project or "",
         base_model=newest.base_model or "",
-        config={"run": known, **document},
+        config={"run": Secrets().hide(known), **document},
     )
 
 
