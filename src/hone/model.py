@@ -238,6 +238,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """Training arguments, as for TRL: defaults of the jobs, like `defaults`."""
 
     _internal: dict[str, Any] | None = PrivateAttr(default=None)
+    _warned: bool = PrivateAttr(default=False)
+    """Whether the user was told that metrics are not reported."""
 
     def __init__(self, **fields: Any) -> None:
         internal = fields.pop("_internal_config", None)
@@ -319,7 +321,13 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         keys = {**(_config or {}), **keys}
         backend = self.backend()
         result = await backend.train(self, trajectory_groups, config, verbose=verbose, **keys)
-        self._report(result.step, result.metrics)
+        try:
+            self._report(result.step, result.metrics)
+        except Exception as error:  # noqa: BLE001  # the step is trained, whatever a logger says
+            if not self._warned:
+                why = f"{type(error).__name__}: {error}"
+                log.warning("model %s: its metrics are not reported: %s", self.name, why)
+            self._warned = True
         return result
 
     async def train_sft(

@@ -1,7 +1,7 @@
 """A logger that writes to a file, and fails as a test says.
 
 In:   Points, Rollouts, adapters, the end of the run
-Out:  lines of JSON in `path`; what the file has already is not written again
+Out:  lines of JSON in `path`, one for everything that is sent
 """
 
 import json
@@ -29,6 +29,8 @@ class FileConfig(LoggerBaseConfig, name="file"):
     trouble: Literal["none", "refuses", "hangs", "dies"] = "none"
     dies_at: str = "train/reward"
     """The metric after which the process is killed, before it flushes."""
+    reads_back: bool = False
+    """Whether lines that the file has already are not written again, as a service with ids does."""
 
 
 class FileSink(Sink):
@@ -39,7 +41,7 @@ class FileSink(Sink):
     def __init__(self, config: FileConfig, run: Run) -> None:
         self._config = config
         held = config.path.read_text().splitlines() if config.path.exists() else []
-        self._held = set(held)
+        self._held = set(held if config.reads_back else ())
         self._write("opened", run.id, run.name)
 
     def log(self, point: Point) -> None:
@@ -70,7 +72,6 @@ class FileSink(Sink):
     def _write(self, *values: Any) -> None:
         line = json.dumps(values)
         if line not in self._held:
-            self._held.add(line)
             with self._config.path.open("a") as file:
                 file.write(line + "\n")
 

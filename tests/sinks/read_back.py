@@ -22,7 +22,7 @@ from hone.sinks.wandb import read_records
 
 
 def wandb_files(folder: Path) -> dict[str, Any]:
-    rows, artifacts, ids = [], [], set()
+    rows, artifacts, ids, exits = [], [], set(), []
     for path in sorted(folder.glob("loggers/wandb/offline-run-*/run-*.wandb")):
         for record in read_records(path.read_bytes()):
             kind = record.WhichOneof("record_type")
@@ -37,8 +37,11 @@ def wandb_files(folder: Path) -> dict[str, Any]:
                 artifacts.append([one.name, sorted(one.aliases), files, one.client_id])
             elif kind == "run":
                 ids.add((record.run.run_id, record.run.project))
+            elif kind == "exit":
+                exits.append(record.exit.exit_code)
     tables = [json.loads(p.read_text()) for p in folder.rglob("*.table.json")]
-    return {"rows": rows, "artifacts": artifacts, "ids": sorted(ids), "tables": tables}
+    found = {"rows": rows, "artifacts": artifacts, "ids": sorted(ids), "tables": tables}
+    return found | {"exits": exits}
 
 
 def tensorboard_files(folder: Path) -> dict[str, list[list[float]]]:

@@ -64,7 +64,11 @@ def test_a_logger_gets_metrics_rollouts_tables_adapters_and_the_end(command: Log
     assert command.events("logger_stopped") == []
 
 
-def test_a_resumed_run_goes_on_where_the_logger_stopped(command: LoggedCommand, ctrl_c: None):
+def test_a_resumed_run_goes_on_where_the_logger_stopped(
+    command: LoggedCommand, ctrl_c: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loggers, "INTERRUPTED_S", 60.0)  # not killed between sending and the cursor
+
     def interrupting(epoch: int, example: str, generation: int) -> float:
         if (epoch, example, generation) == (1, "b", 0):
             signal.raise_signal(signal.SIGINT)
@@ -80,12 +84,18 @@ def test_a_resumed_run_goes_on_where_the_logger_stopped(command: LoggedCommand, 
     assert counts["learn/loss", 1] == counts["learn/loss", 2] == 1
     assert len(lines(Path("log"), "rollout")) == 8
     assert len(lines(Path("log"), "table")) == 2
+    opened = len(lines(Path("log"), "opened"))
+    assert command() == 0
+    assert len(lines(Path("log"), "finish")) == 1
+    assert len(lines(Path("log"), "opened")) == opened  # a run that is sent is not opened again
 
 
 def test_a_killed_logger_is_reported_once_and_sends_the_rest_the_next_time(
     command: LoggedCommand, caplog: pytest.LogCaptureFixture
 ):
-    command.log_to({"_type": "file", "path": "log", "trouble": "dies"})
+    # What was sent after the last flush is sent again: this service recognizes it.
+    service = {"_type": "file", "path": "log", "reads_back": True}
+    command.log_to(service | {"trouble": "dies"})
     assert command() == 0
     (stopped,) = command.events("logger_stopped")
     assert stopped["logger"] == "file" and stopped["unsent"] > 0
@@ -93,7 +103,7 @@ def test_a_killed_logger_is_reported_once_and_sends_the_rest_the_next_time(
     assert [r.message for r in caplog.records if "Logger file" in r.message] == [stopped["message"]]
     report = json.loads((command.out / "report.json").read_text())
     assert report["warnings"] == [stopped["message"]]
-    command.log_to({"_type": "file", "path": "log"})
+    command.log_to(service)
     assert command() == 0  # the run is finished, its logger is not
     assert sent(command) == num_events(command)
     counts = Counter((name, step) for name, step, _ in lines(Path("log"), "metric"))
@@ -132,6 +142,36 @@ def test_a_killed_run_leaves_no_gap_and_no_step_twice(command: LoggedCommand):
     steps = [step for name, step, _ in lines(Path("log"), "metric") if name == "x"]
     assert steps == list(range(110))
     assert sent(command) == num_events(command) == 112
+
+
+def test_a_damaged_cursor_sends_the_run_again(
+    command: LoggedCommand, caplog: pytest.LogCaptureFixture
+):
+    cursor = command.out / "loggers" / "file.json"
+    cursor.parent.mkdir(parents=True)
+    cursor.write_text("")
+    config = file_sink.FileConfig(path=Path("log").absolute())
+    with EventLog(command.out / "events.jsonl") as events:
+        running = loggers.Loggers([config], events, Secrets())
+        events.append("run_started", run_id="r", session=1, epochs=1, step=0)
+        events.append("metrics", step=1, metrics={"x": 1})
+        running.close()
+    assert lines(Path("log"), "metric") == [["x", 1, 1.0]]
+    assert sent(command) == 2 and not caplog.records
+    assert "file.json cannot be read" in (cursor.parent / "file.log").read_text()
+
+
+def test_a_logger_that_dies_with_a_damaged_cursor_does_not_fail_the_run(command: LoggedCommand):
+    cursor = command.out / "loggers" / "file.json"
+    cursor.parent.mkdir(parents=True)
+    cursor.write_text('{"lines": "many"}')
+    config = file_sink.FileConfig(path=Path("log").absolute(), trouble="dies", dies_at="x")
+    with EventLog(command.out / "events.jsonl") as events:
+        running = loggers.Loggers([config], events, Secrets())
+        events.append("run_started", run_id="r", session=1, epochs=1, step=0)
+        events.append("metrics", step=1, metrics={"x": 1})
+        running.close()
+    assert [event["unsent"] for event in command.events("logger_stopped")] == [2]
 
 
 def test_a_service_that_refuses_stops_its_logger_and_no_other(

@@ -1,6 +1,9 @@
 """What a program logs of a model goes to the loggers that `report_metrics` names."""
 
+import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from pydantic import ValidationError
 from tests.environments import ROOT
 from tests.sinks.file_sink import FileConfig
 
-from hone import TrainableModel, Trajectory, TrajectoryGroup
+from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
 from hone.backends.base import Backend, Named, Trainable, TrainResult
 from hone.sinks import reporter
 from hone.types import CheckpointInfo, ModelInfo, TrainConfig
@@ -89,13 +92,63 @@ async def test_log_and_train_report_each_metric_once_over_two_programs(place: Pa
         await model.train([group])
         reporter.close()  # as at the end of a program
     sent = [json.loads(line) for line in (place / "log").read_text().splitlines()]
-    assert ["opened", "agent", "agent"] in sent
+    ids = {line[1] for line in sent if line[0] == "opened"}
+    assert len(ids) == 1 and ids.pop().startswith("agent-")
+    assert [line for line in sent if line[0] == "finish"] == [["finish", "completed"]] * 2
     rewards = [line[2:] for line in sent if line[:2] == ["metric", "train/reward"]]
     assert rewards == [[0, 0.5], [1, 1.0]]
     losses = [line[2:] for line in sent if line[:2] == ["metric", "learn/loss"]]
     assert losses == [[1, 0.25], [2, 0.25]]
     held = place / ".hone" / "p" / "models" / "agent" / "reports" / "events.jsonl"
-    assert len(held.read_text().splitlines()) == 6
+    assert len(held.read_text().splitlines()) == 8
+
+
+async def test_another_directory_is_another_run(place: Path):
+    for directory in ("a", "b"):
+        model = Model(name="agent", project="p", base_path=directory, report_metrics=["file"])
+        await model.log(metrics={"reward": 1.0}, step=0)
+    reporter.close()
+    sent = [json.loads(line) for line in (place / "log").read_text().splitlines()]
+    assert len({line[1] for line in sent if line[0] == "opened"}) == 2
+
+
+SECOND = """
+import asyncio
+from hone import Model
+from tests.sinks import file_sink
+
+model = Model(name="agent", project="p", report_metrics=["file"])
+asyncio.run(model.log(metrics={"reward": 2.0}, step=1))
+"""
+
+
+async def test_a_second_program_of_the_same_model_ends_when_the_first_has_sent_its_metrics(
+    place: Path,
+):
+    model = Model(name="agent", project="p", report_metrics=["file"])
+    await model.log(metrics={"reward": 1.0}, step=0)
+    while not (place / "log").exists():  # the first program's logger holds the lock
+        await asyncio.sleep(0.02)
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    sent = [json.loads(line) for line in (place / "log").read_text().splitlines()]
+    assert [line for line in sent if line[0] == "metric"] == [
+        ["metric", "val/reward", 0, 1.0],
+        ["metric", "val/reward", 1, 2.0],
+    ]
+    assert len([line for line in sent if line[0] == "opened"]) == 1
+
+
+async def test_a_report_that_fails_loses_no_training(place: Path, caplog: pytest.LogCaptureFixture):
+    (place / "file").write_text("")
+    fields = {"base_path": str(place / "file"), "report_metrics": ["file"]}
+    model = TrainableModel(name="agent", base_model="b", **fields)
+    await model.register(MemoryBackend())
+    assert [(await model.train([])).step for _ in range(2)] == [1, 2]
+    (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("model agent: its metrics are not reported:")
 
 
 async def test_without_report_metrics_nothing_is_written(place: Path):

@@ -22,6 +22,11 @@ from tests.finetune.command import Parts, rising
 from tests.sinks.conftest import ANSWERED, ASIDE, ASKED, CHECKED, LoggedCommand, prepared
 from tests.sinks.receiver import Receiver
 
+from hone.sinks.mlflow import MLflowConfig
+from hone.sinks.reporter import Reporter
+from hone.sinks.tensorboard import TensorBoardConfig
+from hone.sinks.wandb import WandbConfig
+
 REWARDS = {0: 0.2, 1: 0.3}
 """By step: the means of `rising`, 0.1 + 0.2 * generation + 0.1 * epoch, over two generations."""
 
@@ -235,6 +240,36 @@ def test_langfuse_has_generations_and_scores(logged: Logged) -> None:
     assert {s["traceId"] for s in scores} == ids
     rewards = {s["id"]: round(s["value"], 3) for s in scores if s["name"] == "reward"}
     assert Counter(rewards.values()) == {0.1: 2, 0.2: 2, 0.3: 2, 0.4: 2, 0.5: 4}
+
+
+def test_a_programs_run_is_finished_and_any_metric_name_is_sent(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    place, python = tmp_path / "agent" / "reports", packages
+    configs = [
+        WandbConfig(python=python, mode="offline"),
+        MLflowConfig(python=python, tracking_uri=f"sqlite:///{tmp_path}/ml.db"),
+        TensorBoardConfig(python=python),
+    ]
+    reporter = Reporter(place, configs, name="agent", project="p")
+    reporter.log(0, {"accuracy@5": 1.0, "reward": 0.5})
+    reporter.log(1, {"reward": 0.75})
+    reporter.close()
+    (place / "otlp").mkdir()
+    reader = [str(packages), "-P", "-m", "tests.sinks.read_back", str(place)]
+    done = subprocess.run(reader, capture_output=True, text=True, check=True, env=os.environ)
+    wandb = json.loads(done.stdout)["wandb"]
+    assert wandb["exits"] == [0]
+    assert [row["reward"] for row in wandb["rows"]] == [0.5, 0.75]
+    with sqlite3.connect(tmp_path / "ml.db") as database:
+        ((status,),) = database.execute("SELECT status FROM runs")
+        values = set(database.execute("SELECT key, step, value FROM metrics").fetchall())
+    database.close()
+    assert status == "FINISHED"
+    assert values == {("accuracy_5", 0, 1.0), ("reward", 0, 0.5), ("reward", 1, 0.75)}
+    assert "logger_stopped" not in (place / "events.jsonl").read_text()
 
 
 def test_no_file_holds_a_secret(logged: Logged) -> None:

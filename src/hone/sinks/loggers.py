@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 from hone.config.base import LoggerBaseConfig
 from hone.event_log import EventLog
 from hone.events import Event
-from hone.sinks.worker import FOLDER, Cursor, Settings
+from hone.sinks.worker import FOLDER, Cursor, Settings, num_lines
 
 if TYPE_CHECKING:
     from hone.config.secrets import Secrets
@@ -161,15 +161,10 @@ class Loggers:
         cursor, status = logger.cursor, logger.process.returncode
         late = "it was still sending at the end of the run"
         why = late if logger.timed_out else cursor.error or f"its process ended with {status}"
-        unsent = _num_lines(self._events.path) - cursor.lines
+        unsent = num_lines(self._events.path.parent) - cursor.lines
         message = self._secrets.hide(
             f"Logger {logger.name} stopped: {why}. The run goes on; {unsent} of its events were not "
             f"sent, and are sent when the command is run again. See {logger.log_file}."
         )
         log.warning("%s", message)
         self._events.append("logger_stopped", logger=logger.name, message=message, unsent=unsent)
-
-
-def _num_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)

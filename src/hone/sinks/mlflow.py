@@ -9,6 +9,7 @@ not sent again.
 # Installed with its extra only.
 # pyright: reportMissingImports=false
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 TAG = "hone.run"
-MAX_METRICS, MAX_PARAM = 1000, 6000
-"""Limits of MLflow: metrics in a request, and characters of a parameter."""
+MAX_METRICS, MAX_PARAM, MAX_NAME = 1000, 6000, 250
+"""Limits of MLflow: metrics in a request, and characters of a parameter and of a name."""
 
 
 class MLflowConfig(LoggerBaseConfig, name="mlflow"):
@@ -62,16 +63,17 @@ class MLflowSink(Sink):
             made = self._client.create_run(id, tags={TAG: run.id}, run_name=label)
             self._id = made.info.run_id
             for key, value in _leaves(run.config):
-                self._client.log_param(self._id, key, str(value)[:MAX_PARAM])
+                self._client.log_param(self._id, _name(key), str(value)[:MAX_PARAM])
         self._known: dict[str, set[tuple[int, int]]] = {}
         """Step and time of each value that the run has, by metric."""
         self._new: list[Metric] = []
+        self._finished = False
 
     def log(self, point: Point) -> None:
         from mlflow.entities import Metric
 
         at = int(point.at * 1000)
-        for name, value in point.values.items():
+        for name, value in ((_name(key), value) for key, value in point.values.items()):
             if name not in self._known:
                 history = self._client.get_metric_history(self._id, name)
                 self._known[name] = {(one.step, one.timestamp) for one in history}
@@ -94,6 +96,18 @@ class MLflowSink(Sink):
     def finish(self, finished: RunFinished) -> None:
         status = "FINISHED" if finished.status == "completed" else "FAILED"
         self._client.set_terminated(self._id, status, int(finished.at * 1000))
+        self._finished = True
+
+    def close(self) -> None:
+        if not self._finished:  # it was interrupted; the next session continues it
+            self._client.set_terminated(self._id, "KILLED")
+
+
+def _name(key: str) -> str:
+    """The key in MLflow's alphabet, and as a relative path: `accuracy@5` is `accuracy_5`."""
+    parts = [re.sub(r"[^\w\-. :]", "_", part) for part in key.split("/")]
+    kept = ["_" if part in (".", "..") else part for part in parts if part]
+    return "/".join(kept)[:MAX_NAME].rstrip("/") or "_"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,11 +4,13 @@ In:   names of loggers, and metrics of a step
 Out:  `reports/events.jsonl` in the model's directory, and the processes of loggers that read it
 
 The processes start with the first metrics and end with the program. A program that is started again
-under the same model name continues the same run of each service.
+in the same directory continues the same run of each service.
 """
 
 import atexit
 import os
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,10 +19,13 @@ from hone.config.base import LoggerBaseConfig
 from hone.config.secrets import Secrets
 from hone.errors import ConfigError
 from hone.event_log import FILE, EventLog
+from hone.lock import LockFile
+from hone.sinks.feed import run_of
 from hone.sinks.loggers import Loggers
 
 FOLDER = "reports"
 """Folder in the model's directory."""
+LOCK_S = 10.0
 WANDB, WANDB_KEY = "wandb", "WANDB_API_KEY"
 
 _open: dict[Path, "Reporter"] = {}
@@ -62,18 +67,28 @@ class Reporter:
     def __init__(self, directory: Path, configs: Sequence[LoggerBaseConfig], **run: str) -> None:
         """`run`: name, project and base model, for the services.
 
-        The id of the run is the name of the model's directory, which has no slashes.
+        The id of the run is made with the first event of the directory: the name of the model's
+        directory, which has no slashes, and a random part, because a service may have a run of
+        a model with the same name from elsewhere.
         """
-        started = {"run_id": directory.parent.name, "session": 1, "epochs": 0, "step": None}
+        self._began = time.monotonic()
         self._events = EventLog(directory / FILE)
         self._loggers = Loggers(configs, self._events, Secrets())
-        self._events.append("run_started", **started, **run)
+        with LockFile(directory / "reports.lock", wait_s=LOCK_S):  # two programs, one id
+            known = run_of(directory)
+            id = known.id if known else f"{directory.parent.name}-{secrets.token_hex(4)}"
+            started = {"run_id": id, "session": 1, "epochs": 0, "step": None}
+            self._events.append("run_started", **started, **run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._events.append("metrics", step=step, metrics=dict(metrics))
 
     def close(self) -> None:
-        """Wait until everything was sent."""
+        """End the run, which another program may continue, and wait until everything was sent."""
+        seconds = time.monotonic() - self._began
+        # Without a step, because adapters of a program are not sent.
+        ended = {"status": "completed", "message": None, "step": None, "seconds": seconds}
+        self._events.append("run_finished", **ended)
         self._loggers.close()
         self._events.close()
 

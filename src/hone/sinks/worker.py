@@ -6,7 +6,8 @@ Out:  the sink; `loggers/NAME.json` in the run directory says how much was sent
 
 A process of its own, because the packages of services start threads, patch modules, write to stdout
 and wait for the network: none of that may happen where rollouts run. The cursor moves only after
-the sink has flushed, and a lock keeps the process of an earlier session out.
+the sink has flushed. A lock admits one process at a time; it sends the events of all programs that
+append to the log, and the others wait until it has.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from pydantic import BaseModel
 from hone.config import registry
 from hone.config.base import LoggerBaseConfig
 from hone.disk import write_atomic
-from hone.lock import LockFile
+from hone.event_log import FILE
+from hone.lock import LockFile, LockHeld
 from hone.redact import redact
 from hone.sinks.base import Sink
 from hone.sinks.feed import Feed, run_of
@@ -42,6 +44,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 """Between two tries."""
 NICENESS = 5
 """Rollouts and the learner come first."""
+POLL_S = 0.5
+"""Between two looks at what other programs append."""
 STDIN = 0
 
 T = TypeVar("T")
@@ -74,7 +78,13 @@ class Cursor(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> "Cursor":
-        return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+        """The cursor; an empty one if there is none, or if it cannot be read."""
+        try:
+            return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+        except (OSError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            log.warning("%s cannot be read (%s): the run is sent from its start", path, why)
+            return cls()
 
     def save(self, path: Path) -> None:
         write_atomic(path, self.model_dump_json() + "\n")
@@ -100,9 +110,11 @@ class Bell:
         return Settings.model_validate(json.loads(line))
 
     def wait(self) -> None:
-        """Until an event was appended, or the session ends."""
-        select.select([STDIN], [], [])
-        self.ended = not os.read(STDIN, 2**16)
+        """Until an event was appended, or the session ends; for POLL_S at most."""
+        if self.ended:
+            time.sleep(POLL_S)
+        elif select.select([STDIN], [], [], POLL_S)[0]:
+            self.ended = not os.read(STDIN, 2**16)
 
 
 class Worker:
@@ -116,9 +128,9 @@ class Worker:
 
     def run(self, factory: Callable[[Any, Any], AsyncIterator[Sink]]) -> None:
         """Until the session ends and everything was sent; raises GaveUp."""
-        while (run := run_of(self.directory)) is None:
+        while (run := run_of(self.directory)) is None or self.has_sent_all(run.id):
             if self.bell.ended:
-                return  # the run never started
+                return  # the run never started, or was sent in an earlier session
             self.bell.wait()
         if self.cursor.run != run.id:
             self.cursor = Cursor(run=run.id)
@@ -131,6 +143,9 @@ class Worker:
 
             self._follow(self._try(open_sink))
             runner.run(opened.aclose())
+
+    def has_sent_all(self, run_id: str) -> bool:
+        return self.cursor.run == run_id and self.cursor.lines >= num_lines(self.directory)
 
     def _follow(self, sink: Sink) -> None:
         """Send events as they come, until the session ends."""
@@ -173,6 +188,31 @@ class Worker:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
+def num_lines(directory: Path) -> int:
+    """Lines of the run's events.jsonl."""
+    path = directory / FILE
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def _lock(settings: Settings, bell: Bell) -> LockFile | None:
+    """The lock of the logger; None if the session ended and another process has sent everything.
+
+    The other one belongs to a program that reports the same model, or to a session that was killed.
+    """
+    folder = settings.directory / FOLDER
+    while True:
+        try:
+            return LockFile(folder / f"{settings.name}.lock")
+        except LockHeld:
+            cursor = Cursor.load(folder / f"{settings.name}.json")
+            if bell.ended and cursor.lines >= num_lines(settings.directory):
+                return None
+            bell.wait()
+
+
 def main() -> int:
     """The exit status: 0 if everything was sent."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -183,10 +223,10 @@ def main() -> int:
     assert component is not None and issubclass(component.config_type, LoggerBaseConfig), settings
     config = component.config_type.model_validate(settings.config)
     os.nice(NICENESS)
-    # The process of a session that was killed sends what it can before it ends.
-    with LockFile(
-        settings.directory / FOLDER / f"{settings.name}.lock", wait_s=2 * config.timeout_s
-    ):
+    lock = _lock(settings, bell)
+    if lock is None:
+        return 0
+    with lock:
         worker = Worker(settings, config, bell)
         try:
             worker.run(component.factory)
