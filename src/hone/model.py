@@ -348,7 +348,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             **keys: further keys of TrainConfig.
         """
         more = {**(_config or {}), **keys}
-        return await self.backend().train_sft(self, trajectories, config, verbose=verbose, **more)
+        backend = self.backend()
+        result = await backend.train_sft(self, trajectories, config, verbose=verbose, **more)
+        self._report(result.step, result.metrics)
+        return result
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> list[int]:
         """Delete all steps but the newest and the best by a logged metric; returns those deleted."""

@@ -290,3 +290,20 @@ def test_a_template_that_hides_where_the_answer_begins_is_refused(make_tokenizer
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}
     with pytest.raises(TemplateError, match="does not write an answer after its"):
         template.answer_ids([user], reply)
+
+
+def test_a_written_answer_ends_where_the_model_stops(make_tokenizer):
+    """As of Phi: the turn ends with one token, and the whole conversation with another."""
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        "{% else %}{{ eos_token }}{% endif %}"
+    )
+    tokenizer = make_tokenizer("smollm2-instruct", source)
+    tokenizer.eos_token = "<|endoftext|>"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    template = ChatTemplate.load(tokenizer, end_ids=[end])
+    ids = template.answer_ids(
+        [{"role": "user", "content": "hi"}], {"role": "assistant", "content": "no"}
+    )
+    assert template.text(ids) == "no<|im_end|>"

@@ -1,19 +1,25 @@
 """`hone export-trajectories` and `hone import-trajectories`, over a run on a real server."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from tests.finetune.worlds import world
+from tests.interchange.test_atif import recorded
 from typer.testing import CliRunner
 
 from hone import LocalBackend
 from hone.cli import app
 from hone.event_log import FILE, EventLog
 from hone.finetune.journal import Journal
+from hone.finetune.records import RolloutRecord
+from hone.interchange.rollouts import exported_rollouts
 from hone.types import RecordedCall
+
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def hone_command(*arguments: Any, status: int = 0) -> str:
@@ -40,8 +46,9 @@ async def a_run(server: LocalBackend, tiny_model: Path, directory: Path) -> list
             Journal.open(directory, {}) as journal,
             EventLog(directory / FILE) as events,
         ):
-            base = {"run_id": w.run_id, "session": 1, "epochs": 1, "step": 0, "name": "agent"}
-            events.append("run_started", **base, base_url=f"{server.base_url}/v1")
+            base = {"run_id": w.run_id, "session": 1, "epochs": 1, "step": 0}
+            base |= w.adapter.describe()
+            events.append("run_started", **base | {"base_url": f"{server.base_url}/v1"})
             await w.collect({"journal": journal})
             rollouts = [record.rollout for record in journal.records("train", 0)]
         return [call for rollout in rollouts for call in await w.adapter.recorded(rollout)]
@@ -123,6 +130,81 @@ async def test_a_run_in_every_format(
         "export-trajectories", run, "--split", "val", *root, "-o", tmp_path / "none"
     )
     assert told.startswith("0 written")
+
+
+def finished_run(directory: Path, *rewards: float) -> Path:
+    """A run with one rollout per reward, without a server."""
+    with Journal.open(directory, {}) as journal, EventLog(directory / FILE) as events:
+        base = {"run_id": journal.run_id, "session": 1, "epochs": 1, "step": 0}
+        events.append("run_started", **base, name="agent", project="suite")
+        for k, reward in enumerate(rewards):
+            at = {"split": "train", "epoch": 0, "round": 0, "example": "e", "generation": k}
+            journal.add(RolloutRecord(rollout=f"r{k}", reward=reward, messages=TALK, **at))
+    return directory
+
+
+def test_a_directory_with_another_export_is_refused(tmp_path: Path):
+    run, out = finished_run(tmp_path / "run", 0.0, 0.2, 1.0), tmp_path / "atif"
+    export = ("export-trajectories", run, "--root", tmp_path / "none", "-o", out)
+    assert "3 written to" in hone_command(*export)
+    said = hone_command(*export, "--min-reward", "1", status=1)
+    assert "the directory is not empty" in said and len(list(out.iterdir())) == 3
+    said = hone_command(*export, "--format", "openai", status=1)
+    assert "is a directory; name a file" in said
+
+
+def test_only_the_policy_is_exported_as_the_policy(tmp_path: Path):
+    run = finished_run(tmp_path / "run", 1.0, 0.5)
+    greeting, role = (
+        {"role": "assistant", "content": "Hi."},
+        {"role": "system", "content": "A user."},
+    )
+    asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    said = {"role": "assistant", "content": "q"}
+
+    def calls_of(rollout: str) -> list[RecordedCall]:
+        simulated = recorded(messages=[role], reply=said, asked="suite/agent@0")
+        judge = recorded(messages=[role, asks], reply=said, index=2, model="suite/other")
+        own = recorded(messages=[greeting, asks], reply=answers, index=1, asked="agent")
+        return [simulated, own, judge] if rollout == "r0" else [simulated, judge]
+
+    skipped = Counter[str]()
+    [rollout] = exported_rollouts(run, calls_of, splits=["train"], skipped=skipped)
+    [conversation] = rollout.conversations
+    assert conversation.messages == [{**greeting, "weight": 0}, asks, answers]
+    assert skipped == {"no call of the trained model": 1}
+
+
+ATIF = {
+    "agent": {"name": "a"},
+    "steps": [{"step_id": 1, "source": "user", "message": "q"}],
+    "final_metrics": {"extra": {"reward": "0.9"}},
+}
+
+
+def test_files_that_other_programs_leave(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    data, one, job = tmp_path / "data.jsonl", tmp_path / "one.json", tmp_path / "job"
+    # a reward as text counts as a number, and one that is none as missing
+    one.write_text(json.dumps(ATIF))
+    least = ("--min-reward", "0.5", "-o", data)
+    assert hone_command("import-trajectories", one, *least).startswith("1 written")
+    assert json.loads(data.read_text())["reward"] == 0.9
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"messages": [{"role": "user", "content": "\\ud800!"}], "reward": NaN}\n')
+    assert hone_command("import-trajectories", lines, *least).startswith("0 written")
+    # half of a surrogate pair
+    assert hone_command("import-trajectories", lines, "-o", data).startswith("1 written")
+    row = json.loads(data.read_text())
+    assert row == {"messages": [{"role": "user", "content": "\ufffd!"}]}
+    # other files of a job of Harbor
+    job.mkdir()
+    (job / "trajectory.json").write_text(json.dumps(ATIF))
+    (job / "log.json").write_text('{"a": 1}\n{"a": 2}\n')
+    (job / "killed.json").write_text(json.dumps(ATIF | {"steps": []}))
+    assert "\n1 written to" in hone_command("import-trajectories", job, "-o", data)
+    assert "log.json: is no JSON" in caplog.text and "killed.json: has no steps" in caplog.text
+    said = hone_command("import-trajectories", job / "killed.json", "-o", data, status=1)
+    assert "the trajectory has no steps" in said
 
 
 def _text(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from tests.sinks.file_sink import FileConfig
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
 from hone.backends.base import Backend, Named, Trainable, TrainResult
 from hone.sinks import reporter
+from hone.train_config import TrainSFTConfig
 from hone.types import CheckpointInfo, ModelInfo, TrainConfig
 
 
@@ -54,6 +55,17 @@ class MemoryBackend(Backend):
     ) -> TrainResult:
         self.at += 1
         return TrainResult(step=self.at, metrics={"learn/loss": 0.25})
+
+    async def train_sft(
+        self,
+        model: Named,
+        trajectories: Iterable[Trajectory],
+        config: TrainSFTConfig | None = None,
+        *,
+        verbose: bool = False,
+        **keys: Any,
+    ) -> TrainResult:
+        return await self.train(model, [])
 
     async def checkpoints(self, model: Named) -> list[CheckpointInfo]:
         return []
@@ -149,6 +161,16 @@ async def test_a_report_that_fails_loses_no_training(place: Path, caplog: pytest
     assert [(await model.train([])).step for _ in range(2)] == [1, 2]
     (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert warning.startswith("model agent: its metrics are not reported:")
+
+
+async def test_train_sft_reports_its_metrics(place: Path):
+    model = TrainableModel(name="agent", project="p", base_model="b", report_metrics=["file"])
+    await model.register(MemoryBackend())
+    await model.train_sft([Trajectory(reward=0.0)])
+    reporter.close()
+    assert ["metric", "learn/loss", 1, 0.25] in [
+        json.loads(line) for line in (place / "log").read_text().splitlines()
+    ]
 
 
 async def test_without_report_metrics_nothing_is_written(place: Path):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import cached_property, lru_cache
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Any, Literal
 
 from hone.chat import chatml
@@ -79,6 +80,7 @@ class ChatTemplate:
         self.today = today
         self._end_ids = tuple(end_ids)
         self._variants: dict[str, ChatTemplate] = {}
+        self._endings: dict[bool, int] = {}
 
     @classmethod
     def load(
@@ -190,7 +192,8 @@ class ChatTemplate:
     ) -> list[int]:
         """The ids of a written answer to these messages, as the model would have to sample them.
 
-        They begin after the generation prompt and end with the token that ends the turn. Raises
+        They begin after the generation prompt and end with the token that ends the turn, which is the
+        first after the text: some templates end the whole conversation with another. Raises
         TemplateError if the template does not write the answer after its generation prompt.
         """
         prompt = self.render(list(messages), tools)
@@ -206,8 +209,26 @@ class ChatTemplate:
                     "template, or train on answers that were sampled"
                 )
             ids = encode(self.tokenizer, text[len(before) :])
-        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
-        return ids[: ends[-1] + 1] if ends else [*ids, self.stop_ids[0]]
+        calls = isinstance(reply, Mapping) and bool(reply.get("tool_calls"))
+        first = max(len(ids) - self._ending(calls=calls), 0)
+        end = next((i for i in range(first, len(ids)) if ids[i] in self.stop_ids), None)
+        return [*ids, self.stop_ids[0]] if end is None else ids[: end + 1]
+
+    def _ending(self, *, calls: bool) -> int:
+        """Number of ids that the template writes after the text, or the calls, of a last answer."""
+        if calls not in self._endings:
+            one, other = (self._answered(text, calls=calls) for text in "ab")
+            pairs = zip(reversed(one), reversed(other), strict=False)
+            self._endings[calls] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return self._endings[calls]
+
+    def _answered(self, text: str, *, calls: bool) -> list[int]:
+        reply: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            function = {"name": "f", "arguments": json.dumps({"x": text})}
+            reply = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+            reply["tool_calls"][0] |= {"id": "call00000", "type": "function"}
+        return self.render([{"role": "user", "content": "x"}, reply], generation_prompt=False)
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import hone
 from hone.errors import ConfigError
-from hone.interchange.base import Conversation, ExportedRollout, Message
+from hone.interchange.base import Conversation, ExportedRollout, Message, number_or_none
 
 if TYPE_CHECKING:
     from hone.types import RecordedCall
@@ -158,15 +158,19 @@ def is_atif(document: Any) -> bool:
 
 
 def from_atif(document: Mapping[str, Any], where: str) -> list[Conversation]:
-    """The conversations of a trajectory and of its embedded sub-agents; `where`, for the error."""
+    """The conversations of a trajectory and of its embedded sub-agents; `where`, for the error.
+
+    A trajectory without steps has none.
+    """
     try:
         tools = document["agent"].get("tool_definitions")
         messages = [m for step in document["steps"] for m in _messages(step)]
         facts = ((document.get("extra") or {}).get(_OURS)) or {}
         final = (document.get("final_metrics") or {}).get("extra") or {}
         id = document.get("trajectory_id") or document.get("session_id")
-        reward = facts.get("reward", final.get("reward"))
-        conversations = [Conversation(messages, tools or None, id=id, reward=reward)]
+        reward = number_or_none(facts.get("reward", final.get("reward")))
+        own = Conversation(messages, tools or None, id=id, reward=reward)
+        conversations = [own] if messages else []
         for embedded in document.get("subagent_trajectories") or ():
             for one in from_atif(embedded, where):
                 one.reward = reward if one.reward is None else one.reward

@@ -4,6 +4,8 @@ In:   nothing; dataclasses
 Out:  what every format is written from, and what an import makes of a file
 """
 
+import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,21 @@ if TYPE_CHECKING:
     from hone.types import RecordedCall
 
 Message = dict[str, Any]
+
+
+def number_or_none(value: Any) -> float | None:
+    """A finite number, also from text; None for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, with U+FFFD for half of a surrogate pair, which no file can hold."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Out:  a file, or a directory with one trajectory each; conversations
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from typing import Any, TextIO
 
 from hone.errors import ConfigError
 from hone.interchange.atif import from_atif, is_atif, to_atif
-from hone.interchange.base import Conversation, ExportedRollout
+from hone.interchange.base import Conversation, ExportedRollout, json_text
 from hone.interchange.openai_messages import from_line, to_line
 from hone.interchange.parquet import write_parquet
+
+log = logging.getLogger("hone")
 
 
 class Format(StrEnum):
@@ -53,7 +56,7 @@ def write_dataset(path: Path, conversations: Iterable[Conversation]) -> int:
 def _write_lines(file: TextIO, lines: Iterable[Any]) -> int:
     count = 0
     for line in lines:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.write(json_text(line) + "\n")
         count += 1
     return count
 
@@ -64,12 +67,16 @@ def _write_directory(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
             f"-o {path}: ATIF has one document for each trajectory; name a directory, or a file "
             "that ends in .jsonl"
         )
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(
+            f"-o {path}: the directory is not empty, and the trajectories of another export would be "
+            "mixed with these; name a new one, or empty it"
+        )
     path.mkdir(parents=True, exist_ok=True)
     count = 0
     for rollout in rollouts:
         name = rollout.record.rollout.replace(":", "_").replace("/", "_")
-        text = json.dumps(to_atif(rollout), ensure_ascii=False, indent=1)
-        (path / f"{name}.json").write_text(text, encoding="utf-8")
+        (path / f"{name}.json").write_text(json_text(to_atif(rollout), indent=1), "utf-8")
         count += 1
     return count
 
@@ -77,6 +84,8 @@ def _write_directory(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file that takes the path's place when it is whole."""
+    if path.is_dir():
+        raise ConfigError(f"-o {path}: is a directory; name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -99,12 +108,21 @@ def read_conversations(paths: Iterable[Path]) -> Iterator[Conversation]:
 
 
 def _read_directory(path: Path) -> Iterator[Conversation]:
-    files = sorted(path.rglob("*.json"))
-    trajectories = [(file, document) for file in files if is_atif(document := _document(file))]
-    if not trajectories:
+    found = False
+    for file in sorted(path.rglob("*.json")):
+        try:
+            document = _document(file)
+        except ConfigError as error:  # a log, or what a killed agent left
+            log.warning("Left out: %s", error)
+            continue
+        if not is_atif(document):
+            continue
+        found, conversations = True, from_atif(document, str(file))
+        if not conversations:
+            log.warning("Left out: %s: has no steps", file)
+        yield from conversations
+    if not found:
         raise ConfigError(f"{path}: holds no ATIF trajectory (a .json file with `steps`)")
-    for file, document in trajectories:
-        yield from from_atif(document, str(file))
 
 
 def _read_file(path: Path) -> Iterator[Conversation]:
@@ -116,7 +134,10 @@ def _read_file(path: Path) -> Iterator[Conversation]:
     for number, entry in enumerate(entries, start=1):
         where = f"{path}:{number}"
         if is_atif(entry):
-            yield from from_atif(entry, where)
+            conversations = from_atif(entry, where)
+            if not conversations:
+                raise ConfigError(f"{where}: the trajectory has no steps")
+            yield from conversations
         else:
             yield from_line(entry, where)
 

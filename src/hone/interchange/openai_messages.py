@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.errors import ConfigError
-from hone.interchange.base import Conversation
+from hone.interchange.base import Conversation, number_or_none
 
 
 def to_line(conversation: Conversation) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def from_line(line: Any, where: str) -> Conversation:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ConfigError(f"{where}: messages[{number}] is {message!r}; it must have a role")
-    reward, id = line.get("reward"), line.get("id")
+    id = line.get("id")
     return Conversation(
         [dict(message) for message in messages],
         line.get("tools") or None,
         id=None if id is None else str(id),
-        reward=float(reward) if isinstance(reward, int | float) else None,
+        reward=number_or_none(line.get("reward")),
     )

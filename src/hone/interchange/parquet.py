@@ -7,12 +7,11 @@ Values of any form (messages, tools, scores, input, output) are columns of JSON 
 differ from row to row, and Parquet has one schema. Token ids and log-probabilities are lists.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hone.interchange.base import ExportedRollout
+from hone.interchange.base import ExportedRollout, json_text
 
 ROWS_AT_ONCE = 500
 """Rows of one row group; token ids of a whole run would not fit into memory."""
@@ -60,14 +59,14 @@ def write_parquet(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
 def _rows(rollout: ExportedRollout) -> Iterable[dict[str, Any]]:
     facts = rollout.facts()
     for key in ("scores", "input", "output", "failure"):
-        facts[key] = None if facts[key] is None else json.dumps(facts[key], ensure_ascii=False)
+        facts[key] = None if facts[key] is None else json_text(facts[key])
     for number, one in enumerate(rollout.conversations):
         yield facts | {
             "id": one.id,
             "model": rollout.model,
             "conversation": number,
-            "messages": json.dumps(one.messages, ensure_ascii=False),
-            "tools": None if one.tools is None else json.dumps(one.tools, ensure_ascii=False),
+            "messages": json_text(one.messages),
+            "tools": None if one.tools is None else json_text(one.tools),
             "calls": [
                 {
                     "message": place,

@@ -3,8 +3,10 @@
 In:   a run directory; a function that reads the recorded calls of a rollout
 Out:  ExportedRollouts, one for each rollout that has messages
 
-Conversations come from the recorded calls, which have every one of them, to the token. Without the
-calls, the run directory has the last conversation of each rollout, as text.
+Conversations come from the recorded calls, which have every one of them, to the token. Those of other
+models are left out, such as a simulated user or an opponent at a fixed step; in conversations of
+both, `weight: 0` marks what the policy did not say. Without the calls, the run directory has the last
+conversation of each rollout, as text.
 """
 
 from collections import Counter
@@ -38,8 +40,10 @@ def run_started(run: Path) -> RunStarted:
 def exported_rollouts(
     run: Path, calls_of: CallsOf, *, splits: Collection[str], skipped: Counter[str]
 ) -> Iterator[ExportedRollout]:
-    """Rollouts in the order of the files; `skipped` counts those without messages."""
-    model = run_started(run).name or "policy"
+    """Rollouts in the order of the files; `skipped` counts those that are left out, by reason."""
+    started = run_started(run)
+    model = started.name or "policy"
+    recorded_as = None if started.project is None else f"{started.project}/{started.name}"
     for path in sorted((run / "trajectories").glob("*.jsonl")):
         records = {(r.round, r.example, r.generation): r for r in read_records(path)}
         tools = {
@@ -50,11 +54,17 @@ def exported_rollouts(
         for record in records.values():
             if record.split not in splits:
                 continue
-            conversations = _conversations(calls_of(record.rollout))
-            if not conversations and record.messages:
+            calls = calls_of(record.rollout)
+            pinned = record.split == "final"  # which names the step that is measured
+            conversations = [
+                conversation
+                for conversation in _conversations(calls)
+                if _mark_others(conversation, recorded_as, pinned=pinned)
+            ]
+            if not calls and record.messages:
                 conversations = [Conversation(record.messages, tools.get(record.example))]
             if not conversations:
-                skipped["no messages"] += 1
+                skipped["no call of the trained model" if calls else "no messages"] += 1
                 continue
             for number, one in enumerate(conversations):
                 one.id = record.rollout if number == 0 else f"{record.rollout}#{number}"
@@ -83,6 +93,25 @@ def _conversations(calls: Sequence[RecordedCall]) -> list[Conversation]:
         one.tools = call.tools or one.tools
         one.sampled[len(call.messages)] = call
     return conversations
+
+
+def _mark_others(conversation: Conversation, policy: str | None, *, pinned: bool) -> bool:
+    """Give messages that the policy did not say `weight: 0`; returns whether it said any.
+
+    `policy`: PROJECT/NAME; None: any model that is not at a fixed step.
+    """
+    said = {
+        place
+        for place, call in conversation.sampled.items()
+        if policy in (None, call.model) and (pinned or not call.is_frozen)
+    }
+    conversation.messages = [
+        {**message, "weight": 0}
+        if message.get("role") == "assistant" and i not in said
+        else message
+        for i, message in enumerate(conversation.messages)
+    ]
+    return bool(said)
 
 
 def _core(message: Message) -> tuple[Any, ...]:
