@@ -5,7 +5,9 @@ from typing import Any
 
 from tests.evaluation.made import call, step
 
+from hone.evaluation.results import with_remote_steps
 from hone.evaluation.steps import all_steps, calls_of, events_of, intermediate_steps, steps_of
+from hone.workflow.run import RolloutResult
 
 
 def test_the_form_of_a_call():
@@ -127,8 +129,62 @@ def test_steps_of_the_toolkit_get_the_calls_that_its_profiler_did_not_note():
     kinds = [step["payload"]["event_type"] for step in steps]
     assert kinds == ["FUNCTION_START", "LLM_END", "FUNCTION_END"]
     complete = [began, event("LLM_END", 100.0), ended]
-    assert all_steps(noted, [], complete) == complete
-    assert all_steps(noted, [], complete, kinds=["LLM_END"]) == complete[1:2]
+    # The toolkit's entry stays, with hone's fields.
+    began_again, merged, ended_again = all_steps(noted, [], complete)
+    assert (began_again, ended_again) == (began, ended)
+    assert merged["payload"]["event_timestamp"] == 100.0
+    assert merged["payload"]["metadata"]["hone"]["id"] == "c0"
+    assert all_steps(noted, [], complete, kinds=["LLM_END"]) == [merged]
     assert all_steps(noted, [], []) == intermediate_steps(noted, [])
     # Read again, hone's own are calls and steps, and the toolkit's stay as they are.
     assert events_of(intermediate_steps(noted, [])) == [] and events_of(complete) == complete
+
+
+def toolkit_event(kind: str, at: float, name: str = "m", **more: Any) -> dict[str, Any]:
+    payload = {"event_type": kind, "event_timestamp": at, "name": name, "metadata": None}
+    return {"payload": payload | more}
+
+
+def test_calls_and_steps_that_the_toolkit_did_not_note_are_merged_with_those_it_did():
+    plan, draft = call("plan", index=0, id="a"), call("draft", index=1, id="b", started_at=102.0)
+    planned = step("planned", value=1.0, calls=1, about=(0,), at=101.0)
+    moved = step("move", value=0.5, calls=2, about=(1, 0), at=103.5)
+    events = [
+        toolkit_event("FUNCTION_START", 101.5),
+        toolkit_event("LLM_END", 103.0, span_event_timestamp=101.8, data={"output": "draft"}),
+        toolkit_event("CUSTOM_END", 103.4, "move", metadata={"value": 0.5}),
+    ]
+    merged = all_steps([plan, draft], [planned, moved], events)
+    shown = [(e["payload"]["event_type"], e["payload"]["name"]) for e in merged]
+    assert shown == [
+        *(("LLM_END", "m"), ("CUSTOM_END", "planned"), ("FUNCTION_START", "m")),
+        *(("LLM_END", "m"), ("CUSTOM_END", "move")),
+    ]
+    # From the file, nothing is lost and nothing is there twice.
+    again = json.loads(json.dumps(merged))
+    assert [(c.id, c.reply and c.reply["content"]) for c in calls_of(again)] == [
+        ("a", "plan"),
+        ("b", "draft"),
+    ]
+    assert steps_of(again) == [planned, moved]
+    read = all_steps(calls_of(again), steps_of(again), events_of(again))
+    assert json.loads(json.dumps(read)) == again
+
+
+def test_steps_from_elsewhere_have_the_indices_of_the_recorded_calls():
+    # A retriever's model is called elsewhere too; the server records the policy's calls alone.
+    hosts = ("other", "localhost", "other", "localhost")
+    sent = [call(index=i, id=f"c{i}", host=h, started_at=100.0 + i) for i, h in enumerate(hosts)]
+    steps = [
+        step("good", value=1.0, calls=2, about=(1, 0)),
+        step("bad", value=-1.0, calls=4, about=(3, 2, 1, 0)),
+    ]
+    here = (call(index=0, id="c1"), call(index=1, id="c3"))
+    for noted in ([], [toolkit_event("FUNCTION_START", 99.0)]):
+        events = tuple(json.loads(json.dumps(all_steps(sent, steps, noted))))
+        result = with_remote_steps(RolloutResult("r", "out", here, (), None, 1.0, events))
+        assert [(s.calls, s.about) for s in result.steps] == [(1, (0,)), (2, (1, 0))]
+        assert result.calls == here and len(result.events) == (7 if noted else 0)
+        # Without a training server, the calls are those that the service saw.
+        alone = with_remote_steps(RolloutResult("r", "out", (), (), None, 1.0, events))
+        assert (list(alone.calls), list(alone.steps)) == (sent, steps)

@@ -9,6 +9,7 @@ trained tokens come from the server, which recorded them where they were sampled
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -87,6 +88,8 @@ class Step:
     """Number of model calls that the rollout had sent before."""
     about: tuple[int, ...] = ()
     """Indices of the calls that its value may belong to, likeliest first; empty without a value."""
+    at: float = field(default=0.0, compare=False)
+    """When it was called, in Unix seconds; 0 if that is not known."""
 
 
 class WatchedCall(Protocol):
@@ -173,7 +176,8 @@ class Recorder:
     ) -> None:
         with self._lock:
             about = () if value is None else Branch.here(self.trunk).newest_calls()
-            self._steps.append(Step(name, value, metadata, function, len(self._calls), about))
+            sent, now = len(self._calls), time.time()
+            self._steps.append(Step(name, value, metadata, function, sent, about, now))
 
 
 @dataclass(frozen=True, slots=True)

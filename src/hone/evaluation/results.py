@@ -6,14 +6,16 @@ Out:  ItemResult, EvaluationRunOutput, EvalSummary; the output that `result_json
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from hone.capture.base import SeenCall, Step
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
+from hone.evaluation.merge import ours
 from hone.evaluation.steps import calls_of, events_of, steps_of
 from hone.types import Failure
 from hone.workflow.jsonable import as_text
@@ -91,11 +93,34 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
 
 def with_remote_steps(result: RolloutResult) -> RolloutResult:
     """The result with the calls and steps that hone noted elsewhere, and sent as events."""
-    if not result.events or events_of(list(result.events)):
+    if not result.events:
         return result
     entries = list(result.events)
-    calls = result.calls or tuple(calls_of(entries))
-    return replace(result, calls=calls, steps=result.steps or tuple(steps_of(entries)), events=())
+    seen = calls_of([entry for entry in entries if ours(entry["payload"])])
+    steps = tuple(steps_of(entries))
+    if result.calls:
+        steps = tuple(_renumbered(steps, seen, result.calls))
+    return replace(
+        result,
+        calls=result.calls or tuple(seen),
+        steps=result.steps or steps,
+        events=tuple(events_of(entries)),
+    )
+
+
+def _renumbered(
+    steps: Iterable[Step], sent: Sequence[SeenCall], recorded: Sequence[SeenCall]
+) -> Iterator[Step]:
+    """Steps with the indices of the recorded calls.
+
+    Elsewhere calls were counted as they were sent, also those to other servers, and failed ones.
+    """
+    places = {call.id: call.index for call in recorded}
+    known = {call.index: places[call.id] for call in sent if call.id in places}
+    for step in steps:
+        before = [place for index, place in known.items() if index < step.calls]
+        about = tuple(known[index] for index in step.about if index in known)
+        yield replace(step, calls=max(before, default=-1) + 1, about=about)
 
 
 def _unusable(result: RolloutResult, error: Exception) -> RolloutResult:

@@ -13,11 +13,10 @@ from typing import Any
 
 from hone.capture.base import SeenCall, Step
 from hone.errors import ConfigError
+from hone.evaluation.merge import OURS, merge, ours
 
 LLM_END = "LLM_END"
 CUSTOM_END = "CUSTOM_END"
-_OURS = "hone"
-"""The key of a payload's metadata for fields that the toolkit's form does not have."""
 _BULKY = frozenset({"logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs"})
 _FREE = uuid.UUID("8f0f0f52-7a1c-4a35-9d0e-2b7f6f3a1c55")
 _FIELDS = (
@@ -45,25 +44,25 @@ def all_steps(
     *,
     kinds: Iterable[str] | None = None,
 ) -> list[Any]:
-    """The steps of a rollout: those that NeMo Agent Toolkit noted, or else its calls and steps."""
+    """The steps of a rollout: those of NeMo Agent Toolkit, and the calls and steps it did not note.
+
+    The toolkit notes model calls only where its profiler is installed, and none of hone's functions.
+    Where both noted the same, the toolkit's entry gets hone's fields.
+    """
     if not events:
         return intermediate_steps(calls, steps, kinds=kinds)
-    if not any(event["payload"]["event_type"] == LLM_END for event in events):
-        # The toolkit notes model calls only where its profiler is installed; hone saw them.
-        events = sorted([*events, *map(_llm_end, calls)], key=_time_of)
+    own = [_llm_end(call) for call in calls]
+    own += [_custom_end(step, place) for place, step in enumerate(steps)]
+    merged = merge(events, own)
     wanted = None if kinds is None else set(kinds)
-    return [e for e in events if wanted is None or e["payload"]["event_type"] in wanted]
-
-
-def _time_of(entry: Mapping[str, Any]) -> float:
-    return entry["payload"].get("event_timestamp") or 0.0
+    return [e for e in merged if wanted is None or e["payload"]["event_type"] in wanted]
 
 
 def events_of(entries: Any) -> list[Any]:
     """An `intermediate_steps` list that NeMo Agent Toolkit made; empty if hone made it."""
     listed = entries if isinstance(entries, list) else []
     payloads = [e.get("payload") for e in listed if isinstance(e, Mapping)]
-    is_hone = all(isinstance(p, Mapping) and _ours(p) for p in payloads)
+    is_hone = all(isinstance(p, Mapping) and ours(p) for p in payloads)
     return [] if is_hone else listed
 
 
@@ -74,8 +73,11 @@ def calls_of(entries: Any) -> list[SeenCall]:
 
 def steps_of(entries: Any) -> list[Step]:
     """The `hone.step` calls of an `intermediate_steps` list."""
-    payloads = [(p, _ours(p)) for p in _payloads(entries, CUSTOM_END)]
-    fields = [{"name": p["name"], "about": (), **ours} for p, ours in payloads if ours]
+    payloads = [p for p in _payloads(entries, CUSTOM_END) if ours(p)]
+    fields = [
+        {"name": p["name"], "about": (), "at": p.get("event_timestamp") or 0.0, **ours(p)}
+        for p in payloads
+    ]
     return [Step(**{**one, "about": tuple(one["about"])}) for one in fields]
 
 
@@ -108,7 +110,7 @@ def _llm_end(call: SeenCall) -> dict[str, Any]:
             "event_timestamp": call.started_at + call.seconds,
             "span_event_timestamp": call.started_at,
             "name": call.model,
-            "metadata": {_OURS: {key: getattr(call, key) for key in _FIELDS}},
+            "metadata": {OURS: {key: getattr(call, key) for key in _FIELDS}},
             "data": {
                 "input": call.messages,
                 "output": reply.get("content") or "",
@@ -121,7 +123,7 @@ def _llm_end(call: SeenCall) -> dict[str, Any]:
 
 
 def _custom_end(step: Step, place: int) -> dict[str, Any]:
-    ours = {
+    own = {
         "value": step.value,
         "metadata": step.metadata,
         "function": step.function,
@@ -132,8 +134,9 @@ def _custom_end(step: Step, place: int) -> dict[str, Any]:
         step.function,
         {
             "event_type": CUSTOM_END,
+            "event_timestamp": step.at or None,
             "name": step.name,
-            "metadata": {_OURS: ours},
+            "metadata": {OURS: own},
             "data": {"output": step.value},
         },
         key=f"{step.name}/{place}",
@@ -185,12 +188,12 @@ def _payloads(entries: Any, kind: str) -> list[Mapping[str, Any]]:
 
 def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
     """A call as hone wrote it, or as much of one as another program's file has."""
-    ours, data = _ours(payload), payload.get("data") or {}
+    own, data = ours(payload), payload.get("data") or {}
     ended = payload.get("event_timestamp") or 0.0
     began = payload.get("span_event_timestamp") or ended
     messages, answer = data.get("input"), data.get("payload")
     choices = [dict(choice) for choice in answer or () if isinstance(choice, Mapping)]
-    if not ours:
+    if not own or not isinstance(answer, list):  # in the toolkit's form
         if not isinstance(messages, list):
             messages = [{"role": "user", "content": messages}]
         message = {"role": "assistant", "content": data.get("output") or ""}
@@ -203,13 +206,7 @@ def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
         "host": "",
         "usage": (payload.get("usage_info") or {}).get("token_usage"),
         "seconds": ended - began,
-        **ours,
+        **own,
     }
     fields = {key: known[key] for key in _FIELDS}
     return SeenCall(**fields, messages=messages, choices=choices, started_at=began)
-
-
-def _ours(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    metadata = payload.get("metadata")
-    ours = metadata.get(_OURS) if isinstance(metadata, Mapping) else None
-    return ours if isinstance(ours, Mapping) else {}
