@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from tests.finetune.rehearsal import document
 
 from hone import LocalBackend
@@ -21,6 +24,9 @@ from hone.evaluation.base import EvalOptions
 from hone.evaluation.run import evaluate
 from hone.finetune.run import FinetuneOptions, finetune
 from hone.serve_workflow import ServeWorkflowOptions, serve_workflow
+from hone.server import listen
+from hone.workflow.endpoint import endpoint_url, open_endpoint
+from hone.workflow.run import run_rollout
 
 AGENT = """
 import atexit
@@ -148,11 +154,32 @@ def test_what_fails_says_why(address: str):
     for path, body, why in (
         ("/generate", b"{", "the body is no JSON"),
         ("/v1/chat/completions", b"{}", "messages: has no message"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": [{"text": 7}]}]}',
+            "messages: the user's content has a int, not text",
+        ),
     ):
         answer = httpx2.post(f"{address}{path}", content=body)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"]
     refused = post(f"{address}/generate", "x", **{"X-Hone-Rollout": "not an id"})
     assert refused.status_code == 400 and "rollout is 'not an id'" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        ({"Host": "rebound.example"}, "Host is 'rebound.example'"),
+        ({"Origin": "https://other.example"}, "a web page from 'https://other.example'"),
+        ({"X-Forwarded-For": "10.0.0.1"}, "the request was forwarded by a proxy"),
+    ],
+)
+def test_web_pages_and_proxies_are_refused(address: str, headers: dict[str, str], why: str):
+    refused = post(f"{address}/generate", {"input": "broken"}, **headers)
+    assert refused.status_code == 401 and why in refused.text
+    assert httpx2.get(f"{address}/health", headers=headers).status_code == 401
+    own = {"Host": "localhost:1", "Origin": "http://localhost:3000"}
+    assert post(f"{address}/generate", {"input": "broken"}, **own).status_code == 500
 
 
 def test_the_rollout_of_a_request_is_that_of_its_model_calls(
@@ -171,8 +198,15 @@ def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
         serve_workflow(ServeWorkflowOptions(config, host="0.0.0.0"), print)
     with workflow(config, "--api_key", "sesame") as url:
         assert post(f"{url}/generate", {"input": "broken"}).status_code == 401
-        keyed = post(f"{url}/generate", {"input": "broken"}, Authorization="Bearer sesame")
-        assert keyed.status_code == 500
+        for sent, status in (
+            ({"Authorization": "Bearer sesame"}, 500),
+            ({"Authorization": "bearer sesame", "Host": "workflow.cluster:8080"}, 500),
+            ({"x-api-key": "sesame"}, 500),
+            ({"Authorization": "sesame"}, 401),
+            ({"Authorization": "Bearer sesame", "Origin": "https://other.example"}, 401),
+        ):
+            answer = post(f"{url}/generate", {"input": "broken"}, **sent)
+            assert answer.status_code == status, (sent, answer.text)
         assert httpx2.get(f"{url}/health").status_code == 200
 
 
@@ -213,3 +247,61 @@ def test_finetune_trains_on_rollouts_of_the_endpoint(address: str, config: Path)
     trained = [row["trained_calls"] for row in rows]  # `search` alone is the target
     assert [len(calls) for calls in trained] == [1] * 4
     assert len({calls[0] for calls in trained}) == 4
+
+
+PROGRAM = """
+import json, os, urllib.request
+body = json.dumps({"model": os.environ["OPENAI_MODEL"], "max_tokens": 2, "messages": [
+    {"role": "user", "content": "hi"}]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+sent = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+urllib.request.urlopen(sent).read()
+print(os.environ["OPENAI_BASE_URL"])
+"""
+
+
+def test_a_program_behind_the_service_makes_its_calls_in_the_rollout(
+    shared_server: LocalBackend, tiny_model: Path, tmp_path: Path
+):
+    url, file = f"{shared_server.base_url}/v1", tmp_path / "program.yml"
+    entry = {"_type": "openai", "base_url": url, "model_name": str(tiny_model)}
+    program = {"_type": "command", "command": [sys.executable, "-c", PROGRAM]}
+    file.write_text(json.dumps({"llms": {"m": entry}, "workflow": program}))
+    with workflow(file) as service:
+        answer = post(f"{service}/generate", "x", **{"X-Hone-Rollout": "program-7"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["value"].strip() == f"{shared_server.base_url}/rollout/program-7/v1"
+    calls = httpx2.get(f"{shared_server.base_url}/v1/rollouts/program-7").json()["calls"]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ('data: {"value": "a\u2028b"}\n\n', "a\u2028b"),
+        ('data: {"value": "x"}\r\n\r\n', "x"),
+        ('data: "x"\n\n', "a line that is no JSON object: '\"x\"'"),
+        ("data: {\n\n", "a line that is no JSON object: '{'"),
+    ],
+)
+async def test_lines_of_any_service_are_read(answer: str, value: str):
+    app = FastAPI()
+    app.post("/generate/full")(lambda: PlainTextResponse(answer))
+    async with listen.serving(app, grace_s=1) as url:
+        (result,) = [await run_rollout(one, "x") async for one in open_endpoint(url, 30)]
+    if result.failure is None:
+        assert result.output == value
+    else:
+        assert value in result.failure.failure.message
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_addresses_that_the_service_prints_are_those_of_endpoint(tmp_path: Path):
+    with pytest.raises(ConfigError, match="an address with a query cannot be used"):
+        endpoint_url("http://127.0.0.1:8080/?key=x")
+    (tmp_path / "echo.py").write_text("def run(x):\n    return x\n")
+    file = tmp_path / "echo.yml"
+    file.write_text('workflow: {_type: python, target: "echo.py:run"}')
+    with workflow(file, "--host", "::1") as url:
+        assert url.startswith("http://[::1]:")
+        assert httpx2.post(endpoint_url(url), json="hi").text == 'data: {"value": "hi"}\n\n'

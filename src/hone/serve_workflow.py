@@ -9,14 +9,13 @@ The components are built once, before the first request.
 """
 
 import asyncio
-import hmac
 import ipaddress
 import json
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,14 @@ from starlette.routing import Route
 
 from hone.config.build import build
 from hone.config.schema import read
-from hone.errors import BadRequest, ConfigError
+from hone.errors import BadRequest, ConfigError, Unauthorized
 from hone.evaluation.steps import all_steps
+from hone.wire.access import Names, check_host, check_not_forwarded, check_origin, has_key
 from hone.wire.rollout import RolloutScope
 from hone.workflow.endpoint import DATA, STEP
 from hone.workflow.function import Function
 from hone.workflow.jsonable import as_text, dumps
+from hone.workflow.llm import LLM
 from hone.workflow.loop import run_loop
 from hone.workflow.run import RolloutResult, run_rollout
 
@@ -94,6 +95,8 @@ async def _serve(
             name=document.eval.general.workflow_alias or "workflow",
             timeout_s=document.finetuning.rollout_timeout_s,
             rollout_arguments={} if served is None else served.rollout_arguments,
+            llms=builder.live_llms,
+            host=options.host,
             api_key=options.api_key,
         )
         config = uvicorn.Config(
@@ -104,7 +107,8 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         host, port = bound.getsockname()[:2]
-        echo(f"Serving {options.config_file} at http://{host}:{port}")
+        shown = f"[{host}]" if ":" in host else host
+        echo(f"Serving {options.config_file} at http://{shown}:{port}")
         await server.serve(sockets=[bound])
 
 
@@ -130,15 +134,20 @@ class WorkflowApp:
         name: str = "workflow",
         timeout_s: float | None = None,
         rollout_arguments: dict[str, Any] | None = None,
+        llms: Callable[[], Sequence[LLM]] = tuple,
+        host: str = "127.0.0.1",
         api_key: str | None = None,
     ) -> None:
+        self._llms = llms
         self._workflow, self._name, self._timeout_s = workflow, name, timeout_s
         self._arguments, self._key = rollout_arguments or {}, api_key
+        # A page knows no key, so with one the service may have any name, such as one of Kubernetes.
+        self._names = Names(host, bool(api_key), ("*",) if api_key else ())
 
     def routes(self) -> Starlette:
         """The ASGI application."""
         routes = [
-            Route("/health", self._health, methods=["GET"]),
+            Route("/health", self._checked(self._health, needs_key=False), methods=["GET"]),
             Route("/generate", self._checked(self._generate), methods=["POST"]),
             Route("/generate/full", self._checked(self._generate_full), methods=["POST"]),
             Route("/v1/chat/completions", self._checked(self._chat), methods=["POST"]),
@@ -148,17 +157,26 @@ class WorkflowApp:
     async def _health(self, request: Request) -> Response:
         return _json({"status": "healthy"})
 
+    def _check(self, headers: Mapping[str, str]) -> None:
+        """Raises Unauthorized for what a web page or a stranger sent, as `hone serve` does."""
+        check_host(self._names, headers, "--api_key KEY and send the key")
+        check_origin(headers, ())
+        if not self._key:
+            check_not_forwarded(headers, "--api_key")
+
     def _checked(
-        self, answer: Callable[[Request], Coroutine[Any, Any, Response]]
+        self, answer: Callable[[Request], Coroutine[Any, Any, Response]], *, needs_key: bool = True
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The route behind the key; a request that cannot be answered gets a status."""
+        """The route behind the checks; a request that cannot be answered gets a status."""
 
         async def route(request: Request) -> Response:
-            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
-                return _error(401, "the API key is missing or wrong")
             try:
+                self._check(request.headers)
+                if self._key and needs_key and not has_key(self._key, request.headers):
+                    raise Unauthorized("the API key is missing or wrong")
                 return await answer(request)
+            except Unauthorized as error:
+                return _error(401, str(error))
             except BadRequest as error:
                 return _error(400, str(error))
             except ClientDisconnect:
@@ -214,6 +232,8 @@ class WorkflowApp:
     async def _run(self, request: Request, input: Any) -> RolloutResult:
         """Run the workflow in the rollout that the request names; stop it if the client leaves."""
         scope = RolloutScope.parse(request.headers, None)
+        if scope.rollout:
+            await asyncio.gather(*(llm.find_rollouts_url() for llm in self._llms()))
         arguments = dict(self._arguments)
         if scope.aliases:
             arguments["aliases"] = dict(scope.aliases)
@@ -267,10 +287,16 @@ def _last_message(body: Any) -> str:
         if isinstance(message, dict) and message.get("role") == "user":
             content = message.get("content")
             if isinstance(content, list):
-                parts = [part.get("text") or "" for part in content if isinstance(part, dict)]
-                return "".join(parts)
-            return "" if content is None else str(content)
+                texts = [part.get("text") for part in content if isinstance(part, dict)]
+                content = "".join(_text(text) for text in texts if text is not None)
+            return "" if content is None else _text(content)
     raise BadRequest("messages: has no message of the role 'user', so the workflow has no input")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"messages: the user's content has a {type(value).__name__}, not text")
+    return value
 
 
 def _line(entry: dict[str, Any]) -> dict[str, Any]:

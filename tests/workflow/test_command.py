@@ -81,6 +81,8 @@ async def test_the_environment_has_the_rollout_s_address(
         "GONE": "removed",
         "OPENAI_API_KEY": "sk-real",
         "HONE_API_KEY": "secret",
+        "HONE_WORKFLOW_API_KEY": "secret",
+        "HONE_ENDPOINT_API_KEY": "secret",
         "ANTHROPIC_AUTH_TOKEN": "somebody's",
         "HTTPS_PROXY": "http://proxy:3128",
     }.items():

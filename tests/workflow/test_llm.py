@@ -15,6 +15,7 @@ from hone.config.policy import Trained
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
 from hone.errors import ConfigError, NotInThisVersion
+from hone.wire.keys import derive_inference_key
 from hone.workflow.llm import LLM, OpenAIConfig, TrainableConfig, dialled
 
 ASK: Any = [{"role": "user", "content": "hi"}]
@@ -252,3 +253,21 @@ async def test_request_timeout_is_the_client_s(tmp_path: Path):
         with pytest.raises(openai.APITimeoutError):
             await llm.chat(ASK)
         await llm.close()
+
+
+async def test_a_server_is_asked_whether_it_has_addresses_for_rollouts():
+    ours, other, inference = Endpoint(), Endpoint(), derive_inference_key("secret")
+    ours.app.get("/")(lambda: {"name": "hone"})
+    async with serving(ours) as here, serving(other) as elsewhere:
+        at_rollout, nobody = here.replace("/v1", "/rollout/r/v1"), "http://127.0.0.1:9/v1"
+        for url, key, rollout_url, rollout_key in (
+            (here, "secret", at_rollout, inference),
+            (here, inference, at_rollout, inference),
+            (elsewhere, "secret", elsewhere, "secret"),
+            (nobody, "default", nobody, "default"),
+        ):
+            llm = LLM(base_url=url, model="m", api_key=key)
+            await llm.find_rollouts_url()
+            with hone.rollout("r"):
+                assert (llm.rollout_url, llm.rollout_key) == (rollout_url, rollout_key)
+            await llm.close()

@@ -118,6 +118,10 @@ class Builder:
             )
         return await self._named("llm_provider", name, self.document.llms)
 
+    def live_llms(self) -> list[Any]:
+        """The entries of `llms` that are built."""
+        return [held for (kind, _), held in self._live.items() if kind == "llm_provider"]
+
     def get_llm_config(self, name: str) -> LLMBaseConfig:
         """One entry of `llms`, as it is written."""
         return _pick("llm_provider", name, self.document.llms)

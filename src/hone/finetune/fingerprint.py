@@ -95,6 +95,7 @@ def fingerprint_of(
         "dataset": _digest(options.dataset or _file_of(document), document.file),
         "validation_dataset": held_out,
         "validation_config_file": _digest(options.validation_config_file, document.file),
+        "endpoint": True if options.endpoint else None,
     }
     return plain({**written, CODE: code, "command": command})
 

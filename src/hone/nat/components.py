@@ -31,7 +31,8 @@ from hone.errors import ConfigError
 from hone.nat.evaluator import ToolkitEvaluator
 from hone.nat.toolkit import toolkit_of
 from hone.workflow.function import FunctionInfo
-from hone.workflow.llm import LLM
+from hone.workflow.llm import LLM, SECOND_LAYER, OpenAIConfig, llm_at
+from hone.workflow.llm_requests import request_names
 
 GROUPS = (
     *("nat.components", "nat.plugins", "nat.evaluators"),
@@ -111,16 +112,17 @@ async def _llm(config: ToolkitLLMConfig, builder: Builder) -> AsyncIterator[LLM]
             f"llms.{name}: has no base_url, so only functions and evaluators of NeMo Agent Toolkit "
             f"can call it; for a function of hone, use _type: openai"
         )
-    url, key = openai_url(config), getattr(config, "api_key", None)
-    llm = LLM(
-        name=name,
-        base_url=url,
-        model=builder.get_model_name(name) or "",
-        api_key=str(key or "default"),
-        rollouts_url=builder.get_rollouts_url(url),
-    )
+    key = getattr(config, "api_key", None)
+    llm = llm_at(_openai(config), builder, name, openai_url(config), str(key or "default"))
     yield llm
     await llm.close()
+
+
+def _openai(config: ToolkitLLMConfig) -> OpenAIConfig:
+    """The entry as hone's own: what both have, and parameters that OpenAI's API has a name for."""
+    names = (set(OpenAIConfig.model_fields) | request_names()) - set(SECOND_LAYER)
+    written = {key: held for key, held in (config.model_extra or {}).items() if key in names}
+    return OpenAIConfig.model_validate(written)
 
 
 _KINDS: dict[str, tuple[str, type[_Checked], Any]] = {

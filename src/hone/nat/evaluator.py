@@ -46,8 +46,10 @@ class ToolkitEvaluator:
             )
         )
         error = result.error
-        if not error and isinstance(result.reasoning, Mapping):
-            error = result.reasoning.get("error")
+        if not error and isinstance(result.reasoning, Mapping) and not result.score:
+            # Where it catches an exception, the toolkit scores 0.0 and puts the text there.
+            said = result.reasoning.get("error")
+            error = said if isinstance(said, str) and said else None
         return hone.EvalOutputItem(
             id=item.id,
             score=result.score,

@@ -124,7 +124,13 @@ class Toolkit:
         async def job() -> None:
             try:
                 await work()
-            except Exception as error:  # noqa: BLE001  # a user's factory may raise anything
+            except BaseException as error:  # a user's factory may raise anything
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    done.cancel()
+                    raise  # this task itself is cancelled
+                if isinstance(error, asyncio.CancelledError):
+                    error = RuntimeError("it was cancelled by its own code")
                 if not done.done():
                     done.set_exception(error)
             else:
@@ -180,8 +186,8 @@ class Toolkit:
                 await over.wait()
 
         task = asyncio.get_running_loop().create_task(hold(), context=contextvars.Context())
-        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
         try:
+            await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 await task  # raises
             yield ready.result()

@@ -3,20 +3,16 @@
 In:   settings; the address, path and headers of a request
 Out:  the request's Access, or an Unauthorized that says what to send or which option to set
 
-Host and Origin are checked with and without a key: a web page can make a browser call this machine
-under a name that was made to point here (DNS rebinding). Without a key, the address a connection
-comes from is all that keeps strangers out, so a request that a proxy forwarded is refused.
+Host and Origin are checked with and without a key (wire/access.py). Without a key, the address a
+connection comes from is all that keeps strangers out, so a request that a proxy forwarded is
+refused.
 """
 
-import hmac
 import os
 import re
 import secrets
-import socket
 from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -25,6 +21,16 @@ from hone.errors import ConfigError, Unauthorized, Unprocessable
 from hone.models.find import canonical
 from hone.server.settings import Settings, is_key
 from hone.types import FieldError, ModelSpec
+from hone.wire.access import (
+    LOCAL,
+    Names,
+    check_host,
+    check_not_forwarded,
+    check_origin,
+    forwarded,
+    has_key,
+    ip,
+)
 from hone.wire.keys import derive_inference_key
 
 Access = Literal["operator", "peer", "inference", "anyone"]
@@ -41,26 +47,21 @@ _OPENAI = re.compile(
     r"(chat/completions|completions|responses(/.*)?|messages(/count_tokens)?|models(/.*)?)"
 )
 """Paths that the inference key opens."""
-_LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
-"""Names of this machine; ART's client connects to 0.0.0.0 by default."""
 
 
 def check(
     settings: Settings, path: str, headers: Mapping[str, str], client: str | None, *, control: bool
 ) -> Access:
     """The access of this request; raises Unauthorized unless it may pass."""
-    _check_host(settings, headers)
-    _check_origin(settings, headers)
+    check_host(_names(settings), headers, "--allowed-hosts and that name")
+    how = "Start the server with --allowed-origins and that origin if it should."
+    check_origin(headers, settings.allowed_origins, how)
     if settings.api_key is None:
-        if name := _forwarded(headers):
-            raise Unauthorized(
-                f"the request was forwarded by a proxy (header {name!r}), and a server without a "
-                "key answers to clients of its own machine only. Start it with --api-key."
-            )
+        check_not_forwarded(headers, "--api-key")
         return "operator" if control else "inference"
-    if _has_key(settings.api_key, headers):
+    if has_key(settings.api_key, headers):
         return "operator" if control else "inference"
-    if _has_key(inference_key(settings), headers) and _OPENAI.fullmatch(path):
+    if has_key(inference_key(settings), headers) and _OPENAI.fullmatch(path):
         return "inference"
     if control and _trusted(settings, headers, client):
         return "peer"
@@ -120,7 +121,8 @@ def check_advertised(settings: Settings) -> None:
     if settings.advertise_url is None:
         return
     host = urlsplit(settings.advertise_url).hostname or ""
-    if host in _LOCAL or _is_allowed(settings, host):
+    names = _names(settings)
+    if host in LOCAL or names.allows(host):
         return
     where = f"--advertise-url {settings.advertise_url}"
     if settings.loopback:
@@ -128,7 +130,7 @@ def check_advertised(settings: Settings) -> None:
             f"{where}: the server listens on {settings.host} only, which agents elsewhere cannot "
             f"reach. Add --host 0.0.0.0; behind a proxy or a tunnel, add --allowed-hosts {host}."
         )
-    if not _is_own_name(settings, host):
+    if host not in names:
         raise ConfigError(
             f"{where}: the server does not answer to the name {host!r}. Add --allowed-hosts {host}."
         )
@@ -139,89 +141,15 @@ def inference_key(settings: Settings) -> str | None:
     return None if settings.api_key is None else derive_inference_key(settings.api_key)
 
 
-def _has_key(key: str | None, headers: Mapping[str, str]) -> bool:
-    """Whether `Authorization: Bearer` or `x-api-key` of Anthropic's clients holds the key."""
-    if not key:
-        return False
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    sent = (token if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-    return any(hmac.compare_digest(one.encode(), key.encode()) for one in sent)
-
-
-def _check_host(settings: Settings, headers: Mapping[str, str]) -> None:
-    host = _hostname(headers.get("host", ""))
-    if not _is_own_name(settings, host):
-        raise Unauthorized(
-            f"Host is {host[:200]!r}, and this server does not answer to that name. Use localhost, "
-            "or start the server with --allowed-hosts and that name."
-        )
-
-
-def _check_origin(settings: Settings, headers: Mapping[str, str]) -> None:
-    origin = headers.get("origin")
-    if origin is None or not {origin, "*"}.isdisjoint(settings.allowed_origins):
-        return
-    # A page of this very server, or of the user's own machine; a host that is allowed as a name of
-    # this server, or an address, may be anybody's site.
-    page = _hostname(origin.partition("://")[2])
-    if page not in _LOCAL and page != _hostname(headers.get("host", "")):
-        raise Unauthorized(
-            f"a web page from {origin[:200]!r} may not call this server. Start the server with "
-            "--allowed-origins and that origin if it should."
-        )
-
-
-def _forwarded(headers: Mapping[str, str]) -> str | None:
-    """The header that shows that a proxy forwarded the request."""
-    known = ("forwarded", "via", "x-real-ip")
-    return next((h for h in headers if h in known or h.startswith("x-forwarded-")), None)
-
-
-def _is_own_name(settings: Settings, host: str) -> bool:
-    """Whether a host name means this server."""
-    if host in _LOCAL or host == settings.host.lower():
-        return True
-    # Only a name can be made to point here; an address is what it is. Without a key the server
-    # listens on a loopback address, and no other one leads to it but through somebody's proxy.
-    if settings.api_key is not None and (_address(host) is not None or host in _own_names()):
-        return True
-    return _is_allowed(settings, host)
-
-
-def _is_allowed(settings: Settings, host: str) -> bool:
-    return any(
-        allowed == "*"
-        or host == allowed.lower()
-        or (allowed.startswith(".") and host.endswith(allowed.lower()))
-        for allowed in settings.allowed_hosts
-    )
-
-
-@lru_cache(maxsize=1)
-def _own_names() -> frozenset[str]:
-    """The machine's host name, long and short."""
-    name = socket.gethostname().lower()
-    return frozenset({name, name.partition(".")[0]} - {""})
-
-
-def _address(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        return ip_address(text)
-    except ValueError:
-        return None
-
-
-def _hostname(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+def _names(settings: Settings) -> Names:
+    return Names(settings.host, settings.api_key is not None, settings.allowed_hosts)
 
 
 def _trusted(settings: Settings, headers: Mapping[str, str], client: str | None) -> bool:
     """Whether the client's own address is in a trusted network."""
-    if _forwarded(headers) and not settings.forwarded_allow_ips:
+    if forwarded(headers) and not settings.forwarded_allow_ips:
         return False  # the address is the proxy's
-    address = _address(client or "")
+    address = ip(client or "")
     return address is not None and any(address in network for network in settings.trust_network)
 
 

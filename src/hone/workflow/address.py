@@ -114,8 +114,9 @@ def child_environment(address: Address, own: Mapping[str, str | None]) -> dict[s
     """This process's environment with the address in it; `own` is set last, None removes."""
     env = {**os.environ, **address.environment()}
     # Anthropic's client would send the first instead of the key, and it belongs to somebody else.
-    # The second opens the training API.
-    for name in ("ANTHROPIC_AUTH_TOKEN", "HONE_API_KEY"):
+    # The second opens the training API, the others the service of a workflow.
+    keys = ("HONE_API_KEY", "HONE_WORKFLOW_API_KEY", "HONE_ENDPOINT_API_KEY")
+    for name in ("ANTHROPIC_AUTH_TOKEN", *keys):
         env.pop(name, None)
     host = address.base_url.partition("//")[2].partition("/")[0].rpartition(":")[0]
     if host_of(host) == "localhost" and any(p in env or p.upper() in env for p in _PROXIES):

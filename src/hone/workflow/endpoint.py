@@ -39,6 +39,11 @@ def endpoint_url(endpoint: str) -> str:
             f"--endpoint {redact_urls(endpoint)}: must look like http://127.0.0.1:8080, the address "
             "that `hone serve-workflow` prints"
         )
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"--endpoint {redact_urls(endpoint)}: an address with a query cannot be used; give a key "
+            f"in {KEY_VARIABLE}"
+        )
     root = endpoint.rstrip("/").removesuffix("/full").removesuffix("/generate")
     return f"{root}/generate/full"
 
@@ -102,18 +107,31 @@ class _Service:
     def _output(self, text: str) -> Any:
         """The output of the workflow; raises what it failed with."""
         scope, values = current(), []
-        for line in text.splitlines():
+        for line in text.split("\n"):  # not splitlines(): JSON may have U+2028 in it
+            line = line.rstrip("\r")
             if line.startswith(STEP) and scope is not None and scope.recorder is not None:
-                scope.recorder.add_event(_event(json.loads(line.removeprefix(STEP))))
+                scope.recorder.add_event(_event(self._object(line.removeprefix(STEP))))
             elif line.startswith(DATA):
-                values.append(json.loads(line.removeprefix(DATA)).get("value"))
+                values.append(self._object(line.removeprefix(DATA)).get("value"))
             elif line.startswith("{"):
-                self._fail(json.loads(line))
+                self._fail(self._object(line))
         if not values:
             raise AgentFailed(f"{self._name} answered without an output", reason="no_output")
         if len(values) > 1 and all(isinstance(value, str) for value in values):
             return "".join(values)
         return values[-1]
+
+    def _object(self, text: str) -> dict[str, Any]:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise AgentFailed(
+                f"{self._name} answered with a line that is no JSON object: {text[:200]!r}",
+                reason="no_output",
+            )
+        return value
 
     def _fail(self, error: dict[str, Any]) -> None:
         message = f"{self._name}: {error.get('details', 'Error')}: {error.get('message', '')}"

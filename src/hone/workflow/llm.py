@@ -22,8 +22,14 @@ from hone.config.build import Builder
 from hone.config.policy import openai_url
 from hone.config.registry import LLMBaseConfig, register_llm_provider
 from hone.errors import ConfigError
-from hone.model import CONNECT_S, TIMEOUT_S, connection_to
-from hone.workflow.llm_requests import as_arguments, respond
+from hone.model import TIMEOUT_S, connection_to
+from hone.wire.keys import INFERENCE, derive_inference_key
+from hone.workflow.llm_requests import (
+    as_arguments,
+    check_step,
+    is_hone_server,
+    respond,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -75,7 +81,7 @@ class LLM:
         self.base_url = dialled(base_url)
         self._params = dict(params or {})
         self._timeout_s, self._max_retries, self._verify = timeout_s, max_retries, verify_ssl
-        self._rollouts_url = rollouts_url
+        self._rollouts_url, self._is_foreign = rollouts_url, False
         self._clients: WeakKeyDictionary[Any, AsyncOpenAI] = WeakKeyDictionary()
         self._sync: OpenAI | None = None
 
@@ -103,6 +109,20 @@ class LLM:
         if scope.recorder is not None:
             scope.recorder.is_shared = True
         return scope.url(dialled(self._rollouts_url))
+
+    async def find_rollouts_url(self) -> None:
+        """Ask the server whether it is hone's, if that is not known: for `rollout_url`.
+
+        For a process without a training run of its own, such as `hone serve-workflow`.
+        """
+        if self._rollouts_url is not None or self._is_foreign:
+            return
+        is_hone = await is_hone_server(self.client)
+        self._is_foreign = is_hone is False
+        if is_hone:
+            self._rollouts_url = self.base_url
+            if self.api_key != "default" and not self.api_key.startswith(INFERENCE):
+                self.rollout_key = derive_inference_key(self.api_key)
 
     @property
     def client(self) -> "AsyncOpenAI":
@@ -140,31 +160,8 @@ class LLM:
         return await self.client.chat.completions.create(messages=list(messages), **both)
 
     async def check_step(self) -> None:
-        """Refuse NAME@STEP if the hone server has NAME but not that step.
-
-        Other servers, and servers that cannot be reached, are not checked.
-        """
-        stem, at, step = self.model.rpartition("@")
-        if not at:
-            return
-        import openai
-
-        try:
-            client = self.client.with_options(max_retries=0, timeout=CONNECT_S)
-            known = [model.id for model in (await client.models.list()).data]
-        except openai.OpenAIError:
-            return
-        # A server leaves the project out of names that are in use only once.
-        stems = [name for name in (stem, stem.partition("/")[2]) if f"{name}@0" in known]
-        if stems and f"{stems[0]}@{step}" not in known:
-            steps = [name.rpartition("@")[2] for name in known if name.startswith(f"{stems[0]}@")]
-            why = ""
-            if step == "best":
-                why = "; there is a best step once a run has validated on held-out examples"
-            raise ConfigError(
-                f"model_name is {self.model!r}, and {self.base_url} has no such step; it has "
-                f"{', '.join(f'@{one}' for one in steps)}{why}"
-            )
+        """Refuse NAME@STEP if the hone server has NAME but not that step."""
+        await check_step(self.client, self.model)
 
     async def close(self) -> None:
         """Close the connections; the next use opens new ones."""
@@ -204,7 +201,7 @@ def dialled(base_url: str) -> str:
 
 # ---- the configuration -------------------------------------------------------------------------
 
-_SECOND_LAYER = ("num_retries", "retry_on_status_codes", "retry_on_errors")
+SECOND_LAYER = ("num_retries", "retry_on_status_codes", "retry_on_errors")
 
 
 class _OpenAIFields(LLMBaseConfig):
@@ -259,7 +256,7 @@ class _OpenAIFields(LLMBaseConfig):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
-        for name in _SECOND_LAYER:
+        for name in SECOND_LAYER:
             if getattr(self, name) != type(self).model_fields[name].get_default():
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: not in this version of hone, whose client "
@@ -333,7 +330,7 @@ class TrainableConfig(_OpenAIFields, name="trainable"):
 @register_llm_provider(config_type=OpenAIConfig)
 async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[LLM]:
     """A model behind an OpenAI API."""
-    llm = _llm(config, builder, openai_url(config))
+    llm = llm_at(config, builder, _name_of(config, builder), openai_url(config))
     yield llm
     await llm.close()
 
@@ -341,19 +338,20 @@ async def openai_llm(config: OpenAIConfig, builder: Builder) -> AsyncIterator[LL
 @register_llm_provider(config_type=TrainableConfig)
 async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncIterator[LLM]:
     """The model in training, wherever it is served."""
+    name = _name_of(config, builder)
     if config.base_url is not None:
-        llm = _llm(config, builder, config.base_url)
+        llm = llm_at(config, builder, name, config.base_url)
     else:
         if builder.served is None and builder.document.finetuning.trainer_adapter is not None:
             await builder.serve()  # a judge comes first where the workflow is skipped
         served = builder.served
         if served is None:
             raise ConfigError(
-                f"llms.{_name_of(config, builder)}: base_url is not set, and nothing serves the "
+                f"llms.{name}: base_url is not set, and nothing serves the "
                 "model yet; set base_url, or name a trainer adapter in finetuning.trainer_adapter, "
                 "which starts or finds the server"
             )
-        llm = _llm(config, builder, served.base_url, served.api_key)
+        llm = llm_at(config, builder, name, served.base_url, served.api_key)
     try:
         await llm.check_step()
     except ConfigError:
@@ -363,11 +361,14 @@ async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncItera
     await llm.close()
 
 
-def _llm(
-    config: OpenAIConfig | TrainableConfig, builder: Builder, url: str, key: str | None = None
+def llm_at(
+    config: OpenAIConfig | TrainableConfig,
+    builder: Builder,
+    name: str,
+    url: str,
+    key: str | None = None,
 ) -> LLM:
-    """The entry's model at this address; `key` is used if the entry has none."""
-    name = _name_of(config, builder)
+    """The entry `name` at this address; `key` is used if the entry has none."""
     key = config.api_key.get_secret_value() if config.api_key else key
     return config.llm(
         name,

@@ -1,4 +1,4 @@
-"""Requests of `llm.chat`: parameters as arguments of OpenAI's client, and the Responses API.
+"""Requests of an LLM: parameters as arguments of OpenAI's client, the Responses API, a probe.
 
 In:   parameters of a request, OpenAI's or the server's own
 Out:  arguments of `chat.completions.create`; a chat completion from /v1/responses
@@ -6,7 +6,9 @@ Out:  arguments of `chat.completions.create`; a chat completion from /v1/respons
 
 from typing import TYPE_CHECKING, Any
 
+from hone.capture.scope import not_captured
 from hone.errors import ConfigError
+from hone.model import CONNECT_S
 from hone.wire.openai_response_reader import read_response
 from hone.wire.openai_response_request import response_request
 
@@ -16,15 +18,22 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("extra_headers", "extra_query", "timeout")
 """Arguments of a request that are no part of its body."""
+_NOT_PARAMETERS = ("self", "messages", "model", "extra_body", *_OPTIONS)
 
 
-def as_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """Keys that OpenAI does not know go into `extra_body`, which its client passes on."""
+def request_names() -> frozenset[str]:
+    """The parameters of a chat completion that OpenAI's client knows."""
     import inspect
 
     from openai.resources.chat.completions import AsyncCompletions
 
-    known = set(inspect.signature(AsyncCompletions.create).parameters)
+    known = inspect.signature(AsyncCompletions.create).parameters
+    return frozenset(known) - set(_NOT_PARAMETERS)
+
+
+def as_arguments(params: dict[str, Any]) -> dict[str, Any]:
+    """Keys that OpenAI does not know go into `extra_body`, which its client passes on."""
+    known = {*request_names(), *_NOT_PARAMETERS}
     extra = {key: value for key, value in params.items() if key not in known}
     arguments = {key: value for key, value in params.items() if key in known}
     if extra:
@@ -50,3 +59,48 @@ async def respond(
     response = await client.responses.create(model=model, input=items, extra_body=body, **options)
     head = {"object": "chat.completion", "created": int(response.created_at), "model": model}
     return ChatCompletion.construct(**head, **read_response(response.to_dict()))
+
+
+async def is_hone_server(client: "AsyncOpenAI") -> bool | None:
+    """Whether a hone server answers at the client's address; None if nothing answers now."""
+    import openai
+
+    root = str(client.base_url).rstrip("/").removesuffix("/v1")
+    probe = client.with_options(base_url=root, max_retries=0, timeout=CONNECT_S)
+    try:
+        with not_captured():
+            about = await probe.get("/", cast_to=object)
+    except openai.APIStatusError as error:
+        return None if error.status_code >= 500 else False
+    except openai.APIConnectionError:
+        return None
+    return isinstance(about, dict) and about.get("name") == "hone"
+
+
+async def check_step(client: "AsyncOpenAI", model: str) -> None:
+    """Refuse NAME@STEP if the hone server has NAME but not that step.
+
+    Other servers, and servers that cannot be reached, are not checked.
+    """
+    stem, at, step = model.rpartition("@")
+    if not at:
+        return
+    import openai
+
+    try:
+        probe = client.with_options(max_retries=0, timeout=CONNECT_S)
+        known = [served.id for served in (await probe.models.list()).data]
+    except openai.OpenAIError:
+        return
+    # A server leaves the project out of names that are in use only once.
+    stems = [name for name in (stem, stem.partition("/")[2]) if f"{name}@0" in known]
+    if stems and f"{stems[0]}@{step}" not in known:
+        steps = [name.rpartition("@")[2] for name in known if name.startswith(f"{stems[0]}@")]
+        why = ""
+        if step == "best":
+            why = "; there is a best step once a run has validated on held-out examples"
+        url = str(client.base_url).rstrip("/")
+        raise ConfigError(
+            f"model_name is {model!r}, and {url} has no such step; it has "
+            f"{', '.join(f'@{one}' for one in steps)}{why}"
+        )
