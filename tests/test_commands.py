@@ -203,6 +203,8 @@ def test_finetune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch):
         "validation_config_file": Path("a.yml"),
         "fresh": True,
         "dry_run": True,
+        "endpoint": None,
+        "endpoint_timeout": 300.0,
     }
 
 
@@ -234,7 +236,9 @@ def test_info_lists_components_by_kind():
     rows = [row for row in rows_of(result.stdout) if "hone" in row[2:3]]
     assert [row[:3] for row in rows] == [
         ["trainer_adapter", "openpipe_art_trainer_adapter", "hone"],
+        ["trainer", "dpo_trainer", "hone"],
         ["trainer", "openpipe_art_trainer", "hone"],
+        ["trainer", "sft_trainer", "hone"],
     ]
     every = hone("info", "components").stdout
     assert {row[0] for row in rows_of(every)[1:]} == set(registry.KINDS)

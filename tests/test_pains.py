@@ -124,6 +124,7 @@ MAY_SLEEP = {
     "backends/http.py": 1,  # between two attempts to reach a server, up to its patience
     "inference/embedded.py": 1,  # a publish steps aside for running samples; it waits for nothing
     "retries.py": 2,  # hone.retry: between two attempts of the user's own function
+    "sinks/worker.py": 1,  # between two attempts to reach a logger's service, up to its timeout
     "server/supervision.py": 1,  # the hour of the next pruning, later after failures
 }
 

@@ -39,6 +39,11 @@ Tools = list[dict[str, Any]]
 """Tools of the OpenAI API."""
 
 
+def _is_none(value: object) -> bool:
+    """Fields of later versions are not written if unknown: a job of before has the same hash."""
+    return value is None
+
+
 class History(BaseModel):
     """One conversation: its messages, and the sampled answers among them."""
 
@@ -73,9 +78,9 @@ class Trajectory(History):
     metrics: dict[str, float | int | bool] = {}
     metadata: dict[str, float | int | str | bool | None] = {}
     logs: list[str] = []
-    initial_policy_version: int | None = None
+    initial_policy_version: int | None = Field(default=None, exclude_if=_is_none)
     """The step that it was begun with, if its author notes it; recorded calls have their own."""
-    final_policy_version: int | None = None
+    final_policy_version: int | None = Field(default=None, exclude_if=_is_none)
     start_time: datetime = Field(default_factory=datetime.now, exclude=True)
 
     @model_validator(mode="after")

@@ -100,7 +100,7 @@ async def test_every_train_is_a_job_of_its_own(backend: RemoteBackend, standin: 
     [
         ({"learning_rat": 1}, "no such key. Did you mean learning_rate?"),
         ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
-        ({"zzz": 1}, "no such key. Known: learning_rate, loss,"),
+        ({"zzz": 1}, "no such key. Known: learning_rate, learning_rates, loss,"),
     ],
 )
 async def test_keys_nobody_knows_are_refused_before_anything_is_sent(keys: Any, message: str):

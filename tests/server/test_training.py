@@ -223,10 +223,10 @@ async def test_jobs_are_listed_the_newest_first(api: Api):
     ("config", "path", "why"),
     [
         ({"learning_rte": 1e-5}, "config.learning_rte", "Did you mean 'learning_rate'? Known: "),
-        ({"colour": 1}, "config.colour", "no such key. Known: learning_rate, loss"),
+        ({"colour": 1}, "config.colour", "no such key. Known: learning_rate, learning_rates, loss"),
         ({"learning_rate": -1}, "config.learning_rate", "greater than or equal to 0"),
         ({"learning_rate": "inf"}, "config.learning_rate", "should be a finite number"),
-        ({"loss": "ppo"}, "config.loss", "'grpo', 'dapo', 'dr_grpo' or 'cispo'"),
+        ({"loss": "ppo"}, "config.loss", "'grpo', 'dapo', 'dr_grpo', 'cispo', 'dpo' or 'sft'"),
         ({"baseline": None}, "config.baseline", "'group' or 'batch'"),
     ],
 )
