@@ -182,6 +182,8 @@ class JobSubmitted(RoundEvent, frozen=True):
     """Trajectories that were submitted."""
     groups: int
     """Groups that were submitted."""
+    dropped: dict[str, int] | None = None
+    """Trajectories and groups among them that could not be sent, by reason."""
 
 
 class JobProgress(Event, frozen=True):

@@ -24,6 +24,7 @@ from hone.finetune.base import (
     Trajectory,
     TrajectoryCollection,
 )
+from hone.finetune.dataset_builder import DatasetTrajectoryBuilderConfig
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
@@ -295,6 +296,23 @@ async def test_what_the_last_one_left_out_is_said(server: LocalBackend, tiny_mod
     bad = Trajectory(episode=[message("assistant", "a", {})], reward=0.0, metadata={"id": "e1"})
     with pytest.raises(ConfigError, match="message_order: 1, empty_group: 1"):
         await adapter.submit(TrajectoryCollection(trajectories=[[bad]], run_id="r"))
+
+
+async def test_rows_of_a_dataset_are_trained_in_any_order(server: LocalBackend, tiny_model: Path):
+    asks = {"role": "user", "content": "7?"}
+    answers, before = [{"role": "assistant", "content": "seven", **w} for w in ({}, {"weight": 0})]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    rows = [[before, asks, answers], [asks, before, answers], [asks, answers, answers]]
+    groups = [
+        DatasetTrajectoryBuilderConfig().trajectories(str(i), {"messages": row, "tools": [tool]})
+        for i, row in enumerate(rows)
+    ]
+    async with ready(server, tiny_model) as adapter:
+        keys = {"training": {"loss": "sft"}}
+        sent = TrajectoryCollection(trajectories=groups, run_id=new_run(), metadata=keys)
+        outcome = await adapter.wait_until_complete(await adapter.submit(sent))
+        assert outcome.status is COMPLETED and not adapter.dropped, outcome.message
+        assert (outcome.metadata or {})["counts"] == {"from_text": 4}
 
 
 def test_its_own_log(tmp_path: Path, server: LocalBackend, tiny_model: Path):

@@ -1,6 +1,7 @@
 """dpo_trainer, sft_trainer and dataset_traj_builder: what is read, refused, sent and resumed."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,16 @@ def test_sft_trains_the_rows_without_rollouts_and_measures_held_out_ones(sft: Co
     report = json.loads((sft.out / "report.json").read_text())
     assert report["epochs"] == 2 and (sft.out / "report.html").exists()
     assert training_rewards(History.of(read(sft.out / FILE))) == []  # and no crosses for gaps
+
+
+def test_what_an_adapter_cannot_send_is_counted(sft: Command):
+    Parts.adapter.dropped = Counter(message_order=2)
+    assert sft() == 0
+    assert [e["dropped"] for e in sft.events("job_submitted")] == [{"message_order": 2}] * 2
+    report = json.loads((sft.out / "report.json").read_text())
+    assert report["dropped"] == {"message_order": 4}
+    lines = (sft.out / "training_metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["dropped"] for line in lines] == [{"message_order": 2}] * 2
 
 
 def problems(command: Command, changed: dict[str, Any]) -> str:

@@ -76,6 +76,18 @@ def test_a_falling_reward_is_called_that():
     assert "the reward falls" in text and "training.beta" in text
 
 
+def test_dpo_is_held_to_its_reference_by_its_own_beta():
+    lines = flat_run([{str(i): [1 - e / 4, 0.9 - e / 4] for i in range(10)} for e in range(3)])
+    for event in lines:
+        if event["type"] == "job_done":
+            del event["metrics"]["learn/clip_frac"]
+            event["metrics"]["learn/reward_accuracy"] = 0.75
+    text = diagnosed(lines)
+    assert text is not None
+    assert "reward_accuracy 0.750" in text and "a larger trainers.*.beta" in text
+    assert "training.beta" not in text and "clip" not in text
+
+
 def test_what_none_of_the_four_explains():
     text = diagnosed(flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3))
     assert text is not None

@@ -10,7 +10,6 @@ trained calls. Others are sent as text (rerender.py).
 import asyncio
 import json
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -99,8 +98,6 @@ class ARTTrainerAdapter(TrainerAdapter):
         """The model on the server; known after `initialize`."""
         self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
         self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
-        self.dropped: Counter[str] = Counter()
-        """What the last `submit` dropped, by reason."""
         self.training_jobs: dict[str, asyncio.Task[TrainingJobStatus]] = {}
         """By run id, the newest job of each, as a task that ends with it and has its id as name."""
 

@@ -187,6 +187,8 @@ class TrainerAdapter(ABC):
         """How the trajectories of a job are compared."""
         self.reads_episodes = True
         """Whether `submit` reads the text of trajectories whose calls were recorded."""
+        self.dropped: Counter[str] = Counter()
+        """What the last `submit` left out, by reason."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config

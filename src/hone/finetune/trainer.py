@@ -305,6 +305,7 @@ class ARTTrainer(Trainer):
             job=(job.metadata or {}).get("job"),
             trajectories=sent.count,
             groups=len(sent.trajectories),
+            dropped=dict(self._adapter.dropped),
         )
         return job
 

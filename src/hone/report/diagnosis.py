@@ -19,6 +19,8 @@ CLIPPED = 0.2
 SLOW = 1e-5
 """LoRA adapters are trained at 1e-5 to 2e-4; below, a run of ordinary length hardly moves them."""
 FEW_GENERATIONS = 4
+_HOLD = "base with training.beta (0.01 to 0.1)"
+_HOLD_DPO = "reference with a larger trainers.*.beta"
 FLAT = "The reward did not rise by more than chance"
 """First words of a diagnosis."""
 
@@ -68,8 +70,9 @@ def _explain(history: History, rounds: list[Round], rise: float, noise: float) -
     groups = sum(r.metrics.get("num_groups") or 0 for r in rounds)
     flat = sum(r.num_flat for r in rounds)
     mostly_flat = flat >= FLAT_SHARE * max(groups, 1)
-    clips = [r.learned["learn/clip_frac"] for r in rounds if "learn/clip_frac" in r.learned]
-    clip = fmean(clips or [math.nan])
+    clip, accuracy = (_mean(rounds, f"learn/{name}") for name in ("clip_frac", "reward_accuracy"))
+    is_dpo = not math.isnan(accuracy)
+    learned = f"reward_accuracy {accuracy:.3f}" if is_dpo else f"clip_frac {clip:.3f}"
     rate = rounds[-1].learned.get("learn/learning_rate") or run.learning_rate or math.nan
     steps = sum((job.metrics or {}).get("learn/optimizer_steps") or 0.0 for job in history.jobs)
     idle = [r.job.reason for r in rounds if isinstance(r.job, JobDone) and r.job.reason]
@@ -80,15 +83,14 @@ def _explain(history: History, rounds: list[Round], rise: float, noise: float) -
     equal = "rewards" if run.credit == "outcome" else "values"
     measured = (
         f"Measured: {flat} of {groups} groups had equal {equal} ({flat / max(groups, 1):.0%}), which "
-        f"teach nothing; clip_frac {clip:.3f}; learning rate {rate:g}, {steps:.0f} optimizer steps so "
-        f"far; {generations} generations per example."
+        f"teach nothing; {learned}; learning rate {rate:g}, {steps:.0f} optimizer steps so far; "
+        f"{generations} generations per example."
     ).replace(" nan", " unknown")
     causes = (
         (
             rise < -2 * noise,
             "the reward falls: the updates do harm. Lower trainer_adapters.*.training.learning_rate, or "
-            "keep the model near its base with training.beta (0.01 to 0.1). The best step so far is "
-            "kept.",
+            f"keep the model near its {_HOLD_DPO if is_dpo else _HOLD}. The best step so far is kept.",
         ),
         (mostly_flat, _why_flat(history, rounds, flat)),
         (
@@ -121,6 +123,11 @@ def _explain(history: History, rounds: list[Round], rise: float, noise: float) -
         "reward measures what the agent can change (`hone eval` shows every score)."
     ]
     return [measured, *likely]
+
+
+def _mean(rounds: list[Round], name: str) -> float:
+    """Mean of a learner's metric; NaN if no round has it."""
+    return fmean([r.learned[name] for r in rounds if name in r.learned] or [math.nan])
 
 
 def _why_flat(history: History, rounds: list[Round], flat: int) -> str:

@@ -21,6 +21,7 @@ from hone.events import (
     FinalValidationDone,
     JobDone,
     JobFailed,
+    JobSubmitted,
     LoggerStopped,
     RolloutDone,
     RoundEvent,
@@ -43,6 +44,7 @@ class Round:
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
     """`kind: reason`, by example and generation."""
     collected: EpochCollected | None = None
+    submitted: JobSubmitted | None = None
     job: JobDone | JobFailed | None = None
 
     @property
@@ -60,6 +62,13 @@ class Round:
         """Metrics of the learner that are numbers; empty without a job that ended well."""
         metrics = (self.job.metrics or {}) if isinstance(self.job, JobDone) else {}
         return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """What was not trained on, by reason: left out of the round, or of its job."""
+        collected, submitted = self.collected, self.submitted
+        left_out = Counter((collected and collected.dropped) or {})
+        return left_out + Counter((submitted and submitted.dropped) or {})
 
     @property
     def num_flat(self) -> int:
@@ -207,6 +216,8 @@ class History:
                 self._add_rollout(event)
             case EpochCollected():
                 self._round(event).collected = event
+            case JobSubmitted():
+                self._round(event).submitted = event
             case JobDone() | JobFailed():
                 self._round(event).job = event
             case ValidationResult():
@@ -252,8 +263,7 @@ class History:
     @property
     def dropped(self) -> Counter[str]:
         """Rollouts that were not trained on, by reason."""
-        by_round = (Counter((r.collected and r.collected.dropped) or {}) for r in self.rounds)
-        return sum(by_round, start=Counter[str]())
+        return sum((r.dropped for r in self.rounds), start=Counter[str]())
 
     @property
     def failures(self) -> Counter[str]:
