@@ -106,9 +106,11 @@ def _responses(reply: Reply) -> dict[str, Any]:
     return {
         "id": "resp-1",
         "object": "response",
+        "created_at": 1,
         "output": output,
         "incomplete_details": cut,
         "usage": {"input_tokens": 4, "output_tokens": 6, "total_tokens": 10},
+        **reply.top,
     }
 
 

@@ -14,7 +14,7 @@ from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import AgentFailed, ConfigError, NotInThisVersion
 from hone.wire.keys import derive_inference_key
 from hone.workflow.llm import LLM, OpenAIConfig, TrainableConfig, dialled
 
@@ -271,3 +271,41 @@ async def test_a_server_is_asked_whether_it_has_addresses_for_rollouts():
             with hone.rollout("r"):
                 assert (llm.rollout_url, llm.rollout_key) == (rollout_url, rollout_key)
             await llm.close()
+
+
+async def test_a_conversation_goes_on_with_the_messages_that_were_answered():
+    endpoint = Endpoint(Reply("", tools=[("look", "{}")]), Reply("done"))
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    async with serving(endpoint) as url:
+        llm = LLM(base_url=url, model="m", api_type="responses", max_retries=0, params={"top_k": 3})
+        asked = (await llm.chat(ASK, extra_body=None)).choices[0].message
+        answer = {
+            "role": "tool",
+            "tool_call_id": "t0",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        }
+        again = await llm.chat([*ASK, asked, answer], extra_body={"min_p": 0.1})
+        assert again.choices[0].message.content == "done"
+        _, body = endpoint.bodies
+        assert (body["top_k"], body["min_p"]) == (3, 0.1)
+        assert body["input"][1:] == [
+            {"type": "function_call", "call_id": "t0", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "t0", "output": "a\nb"},
+        ]
+        for wrong, why in (
+            ({"role": "user", "content": [image]}, r"messages\[0\] has a part of type 'image_url'"),
+            ("hi", r"messages\[0\] is a str"),
+            ({"content": "hi"}, "a message or a tool has no 'role'"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                await llm.chat([wrong])
+        await llm.close()
+
+
+async def test_a_response_that_failed_is_no_empty_answer():
+    failed = {"status": "failed", "error": {"code": "server_error", "message": "boom"}}
+    async with serving(Endpoint(Reply("", top=failed))) as url:
+        llm = LLM(base_url=url, model="m", api_type="responses", max_retries=0)
+        with pytest.raises(AgentFailed, match="/v1/responses: the response is failed: boom"):
+            await llm.chat(ASK)
+        await llm.close()

@@ -153,7 +153,7 @@ class LLM:
         """
         both = {**self.params, **more}
         if "extra_body" in self.params and "extra_body" in more:
-            both["extra_body"] = {**self.params["extra_body"], **more["extra_body"]}
+            both["extra_body"] = {**self.params["extra_body"], **(more["extra_body"] or {})}
         both.setdefault("model", self.model)
         if self.api_type == "responses":
             return await respond(self.client, list(messages), both)

@@ -4,10 +4,13 @@ In:   parameters of a request, OpenAI's or the server's own
 Out:  arguments of `chat.completions.create`; a chat completion from /v1/responses
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from hone.capture.scope import not_captured
-from hone.errors import ConfigError
+from hone.errors import AgentFailed, ConfigError
 from hone.model import CONNECT_S
 from hone.wire.openai_response_reader import read_response
 from hone.wire.openai_response_request import response_request
@@ -54,11 +57,47 @@ async def respond(
         )
     options = {key: value for key, value in arguments.items() if key in _OPTIONS}
     chat = {key: value for key, value in arguments.items() if key not in (*_OPTIONS, "extra_body")}
-    body = response_request({**chat, **arguments.get("extra_body", {}), "messages": messages})
+    extra = arguments.get("extra_body") or {}
+    plain = [_text_message(message, place) for place, message in enumerate(messages)]
+    try:
+        body = response_request({**chat, **extra, "messages": plain})
+    except KeyError as error:
+        raise ConfigError(
+            f"llm.chat: a message or a tool has no {error}; write them as for a chat completion"
+        ) from None
     model, items = body.pop("model"), body.pop("input")
     response = await client.responses.create(model=model, input=items, extra_body=body, **options)
+    if response.status in ("failed", "cancelled"):
+        why = response.error.message if response.error is not None else "no reason given"
+        raise AgentFailed(
+            f"POST {str(client.base_url).rstrip('/')}/responses: the response is "
+            f"{response.status}: {why}",
+            reason="server_error",
+        )
     head = {"object": "chat.completion", "created": int(response.created_at), "model": model}
     return ChatCompletion.construct(**head, **read_response(response.to_dict()))
+
+
+def _text_message(message: Any, place: int) -> dict[str, Any]:
+    """A message of a chat as a dict, with its text parts joined; other parts are refused."""
+    plain = message.model_dump(exclude_none=True) if isinstance(message, BaseModel) else message
+    if not isinstance(plain, Mapping):
+        kind = type(message).__name__
+        raise ConfigError(f"llm.chat: messages[{place}] is a {kind}; write a dict with a role")
+    content = plain.get("content")
+    if content is None or isinstance(content, str):
+        return dict(plain)
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ConfigError(
+                f"llm.chat: messages[{place}] has a part of type {kind!r}, and with api_type "
+                "'responses' hone sends text only; use llm.client.responses.create"
+            )
+        texts.append(text)
+    return {**plain, "content": "\n".join(texts)}
 
 
 async def is_hone_server(client: "AsyncOpenAI") -> bool | None:
