@@ -58,6 +58,7 @@ def main() -> int:
             )
             hone = Hone(python, place, base)
             prove_names(hone)
+            prove_edges(hone)
             with server(place / "root", port=PORT) as ready:
                 prove_example(hone, ready)
                 prove_functions(hone, ready)
@@ -83,10 +84,11 @@ class Hone:
         for folder in ("configs", "data"):
             subprocess.run(["cp", "-r", HERE / "project" / folder, place], check=True)
 
-    def run(self, *arguments: str, fails: bool = False) -> str:
-        """What the command wrote to stdout and stderr."""
+    def run(self, *arguments: str, fails: bool = False, script: Path | None = None) -> str:
+        """What the command, or the script, wrote to stdout and stderr."""
+        program = ["-m", "hone.cli"] if script is None else [str(script)]
         done = subprocess.run(
-            [self._python, "-m", "hone.cli", *arguments],
+            [self._python, *program, *arguments],
             cwd=self.place,
             env=self._env,
             stdout=subprocess.PIPE,
@@ -125,6 +127,20 @@ def prove_names(hone: Hone) -> None:
     guess = "unknown key 'player_modl'. Did you mean 'player_model'?"
     show("an unknown key of a toolkit's block is an error", guess in checked, checked)
     show("and so is a name that does not exist", "llms has no 'policy'" in checked, checked)
+
+
+def prove_edges(hone: Hone) -> None:
+    """What is refused, closed and passed on where components of the toolkit misbehave."""
+    seen = json.loads(hone.run(script=HERE / "edges.py").splitlines()[-1])
+    params, key = seen["llm"]
+    sent = {"temperature": 0.0, "max_tokens": 5}
+    show("a model of the toolkit sends its parameters", params == sent, params)
+    show("its agents get the inference key", key == "hone", key)
+    why = "could not be built: RuntimeError: it was cancelled by its own code"
+    show("a factory that is cancelled is an error", why in seen["cancelled"], seen)
+    show("a cancelled rollout closes its workflow", seen["sessions"] == ["open", "closed"], seen)
+    wanted = [None, None, None, "the judge is away", None]
+    show("only a text beside a zero is a failed score", seen["errors"] == wanted, seen["errors"])
 
 
 def prove_example(hone: Hone, ready: dict[str, Any]) -> None:
