@@ -26,6 +26,7 @@ class FileConfig(LoggerBaseConfig, name="file"):
 
     path: Path = Field(default_factory=lambda: Path(os.environ["HONE_TEST_LOG"]))
     api_key: str = ""
+    adapters: Literal["last", "all"] = "all"
     trouble: Literal["none", "refuses", "hangs", "dies"] = "none"
     dies_at: str = "train/reward"
     """The metric after which the process is killed, before it flushes."""
@@ -36,10 +37,9 @@ class FileConfig(LoggerBaseConfig, name="file"):
 class FileSink(Sink):
     reads_rollouts = True
     reads_tables = True
-    adapters = "all"
 
     def __init__(self, config: FileConfig, run: Run) -> None:
-        self._config = config
+        self._config, self.adapters = config, config.adapters
         held = config.path.read_text().splitlines() if config.path.exists() else []
         self._held = set(held if config.reads_back else ())
         self._write("opened", run.id, run.name)
@@ -58,7 +58,7 @@ class FileSink(Sink):
         self._write("table", table.name, table.step, [one.reward for one in table.rollouts])
 
     def adapter(self, adapter: Adapter) -> None:
-        self._write("adapter", adapter.step, adapter.is_best)
+        self._write("adapter", adapter.step, adapter.is_best, adapter.is_newest)
 
     def finish(self, finished: RunFinished) -> None:
         self._write("finish", finished.status)

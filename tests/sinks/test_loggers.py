@@ -8,7 +8,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.environments import ROOT
@@ -23,6 +23,7 @@ from hone.config.schema import read
 from hone.config.secrets import Secrets
 from hone.event_log import EventLog
 from hone.sinks import loggers
+from hone.sinks.refusals import Outbox
 
 assert file_sink.FileConfig.type_name == "file"
 
@@ -58,7 +59,8 @@ def test_a_logger_gets_metrics_rollouts_tables_adapters_and_the_end(command: Log
     tables = lines(log, "table")
     assert ["train/rollouts", 0, [pytest.approx(r) for r in (0.1, 0.3, 0.1, 0.3)]] in tables
     assert ["val/rollouts", 1, [0.5, 0.5]] in tables
-    assert lines(log, "adapter") == [[1, False], [2, False]]  # the best is the base model
+    # Of none the reward is the best: that is the base model's. Each is the newest when it is sent.
+    assert lines(log, "adapter") == [[1, False, True], [2, False, True]]
     assert lines(log, "finish") == [["completed"]]
     assert sent(command) == num_events(command)
     assert command.events("logger_stopped") == []
@@ -144,9 +146,7 @@ def test_a_killed_run_leaves_no_gap_and_no_step_twice(command: LoggedCommand):
     assert sent(command) == num_events(command) == 112
 
 
-def test_a_damaged_cursor_sends_the_run_again(
-    command: LoggedCommand, caplog: pytest.LogCaptureFixture
-):
+def test_a_damaged_cursor_sends_the_run_again(command: LoggedCommand):
     cursor = command.out / "loggers" / "file.json"
     cursor.parent.mkdir(parents=True)
     cursor.write_text("")
@@ -157,7 +157,7 @@ def test_a_damaged_cursor_sends_the_run_again(
         events.append("metrics", step=1, metrics={"x": 1})
         running.close()
     assert lines(Path("log"), "metric") == [["x", 1, 1.0]]
-    assert sent(command) == 2 and not caplog.records
+    assert sent(command) == 2 and not command.events("logger_stopped")
     assert "file.json cannot be read" in (cursor.parent / "file.log").read_text()
 
 
@@ -259,6 +259,74 @@ def test_openpipe_logs_every_call_with_its_reward(
     metadata = [one.json["reqPayload"]["metadata"] for one in calls]
     assert len({(m["hone.rollout"], m["hone.call"]) for m in metadata}) == 12
     assert Counter(m["hone.reward"] for m in metadata) == {"0.1": 6, "0.30000000000000004": 6}
+
+
+def test_a_call_that_openpipe_refuses_for_good_is_skipped_and_counted(
+    command: LoggedCommand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    asked: list[Received] = []
+
+    def second(request: Received) -> int:
+        asked.append(request)
+        return 422 if len(asked) == 2 else 200
+
+    monkeypatch.setenv("OPENPIPE_API_KEY", "opk-open-sesame")
+    with Receiver(second) as service:
+        command.log_to({"_type": "openpipe", "base_url": f"{service.url}/api/v1"})
+        assert command(("finetuning.num_epochs", "1")) == 0
+        assert (len(service.requests), len(asked)) == (11, 12)
+    assert command.events("logger_stopped") == []
+    cursor = json.loads((command.out / "loggers" / "openpipe.json").read_text())
+    assert (cursor["refused"], cursor["lines"]) == (1, num_events(command))
+    (warning,) = [r.message for r in caplog.records if "Logger openpipe" in r.message]
+    assert warning.startswith("Logger openpipe: its service refused 1 items, which were skipped.")
+
+
+def test_a_batch_is_sent_without_the_items_that_are_refused_for_good():
+    class Refused(Exception):
+        status_code = 400
+
+    taken: list[int] = []
+    refused: list[Exception] = []
+
+    def send(batch: list[int]) -> None:
+        if {3, 8} & set(batch):
+            raise Refused
+        taken.extend(batch)
+
+    box = Outbox(4, send, refused.append)
+    box.items += range(10)
+    box.flush()
+    assert taken == [0, 1, 2, 4, 5, 6, 7, 9] and len(refused) == 2 and box.items == []
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"),
+    [
+        ("last", [[2, True, False], [3, False, True]]),
+        ("all", [[1, False, True], [2, False, True], [3, False, True], [2, True, False]]),
+    ],
+)
+def test_the_best_adapter_is_marked_and_the_newest_is_the_latest(
+    command: LoggedCommand, adapters: Literal["last", "all"], expected: list[Any]
+):
+    root = Path("root").absolute()
+    for step in (1, 2, 3):
+        (root / "p" / "models" / "agent" / "checkpoints" / f"{step:04d}").mkdir(parents=True)
+    started = {"run_id": "r", "session": 1, "epochs": 3, "step": 0, "root": str(root)}
+    config = file_sink.FileConfig(path=Path("log").absolute(), adapters=adapters)
+    with EventLog(command.out / "events.jsonl") as events:
+        running = loggers.Loggers([config], events, Secrets())
+        events.append("run_started", **started, name="agent", project="p", base_model="b")
+        for epoch, reward in enumerate((0.1, 0.9, 0.2)):
+            job = {"epoch": epoch, "round": 0, "step": epoch + 1, "job": "j", "seconds": 1.0}
+            events.append("job_done", **job, metrics={"learn/loss": 0.1})
+            result = {"avg_reward": reward, "rewards": {"x": [reward]}, "failures": 0}
+            events.append("validation", epoch=epoch, step=epoch + 1, **result)
+        ended = {"status": "completed", "message": "", "seconds": 1.0}
+        events.append("run_finished", **ended, step=3, best_step=2)
+        running.close()
+    assert lines(Path("log"), "adapter") == expected
 
 
 def test_the_recipes_of_the_guide_are_valid_and_name_extras_that_exist(tmp_path: Path):

@@ -20,8 +20,9 @@ import pytest
 from tests.environments import ROOT
 from tests.finetune.command import Parts, rising
 from tests.sinks.conftest import ANSWERED, ASIDE, ASKED, CHECKED, LoggedCommand, prepared
-from tests.sinks.receiver import Receiver
+from tests.sinks.receiver import Received, Receiver
 
+from hone.sinks import loggers
 from hone.sinks.mlflow import MLflowConfig
 from hone.sinks.reporter import Reporter
 from hone.sinks.tensorboard import TensorBoardConfig
@@ -61,6 +62,8 @@ def logged(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ):
         patch.chdir(place)
         patch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+        # A logger that is killed while MLflow creates its database leaves one that MLflow cannot read.
+        patch.setattr(loggers, "INTERRUPTED_S", 60.0)
         patch.setenv("TRACKIO_DIR", str(place / "trackio"))
         patch.setenv("LANGFUSE_SECRET_KEY", "sk-lf-open-sesame")
         command, python = prepared(place), {"python": str(packages)}
@@ -270,6 +273,58 @@ def test_a_programs_run_is_finished_and_any_metric_name_is_sent(
     assert status == "FINISHED"
     assert values == {("accuracy_5", 0, 1.0), ("reward", 0, 0.5), ("reward", 1, 0.75)}
     assert "logger_stopped" not in (place / "events.jsonl").read_text()
+
+
+BATCHES = """
+import sys
+from pathlib import Path
+from hone.sinks.base import Call, Point, Rollout, Run
+from hone.sinks.langfuse import LangfuseConfig, LangfuseSink
+from hone.sinks.otel import OTelConfig, OTelSink
+
+kind, url = sys.argv[1:]
+run = Run("r", Path("."))
+if kind == "otel":
+    sink = OTelSink(OTelConfig(endpoint=url), run)
+else:
+    sink = LangfuseSink(LangfuseConfig(base_url=url, public_key="p", secret_key="s"), run)
+calls = [Call(id=str(i), model="m") for i in range(9)]
+fields = {"epoch": 0, "split": "train", "example": "a", "reward": 1.0, "model_calls": calls}
+for i in range(60):
+    sink.rollout(Rollout(generation=i, rollout=f"r:{i}", **fields))
+try:
+    sink.flush()
+except Exception as error:
+    assert "404" in str(error), error
+else:
+    raise AssertionError("nothing was refused")
+sink.log(Point({"bad" if kind == "otel" else "x": 1.0}, 0, 1.0, 1))
+sink.log(Point({"good": 1.0}, 0, 1.0, 2))
+sink.flush()
+print(sink.refused)
+"""
+
+
+@pytest.mark.parametrize(("kind", "traces", "refused"), [("otel", 2, 1), ("langfuse", 3, 0)])
+def test_spans_are_sent_once_and_a_refused_metric_alone_is_skipped(
+    packages: Path, kind: str, traces: int, refused: int
+) -> None:
+    asked: list[str] = []
+
+    def status(request: Received) -> int:
+        asked.append(request.path)
+        if b"hone.bad" in request.body:
+            return 400
+        return 404 if len(asked) == 1 else 200
+
+    with Receiver(status) as service:
+        command = [str(packages), "-P", "-c", BATCHES, kind, service.url]
+        env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        assert (done.returncode, done.stdout) == (0, f"{refused}\n"), done.stderr
+        sent = Counter(request.path.rpartition("/")[2] for request in service.requests)
+    assert sent["traces"] == traces  # 60 rollouts with 9 calls each: 600 spans, each once
+    assert sent["metrics"] == refused  # that of the other one
 
 
 def test_no_file_holds_a_secret(logged: Logged) -> None:

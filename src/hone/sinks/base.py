@@ -8,6 +8,7 @@ after the last `flush`, so a sink must recognize what it holds already: by an id
 reading back.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hone.events import RunFinished
+from hone.redact import redact
+
+log = logging.getLogger("hone.sinks")
 
 Message = dict[str, Any]
 
@@ -140,6 +144,8 @@ class Adapter:
     step: int
     is_best: bool
     """It has the highest held-out reward."""
+    is_newest: bool
+    """No step of the run is newer."""
 
 
 class Sink:
@@ -153,7 +159,15 @@ class Sink:
     """Lines of events.jsonl that the sink is known to hold; None if only the cursor knows."""
 
     adapters: Literal["none", "last", "all"] = "none"
-    """Which adapters are sent: none, those of the end of the run, or that of every step."""
+    """Which adapters are sent: none, those of the end of the run, or that of every step. One that
+    turns out to be the best is sent again, as such."""
+    refused: int = 0
+    """Items of this session that the service refused for good."""
+
+    def refuse(self, error: Exception) -> None:
+        """Log and count an item that the service refuses for good."""
+        self.refused += 1
+        log.warning("refused and skipped: %s", redact(f"{type(error).__name__}: {error}"))
 
     def log(self, point: Point) -> None:
         """Send metrics."""

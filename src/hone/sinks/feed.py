@@ -101,7 +101,7 @@ class Feed:
                 step, numbers = _step(event.step, event.epoch), _numbers(event.metrics or {})
                 yield (event.type, event.epoch, event.round), self._point(numbers, step, event)
                 if self._sink.adapters == "all":
-                    yield from self._adapter(event.step)
+                    yield from self._adapter(event.step, newest=event.step)
             case ValidationResult() if event.error is None:
                 split = "final" if isinstance(event, FinalValidationDone) else "val"
                 key, step = (event.type, event.epoch, event.step), _step(event.step, event.epoch)
@@ -117,8 +117,8 @@ class Feed:
                 yield ("line", self.line), self._point(_numbers(event.metrics), event.step, event)
             case RunFinished():
                 if self._sink.adapters != "none":
-                    for step in dict.fromkeys((event.step, event.best_step)):
-                        yield from self._adapter(step)
+                    for step in dict.fromkeys((event.best_step, event.step)):  # the newest last
+                        yield from self._adapter(step, newest=event.step)
                 yield ("line", self.line), lambda sink: sink.finish(event)
             case _:
                 pass
@@ -143,20 +143,21 @@ class Feed:
 
             yield ("table", key), send
 
-    def _adapter(self, step: int | None) -> Iterator[tuple[Hashable, Delivery]]:
+    def _adapter(self, step: int | None, newest: int | None) -> Iterator[tuple[Hashable, Delivery]]:
         """The adapter, if the server's root is on this machine."""
         run = self.history.run
         if not step or run.base_url is not None or not run.name or not run.project:
             return  # the base model, or a server that may be on another machine
         steps = Path(run.root or ROOT) / run.project / "models" / run.name / "checkpoints"
         best = self.history.best
+        is_best = best is not None and best.step == step
 
         def send(sink: Sink) -> None:
             path = steps / f"{step:04d}"
             if path.is_dir():  # else it was pruned
-                sink.adapter(Adapter(path, step, best is not None and best.step == step))
+                sink.adapter(Adapter(path, step, is_best, is_newest=step == newest))
 
-        yield ("adapter", step), send
+        yield ("adapter", step, is_best), send
 
 
 def run_of(directory: Path) -> Run | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.sinks.base import Call, Rollout, Run, Sink
+from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
     from langfuse.api.scores.types.create_score_request import CreateScoreRequest
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hone.sinks")
 
 CLOUD = "https://cloud.langfuse.com"
-MAX_SPANS = 256
-"""Spans in one request."""
+MAX_SPANS, MAX_SCORES = 256, 256
+"""Spans, and scores, in one request."""
 
 
 class LangfuseConfig(LoggerBaseConfig, name="langfuse"):
@@ -70,6 +71,7 @@ class LangfuseSink(Sink):
         from langfuse.api.client import LangfuseAPI
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
+        from hone.sinks.otel import Answers
         from hone.sinks.spans import Spans
 
         url = config.resolved("base_url", "LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST")
@@ -78,7 +80,9 @@ class LangfuseSink(Sink):
         secret = config.resolved("secret_key", "LANGFUSE_SECRET_KEY") or ""
         self._environment = config.resolved("environment", "LANGFUSE_TRACING_ENVIRONMENT")
         self._run = run
+        self._answers = Answers()
         self._exporter = OTLPSpanExporter(
+            session=self._answers.session,
             endpoint=f"{url}/api/public/otel/v1/traces",
             headers={
                 "Authorization": f"Basic {base64.b64encode(f'{public}:{secret}'.encode()).decode()}",
@@ -96,26 +100,24 @@ class LangfuseSink(Sink):
             timeout=10,
         )
         self._make = Spans(run, service="hone", content=False, more=self._attributes)
-        self._spans: list[ReadableSpan] = []
-        self._scores: list[CreateScoreRequest] = []
+        self._spans = Outbox["ReadableSpan"](MAX_SPANS, self._send_spans, self.refuse)
+        self._scores = Outbox["CreateScoreRequest"](MAX_SCORES, self._send_scores, self.refuse)
 
     def rollout(self, rollout: Rollout) -> None:
-        self._spans += self._make.of(rollout)
-        self._scores += self._scores_of(rollout)
-        if len(self._spans) >= MAX_SPANS:
-            self.flush()
+        self._spans.items += self._make.of(rollout)
+        self._scores.items += self._scores_of(rollout)
 
     def flush(self) -> None:
-        from hone.sinks.otel import check
+        self._spans.flush()
+        self._scores.flush()
 
-        while self._spans:
-            check(self._exporter.export(self._spans[:MAX_SPANS]), "traces")
-            del self._spans[:MAX_SPANS]
-        if self._scores:
-            response = self._api.scores.create(request=self._scores)
-            self._scores = []
-            if errors := getattr(response, "errors", None):  # which Langfuse would reject again
-                log.warning("Langfuse rejected scores: %s", errors)
+    def _send_spans(self, spans: "list[ReadableSpan]") -> None:
+        self._answers.check(self._exporter.export(spans), "traces")
+
+    def _send_scores(self, scores: "list[CreateScoreRequest]") -> None:
+        response = self._api.scores.create(request=scores)
+        if errors := getattr(response, "errors", None):  # which Langfuse would reject again
+            log.warning("Langfuse rejected scores: %s", errors)
 
     def close(self) -> None:
         self._exporter.shutdown()

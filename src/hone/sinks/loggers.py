@@ -54,6 +54,7 @@ class Logger:
         self.folder = directory / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log_file = self.folder / f"{name}.log"
+        self.refused_before = self.cursor.refused
         settings = Settings(
             name=name,
             type=config.type_name,
@@ -135,6 +136,9 @@ class Loggers:
         for logger in self._stop():
             if logger.process.returncode:
                 self._report(logger)
+            elif refused := logger.cursor.refused - logger.refused_before:
+                message = "Logger %s: its service refused %d items, which were skipped. See %s."
+                log.warning(message, logger.name, refused, logger.log_file)
 
     def _stop(self, limit_s: float | None = None) -> list[Logger]:
         """End all processes, each within the limit, or within its own."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.events import RunFinished
 from hone.sinks.base import Adapter, Point, Run, Sink
+from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -66,7 +67,7 @@ class MLflowSink(Sink):
                 self._client.log_param(self._id, _name(key), str(value)[:MAX_PARAM])
         self._known: dict[str, set[tuple[int, int]]] = {}
         """Step and time of each value that the run has, by metric."""
-        self._new: list[Metric] = []
+        self._new = Outbox["Metric"](MAX_METRICS, self._send, self.refuse)
         self._finished = False
 
     def log(self, point: Point) -> None:
@@ -78,13 +79,14 @@ class MLflowSink(Sink):
                 history = self._client.get_metric_history(self._id, name)
                 self._known[name] = {(one.step, one.timestamp) for one in history}
             if (point.step, at) not in self._known[name]:
-                self._new.append(Metric(name, value, at, point.step))
+                self._new.items.append(Metric(name, value, at, point.step))
                 self._known[name].add((point.step, at))
 
     def flush(self) -> None:
-        while self._new:
-            self._client.log_batch(self._id, metrics=self._new[:MAX_METRICS])
-            del self._new[:MAX_METRICS]
+        self._new.flush()
+
+    def _send(self, metrics: "list[Metric]") -> None:
+        self._client.log_batch(self._id, metrics=metrics)
 
     def adapter(self, adapter: Adapter) -> None:
         place = f"adapters/step_{adapter.step:04d}"

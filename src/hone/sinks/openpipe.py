@@ -15,6 +15,7 @@ import httpx2
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.sinks.base import Call, Message, Rollout, Run, Sink
+from hone.sinks.refusals import is_refusal
 
 API = "https://api.openpipe.ai/api/v1"
 
@@ -54,14 +55,21 @@ class OpenPipeSink(Sink):
         for index, (call, messages, reply) in enumerate(rollout.conversations()):
             key = rollout.rollout, index
             if key not in self._sent:  # else the request of a later call failed
-                self._client.post(
-                    "/report", json=self._report(rollout, index, call, messages, reply)
-                ).raise_for_status()
+                self._post(self._report(rollout, index, call, messages, reply))
                 self._sent.add(key)
         self._sent.clear()
 
     def close(self) -> None:
         self._client.close()
+
+    def _post(self, report: dict[str, Any]) -> None:
+        """Send a call; one that is refused for good is skipped, and the rollout's others are sent."""
+        try:
+            self._client.post("/report", json=report).raise_for_status()
+        except httpx2.HTTPStatusError as error:
+            if not is_refusal(error):
+                raise
+            self.refuse(error)
 
     def _report(
         self,

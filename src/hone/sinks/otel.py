@@ -8,6 +8,7 @@ Trace and span ids come from the rollout's id: one that is sent again has the sa
 # Installed with its extra only.
 # pyright: reportMissingImports=false
 
+import os
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,13 +16,17 @@ from pydantic import Field
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.sinks.base import Point, Rollout, Run, Sink
+from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricsData
     from opentelemetry.sdk.trace import ReadableSpan
 
-MAX_SPANS = 512
-"""Spans in one request."""
+MAX_SPANS, MAX_POINTS = 512, 512
+"""Spans, and points of metrics, in one request."""
+
+PROVIDER = "_CREDENTIAL_PROVIDER"
+"""End of the names of OpenTelemetry's variables that name a plugin for the session."""
 
 
 class OTelConfig(LoggerBaseConfig, name="otel"):
@@ -61,38 +66,40 @@ class OTelSink(Sink):
             # With an endpoint of its own the exporter adds no path to it.
             base = config.endpoint and config.endpoint.rstrip("/")
             endpoint = base and f"{base}/v1/{signal}"
-            return {"endpoint": endpoint, "headers": config.headers or None, "timeout": 10}
+            own = {"endpoint": endpoint, "headers": config.headers or None, "timeout": 10}
+            return own | {"session": self._answers.session}
 
+        self._answers = Answers()
         self._traces = OTLPSpanExporter(**arguments("traces"))
         self._metrics = OTLPMetricExporter(**arguments("metrics"))
         self._make = Spans(
             run, service=config.service_name, content=config.content, more=lambda r, c: {}
         )
         self._resource = Resource.create({"service.name": config.service_name, "hone.run": run.id})
-        self._spans: list[ReadableSpan] = []
-        self._points: list[Point] = []
+        self._spans = Outbox["ReadableSpan"](MAX_SPANS, self._send_spans, self.refuse)
+        self._points = Outbox[Point](MAX_POINTS, self._send_points, self.refuse)
 
     def rollout(self, rollout: Rollout) -> None:
-        self._spans += self._make.of(rollout)
-        if len(self._spans) >= MAX_SPANS:
-            self.flush()
+        self._spans.items += self._make.of(rollout)
 
     def log(self, point: Point) -> None:
-        self._points.append(point)
+        self._points.items.append(point)
 
     def flush(self) -> None:
-        while self._spans:
-            check(self._traces.export(self._spans[:MAX_SPANS]), "traces")
-            del self._spans[:MAX_SPANS]
-        if self._points:
-            check(self._metrics.export(self._gauges()), "metrics")
-            self._points.clear()
+        self._spans.flush()
+        self._points.flush()
+
+    def _send_spans(self, spans: "list[ReadableSpan]") -> None:
+        self._answers.check(self._traces.export(spans), "traces")
+
+    def _send_points(self, points: list[Point]) -> None:
+        self._answers.check(self._metrics.export(self._gauges(points)), "metrics")
 
     def close(self) -> None:
         self._traces.shutdown()
         self._metrics.shutdown()
 
-    def _gauges(self) -> "MetricsData":
+    def _gauges(self, sent: list[Point]) -> "MetricsData":
         from opentelemetry.sdk.metrics.export import (
             Gauge,
             Metric,
@@ -106,7 +113,7 @@ class OTelSink(Sink):
         import hone
 
         points: dict[str, list[NumberDataPoint]] = {}
-        for point in self._points:
+        for point in sent:
             at = int(point.at * 1e9)
             for name, value in point.values.items():
                 data = NumberDataPoint({"hone.step": point.step}, at, at, value)
@@ -118,10 +125,35 @@ class OTelSink(Sink):
         )
 
 
-def check(result: Any, signal: str) -> None:
-    """Raise if an exporter failed; it has logged why."""
-    if result.name != "SUCCESS":
-        raise ConnectionError(f"the collector did not accept the {signal}")
+class NotAccepted(Exception):
+    """The collector did not accept a batch."""
+
+    def __init__(self, signal: str, status: int | None) -> None:
+        answer = "no answer" if status is None else f"status {status}"
+        super().__init__(f"the collector did not accept the {signal}: {answer}")
+        self.status_code = status
+
+
+class Answers:
+    """The statuses of the answers to an exporter, which logs them and tells only of a failure."""
+
+    def __init__(self) -> None:
+        self.session = None
+        self._status: int | None = None
+        if not any(name.endswith(PROVIDER) for name in os.environ):  # else it makes the session
+            import requests
+
+            self.session = requests.Session()
+            self.session.hooks["response"].append(self._note)
+
+    def _note(self, response: Any, *_: Any, **__: Any) -> None:
+        self._status = response.status_code
+
+    def check(self, result: Any, signal: str) -> None:
+        """Raise if the export that just ended failed."""
+        status, self._status = self._status, None
+        if result.name != "SUCCESS":
+            raise NotAccepted(signal, status)
 
 
 @register_logger(config_type=OTelConfig)

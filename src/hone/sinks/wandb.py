@@ -136,7 +136,8 @@ class WandbSink(Sink):
         artifact = self._wandb.Artifact(f"{name}-adapter", "model", metadata={"step": adapter.step})
         for file in ("adapter_model.safetensors", "adapter_config.json"):
             artifact.add_file(str(adapter.path / file))
-        aliases = ["latest", f"step-{adapter.step}", *(["best"] if adapter.is_best else [])]
+        aliases = [f"step-{adapter.step}", *(["best"] if adapter.is_best else [])]
+        aliases += ["latest"] if adapter.is_newest else []
         self._opened.log_artifact(artifact, aliases=aliases)
 
     def finish(self, finished: RunFinished) -> None:

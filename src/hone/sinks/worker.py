@@ -34,7 +34,8 @@ from hone.event_log import FILE
 from hone.lock import LockFile, LockHeld
 from hone.redact import redact
 from hone.sinks.base import Sink
-from hone.sinks.feed import Feed, run_of
+from hone.sinks.feed import Delivery, Feed, run_of
+from hone.sinks.refusals import is_refusal
 
 FOLDER = "loggers"
 """Folder in the run directory."""
@@ -73,6 +74,8 @@ class Cursor(BaseModel):
     """Id of the run; the cursor of another one (`--fresh`) is not used."""
     lines: int = 0
     """Lines of events.jsonl."""
+    refused: int = 0
+    """Items that the service refused for good; they are skipped."""
     error: str | None = None
     """Why the logger stopped; null if it did not."""
 
@@ -149,6 +152,7 @@ class Worker:
 
     def _follow(self, sink: Sink) -> None:
         """Send events as they come, until the session ends."""
+        self._refused_before = self.cursor.refused
         sent = self.cursor.lines if sink.holds is None else sink.holds
         feed = Feed(self.directory, sent, sink)
         while True:
@@ -162,7 +166,7 @@ class Worker:
     def _send(self, feed: Feed, sink: Sink, *, ending: bool) -> None:
         for deliveries in feed.read(ending=ending):
             for deliver in deliveries:
-                self._try(partial(deliver, sink))
+                self._try(partial(_deliver, deliver, sink))
             if feed.line >= self.cursor.lines + FLUSH_EVENTS:
                 self._flush(feed, sink)
         if feed.line > self.cursor.lines or self.cursor.error:
@@ -170,7 +174,8 @@ class Worker:
 
     def _flush(self, feed: Feed, sink: Sink) -> None:
         self._try(sink.flush)
-        self.cursor = Cursor(run=self.cursor.run, lines=feed.line)
+        refused = self._refused_before + sink.refused
+        self.cursor = Cursor(run=self.cursor.run, lines=feed.line, refused=refused)
         self.cursor.save(self.path)
 
     def _try(self, action: Callable[[], T]) -> T:
@@ -186,6 +191,15 @@ class Worker:
                     raise GaveUp(text) from None
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _deliver(deliver: Delivery, sink: Sink) -> None:
+    try:
+        deliver(sink)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        sink.refuse(error)
 
 
 def num_lines(directory: Path) -> int:
