@@ -8,14 +8,18 @@ change the result is never ignored. The tables here serve the SDK and the routes
 those for keys of PEFT, Unsloth, vLLM and TRL are in server/model_args.py, which reads these sections.
 """
 
+import logging
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
 from typing_extensions import TypedDict  # with extra_items=, which typing does not have yet
 
 from hone.errors import ConfigError, did_you_mean
 from hone.wire.errors import brief
+
+log = logging.getLogger("hone")
 
 
 class InitArgs(TypedDict, total=False, extra_items=Any):
@@ -208,8 +212,12 @@ RENAMED = {
 }
 """Options of a training call, and the keys of TrainConfig that they are."""
 
-NO_EFFECT = frozenset({"logprob_calculation_chunk_size", "precalculate_logprobs"})
-"""Options of a training call about how it is computed: hone computes pi_old always, in its own rows."""
+NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "logprob_calculation_chunk_size": (1024,),
+    "precalculate_logprobs": (False,),
+}
+"""Options of a training call about how it is computed, and ART's defaults: hone computes pi_old always,
+in its own rows."""
 
 LOSSES = {"cispo": "cispo", "ppo": "grpo"}
 """`loss_fn` of ART, and `loss` of TrainConfig."""
@@ -289,23 +297,44 @@ def train_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     for key, allowed in ONE_WAY.items():
         if (value := keys.pop(key, None)) is not None:
             check_only(f"train({key})", value, allowed)
-    for key in NO_EFFECT:
-        keys.pop(key, None)
+    for key, defaults in NO_EFFECT.items():
+        if (value := keys.pop(key, None)) is not None and value not in defaults:
+            _log_no_effect(key)
     for key in ("loss_fn", "ppo"):
         if (chosen := keys.pop(key, None)) is not None:
-            name = ("ppo" if chosen else "cispo") if key == "ppo" else chosen
-            if name not in LOSSES:
-                known = " or ".join(map(repr, LOSSES))
-                raise ConfigError(
-                    f"train(loss_fn={name!r}): hone has {known} of ART's; `loss` of TrainConfig also "
-                    "takes 'dapo' and 'dr_grpo'"
-                )
-            keys["loss"] = LOSSES[name]
+            _set(keys, "loss", _loss(key, chosen), f"{key}={chosen!r}")
     if keys.pop("normalize_advantages", None) is False:
-        keys["scale_rewards"] = False
+        _set(keys, "scale_rewards", False, "normalize_advantages=False")
     for theirs, ours in RENAMED.items():
         if theirs in keys:
             keys[ours] = keys.pop(theirs)
     # Null is ART's word for its own default; where null means something in hone it was written so.
     nullable = ("importance_cap", "row_tokens", "max_staleness", "scale_rewards", "epsilon_high")
     return {key: value for key, value in keys.items() if value is not None or key in nullable}
+
+
+def _loss(key: str, chosen: Any) -> str:
+    """The loss that `loss_fn` or `ppo` of ART chooses."""
+    name = ("ppo" if chosen else "cispo") if key == "ppo" else chosen
+    if name not in LOSSES:
+        known = " or ".join(map(repr, LOSSES))
+        raise ConfigError(
+            f"train(loss_fn={name!r}): hone has {known} of ART's; `loss` of TrainConfig also "
+            "takes 'dapo' and 'dr_grpo'"
+        )
+    return LOSSES[name]
+
+
+def _set(keys: dict[str, Any], key: str, value: Any, option: str) -> None:
+    """Set a key that an option of ART stands for; ConfigError if it is set to something else."""
+    if keys.get(key, value) not in (value, None):
+        raise ConfigError(
+            f"train({option}) is {key}={value!r}, which contradicts {key}={keys[key]!r}; write one "
+            "of the two"
+        )
+    keys[key] = value
+
+
+@cache
+def _log_no_effect(key: str) -> None:
+    log.info("train(%s) has no effect: the learner computes pi_old always, in rows of its own", key)

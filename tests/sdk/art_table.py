@@ -145,7 +145,7 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], str]] = {
         "final_policy_version metrics metadata logs start_time",
     ),
     "TrajectoryGroup": (hone.TrajectoryGroup, "trajectories exceptions metadata metrics logs"),
-    "TrainConfig": (TrainConfig, "learning_rate beta kl_penalty_coef grad_accumulation_sequences"),
+    "TrainConfig": (TrainConfig, "learning_rate beta kl_penalty_coef"),
     "gather_trajectory_groups": (
         hone.gather_trajectory_groups,
         "groups pbar_desc pbar_total_completion_tokens max_exceptions max_metrics after_each",
@@ -379,7 +379,7 @@ def _has(name: str) -> bool:
 def _check_arguments(name: str, call: Callable[..., Any], arguments: Iterable[str]) -> None:
     fields: Mapping[str, Any] = getattr(call, "model_fields", {})
     taken = {*fields, *inspect.signature(call).parameters}
-    more = {"_internal_config", "grad_accumulation_sequences"}  # accepted by validators
+    more = {"_internal_config"}  # accepted by a validator
     assert set(arguments) <= taken | more, (name, set(arguments) - taken)
 
 

@@ -63,6 +63,9 @@ def test_options_of_a_training_call(options: dict[str, Any], keys: dict[str, Any
         ({"kl_ref_adapter_path": "x"}, "is the base model"),
         ({"importance_sampling_level": "sequence"}, "set epsilon and epsilon_high"),
         ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
+        ({"loss_fn": "cispo", "ppo": True}, "contradicts loss='cispo'; write one of the two"),
+        ({"loss_fn": "ppo", "loss": "dapo"}, "(loss_fn='ppo') is loss='grpo', which contradicts"),
+        ({"normalize_advantages": False, "scale_rewards": True}, "contradicts scale_rewards=True"),
     ],
 )
 async def test_options_that_hone_refuses(options: dict[str, Any], message: str):
@@ -71,6 +74,25 @@ async def test_options_that_hone_refuses(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as caught:
         await model.train([], _config=options)
     assert message in str(caught.value)
+
+
+def test_options_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
+    dev._log_no_effect.cache_clear()
+    with caplog.at_level(logging.INFO, logger="hone"):
+        for _ in range(2):
+            dev.train_keys({"precalculate_logprobs": True, "logprob_calculation_chunk_size": 512})
+        dev.train_keys({"precalculate_logprobs": False, "logprob_calculation_chunk_size": 1024})
+    assert sorted(record.message.partition(":")[0] for record in caplog.records) == [
+        "train(logprob_calculation_chunk_size) has no effect",
+        "train(precalculate_logprobs) has no effect",
+    ]
+
+
+def test_the_newest_step_on_disk_is_that_of_a_whole_checkpoint(tmp_path: Path):
+    model = art.TrainableModel(name="a", project="p", base_model="b", report_metrics=[])
+    for name in ("0003", "0004.corrupt", "0005.tmp"):
+        (tmp_path / "p" / "models" / "a" / "checkpoints" / name).mkdir(parents=True)
+    assert get_model_step(model, str(tmp_path)) == 3
 
 
 def test_train_config_has_art_s_fields():

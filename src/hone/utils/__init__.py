@@ -105,7 +105,9 @@ def format_message(message: Mapping[str, Any]) -> str:
 def get_model_step(model: Named, art_path: str) -> int:
     """The newest step whose checkpoint is under this path; 0 if there is none."""
     checkpoints: Path = model_directory(art_path, model.project, model.name) / "checkpoints"
-    return max((int(path.name) for path in checkpoints.glob("[0-9]*") if path.is_dir()), default=0)
+    # Others are being written, or were found to be damaged: `0004.corrupt`.
+    steps = (path for path in checkpoints.glob("[0-9]*") if path.name.isdigit() and path.is_dir())
+    return max((int(path.name) for path in steps), default=0)
 
 
 def log_http_errors(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
