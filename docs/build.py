@@ -33,7 +33,7 @@ from hone.server.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import Metrics
-from hone.types import Strict, TrainConfig
+from hone.types import TrainConfig
 
 STANDARD = {"help", "install_completion", "show_completion"}
 DOCS = Path(__file__).parent
@@ -342,7 +342,7 @@ def _explained(parameter: Any) -> str:
     return f"- `{name}`: {parameter.help or ''}{default}"
 
 
-def _same_keys(model: type[Strict], origin: dict[str, str]) -> None:
+def _same_keys(model: type[BaseModel], origin: dict[str, str]) -> None:
     missing = model.model_fields.keys() - origin.keys()
     stale = origin.keys() - model.model_fields.keys()
     if missing or stale:
