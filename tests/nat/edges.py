@@ -34,7 +34,7 @@ workflow: {{_type: cancelled}}
 """
 
 
-class CancelledConfig(FunctionBaseConfig, name="cancelled"):
+class CancelledConfig(FunctionBaseConfig, name="cancelled"):  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
     """Fails as a client of MCP does whose connection is refused."""
 
 
