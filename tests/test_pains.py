@@ -124,8 +124,8 @@ MAY_SLEEP = {
     "backends/http.py": 1,  # between two attempts to reach a server, up to its patience
     "inference/embedded.py": 1,  # a publish steps aside for running samples; it waits for nothing
     "retries.py": 2,  # hone.retry: between two attempts of the user's own function
-    # Between two attempts to reach a logger's service, up to its timeout; and for the lock of another
-    # process of the same logger, up to a deadline.
+    # Between two attempts to reach a logger's service, up to its timeout; and between two looks at
+    # what another process of the same logger has sent, until its program ends it.
     "sinks/worker.py": 2,
     "server/supervision.py": 1,  # the hour of the next pruning, later after failures
 }

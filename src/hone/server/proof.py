@@ -64,8 +64,8 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     pairs = [_bounded(a, b, most) for a, b in zip(ours, theirs, strict=True)]
     x, y = [a for a, _ in pairs], [b for _, b in pairs]
     square = sum(value * value for value in x)
+    # The part of the learner's movement that is certainly not its rounding.
     real = max(0.0, 1 - len(tokens) / square) if square else 0.0
-    """The part of the learner's movement that is certainly not its rounding."""
     lowest = SLOPE[0] * real
     if lowest * math.sqrt(square) <= SIGMAS:
         unknown = after.sha256 is None
