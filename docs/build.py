@@ -27,8 +27,8 @@ from yaml_reference import bound, yaml_reference
 from hone.chat import bridge
 from hone.cli import EXITS, app
 from hone.events import TYPES as EVENTS
-from hone.finetune.records import FailureRecord, RolloutRecord, StepRecord
 from hone.metric_names import JOB_METRICS
+from hone.rollout_record import CallRecord, FailureRecord, RolloutRecord, StepRecord
 from hone.server.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -209,7 +209,8 @@ def run_directory_reference() -> str:
         f"{_doc(RolloutRecord)}"
     )
     lines += _fields(RolloutRecord)
-    for name, model in {"failure": FailureRecord, "shaped": StepRecord}.items():
+    parts = {"failure": FailureRecord, "shaped": StepRecord, "model_calls": CallRecord}
+    for name, model in parts.items():
         lines += ["", f"### `{name}`", "", _doc(model), *_fields(model)]
     return "\n".join(lines) + "\n"
 

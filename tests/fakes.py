@@ -25,7 +25,7 @@ from hone.finetune.base import (
 )
 from hone.finetune.base import Trajectory as HarnessTrajectory
 from hone.finetune.journal import run_recorded
-from hone.finetune.records import FailureRecord, RolloutRecord
+from hone.finetune.records import trajectory_of
 from hone.finetune.resume import known_rollouts
 from hone.inference.base import (
     AdapterRef,
@@ -36,6 +36,7 @@ from hone.inference.base import (
     SampledToken,
     Sampling,
 )
+from hone.rollout_record import FailureRecord, RolloutRecord
 
 Answer = str | Sequence[int]
 """Text is encoded, and the end of the turn added; ids are given back as they are."""
@@ -326,7 +327,7 @@ class ScriptedBuilder(TrajectoryBuilder):
             if not record.is_trained:
                 self.dropped[record.failure.reason if record.failure else "unscored"] += 1
                 continue
-            groups.setdefault(record.example, []).append(record.trajectory())
+            groups.setdefault(record.example, []).append(trajectory_of(record))
         return TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id)
 
     def log_progress(

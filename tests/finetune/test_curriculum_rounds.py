@@ -11,7 +11,7 @@ from hone.finetune.curriculum import (
     policy_warning,
     round_metrics,
 )
-from hone.finetune.records import FailureRecord, RolloutRecord
+from hone.rollout_record import FailureRecord, RolloutRecord
 
 
 def collection(*groups: list[float]) -> TrajectoryCollection:

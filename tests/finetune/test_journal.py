@@ -17,7 +17,8 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.journal import Journal, Start, Submission, plan_start
-from hone.finetune.records import FailureRecord, RolloutRecord
+from hone.finetune.records import trajectory_of
+from hone.rollout_record import FailureRecord, RolloutRecord
 
 FACTS = {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"seed": 0}}
 
@@ -228,7 +229,7 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         journal.add(trained("a"))
         journal.add(record("b", rollout="r:b", episode=text, metadata={"reasoning": "good"}))
-        trajectories = [one.trajectory() for one in journal.records("train", 0)]
+        trajectories = [trajectory_of(one) for one in journal.records("train", 0)]
         trajectories[0].shaped_rewards = [0.0]
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r", metadata={"epoch": 0})
         journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
@@ -260,7 +261,7 @@ def test_a_text_that_a_plugin_wrote_is_the_same_after_a_restart(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         journal.add(trained("a"))
         journal.add(record("b", rollout="r:b", episode=text))
-        trajectories = [one.trajectory() for one in journal.records("train", 0)]
+        trajectories = [trajectory_of(one) for one in journal.records("train", 0)]
         for trajectory in trajectories:
             trajectory.episode = edited
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
@@ -275,7 +276,7 @@ def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Pa
     with Journal.open(tmp_path, FACTS) as journal:
         journal.add(trained("a"))
         journal.add(trained("b"))
-        trajectories = [one.trajectory() for one in journal.records("train", 0)]
+        trajectories = [trajectory_of(one) for one in journal.records("train", 0)]
         metadata = trajectories[0].metadata = {**(trajectories[0].metadata or {}), "level": 3}
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
         journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
@@ -311,10 +312,10 @@ def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path
     with Journal.open(tmp_path, FACTS) as journal:
         a, b, c = journal.records("train", 0)
         assert (a.trained_calls, a.episode, a.metadata) == (["c1"], None, {"reasoning": "good"})
-        assert a.trajectory().metadata == recorded["metadata"]
+        assert trajectory_of(a).metadata == recorded["metadata"]
         assert (a.reward, a.shaped_rewards) == (0.5, [0.5])
         assert b.trained_calls is None
-        assert [item.model_dump()["content"] for item in b.trajectory().episode] == ["hi"]
+        assert [item.model_dump()["content"] for item in trajectory_of(b).episode] == ["hi"]
         assert not c.is_trained
         noted = journal.submitted(0, 0)
         assert noted is not None
@@ -338,7 +339,7 @@ def test_a_round_costs_the_same_however_many_were_before_it(
                 assert len(journal.records("train", epoch, round)) == 2
                 assert len(journal.finished("train", epoch, round)) == 2
                 trajectories = [
-                    [one.trajectory() for one in journal.records("train", epoch, round)]
+                    [trajectory_of(one) for one in journal.records("train", epoch, round)]
                 ]
                 sent = TrajectoryCollection(trajectories=trajectories, run_id="r")
                 journal.note_submission(epoch, round, Submission(sent, {}))

@@ -7,10 +7,12 @@ from tests.evaluation.made import call, item, step
 
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult
-from hone.finetune.records import RolloutRecord, plain, record_of
+from hone.finetune.records import record_of
+from hone.rollout_record import RolloutRecord
 from hone.sinks.base import Rollout
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
+from hone.workflow.jsonable import plain
 from hone.workflow.run import RolloutResult
 
 HALF = "cut \ud83d"

@@ -10,7 +10,6 @@ from hone.config.schema import CurriculumLearningConfig, EarlyStoppingConfig, Fi
 from hone.evaluation.base import EvalInputItem
 from hone.events import Event, parse
 from hone.finetune.journal import Journal
-from hone.finetune.records import FailureRecord, RolloutRecord
 from hone.finetune.resume import (
     RunState,
     epoch_of,
@@ -20,6 +19,7 @@ from hone.finetune.resume import (
     rounds_of,
 )
 from hone.report.history import Validation
+from hone.rollout_record import FailureRecord, RolloutRecord
 
 ITEMS = [EvalInputItem(id=name, input_obj=name) for name in "abcd"]
 

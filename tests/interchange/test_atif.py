@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from hone.errors import ConfigError
-from hone.finetune.records import FailureRecord, RolloutRecord
 from hone.interchange.atif import from_atif, is_atif, to_atif
 from hone.interchange.base import Conversation, ExportedRollout
+from hone.rollout_record import FailureRecord, RolloutRecord
 from hone.types import Call, RecordedCall
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}

@@ -15,8 +15,8 @@ from hone import LocalBackend
 from hone.cli import app
 from hone.event_log import FILE, EventLog
 from hone.finetune.journal import Journal
-from hone.finetune.records import RolloutRecord
 from hone.interchange.rollouts import exported_rollouts
+from hone.rollout_record import RolloutRecord
 from hone.types import RecordedCall
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

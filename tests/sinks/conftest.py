@@ -13,7 +13,7 @@ from tests.environments import ROOT, NotInstalled, environment
 from tests.fakes import MemoryAdapter, ScriptedBuilder
 from tests.finetune.command import DOCUMENT, Command, Parts, rising
 
-from hone.finetune.records import CallRecord, RolloutRecord
+from hone.rollout_record import CallRecord, RolloutRecord
 
 ALL = "HONE_ALL_SINKS"
 ASKED = {"role": "user", "content": "How many?"}

@@ -278,7 +278,8 @@ def test_a_programs_run_is_finished_and_any_metric_name_is_sent(
 BATCHES = """
 import sys
 from pathlib import Path
-from hone.sinks.base import Call, Point, Rollout, Run
+from hone.rollout_record import CallRecord
+from hone.sinks.base import Point, Rollout, Run
 from hone.sinks.langfuse import LangfuseConfig, LangfuseSink
 from hone.sinks.otel import OTelConfig, OTelSink
 
@@ -288,7 +289,7 @@ if kind == "otel":
     sink = OTelSink(OTelConfig(endpoint=url), run)
 else:
     sink = LangfuseSink(LangfuseConfig(base_url=url, public_key="p", secret_key="s"), run)
-calls = [Call(id=str(i), model="m") for i in range(9)]
+calls = [CallRecord(id=str(i), function="f", model="m", at=0, seconds=0) for i in range(9)]
 fields = {"epoch": 0, "split": "train", "example": "a", "reward": 1.0, "model_calls": calls}
 for i in range(60):
     sink.rollout(Rollout(generation=i, rollout=f"r:{i}", **fields))

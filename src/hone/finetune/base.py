@@ -1,6 +1,6 @@
 """TrajectoryBuilder, TrainerAdapter, Trainer: the three parts of the harness.
 
-In:   nothing; abstract classes, and the values they pass on (records.py)
+In:   nothing; abstract classes, and the values they pass on (types.py)
 Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
 
 The names are those of NeMo Agent Toolkit's finetuning harness, so that what was written for it
@@ -25,11 +25,9 @@ from hone.config.base import (
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from hone.errors import ConfigError, NotInThisVersion
 from hone.finetune.calls import ModelServer, TrainedCalls
-from hone.finetune.records import (
+from hone.finetune.types import (
     Comparison,
     DPOItem,
-    EpisodeItem,
-    EpisodeItemRole,
     OpenAIMessage,
     TrainingJobRef,
     TrainingJobStatus,
@@ -37,6 +35,7 @@ from hone.finetune.records import (
     Trajectory,
     TrajectoryCollection,
 )
+from hone.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.tally import cancel_all
 
 if TYPE_CHECKING:

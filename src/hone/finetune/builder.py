@@ -48,18 +48,13 @@ from hone.finetune.calls import (
 from hone.finetune.curriculum import group_by_example
 from hone.finetune.group_rewards import GroupPlace, RoundGroups
 from hone.finetune.journal import run_recorded
-from hone.finetune.records import (
-    FailureRecord,
-    RolloutRecord,
-    append_line,
-    plain,
-    record_of,
-    reward_or_substitute,
-)
+from hone.finetune.records import append_line, record_of, reward_or_substitute
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
+from hone.rollout_record import FailureRecord, RolloutRecord
 from hone.tally import run_together
 from hone.trajectory import failure_of
+from hone.workflow.jsonable import plain
 
 if TYPE_CHECKING:
     from hone.capture.base import SeenCall

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hone.credit import call_values, columns, is_flat
 from hone.errors import RolloutError
-from hone.finetune.records import Comparison, RolloutRecord, Trajectory, TrajectoryCollection
+from hone.finetune.records import trajectory_of
+from hone.finetune.types import Comparison, Trajectory, TrajectoryCollection
+from hone.rollout_record import RolloutRecord
 
 if TYPE_CHECKING:
     from hone.config.schema import CurriculumLearningConfig
@@ -259,7 +261,7 @@ def group_by_example(
 
 def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
     """`shaped`: other rollouts have step values, so the calls of one without any are worth 0."""
-    trajectory = record.trajectory()
+    trajectory = trajectory_of(record)
     if shaped and trajectory.shaped_rewards is None:
         trajectory.shaped_rewards = [0.0] * record.num_trained_calls
     return trajectory

@@ -17,8 +17,10 @@ from pydantic_core import from_json
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError
 from hone.finetune.base import TrajectoryBuilder, TrajectoryCollection
-from hone.finetune.records import EpisodeItem, Trajectory, append_line
+from hone.finetune.records import append_line
 from hone.finetune.rerender import message_item
+from hone.finetune.types import Trajectory
+from hone.rollout_record import EpisodeItem
 
 if TYPE_CHECKING:
     from hone.config.build import Builder

@@ -26,9 +26,9 @@ from hone.config.secrets import Secrets
 from hone.disk import sha256_of
 from hone.evaluation.datasets import CustomDataset, as_target
 from hone.finetune.adapter_config import art_config_of
-from hone.finetune.records import plain
 from hone.workflow.command import CommandConfig
 from hone.workflow.framework import FrameworkConfig
+from hone.workflow.jsonable import plain
 from hone.workflow.target import source_of
 
 if TYPE_CHECKING:

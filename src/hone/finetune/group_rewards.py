@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import Evaluation
     from hone.finetune.journal import Journal
-    from hone.finetune.records import RolloutRecord, Split
+    from hone.rollout_record import RolloutRecord, Split
 
 
 @dataclass(slots=True)

@@ -27,14 +27,10 @@ from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.event_log import first_error
 from hone.finetune.fingerprint import differences
-from hone.finetune.records import (
-    RolloutRecord,
-    Split,
-    Trajectory,
-    TrajectoryCollection,
-    event_fields,
-)
+from hone.finetune.records import event_fields, trajectory_of
+from hone.finetune.types import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
+from hone.rollout_record import RolloutRecord, Split, file_name
 from hone.types import Strict
 
 if TYPE_CHECKING:
@@ -171,10 +167,10 @@ class Journal:
 
     def unscored(self, split: Split, epoch: int) -> Path:
         """The file of rollouts that have ended and wait for others of their group."""
-        return self.directory / "unscored" / _file_name(split, epoch)
+        return self.directory / "unscored" / file_name(split, epoch)
 
     def _rollouts(self, split: Split, epoch: int) -> Path:
-        return self.directory / "trajectories" / _file_name(split, epoch)
+        return self.directory / "trajectories" / file_name(split, epoch)
 
     # ---- submissions ----------------------------------------------------------------------
 
@@ -348,7 +344,7 @@ def _reference(trajectory: Trajectory, known: Mapping[str, RolloutRecord]) -> di
     if record is None or text not in (None, record.episode):
         return trajectory.model_dump(mode="json")
     fields = {"reward", "shaped_rewards"}
-    if trajectory.metadata != record.trajectory().metadata:
+    if trajectory.metadata != trajectory_of(record).metadata:
         fields.add("metadata")  # a plugin changed it
     return {"rollout": rollout, **trajectory.model_dump(include=fields)}
 
@@ -357,12 +353,7 @@ def _resolved(one: dict[str, Any], known: Mapping[str, RolloutRecord]) -> Any:
     if "rollout" not in one:
         return one
     update = {key: value for key, value in one.items() if key != "rollout"}
-    return known[one["rollout"]].trajectory().model_copy(update=update)
-
-
-def _file_name(split: Split, epoch: int) -> str:
-    name = {"train": "epoch", "val": "validation", "final": "final"}[split]
-    return f"{name}_{epoch:03d}.jsonl"
+    return trajectory_of(known[one["rollout"]]).model_copy(update=update)
 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:

@@ -20,13 +20,8 @@ from pydantic import BaseModel
 
 from hone.errors import ConfigError
 from hone.finetune.calls import Message, SampledCall
-from hone.finetune.records import (
-    DPOItem,
-    EpisodeItem,
-    EpisodeItemRole,
-    Trajectory,
-    TrajectoryCollection,
-)
+from hone.finetune.types import DPOItem, Trajectory, TrajectoryCollection
+from hone.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.trajectory import History, TrajectoryGroup
 from hone.trajectory import Trajectory as SentTrajectory
 

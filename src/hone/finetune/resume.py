@@ -16,9 +16,10 @@ from hone.errors import RolloutError
 from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
 from hone.finetune.curriculum import Curriculum, none_collected
-from hone.finetune.records import RolloutRecord, TrainingStatusEnum
+from hone.finetune.types import TrainingStatusEnum
 from hone.report.history import History, Validation
 from hone.report.text import counted
+from hone.rollout_record import RolloutRecord
 
 if TYPE_CHECKING:
     from hone.config.schema import EarlyStoppingConfig, FinetuneConfig

@@ -21,10 +21,11 @@ from hone.events import ValidationResult
 from hone.finetune.curriculum import check_failures
 from hone.finetune.group_rewards import GroupPlace, RoundGroups
 from hone.finetune.journal import Journal, run_recorded
-from hone.finetune.records import RolloutRecord, record_of, reward_or_substitute
+from hone.finetune.records import record_of, reward_or_substitute
 from hone.report.comparison import to_confirm
 from hone.report.history import Validation
 from hone.report.text import counted, failed
+from hone.rollout_record import RolloutRecord
 from hone.tally import run_together
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hone.finetune.records import RolloutRecord
+    from hone.rollout_record import RolloutRecord
     from hone.types import RecordedCall
 
 Message = dict[str, Any]

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 
 from hone.events import RunFinished
 from hone.redact import redact
+from hone.rollout_record import CallRecord, RolloutRecord
 
 log = logging.getLogger("hone.sinks")
 
@@ -54,50 +55,11 @@ class Point:
     """Line of the event in events.jsonl, from 1: the order of the points, and a key of each."""
 
 
-class Call(BaseModel):
-    """A model call of a rollout: an entry of `model_calls` in trajectories/*.jsonl."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    id: str | None = None
-    function: str = ""
-    model: str = ""
-    at: float = 0.0
-    seconds: float = 0.0
-    status: int | None = None
-    error: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    finish: str | None = None
-    policy_step: int | None = None
-    temperature: float | None = None
-    num_messages: int = 0
-    messages: list[Message] | None = None
-    reply: Message | None = None
-
-
-class Rollout(BaseModel):
+class Rollout(RolloutRecord):
     """A line of trajectories/*.jsonl, with the time at which the rollout ended."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore")  # the logger may run with an older hone
 
-    epoch: int
-    round: int = 0
-    split: str
-    example: str
-    generation: int
-    rollout: str
-    reward: float | None
-    scores: dict[str, float | None] = Field(default_factory=dict)
-    failure: dict[str, Any] | None = None
-    output: Any = None
-    input: Any = None
-    seconds: float = 0.0
-    calls: int = 0
-    tokens: int = 0
-    policy_steps: list[int] = Field(default_factory=list)
-    messages: list[Message] = Field(default_factory=list)
-    model_calls: list[Call] = Field(default_factory=list)
     ended_at: float = 0.0
 
     @property
@@ -108,10 +70,11 @@ class Rollout(BaseModel):
     @property
     def failure_text(self) -> str:
         """Kind, reason and message of the failure; empty on success."""
-        parts = ((self.failure or {}).get(key) for key in ("kind", "reason", "message"))
-        return ": ".join(str(part) for part in parts if part)
+        failure = self.failure
+        parts = (failure.kind, failure.reason, failure.message) if failure else ()
+        return ": ".join(part for part in parts if part)
 
-    def conversations(self) -> Iterator[tuple[Call, list[Message], Message | None]]:
+    def conversations(self) -> Iterator[tuple[CallRecord, list[Message], Message | None]]:
         """Each call with its request's messages and its reply.
 
         A call that is part of the last conversation refers to it instead of repeating it.

@@ -30,12 +30,11 @@ from hone.events import (
     ValidationResult,
 )
 from hone.report.history import History, Validation
+from hone.rollout_record import file_name
 from hone.sinks.base import Adapter, Point, Rollout, RoundTable, Run, Sink
 
 ROOT = ".hone"
 """Default root of a server that a run starts itself."""
-FOLDERS = {"train": "epoch", "val": "validation", "final": "final"}
-"""First part of the names of the files in trajectories/, by split."""
 OF_SESSION = {"at", "type", "began", "session", "resumed", "step", "command", "again"}
 """Fields of `run_started` that are not settings of the run."""
 RENAMED = {"avg_reward": "reward"}
@@ -216,7 +215,7 @@ class RolloutFiles:
             self._waiting[rollout.rollout] = rollout
 
     def _path(self, split: str, epoch: int) -> Path:
-        return self.folder / f"{FOLDERS[split]}_{epoch:03d}.jsonl"
+        return self.folder / file_name(split, epoch)
 
 
 def _send_rollout(rollout: Rollout, sink: Sink) -> None:

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hone.config.registry import LoggerBaseConfig, register_logger
-from hone.sinks.base import Call, Rollout, Run, Sink
+from hone.rollout_record import CallRecord
+from hone.sinks.base import Rollout, Run, Sink
 from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class LangfuseSink(Sink):
     def close(self) -> None:
         self._exporter.shutdown()
 
-    def _attributes(self, rollout: Rollout, call: Call | None) -> dict[str, Any]:
+    def _attributes(self, rollout: Rollout, call: CallRecord | None) -> dict[str, Any]:
         from langfuse import LangfuseOtelSpanAttributes as Names
 
         shared = {

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import httpx2
 
 from hone.config.registry import LoggerBaseConfig, register_logger
-from hone.sinks.base import Call, Message, Rollout, Run, Sink
+from hone.rollout_record import CallRecord
+from hone.sinks.base import Message, Rollout, Run, Sink
 from hone.sinks.refusals import is_refusal
 
 API = "https://api.openpipe.ai/api/v1"
@@ -75,7 +76,7 @@ class OpenPipeSink(Sink):
         self,
         rollout: Rollout,
         index: int,
-        call: Call,
+        call: CallRecord,
         messages: list[Message],
         reply: Message | None,
     ) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class OpenPipeSink(Sink):
         return {name: value for name, value in body.items() if value is not None}
 
 
-def _completion(call: Call, reply: Message) -> dict[str, Any]:
+def _completion(call: CallRecord, reply: Message) -> dict[str, Any]:
     """The answer, as a chat completion of the OpenAI API."""
     usage = {"prompt_tokens": call.prompt_tokens or 0}
     usage["completion_tokens"] = call.completion_tokens or 0

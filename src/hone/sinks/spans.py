@@ -20,10 +20,11 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 import hone
-from hone.sinks.base import Call, Message, Rollout, Run
+from hone.rollout_record import CallRecord
+from hone.sinks.base import Message, Rollout, Run
 
 Attributes = Mapping[str, Any]
-More = Callable[[Rollout, Call | None], Attributes]
+More = Callable[[Rollout, CallRecord | None], Attributes]
 """Further attributes of the span of a rollout, or of one of its calls."""
 
 PROVIDER = "hone"
@@ -98,7 +99,7 @@ class Spans:
             "hone.generation": rollout.generation,
             "hone.step": rollout.step,
             "hone.reward": rollout.reward,
-            "error.type": (rollout.failure or {}).get("reason"),
+            "error.type": rollout.failure and rollout.failure.reason,
             **{f"hone.score.{name}": value for name, value in rollout.scores.items()},
         }
 
@@ -109,7 +110,7 @@ class Spans:
         )
 
 
-def _of_call(call: Call) -> dict[str, Any]:
+def _of_call(call: CallRecord) -> dict[str, Any]:
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": PROVIDER,

@@ -30,6 +30,12 @@ def dumps(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -
     return json.dumps(_repaired(value, ()), **how)
 
 
+def plain(value: Any) -> Any:
+    """The value as JSON values; what JSON and UTF-8 cannot hold becomes text."""
+    # Half a surrogate pair, as `json.loads` makes of a lone \\ud800, becomes a question mark.
+    return json.loads(dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+
+
 def as_json(value: Any) -> Any:
     """A value that json cannot write: a model by its fields, anything else as text."""
     if isinstance(value, BaseModel):
