@@ -10,7 +10,8 @@ from tests.finetune.rehearsal import document
 
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
-from hone.finetune.checks import check_file, read_run
+from hone.finetune.checks import read_run
+from hone.finetune.dataset_checks import check_file
 
 RUN = """\
 llms:

@@ -97,6 +97,10 @@ class TrainerConfig(ComponentConfig):
     reward: RewardFunctionConfig | None = Field(default=None, exclude=True)
     """Filled from `finetuning.reward_function` when a run starts."""
 
+    def job_keys(self) -> dict[str, Any]:
+        """Keys of TrainConfig that the trainer sets for every job."""
+        return {}
+
 
 class LoggerBaseConfig(ComponentConfig):
     """Sends what a run does to a service or to files."""

@@ -7,7 +7,7 @@ A problem names the place that the author can change: a key that came from `base
 the base file, and one that came from `-o` names the option.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from hone.errors import ConfigError
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the document."""
+Mistakes = Iterator[tuple[Path, str]]
+"""Keys, and for each what is wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

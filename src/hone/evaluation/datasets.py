@@ -61,6 +61,10 @@ class XlsDataset(DatasetBaseConfig, name="xls"):
     """The first sheet of an Excel workbook, .xlsx or .xls; its first row names the columns."""
 
 
+FILE_DATASETS = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
+"""Datasets that are read from a file."""
+
+
 class CustomDataset(DatasetBaseConfig, name="custom"):
     """The rows that a function of yours returns."""
 
@@ -126,7 +130,7 @@ async def file_loader(config: DatasetBaseConfig, builder: Any) -> AsyncIterator[
     yield FileLoader(config.type_name)
 
 
-for _file in (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset):
+for _file in FILE_DATASETS:
     register_dataset_loader(config_type=_file)(file_loader)
 
 

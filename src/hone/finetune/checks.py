@@ -8,47 +8,32 @@ as in the run; no function of theirs is called, and no server is contacted. A fi
 cannot be read does not hide mistakes in the others.
 """
 
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hone.config.check import WORKFLOW, is_run, salvage
 from hone.config.policy import address_of, choose_policy, needs_training_server, openai_url
-from hone.config.problems import ConfigProblems, Place, Problem
-from hone.config.problems import Path as Keys
+from hone.config.problems import ConfigProblems, Mistakes, Problem
 from hone.config.schema import Document, FinetuneRunConfig, examine
 from hone.errors import ConfigError, did_you_mean
-from hone.evaluation.datasets import (
-    WHERE,
-    CsvDataset,
-    JsonDataset,
-    JsonlDataset,
-    MissingQuestion,
-    ParquetDataset,
-    XlsDataset,
-    load_items,
-)
+from hone.evaluation.datasets import FILE_DATASETS
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
-from hone.finetune.dataset_builder import dataset_config_of, objective_of
+from hone.finetune.dataset_checks import (
+    DATASET,
+    check_file,
+    conversation_mistakes,
+    dataset_mistakes,
+)
 from hone.finetune.fingerprint import code_of, targets_of
 from hone.finetune.objectives import objective_mistakes
 from hone.workflow.target import load_target
 
-if TYPE_CHECKING:
-    from hone.config.base import DatasetBaseConfig
-
-FILES = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDataset)
-DATASET = ("eval", "general", "dataset")
 _NAMED = re.compile(r"""\bfunction\(\s*["']([!-~]+?)["']\s*\)""")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATH = ("/", "./", "../", "~")
-
-Mistakes = Iterator[tuple[Keys, str]]
-"""Keys, and for each what is wrong and what to do."""
 
 
 def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | None]:
@@ -96,26 +81,6 @@ def read_run(
     if document is None or problems:
         raise ConfigProblems(problems)
     return document
-
-
-def check_file(
-    option: str, file: Path | None, document: Document | None, reward: str | None = None
-) -> list[Problem]:
-    """Mistakes in a dataset file of the command line, which is read as the document says."""
-    config = None if document is None else document.eval.general.dataset
-    if file is None:
-        return []
-    if not file.exists():
-        return [Problem(Place(f"{option} {file}"), (), "no such file")]
-    if config is not None and not isinstance(config, FILES):
-        return []  # a function, or a plugin's loader, reads the file
-    problems = []
-    for _, message in _row_mistakes(config or JsonDataset(), document, reward, file):
-        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, if the message has one
-        named = colon and where.startswith(str(file))
-        place = Place(f"{option} {where if named else file}")
-        problems.append(Problem(place, (), rest if named else message))
-    return problems
 
 
 def _examine(
@@ -166,7 +131,7 @@ def _run_mistakes(
         yield from _target_mistakes(document, endpoint)
         yield from _group_size(document)
         yield from objective_mistakes(document)
-        yield from _conversation_mistakes(document, dataset)
+        yield from conversation_mistakes(document, dataset)
     elif not document.loaded.data:
         yield (), "the file is empty; expected keys such as `llms:` and `workflow:`"
     if document.finetuning.early_stopping is not None and not validates:
@@ -179,7 +144,7 @@ def _run_mistakes(
     yield from _logger_mistakes(document)
     yield from _base_model(document)
     if dataset is None:
-        yield from _dataset_mistakes(document, _reward_of(document))
+        yield from dataset_mistakes(document, _reward_of(document))
 
 
 def _validation_mistakes(
@@ -196,7 +161,7 @@ def _validation_mistakes(
         )
     yield from _function_mistakes(document)
     if dataset is None:
-        yield from _dataset_mistakes(document, reward)
+        yield from dataset_mistakes(document, reward)
 
 
 def _missing(
@@ -216,7 +181,7 @@ def _missing(
             "is missing, so there is nothing to run on. Add `dataset: {_type: json, file_path: "
             f"FILE}}`, or name the examples with {option} FILE",
         )
-    if isinstance(config, FILES) and config.file_path is None and dataset is None:
+    if isinstance(config, FILE_DATASETS) and config.file_path is None and dataset is None:
         yield (
             (*DATASET, "file_path"),
             f"is missing, and a dataset of type {config.type_name!r} is read from a file; name it, "
@@ -319,78 +284,6 @@ def _logger_mistakes(document: Document) -> Mistakes:
     for index, config in enumerate(document.loggers):
         if (problem := config.problem()) is not None:
             yield ("loggers", index), problem
-
-
-def _dataset_mistakes(document: Document, reward: str | None) -> Mistakes:
-    config = document.eval.general.dataset
-    if isinstance(config, FILES) and config.file_path is not None:
-        yield from _row_mistakes(config, document, reward)
-
-
-def _row_mistakes(
-    config: "DatasetBaseConfig",
-    document: Document | None,
-    reward: str | None,
-    file: Path | None = None,
-) -> Mistakes:
-    """A file that cannot be read, and columns that are named or needed and that no row has."""
-    try:
-        items = load_items(config, file, near=None if document is None else document.file.parent)
-        rows = [item.full_dataset_entry for item in items]
-        columns = sorted({str(name) for row in rows if isinstance(row, dict) for name in row})
-    except ConfigError as error:
-        columns = error.columns if isinstance(error, MissingQuestion) else ()
-        key = ("structure", "question_key") if columns else ("file_path",)
-        yield (*DATASET, *key), str(error).removeprefix(f"{WHERE}.file_path: ")
-    structure = config.structure
-    if structure.disable or not columns:
-        return
-    named: list[tuple[Keys, str, str]] = [
-        (("structure", key), getattr(structure, key), "")
-        for key in ("answer_key", "expected_trajectory_key")
-        if key in structure.model_fields_set
-    ]
-    if "id_key" in config.model_fields_set:
-        named.append((("id_key",), config.id_key, ""))
-    target = _target_with_expected(document, reward)
-    if target and "answer_key" not in structure.model_fields_set:
-        why = f"{target} takes `expected`, and "
-        named.append((("structure", "answer_key"), structure.answer_key, why))
-    for path, column, why in named:
-        if column not in columns:
-            near, known = did_you_mean(column, columns), ", ".join(columns)
-            yield (*DATASET, *path), f"{why}no row has a {column!r}.{near} There are: {known}."
-
-
-def _conversation_mistakes(document: Document, file: Path | None) -> Mistakes:
-    """The first row that is no conversation, if the run trains on conversations."""
-    builder, config = dataset_config_of(document), document.eval.general.dataset
-    if builder is None or not isinstance(config, FILES) or (file or config.file_path) is None:
-        return
-    try:
-        items = load_items(config, file, near=document.file.parent)
-    except ConfigError:
-        return  # _row_mistakes reports it
-    for item in items:
-        try:
-            builder.trajectories(item.id, item.full_dataset_entry, objective_of(document))
-        except ConfigError as error:
-            yield DATASET, str(error)
-            return
-
-
-def _target_with_expected(document: Document | None, reward: str | None) -> str | None:
-    """The reward's function, if it requires the expected answer."""
-    config = None if document is None else document.eval.evaluators.get(reward or "")
-    target = getattr(config, "target", None)
-    if document is None or config is None or config.type_name != "python" or not target:
-        return None
-    try:
-        function = load_target(target, document.file.resolve().parent)
-        expected = inspect.signature(function).parameters["expected"]
-    except (ConfigError, TypeError, ValueError, KeyError):
-        return None  # it does not take it, or _function_mistakes reports it
-    return target if expected.default is inspect.Parameter.empty else None
 
 
 def _base_model(document: Document) -> Mistakes:

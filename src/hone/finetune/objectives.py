@@ -8,11 +8,12 @@ resuming, validation and the report. The keys are in the journaled submission, a
 again after a kill is the same job.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from hone.config.problems import Mistakes
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.base import TrajectoryCollection
@@ -24,8 +25,6 @@ from hone.train_config import TrainConfig
 if TYPE_CHECKING:
     from hone.config.build import Builder
     from hone.config.schema import Document
-
-Mistakes = Iterator[tuple[tuple[str | int, ...], str]]
 
 
 class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
@@ -44,7 +43,6 @@ class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
     """The reference policy: the base model without adapter, or the policy at the start of each job."""
 
     def job_keys(self) -> dict[str, Any]:
-        """The keys of TrainConfig that these are."""
         own = {"dpo_beta": self.beta, "dpo_pairs": self.pairs, "dpo_reference": self.reference}
         return {"loss": "dpo", **own}
 
@@ -53,7 +51,6 @@ class SFTTrainerConfig(TrainerConfig, name="sft_trainer"):
     """Supervised fine-tuning on the assistant messages of a dataset (`dataset_traj_builder`)."""
 
     def job_keys(self) -> dict[str, Any]:
-        """The keys of TrainConfig that these are."""
         return {"loss": "sft"}
 
 
@@ -62,19 +59,11 @@ class DPOTrainer(ARTTrainer):
 
     trainer_config: DPOTrainerConfig
 
-    @property
-    def job_keys(self) -> dict[str, Any]:
-        return self.trainer_config.job_keys()
-
 
 class SFTTrainer(ARTTrainer):
     """The loop over epochs with the loss `sft`."""
 
     trainer_config: SFTTrainerConfig
-
-    @property
-    def job_keys(self) -> dict[str, Any]:
-        return self.trainer_config.job_keys()
 
     def num_flat(self, collection: TrajectoryCollection) -> None:
         """None: nothing is compared."""

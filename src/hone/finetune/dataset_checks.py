@@ -1,0 +1,128 @@
+"""Check the rows of a dataset before a run: that they can be read and have what the run needs.
+
+In:   a document and its dataset, or a dataset file of the command line
+Out:  mistakes, each with the key to change
+
+Columns that are named, or that the reward function requires, must be in some row. For `sft_trainer` and
+`dpo_trainer` each row must be a conversation or a pair (dataset_builder.py).
+"""
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hone.config.problems import Mistakes, Place, Problem
+from hone.config.problems import Path as Keys
+from hone.errors import ConfigError, did_you_mean
+from hone.evaluation.datasets import (
+    FILE_DATASETS,
+    WHERE,
+    JsonDataset,
+    MissingQuestion,
+    load_items,
+)
+from hone.finetune.dataset_builder import dataset_config_of, objective_of
+from hone.workflow.target import load_target
+
+if TYPE_CHECKING:
+    from hone.config.base import DatasetBaseConfig
+    from hone.config.schema import Document
+
+DATASET = ("eval", "general", "dataset")
+
+
+def check_file(
+    option: str, file: Path | None, document: "Document | None", reward: str | None = None
+) -> list[Problem]:
+    """Mistakes in a dataset file of the command line, which is read as the document says."""
+    config = None if document is None else document.eval.general.dataset
+    if file is None:
+        return []
+    if not file.exists():
+        return [Problem(Place(f"{option} {file}"), (), "no such file")]
+    if config is not None and not isinstance(config, FILE_DATASETS):
+        return []  # a function, or a plugin's loader, reads the file
+    problems = []
+    for _, message in _row_mistakes(config or JsonDataset(), document, reward, file):
+        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, if the message has one
+        named = colon and where.startswith(str(file))
+        place = Place(f"{option} {where if named else file}")
+        problems.append(Problem(place, (), rest if named else message))
+    return problems
+
+
+def dataset_mistakes(document: "Document", reward: str | None) -> Mistakes:
+    """Mistakes in the document's own dataset."""
+    config = document.eval.general.dataset
+    if isinstance(config, FILE_DATASETS) and config.file_path is not None:
+        yield from _row_mistakes(config, document, reward)
+
+
+def conversation_mistakes(document: "Document", file: Path | None) -> Mistakes:
+    """The first row that is no conversation, if the run trains on conversations."""
+    builder, config = dataset_config_of(document), document.eval.general.dataset
+    if (
+        builder is None
+        or not isinstance(config, FILE_DATASETS)
+        or (file or config.file_path) is None
+    ):
+        return
+    try:
+        items = load_items(config, file, near=document.file.parent)
+    except ConfigError:
+        return  # _row_mistakes reports it
+    for item in items:
+        try:
+            builder.trajectories(item.id, item.full_dataset_entry, objective_of(document))
+        except ConfigError as error:
+            yield DATASET, str(error)
+            return
+
+
+def _row_mistakes(
+    config: "DatasetBaseConfig",
+    document: "Document | None",
+    reward: str | None,
+    file: Path | None = None,
+) -> Mistakes:
+    """A file that cannot be read, and columns that are named or needed and that no row has."""
+    try:
+        items = load_items(config, file, near=None if document is None else document.file.parent)
+        rows = [item.full_dataset_entry for item in items]
+        columns = sorted({str(name) for row in rows if isinstance(row, dict) for name in row})
+    except ConfigError as error:
+        columns = error.columns if isinstance(error, MissingQuestion) else ()
+        key = ("structure", "question_key") if columns else ("file_path",)
+        yield (*DATASET, *key), str(error).removeprefix(f"{WHERE}.file_path: ")
+    structure = config.structure
+    if structure.disable or not columns:
+        return
+    named: list[tuple[Keys, str, str]] = [
+        (("structure", key), getattr(structure, key), "")
+        for key in ("answer_key", "expected_trajectory_key")
+        if key in structure.model_fields_set
+    ]
+    if "id_key" in config.model_fields_set:
+        named.append((("id_key",), config.id_key, ""))
+    target = _target_with_expected(document, reward)
+    if target and "answer_key" not in structure.model_fields_set:
+        why = f"{target} takes `expected`, and "
+        named.append((("structure", "answer_key"), structure.answer_key, why))
+    for path, column, why in named:
+        if column not in columns:
+            near, known = did_you_mean(column, columns), ", ".join(columns)
+            yield (*DATASET, *path), f"{why}no row has a {column!r}.{near} There are: {known}."
+
+
+def _target_with_expected(document: "Document | None", reward: str | None) -> str | None:
+    """The reward's function, if it requires the expected answer."""
+    config = None if document is None else document.eval.evaluators.get(reward or "")
+    target = getattr(config, "target", None)
+    if document is None or config is None or config.type_name != "python" or not target:
+        return None
+    try:
+        function = load_target(target, document.file.resolve().parent)
+        expected = inspect.signature(function).parameters["expected"]
+    except (ConfigError, TypeError, ValueError, KeyError):
+        return None  # it does not take it, or _function_mistakes reports it
+    return target if expected.default is inspect.Parameter.empty else None
