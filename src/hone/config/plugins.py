@@ -12,6 +12,9 @@ import logging
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from typing import Any
+
+from pydantic import ValidationInfo
 
 GROUP = "hone.components"
 TOOLKIT = "nvidia-nat-core"
@@ -84,6 +87,19 @@ def load_toolkit() -> tuple[str, ...] | None:
     if not is_toolkit_installed():
         return None
     return import_module("hone.nat.components").register()
+
+
+def check_toolkit_section(value: Any, info: ValidationInfo) -> Any:
+    """A section of NeMo Agent Toolkit, checked by the toolkit; an empty one needs no toolkit."""
+    if not value:
+        return {}
+    if load_toolkit() is None:
+        raise ValueError(
+            "belongs to NeMo Agent Toolkit, which is not installed in this environment: pip install "
+            "'hone-rl[nat]', or remove it and do the same in the code of your function"
+        )
+    import_module("hone.nat.document").check_section(info.field_name, value)
+    return value
 
 
 def _load(entry: EntryPoint) -> str | None:

@@ -10,7 +10,6 @@ last line must not cost an epoch.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -19,7 +18,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     PrivateAttr,
-    ValidationInfo,
     model_validator,
 )
 
@@ -83,20 +81,7 @@ def _function_name(name: str) -> str:
 FunctionName = Annotated[str, AfterValidator(_function_name)]
 
 
-def _toolkit_section(value: Any, info: ValidationInfo) -> Any:
-    """A section of NeMo Agent Toolkit, checked by the toolkit; an empty one needs no toolkit."""
-    if not value:
-        return {}
-    if plugins.load_toolkit() is None:
-        raise ValueError(
-            "belongs to NeMo Agent Toolkit, which is not installed in this environment: pip install "
-            "'hone-rl[nat]', or remove it and do the same in the code of your function"
-        )
-    import_module("hone.nat.document").check_section(info.field_name, value)
-    return value
-
-
-ToolkitSection = Annotated[dict[str, Any], BeforeValidator(_toolkit_section)]
+ToolkitSection = Annotated[dict[str, Any], BeforeValidator(plugins.check_toolkit_section)]
 
 
 class CurriculumLearningConfig(Strict):

@@ -66,6 +66,16 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return _interval(values, 0.0, 1.0) if _are_shares(values) else _interval(values)
 
 
+def around(mean: float | None, rewards: Rewards) -> Estimate | None:
+    """A logged mean with the interval of its examples; None without a mean."""
+    if mean is None:
+        return None
+    value = estimate(list(by_example(rewards).values()))
+    if value is None or value.low is None or value.high is None:
+        return Estimate(mean, mean, mean, len(rewards))
+    return replace(value, mean=mean, low=min(value.low, mean), high=max(value.high, mean))
+
+
 def _are_shares(rewards: Iterable[float]) -> bool:
     return all(0 <= reward <= 1 for reward in rewards)
 

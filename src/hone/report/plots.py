@@ -13,14 +13,13 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.disk import write_atomic
 from hone.events import JobFailed
-from hone.report.estimate import Estimate, Rewards, by_example, estimate
+from hone.report.estimate import Estimate, around
 from hone.report.headline import plot_title
 from hone.report.history import History, Round
 from hone.report.outcome import Outcome
@@ -48,21 +47,11 @@ Point = tuple[float, Estimate | None]
 def training_rewards(history: History) -> list[Point]:
     if history.run.generations == 0:  # conversations of a dataset have no rewards
         return []
-    return [(r.trained, _reward(r.by_example, r.metrics.get("avg_reward"))) for r in history.rounds]
+    return [(r.trained, around(r.metrics.get("avg_reward"), r.by_example)) for r in history.rounds]
 
 
 def held_out_rewards(history: History) -> list[Point]:
-    return [(float(v.epoch), _reward(v.rewards, v.mean)) for v in history.validations]
-
-
-def _reward(rewards: Rewards, mean: float | None) -> Estimate | None:
-    """The logged mean, with the interval of its examples."""
-    if mean is None:
-        return None
-    value = estimate(list(by_example(rewards).values()))
-    if value is None or value.low is None or value.high is None:
-        return Estimate(mean, mean, mean, len(rewards))
-    return replace(value, mean=mean, low=min(value.low, mean), high=max(value.high, mean))
+    return [(float(v.epoch), around(v.mean, v.rewards)) for v in history.validations]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
