@@ -30,6 +30,21 @@ def command(
 
 
 @pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Each time that a reward plot is put in its place."""
+    paths: list[Path] = []
+    rename = Path.rename
+
+    def counted(path: Path, target: Path) -> Path:
+        if target.name == "reward_plot.png":
+            paths.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", counted)
+    return paths
+
+
+@pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """As a program starts; pytest's workers do not listen to it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

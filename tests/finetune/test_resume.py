@@ -67,10 +67,10 @@ def test_an_epoch_is_done_when_it_was_closed_well():
     assert state.is_done(1)
 
 
-def test_failed_jobs_are_counted_by_round():
+def test_a_job_gets_a_new_key_after_each_failure():
     failed = [event("job_failed", epoch=1, round=2, message="")] * 2
     state = RunState(FinetuneConfig(), failed)
-    assert (state.failed_jobs[1, 2], state.failed_jobs[1, 0]) == (2, 0)
+    assert [state.job_key("r", 1, round) for round in (2, 0)] == ["r:1:2:again2", "r:1:0"]
 
 
 def validation(epoch: int, mean: float | None) -> Event:
@@ -111,8 +111,8 @@ def test_examples_the_curriculum_spares_are_drawn_but_not_run():
     assert [len(visit.drawn) for visit in rounds] == [2, 2]
     # What a round of this very epoch taught does not change its later rounds.
     worse = {"state": {}, "history": {"c": {**known, "epoch": 1}}}
-    state.add(collected(1, curriculum=worse))
-    assert state.rounds(ITEMS, 1) == rounds
+    past = [collected(0, curriculum=snapshot), collected(1, curriculum=worse)]
+    assert RunState(config, past).rounds(ITEMS, 1) == rounds
 
 
 # ---- which examples, in which order --------------------------------------------------------------

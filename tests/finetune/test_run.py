@@ -18,7 +18,7 @@ from hone.finetune.journal import Journal
 
 
 def test_a_run_ends_with_0_a_report_and_everything_closed(
-    command: Command, caplog: pytest.LogCaptureFixture
+    command: Command, caplog: pytest.LogCaptureFixture, plots: list[Path]
 ):
     assert command(validation_dataset=Path("val.json")) == 0
     last = caplog.records[-1]
@@ -33,6 +33,7 @@ def test_a_run_ends_with_0_a_report_and_everything_closed(
     report = json.loads((command.out / "report.json").read_text())
     assert report["epochs"] == 2
     assert (command.out / "report.html").exists()
+    assert len(plots) == 1 and plots[0].stat().st_size > 1000
 
 
 def test_no_file_holds_a_secret(command: Command):

@@ -22,7 +22,10 @@ def in_its_second_epoch(epoch: int, example: str, generation: int) -> float:
 
 
 def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
-    command: Command, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    command: Command,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    plots: list[Path],
 ):
     monkeypatch.setattr("sys.argv", ["hone", "finetune", "--config_file=train.yml", "--fresh"])
     Parts.builder.reward = in_its_second_epoch
@@ -36,11 +39,13 @@ def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
     assert (report["status"], report["epochs"], report["epochs_planned"]) == ("unfinished", 1, 2)
     text = (command.out / "report.md").read_text()
     assert text.startswith("# The run was interrupted after 1 of 2 epochs\n\nIt is not finished;")
+    assert "](reward_plot.png)" in text and len(plots) == 1
     assert "\nhone finetune --config_file=train.yml\n" in text.split("## Resume the run")[1]
     Parts.builder.reward, Parts.adapter.hangs = rising, False
     assert command(validation_dataset=Path("val.json")) == 0
     assert json.loads((command.out / "report.json").read_text())["status"] == "completed"
     assert "## Resume the run" not in (command.out / "report.md").read_text()
+    assert len(plots) == 2
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_ctrl_c(

@@ -46,8 +46,10 @@ class RunState:
     def __init__(self, config: "FinetuneConfig", past: Iterable[Event] = ()) -> None:
         self.config = config
         self.history = History()
-        self.failed_jobs: Counter[tuple[int, int]] = Counter()
+        self._failed_jobs: Counter[tuple[int, int]] = Counter()
         """Number of failed jobs, by epoch and round."""
+        self._planned: tuple[int, list[RoundPlan]] | None = None
+        """The epoch that was planned last, and its rounds."""
         for event in past:
             self.add(event)
 
@@ -62,7 +64,7 @@ class RunState:
         """Apply one event."""
         self.history.add(event)
         if isinstance(event, JobFailed):
-            self.failed_jobs[event.epoch, event.round] += 1
+            self._failed_jobs[event.epoch, event.round] += 1
 
     # ---- what is done ---------------------------------------------------------------------
 
@@ -120,14 +122,26 @@ class RunState:
 
     def rounds(self, items: Sequence["EvalInputItem"], epoch: int) -> list[RoundPlan]:
         """The epoch's examples, round by round."""
+        if self._planned is not None and self._planned[0] == epoch:
+            return self._planned[1]
         config = self.config
         drawn = epoch_of(items, seed=config.seed, epoch=epoch, size=config.examples_per_epoch)
         # The curriculum as the epoch began: its first rounds must not change its last ones.
         planned = set(self.curriculum(before=epoch).plan([item.id for item in drawn], epoch))
-        return [
+        rounds = [
             RoundPlan([item for item in some if item.id in planned], [item.id for item in some])
             for some in rounds_of(drawn, config.groups_per_step)
         ]
+        self._planned = epoch, rounds
+        return rounds
+
+    def job_key(self, run_id: str, epoch: int, round: int) -> str:
+        """The idempotency key of the round's job.
+
+        A job that failed gets a new key: under the old one the server answers with the failure.
+        """
+        failed = self._failed_jobs[epoch, round]
+        return f"{run_id}:{epoch}:{round}" + (f":again{failed}" if failed else "")
 
     def curriculum(self, before: int | None = None) -> Curriculum:
         """The curriculum after all rounds so far, or after the epochs before `before`."""

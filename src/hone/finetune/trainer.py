@@ -40,7 +40,6 @@ from hone.finetune.journal import Journal, Submission
 from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
-from hone.report.text import counted
 from hone.report.writer import Files
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hone")
 
-BACKEND = "openpipe-art"
-"""Name of the backend, as in NeMo Agent Toolkit."""
 GRACE_S = 60.0
 """Added to the adapter's own deadline, which also cancels the job."""
 JOB_KEYS = frozenset({"job", "step", "metrics", "counts", "reason", "config", "seconds"})
@@ -73,13 +70,14 @@ class ARTTrainer(Trainer):
         self._job_refs: list[TrainingJobRef] = []
         self._step: int | None = None
         """The policy step that is served now."""
-        self._planned: tuple[int, list[RoundPlan]] | None = None
-        """The epoch of the last `_rounds` call, and its rounds."""
         self._opened = ExitStack()
+        self._is_alone = False
+        """Whether it runs without `hone finetune`, which draws the last plot for its report."""
 
     async def initialize(self, run_config: "FinetuneConfig") -> None:
         """Connect the backend, and resume the run where its events end."""
-        if not hasattr(self, "journal"):  # for those who use a trainer without `hone finetune`
+        self._is_alone = not hasattr(self, "journal")
+        if self._is_alone:
             directory = run_config.output_dir
             journal = self._opened.enter_context(Journal.open(directory, {}))
             self.bind_run(journal, self._opened.enter_context(EventLog(directory / FILE)))
@@ -104,7 +102,9 @@ class ARTTrainer(Trainer):
         if self.trajectory_builder is not None:
             await self.trajectory_builder.cancel()
         if hasattr(self, "_files"):
-            await self._files.settle()
+            task = asyncio.current_task()
+            interrupted = task is not None and task.cancelling() > 0  # its report draws nothing
+            await self._files.settle(plot=interrupted or self._is_alone)
         self._opened.close()
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
@@ -154,7 +154,14 @@ class ARTTrainer(Trainer):
             status = self._status(epoch, FAILED, str(error) or type(error).__name__)
         phases = {name: spent - before[name] for name, spent in self._state.history.phases.items()}
         self.events.append("epoch_done", epoch=epoch, status=status.status, phases=phases)
-        self._report_epoch(epoch, num_epochs, status)
+        self._files.refresh()
+        if status.status is not COMPLETED:
+            log.error("Epoch %d failed: %s", epoch + 1, status.message)
+            return status
+        log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
+        due = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
+        if due and (why := diagnosis.diagnosis(self._state.history)):
+            self._warn(why)
         return status
 
     async def run_epoch(self, epoch: int, run_id: str, round: int = 0) -> TrainingJobRef | None:
@@ -194,8 +201,7 @@ class ARTTrainer(Trainer):
             outcome = {"step": self._step, "rewards": {}, "failures": 0}  # which a plugin may lack
             outcome |= await self.run_validation_evaluation(epoch, self.journal.run_id)
             outcome.pop("dataset_type", None)
-            title = f"Validation after {counted(epoch, 'epoch')}"
-            self._validator.record("validation", outcome, title)
+            self._validator.record("validation", outcome)
             self._files.refresh()
         # Also for one that is known: a killed run may not have sent it. The server needs it for
         # NAME@best, and to prune no best step.
@@ -242,8 +248,9 @@ class ARTTrainer(Trainer):
         """Select the groups to train on, in the form in which they are sent."""
         rounds = self._rounds(epoch)
         place = {"epoch": epoch, "round": round}
-        plan = {"rounds": len(rounds), "epochs": self._config.num_epochs}
-        plan |= {"training": self.job_keys} if self.job_keys else {}
+        plan: dict[str, Any] = {"rounds": len(rounds), "epochs": self._config.num_epochs}
+        if keys := self.trainer_config.job_keys():
+            plan["training"] = keys
         self._curriculum = self._state.curriculum()
         drawn = {**(collection.metadata or {}), **place, "examples": rounds[round].drawn}
         chosen = self.apply_curriculum_learning(
@@ -278,21 +285,13 @@ class ARTTrainer(Trainer):
             trajectory_collection, epoch, place.get("round", 0), place.get("examples"), comparison
         )
 
-    @property
-    def job_keys(self) -> dict[str, Any]:
-        """Keys of TrainConfig that the trainer sets for every job."""
-        return {}
-
     def num_flat(self, collection: TrajectoryCollection) -> int | None:
         """Number of groups that teach nothing, because their rewards are equal."""
         return num_flat(collection.trajectories, self._adapter.comparison)
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Submit the job; the same key twice is one job."""
-        # A job that failed gets a new key: under the old one the server answers with the failure.
-        failed = self._state.failed_jobs[epoch, round]
-        key = f"{self._run_id}:{epoch}:{round}" + (f":again{failed}" if failed else "")
-        sent = submission.collection
+        key, sent = self._state.job_key(self.journal.run_id, epoch, round), submission.collection
         named = sent.model_copy(update={"metadata": {**(sent.metadata or {}), "key": key}})
         if self._adapter.reads_episodes:
             await self._builder.load_episodes(named)
@@ -319,8 +318,8 @@ class ARTTrainer(Trainer):
             message = f"the adapter did not say within {limit_s:g} s how the job ended"
             status = self._status(epoch, FAILED, f"{message} (finetuning.job_timeout_s)")
         known = {key: value for key, value in (status.metadata or {}).items() if key in JOB_KEYS}
-        outcome = {"job": None, "step": None, "metrics": {}} | known
-        outcome |= {"epoch": epoch, "round": round}
+        place = {"epoch": epoch, "round": round}
+        outcome = {"job": None, "step": None, "metrics": {}, **place, **known}
         if status.status is not COMPLETED:
             message = status.message or f"the job was {status.status}"
             self.events.append("job_failed", **outcome | {"message": message})
@@ -329,8 +328,8 @@ class ARTTrainer(Trainer):
         if outcome.get("seconds") is None:
             outcome["seconds"] = time.monotonic() - started
         self.events.append("job_done", **outcome)
-        progress = {key: outcome[key] for key in ("epoch", "round", "job", "step")}
-        learned = {**progress, **(outcome["metrics"] or {})}
+        learned = {key: outcome[key] for key in ("epoch", "round", "job", "step")}
+        learned |= outcome["metrics"] or {}
         self._adapter.log_progress(job, learned, str(self._config.output_dir))
         log.info("Training %s completed successfully.", self._run_id)
         if outcome.get("reason"):
@@ -349,7 +348,7 @@ class ARTTrainer(Trainer):
     ) -> TrainingJobStatus:
         return TrainingJobStatus(
             run_id=self.journal.run_id,
-            backend=BACKEND,
+            backend="openpipe-art",  # as in NeMo Agent Toolkit
             status=status,
             progress=100.0 if status is COMPLETED else None,
             message=message,
@@ -373,19 +372,7 @@ class ARTTrainer(Trainer):
 
     def _rounds(self, epoch: int) -> list[RoundPlan]:
         """The epoch's examples, round by round."""
-        if self._planned is None or self._planned[0] != epoch:
-            self._planned = epoch, self._state.rounds(self._builder.bound_evaluation.items, epoch)
-        return self._planned[1]
-
-    def _report_epoch(self, epoch: int, num_epochs: int, status: TrainingJobStatus) -> None:
-        self._files.refresh()
-        if status.status is not COMPLETED:
-            log.error("Epoch %d failed: %s", epoch + 1, status.message)
-            return
-        log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
-        due = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
-        if due and (why := diagnosis.diagnosis(self._state.history)):
-            self._warn(why)
+        return self._state.rounds(self._builder.bound_evaluation.items, epoch)
 
     def log_progress(
         self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
-from hone.events import ValidationResult
+from hone.events import FinalValidationDone, ValidationResult
 from hone.finetune.curriculum import check_failures
 from hone.finetune.group_rewards import GroupPlace, RoundGroups
 from hone.finetune.journal import Journal, run_recorded
@@ -106,7 +106,7 @@ class Validator:
             if earlier.step is None or not self.adapter.serves_steps:
                 return
             outcome = await self.validate(earlier.epoch, earlier.step, final=True)
-            self.record("final_validation", outcome, f"Final validation of step {earlier.step}")
+            self.record("final_validation", outcome)
             if outcome["error"]:
                 return
 
@@ -195,7 +195,7 @@ class Validator:
 
     # ---- what it reports ---------------------------------------------------------------------
 
-    def record(self, type: str, outcome: dict[str, Any], title: str) -> None:
+    def record(self, type: str, outcome: dict[str, Any]) -> None:
         """Append the event of a validation, and log its result."""
         event = self.events.append(type, **outcome)
         assert isinstance(event, ValidationResult), type
@@ -204,6 +204,9 @@ class Validator:
             log.warning("%s", validation.error)
             self.events.append("warning", message=validation.error)
         else:
+            title = f"Validation after {counted(event.epoch, 'epoch')}"
+            if isinstance(event, FinalValidationDone):
+                title = f"Final validation of step {event.step}"
             log.info("%s - Avg Reward: %.4f%s", title, validation.mean, failed(validation))
 
     async def send(self) -> None:

@@ -41,11 +41,11 @@ class Files:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
-    async def settle(self) -> None:
-        """Wait until the files and the plot show every event."""
+    async def settle(self, *, plot: bool = True) -> None:
+        """Wait until the files show every event, and with `plot` the plot, too."""
         if self._writing is not None:
             await self._writing
-        if not self._plotted:
+        if plot and not self._plotted:
             self._stale, self._next_plot = True, 0.0
             await self._write()
 
