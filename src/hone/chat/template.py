@@ -81,6 +81,8 @@ class ChatTemplate:
         self._end_ids = tuple(end_ids)
         self._variants: dict[str, ChatTemplate] = {}
         self._endings: dict[bool, int] = {}
+        self._token_texts: dict[int, tuple[str, list[int]]] = {}
+        """Of the tokens that were written, so at most one for each of the vocabulary."""
 
     @classmethod
     def load(
@@ -305,6 +307,17 @@ class ChatTemplate:
         if self.pieces is not None:
             return self.pieces[token] if 0 <= token < len(self.pieces) else b""
         return self.tokenizer.decode([token], skip_special_tokens=False).encode()
+
+    def token_text(self, token: int) -> tuple[str, list[int]]:
+        """The text of a token and the list of its bytes, which is not to be changed.
+
+        Every sampled token is written so, and most of them are written again and again.
+        """
+        written = self._token_texts.get(token)
+        if written is None:
+            piece = self.piece(token)
+            written = self._token_texts[token] = piece.decode(errors="replace"), list(piece)
+        return written
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

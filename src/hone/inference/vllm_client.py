@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import repeat
 from typing import Any
 
 import aiohttp
@@ -297,21 +298,20 @@ def read_delta(
     ids, logprobs = choice["token_ids"] or [], choice["logprobs"] or {}
     values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
-    narrowed = sampling.narrowed
-    tokens = tuple(
-        SampledToken(
-            id=token,
-            logprob=value,
-            masked_logprob=value if narrowed else None,
-            exact=not narrowed,
-            forced=i in forced,
-            top=() if tops is None else _best(tops[i], sampling.top_logprobs),
-        )
-        for i, (token, value) in enumerate(zip(ids, values, strict=True))
+    narrowed, count = sampling.narrowed, len(ids)
+    assert len(values) == count, f"vLLM sent {count} ids and {len(values)} log-probabilities"
+    tokens = map(
+        SampledToken,
+        ids,
+        values,
+        values if narrowed else repeat(None, count),
+        repeat(not narrowed, count),
+        [i in forced for i in range(count)],
+        repeat((), count) if tops is None else [_best(top, sampling.top_logprobs) for top in tops],
     )
     reason = choice.get("finish_reason")
     finish = None if reason is None else _FINISH.get(reason, "abort")
-    return Delta(choice["index"], tokens, finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]
+    return Delta(choice["index"], tuple(tokens), finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]
 
 
 def _best(entries: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:

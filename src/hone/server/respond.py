@@ -263,22 +263,22 @@ class _LogprobWriter:
 
     def __init__(self, context: RequestContext, request: Any) -> None:
         as_ids = request.return_tokens_as_token_ids or context.spec("token_ids_as_text", False)
-        self._piece = context.policy.base.template.piece
+        self._text = context.policy.base.template.token_text
         self._as_ids = bool(as_ids)
 
     def write(self, tokens: Sequence[SampledToken]) -> Logprobs:
         return [
             {
                 **self._entry(token.id, token.logprob),
-                "top_logprobs": [self._entry(other, logprob) for other, logprob in token.top],
+                "top_logprobs": [self._entry(*other) for other in token.top] if token.top else [],
             }
             for token in tokens
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._piece(token)
-        name = f"token_id:{token}" if self._as_ids else piece.decode(errors="replace")
-        return {"token": name, "logprob": finite(logprob), "bytes": list(piece)}
+        text, octets = self._text(token)
+        name = f"token_id:{token}" if self._as_ids else text
+        return {"token": name, "logprob": finite(logprob), "bytes": octets}
 
 
 # ---- connections -------------------------------------------------------------------------------
