@@ -139,7 +139,7 @@ class ScriptedEngine:
                     if place < len(answer.ids):
                         delta = answer.delta(sample, place, sampling.top_logprobs)
                         if self.masks and sampling.narrowed:
-                            tokens = tuple(replace(token, exact=False) for token in delta.tokens)
+                            tokens = tuple(token._replace(exact=False) for token in delta.tokens)
                             delta = replace(delta, tokens=tokens)
                         yield delta
             whole = True

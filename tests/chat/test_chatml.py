@@ -197,3 +197,11 @@ def test_a_vocabulary_without_the_end_token_is_not_chatml(make_tokenizer):
     tokenizer = make_tokenizer("smollm2-instruct", special=["<|endoftext|>"])
     assert recognise(Jinja(tokenizer, {}, date(2026, 1, 1))) is None
     assert recognise(Jinja(make_tokenizer("smollm2-instruct"), {}, date(2026, 1, 1))) is not None
+
+
+def test_a_prompt_that_is_rendered_again_has_a_list_of_its_own(templates):
+    messages = [{"role": "user", "content": "Again and again."}]
+    first = templates["qwen2.5-instruct"].render(messages)
+    expected = list(first)
+    first.append(7)
+    assert templates["qwen2.5-instruct"].render(messages) == expected

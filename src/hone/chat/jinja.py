@@ -10,15 +10,21 @@ template ends one.
 
 import json
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hone.chat.messages import Message, ToolCall
 from hone.errors import ModelUnsupported, TemplateError
 
 _PRINTED_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
+
+REMEMBERED_TEXTS = 512
+"""Texts whose ids are kept, the last ones that were encoded: at most 16 MB, and as much for the ids."""
+MAX_REMEMBERED_TEXT = 32 * 2**10
+"""Characters of such a text."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
@@ -149,6 +155,19 @@ class Jinja:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text, special tokens in it included."""
+    if len(text) <= MAX_REMEMBERED_TEXT:
+        return _encode_remembering(tokenizer, text).tolist()
+    return _encode(tokenizer, text)
+
+
+@lru_cache(maxsize=REMEMBERED_TEXTS)
+def _encode_remembering(tokenizer: Any, text: str) -> "array[int]":
+    # Every rollout of a group begins with the same prompt.
+    return array("i", _encode(tokenizer, text))
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
     # Not verbose: it would warn of prompts that are too long, which are refused anyway.
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 

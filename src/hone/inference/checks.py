@@ -21,7 +21,7 @@ def check_request(
     """Refuse a request that cannot be sampled; the error names the field."""
     if not prompt_ids:
         raise ConfigError("prompt_ids is empty; send at least one token")
-    outside = next((t for t in prompt_ids if not 0 <= t < vocab), None)
+    outside = _outside(prompt_ids, vocab)
     if outside is not None:
         raise ConfigError(f"prompt_ids holds {outside}, outside the vocabulary of {vocab}")
     if len(prompt_ids) >= max_length:
@@ -72,8 +72,15 @@ def check_sequences(sequences: Sequence[Sequence[int]], vocab: int, max_length: 
                 f"sequence {i} of the probe has {len(ids)} tokens; the model reads 1 to "
                 f"{max_length}. Send a shorter one."
             )
-        outside = next((t for t in ids if not 0 <= t < vocab), None)
+        outside = _outside(ids, vocab)
         if outside is not None:
             raise ConfigError(
                 f"sequence {i} of the probe holds {outside}, outside the vocabulary of {vocab}"
             )
+
+
+def _outside(ids: Sequence[int], vocab: int) -> int | None:
+    """The first id outside the vocabulary, if there is one."""
+    if min(ids) >= 0 and max(ids) < vocab:
+        return None
+    return next(token for token in ids if not 0 <= token < vocab)

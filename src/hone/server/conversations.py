@@ -126,6 +126,16 @@ class RolloutHistory:
                     tokenizer.template, newer, in_rollout=False
                 )
 
+    def is_loaded(self, calls: CallStore) -> bool:
+        """Whether `load` has nothing to read: its calls are in memory, or it has none yet."""
+        if self._stored is None and self._lock.acquire(blocking=False):  # held by one that loads
+            try:
+                if not (self.rollout and calls.has_rollout(self.rollout)):
+                    self._stored = []
+            finally:
+                self._lock.release()
+        return self._stored is not None
+
     def load(self, calls: CallStore) -> None:
         """Read the calls of the rollout before it was last in memory. Blocking."""
         with self._lock:

@@ -15,22 +15,20 @@ engine does not wake.
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hone.errors import Unavailable
 from hone.inference.base import AdapterRef, Engine, EngineStats
 from hone.logs import log, say, write_output
 from hone.server.settings import Settings
-from hone.server.supervision import Part, backoff_s
+from hone.server.supervision import Part, backoff_s, shared_task
 from hone.server.tokenizer import BaseTokenizer
 from hone.types import ModelKey
-
-T = TypeVar("T")
 
 STEADY_S = 60.0
 """Earlier failures of an engine do not count once it has worked for so long."""
@@ -155,13 +153,17 @@ class Engines:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
         load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
         # Shielded, here and below: one client that leaves must not take the load from the others.
-        return await asyncio.shield(_started(self._tokenizers, base_model, load))
+        return await asyncio.shield(shared_task(self._tokenizers, base_model, load))
 
     async def get(self, base_model: str) -> Base:
         """A base model with its engine. All callers share one load; a failed load may be retried.
 
         Raises Unavailable if it takes longer than `hold_s`; the load goes on.
         """
+        base = self._loaded(base_model)
+        if base and base.engine.failure is None and base_model not in self.outdated:
+            self._usage_of(base_model).used_at = time.monotonic()
+            return base
         hold_s = self._settings.hold_s
         try:
             async with asyncio.timeout(hold_s):
@@ -208,8 +210,13 @@ class Engines:
 
     def loaded(self) -> dict[str, Base]:
         """The base models that are loaded, by name."""
-        done = {n: t for n, t in list(self._bases.items()) if t.done() and not t.cancelled()}
-        return {name: task.result() for name, task in done.items() if task.exception() is None}
+        return {name: base for name in list(self._bases) if (base := self._loaded(name))}
+
+    def _loaded(self, base_model: str) -> Base | None:
+        load = self._bases.get(base_model)
+        if load is None or not load.done() or load.cancelled() or load.exception() is not None:
+            return None
+        return load.result()
 
     @contextmanager
     def using(self, base_model: str) -> Iterator[None]:
@@ -274,7 +281,7 @@ class Engines:
     # ---- opening, and opening again ---------------------------------------------------------
 
     def _start(self, base_model: str) -> "asyncio.Task[Base]":
-        return _started(self._bases, base_model, partial(self._open, base_model))
+        return shared_task(self._bases, base_model, partial(self._open, base_model))
 
     async def _open(self, base_model: str) -> Base:
         tokenizer = await self.template(base_model)
@@ -303,7 +310,7 @@ class Engines:
 
     def _check(self, base_model: str) -> None:
         """If the engine has failed: forget it, and start another, at once after a first failure."""
-        base = self.loaded().get(base_model)
+        base = self._loaded(base_model)
         if base is None or (failure := base.engine.failure) is None:
             return
         usage = self._usage_of(base_model)
@@ -362,6 +369,8 @@ class Engines:
 
     async def ready(self) -> None:
         """Wait until serving is not paused; raises Unavailable after `hold_s`."""
+        if self._unpaused.is_set():
+            return
         try:
             await asyncio.wait_for(self._unpaused.wait(), self._settings.hold_s)
         except TimeoutError:
@@ -369,22 +378,6 @@ class Engines:
                 f"serving has been paused for training for {self._settings.hold_s:g} s; try again "
                 "later, or start the server with serving_during_training: continue"
             ) from None
-
-
-def _started(
-    under_way: dict[str, asyncio.Task[T]], key: str, make: Callable[[], Coroutine[Any, Any, T]]
-) -> asyncio.Task[T]:
-    """The task that makes it, one for all who ask; forgotten if it failed."""
-
-    def forget(task: asyncio.Task[T]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            under_way.pop(key, None)
-
-    task = under_way.get(key)
-    if task is None:
-        task = under_way[key] = asyncio.create_task(make())
-        task.add_done_callback(forget)
-    return task
 
 
 def _write(line: str) -> None:

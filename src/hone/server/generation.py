@@ -8,7 +8,6 @@ has seen to its end is on record. If the client leaves, or the engine fails, sam
 tokens so far are recorded as abandoned, which is never trained on.
 """
 
-import asyncio
 import logging
 import secrets
 import time
@@ -16,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from hone.chat.bridge import NextPrompt
 from hone.chat.reply import Delta, Reply
@@ -29,6 +28,10 @@ from hone.server.state import State
 from hone.types import Call, RecordedCall, RunSpec
 from hone.wire.rollout import RolloutScope
 
+Size = Literal["small", "medium", "large"]
+"""Small ones are read and tokenized on the event loop, large ones in another process; a medium one is
+read on the event loop and tokenized in a thread."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestContext:
@@ -39,8 +42,8 @@ class RequestContext:
     scope: RolloutScope
     history: RolloutHistory
     run: RunSpec | None
-    large: bool
-    """Its body is too large to be tokenized in the server's process."""
+    size: Size
+    """Of its body, on which it depends where the prompt is tokenized."""
     prompt_key: str = "messages"
     """The key of its body that holds the prompt."""
 
@@ -141,6 +144,7 @@ class Generation:
     created_at: float = field(default_factory=time.time)
     choices: list[Choice] = field(init=False)
     _recorded: bool = False
+    _abandoned: bool = False
 
     def __post_init__(self) -> None:
         ids = [f"call-{secrets.token_hex(10)}" for _ in range(self.sampling.n)]
@@ -183,20 +187,20 @@ class Generation:
             await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue] - Engine promises it
 
     async def _record(self, *, abandoned: bool) -> None:
-        if self._recorded:
-            return
-        self._recorded = True
-        # Shielded: a client that leaves now cannot undo half a commit; the calls are recorded whole.
-        await asyncio.shield(asyncio.to_thread(self._store, abandoned))
+        """A client that leaves meanwhile undoes nothing: the calls are recorded whole."""
+        if not self._recorded:
+            self._recorded, self._abandoned = True, abandoned
+            await self.context.state.recorder.record(self)
 
-    def _store(self, abandoned: bool) -> None:
-        context = self.context
-        calls = [self._call(choice, abandoned) for choice in self.choices]
-        context.state.calls.add(calls, parent=self.parent)
-        context.history.add(context.policy.base, calls)
-        self._count(calls, abandoned)
+    def make_calls(self) -> tuple[list[RecordedCall], RecordedCall | None]:
+        """For the recorder, like the next."""
+        return [self._call(choice) for choice in self.choices], self.parent
 
-    def _call(self, choice: Choice, abandoned: bool) -> RecordedCall:
+    def committed(self, calls: Sequence[RecordedCall]) -> None:
+        self.context.history.add(self.context.policy.base, calls)
+        self._count(calls)
+
+    def _call(self, choice: Choice) -> RecordedCall:
         policy, scope, reply = self.context.policy, self.context.scope, choice.reply()
         return RecordedCall(
             id=choice.id,
@@ -218,7 +222,7 @@ class Generation:
             reasons=list(map(str, self.prompt.reasons)),
             continues=None if (source := self._source) is None else source.id,
             malformed=list(reply.malformed),
-            abandoned=abandoned,
+            abandoned=self._abandoned,
             call=Call(
                 prompt_ids=self.prompt.ids,
                 completion_ids=choice.ids,
@@ -238,8 +242,9 @@ class Generation:
         piece = self.context.policy.base.template.piece
         return {**self.request_fields, "reasoning_tokens": choice.reasoning_tokens(piece)}
 
-    def _count(self, calls: list[RecordedCall], abandoned: bool) -> None:
+    def _count(self, calls: Sequence[RecordedCall]) -> None:
         model, metrics = self.context.policy.model, self.context.state.metrics
+        abandoned = self._abandoned
         for reason in self.prompt.reasons:
             metrics.turns.labels(self.prompt.outcome, reason).inc()
         metrics.prompt_tokens.labels(model).inc(len(self.prompt.ids))

@@ -101,12 +101,9 @@ async def _chat_prompt(
 ) -> tuple[BaseTokenizer, ToolChoice, NextPrompt, RecordedCall | None]:
     """Also returns the call that the prompt is stored as a continuation of."""
     calls = context.state.calls
+    kwargs = {**context.spec("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
 
     def match() -> tuple[BaseTokenizer, ToolChoice, Match, NextPrompt | None]:
-        kwargs = {
-            **context.spec("chat_template_kwargs", {}),
-            **(request.chat_template_kwargs or {}),
-        }
         day = None if context.run is None else calls.opened_on(context.run)
         tokenizer = context.policy.base.with_kwargs(kwargs, day)
         choice = ToolChoice.of(
@@ -117,10 +114,17 @@ async def _chat_prompt(
         )
         tools = tokenizer.template.check_tools(choice.tools)
         matched = context.history.match(calls, context.policy.base, messages, tools)
-        prompt = None if context.large else render(tokenizer, matched[0], limit, context.prompt_key)
+        large = context.size == "large"
+        prompt = None if large else render(tokenizer, matched[0], limit, context.prompt_key)
         return tokenizer, choice, matched, prompt
 
-    tokenizer, choice, (unrendered, parents), prompt = await asyncio.to_thread(match)
+    # Another argument or another day may mean that a variant of the template is loaded.
+    dated = context.run is not None and context.policy.base.template.renderer.prints_date
+    if context.size == "small" and not (kwargs or dated) and context.history.is_loaded(calls):
+        matched = match()
+    else:
+        matched = await asyncio.to_thread(match)
+    tokenizer, choice, (unrendered, parents), prompt = matched
     if prompt is None:
         key = context.prompt_key
         prompt = await context.state.workers.run(render, tokenizer, unrendered, limit, key)
@@ -129,9 +133,10 @@ async def _chat_prompt(
 
 async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -> NextPrompt:
     base = context.policy.base
-    await asyncio.to_thread(context.history.load, context.state.calls)
+    if not context.history.is_loaded(context.state.calls):
+        await asyncio.to_thread(context.history.load, context.state.calls)
     if isinstance(prompt, str):
-        run = context.state.workers.run if context.large else asyncio.to_thread
+        run = context.state.workers.run if context.size == "large" else asyncio.to_thread
         return await run(render, base, prompt, context.max_length, context.prompt_key)
     base.check_ids(prompt, "prompt")  # the engine would fail once the call has begun
     return NextPrompt(ids=prompt, outcome="first", reasons=())

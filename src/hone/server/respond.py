@@ -27,7 +27,7 @@ from hone.inference.base import SampledToken
 from hone.logs import log
 from hone.server.bodies import accept_large_body
 from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
-from hone.server.generation import Generation, Piece, RequestContext
+from hone.server.generation import Generation, Piece, RequestContext, Size
 from hone.server.prepare import (
     count_prompt_tokens,
     prepare_chat,
@@ -50,6 +50,10 @@ _HEADERS = [
 
 IN_ROLLOUT = "/rollout/{rollout_id}"
 """The API of a rollout: every route of a dialect exists there too."""
+
+SMALL_BYTES = 8 * 2**10
+"""A body of at most this size is tokenized on the event loop, which takes a millisecond or two; to
+hand it to a thread costs a good part of that."""
 
 Resume = Callable[[Any], Any]
 """Adds to a request the messages of an earlier one that it names. Blocking."""
@@ -93,12 +97,12 @@ async def respond(
 ) -> Response:
     """Answer a request of this dialect."""
     rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    parsed, messages, large = await _read_body(state, request, dialect, resume)
+    parsed, messages, size = await _read_body(state, request, dialect, resume)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         out = EventStream(send, named=dialect.named_events)
         try:
-            response = await _answer(state, dialect, parsed, messages, rollout, out, large=large)
+            response = await _answer(state, dialect, parsed, messages, rollout, out, size=size)
         except Exception as error:
             if out.writer is None:
                 raise
@@ -119,23 +123,24 @@ async def _count_tokens(
 ) -> int:
     """The length of the prompt that a request would have. Nothing is sampled or recorded."""
     scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    parsed, messages, large = await _read_body(state, request, dialect, resume)
+    parsed, messages, size = await _read_body(state, request, dialect, resume)
     assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
-    async with admitted(state, dialect, parsed.model, scope, large=large) as context:
+    async with admitted(state, dialect, parsed.model, scope, size=size) as context:
         return await count_prompt_tokens(context, parsed.chat, messages)
 
 
 async def _read_body(
     state: State, request: Request, dialect: Dialect, resume: Resume | None
-) -> tuple[ParsedRequest, HashedMessages | None, bool]:
-    """The checked request, the messages of a chat, and whether the body is large."""
+) -> tuple[ParsedRequest, HashedMessages | None, Size]:
+    """The checked request, the messages of a chat, and the size of the body."""
     accept_large_body(request)
     body = await request.body()
     settings = state.settings
     limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}
-    large = len(body) > settings.large_body_bytes
+    size: Size = "small" if len(body) <= SMALL_BYTES else "medium"
     task = (dialect.parse, dialect.prompt_key, body)
-    if large:
+    if len(body) > settings.large_body_bytes:
+        size = "large"
         parsed, messages = await state.workers.run(read_request, *task, **limits)
     else:
         parsed, messages = read_request(*task, **limits)
@@ -143,13 +148,14 @@ async def _read_body(
     if resume is not None:
         parsed = await asyncio.to_thread(resume, sent)
     if parsed is not sent:
+        size = "large" if size == "large" else "medium"
         messages = await asyncio.to_thread(hashed_messages, parsed)
-    return parsed, messages, large
+    return parsed, messages, size
 
 
 @asynccontextmanager
 async def admitted(
-    state: State, dialect: Dialect, model: str, scope: RolloutScope, *, large: bool
+    state: State, dialect: Dialect, model: str, scope: RolloutScope, *, size: Size
 ) -> AsyncIterator[RequestContext]:
     """Count a request as being answered, and keep its model loaded, while the block runs."""
     serving = state.serving
@@ -169,7 +175,7 @@ async def admitted(
                 scope=scope,
                 history=history,
                 run=run,
-                large=large,
+                size=size,
                 prompt_key=dialect.prompt_key,
             )
 
@@ -182,10 +188,10 @@ async def _answer(
     scope: RolloutScope,
     out: "EventStream",
     *,
-    large: bool,
+    size: Size,
 ) -> dict[str, Any] | None:
     """The response, or None where it was streamed."""
-    async with admitted(state, dialect, request.model, scope, large=large) as context:
+    async with admitted(state, dialect, request.model, scope, size=size) as context:
         if isinstance(request, CompletionRequest):
             sampling = request
             generation = await prepare_completion(context, request)

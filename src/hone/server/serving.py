@@ -115,9 +115,11 @@ class Serving:
         `step` stands in for the newest step of the run's model; names with a step of their own keep
         it. `aliases` are those of the rollout.
         """
-        # One thread for all lookups: each costs a third of a millisecond.
         target = aliases.get(name.removesuffix("@latest"), name)
-        base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
+        if self._in_memory(target):
+            base_name, record, at = self._look_up(target, run, step)
+        else:
+            base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
         base = await self.base(base_name)
         if record is None:
             return Policy(base, None, 0, None, name)
@@ -138,6 +140,11 @@ class Serving:
         base = await self.template(base_name)
         return base if record is None else base.with_kwargs(record.spec.chat_template_kwargs)
 
+    def _in_memory(self, name: str) -> bool:
+        """Whether `_look_up` need not read the disk: for a registered model, unless its best step."""
+        stem, at = _split(name)
+        return at != "best" and self._models.find_or_none(stem, project.get()) is not None
+
     def _look_up(
         self, name: str, run: RunSpec | None, step: int | None
     ) -> tuple[str, ModelRecord | None, int | None]:
@@ -151,14 +158,12 @@ class Serving:
         self, name: str, run: RunSpec | None, step: int | None
     ) -> tuple[str, ModelRecord | None, int | None] | None:
         """As `_look_up`; None if nothing of that name is served."""
-        match = _AT.fullmatch(name)
-        stem, at = (match["stem"], match["at"]) if match else (name, "latest")
+        stem, at = _split(name)
         if run is not None and run.model is not None and stem in run.aliases and at == "latest":
             stem = run.model
-        try:
-            record, own = self._models.find(stem, project.get()), None
-        except NotFound:
-            record, own, stem = None, None, canonical(stem)
+        record, own = self._models.find_or_none(stem, project.get()), None
+        if record is None:
+            stem = canonical(stem)
         if run is not None and run.model is not None and at == "latest":
             own = self._models.find(run.model) if record is None or step is not None else None
             if record is None and own is not None and own.spec.base_model == stem:
@@ -360,3 +365,9 @@ class Serving:
         """Wait until no request is being answered, so that all are recorded."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A model's name, and what follows its @: `latest`, `best` or a number; latest without any."""
+    match = _AT.fullmatch(name)
+    return (match["stem"], match["at"]) if match else (name, "latest")

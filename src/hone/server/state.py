@@ -18,6 +18,7 @@ from hone.logs import say
 from hone.server.bodies import BodyBudget
 from hone.server.conversations import Conversations
 from hone.server.learners import StartLearner
+from hone.server.recorder import Recorder
 from hone.server.service import TrainingService
 from hone.server.serving import OpenEngine, Serving
 from hone.server.settings import Settings
@@ -57,6 +58,7 @@ class State:
     workers: WorkerPool
     """Processes that read large request bodies."""
     bodies: BodyBudget
+    recorder: Recorder
     conversations: Conversations = field(default_factory=Conversations)
     pruner: Part = field(default_factory=lambda: Part("pruner"))
     stats_log: Part = field(default_factory=lambda: Part("engine.log"))
@@ -102,6 +104,7 @@ class State:
             # No project can have a name that begins with a dot.
             workers=WorkerPool(settings.body_processes, directory=settings.root / ".bodies"),
             bodies=BodyBudget(settings.max_bodies_bytes),
+            recorder=Recorder(call_store),
         )
 
     @asynccontextmanager
@@ -120,6 +123,7 @@ class State:
         finally:
             await self.service.close()
             await self.serving.drain(DRAIN_S)
+            await self.recorder.drain()
             await self.serving.close()
             await asyncio.to_thread(self.workers.close)
             self.store.close()

@@ -8,13 +8,15 @@ doubles up to LONGEST_S, so that a part that cannot work costs nothing; a succes
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hone import retries
 from hone.errors import Unavailable
 from hone.logs import log
+
+T = TypeVar("T")
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
@@ -67,3 +69,19 @@ async def repeat(part: Part, work: Callable[[], Awaitable[object]], interval_s: 
         except Exception as error:  # noqa: BLE001  whatever it is: logged, shown by /health, retried
             delay_s = min(interval_s, part.fail(error))
         await asyncio.sleep(delay_s)
+
+
+def shared_task(
+    under_way: dict[str, asyncio.Task[T]], key: str, make: Callable[[], Coroutine[Any, Any, T]]
+) -> asyncio.Task[T]:
+    """The task that makes it, one for all who ask; forgotten if it failed."""
+
+    def forget(task: asyncio.Task[T]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            under_way.pop(key, None)
+
+    task = under_way.get(key)
+    if task is None:
+        task = under_way[key] = asyncio.create_task(make())
+        task.add_done_callback(forget)
+    return task

@@ -197,11 +197,15 @@ class CallStore:
 
     def add(self, calls: Sequence[RecordedCall], *, parent: RecordedCall | None = None) -> None:
         """Record the choices of one request, all or none. `parent` is the call they continue."""
-        first = calls[0]
-        if not first.rollout and not first.call.function:
-            with self._lock:
-                self._unmarked[first.model] += 1
-        rows = [Row(first, parent), *(Row(call, first) for call in calls[1:])]
+        self.add_all([(calls, parent)])
+
+    def add_all(
+        self, requests: Sequence[tuple[Sequence[RecordedCall], RecordedCall | None]]
+    ) -> None:
+        """Record the choices of several requests, each with the call it continues, all or none."""
+        rows: list[Row] = []
+        for (first, *others), parent in requests:
+            rows += [Row(first, parent), *(Row(call, first) for call in others)]
         with self._store.transaction() as db:
             for row in rows:
                 seq = None
@@ -211,6 +215,14 @@ class CallStore:
                     if seq is None:  # pruned since
                         row = Row(row.call, None)
                 insert(db, row.values(seq))
+        unmarked = (calls[0] for calls, _ in requests if not calls[0].rollout)
+        with self._lock:
+            self._unmarked.update(call.model for call in unmarked if not call.call.function)
+
+    def has_rollout(self, rollout: str) -> bool:
+        """Whether a call of this rollout is recorded. Reads an index alone."""
+        query = "SELECT 1 FROM calls WHERE rollout = ? LIMIT 1"
+        return bool(self._store.query(query, (rollout,)))
 
     def rollout(self, rollout: str) -> list[RecordedCall]:
         """A rollout's calls in the order of their requests; empty if there are none."""

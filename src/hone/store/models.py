@@ -8,6 +8,7 @@ checkpoints have that shape; its other settings may be registered anew at any ti
 one canonical name, however a client writes it, so that it is loaded once. rename.py renames models.
 """
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -52,10 +53,12 @@ Records = list[ModelRecord]  # named here because `list` is a method below
 
 
 class ModelStore:
-    """Registered models, in the order of their keys."""
+    """Registered models, in the order of their keys. In memory, because every request reads them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._lock = threading.Lock()
+        self._known: Records | None = None
 
     def register(self, spec: ModelSpec) -> ModelRecord:
         """Idempotent. Raises Conflict, with both values, if a fixed field changed."""
@@ -72,6 +75,7 @@ class ModelStore:
                 "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, ?)",
                 (spec.project, spec.name, spec.base_model, spec.model_dump_json(), created_at),
             )
+        self.read_again()
         return ModelRecord(spec.key, spec, created_at)
 
     def get(self, key: ModelKey) -> ModelRecord:
@@ -83,27 +87,40 @@ class ModelStore:
         Within a `project`, its own model of that NAME goes first. A NAME may be as its user wrote
         it, with spaces and slashes.
         """
+        record = self.find_or_none(name, project)
+        if record is None:
+            raise NotFound(_unknown(name, self.list()))
+        return record
+
+    def find_or_none(self, name: str, project: str | None = None) -> ModelRecord | None:
+        """As `find`; None if there is none of that name."""
         known = self.list()
         names = {name, stored_name(name)}
         matches = [r for r in known if r.key.project == project and r.key.name in names]
         matches = matches or [r for r in known if names & {r.key.name, str(r.key)}]
-        if len(matches) == 1:
-            return matches[0]
-        if matches:
+        if len(matches) > 1:
             candidates = " or ".join(repr(str(record.key)) for record in matches)
             raise Conflict(f"model {name!r} exists in several projects; say {candidates}")
-        raise NotFound(_unknown(name, known))
+        return matches[0] if matches else None
 
     def list(self) -> Records:
-        rows = self._store.query("SELECT * FROM models ORDER BY project, name")
-        return [
-            ModelRecord(
-                ModelKey(row["project"], row["name"]),
-                ModelSpec.model_validate_json(row["spec"]),
-                row["created_at"],
-            )
-            for row in rows
-        ]
+        with self._lock:
+            if self._known is None:
+                rows = self._store.query("SELECT * FROM models ORDER BY project, name")
+                self._known = [
+                    ModelRecord(
+                        ModelKey(row["project"], row["name"]),
+                        ModelSpec.model_validate_json(row["spec"]),
+                        row["created_at"],
+                    )
+                    for row in rows
+                ]
+            return self._known.copy()
+
+    def read_again(self) -> None:
+        """Call it after every commit that changed a model."""
+        with self._lock:
+            self._known = None
 
     def on_base(self, base_model: str) -> Records:
         return [record for record in self.list() if record.spec.base_model == base_model]

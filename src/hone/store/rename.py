@@ -116,4 +116,5 @@ class Renames:
         with self.store.transaction(durable=True) as db:
             for statement in UPDATES:
                 db.execute(statement, names)
+        self.models.read_again()
         say("model renamed", model=str(key), to=str(new))
