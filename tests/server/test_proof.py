@@ -139,12 +139,136 @@ def test_an_engine_that_shows_no_tensors_is_proved_by_logprobs_alone():
     assert (proof.verdict, proof.slope) == ("unproved", None)
 
 
-@pytest.mark.parametrize("tokens", [20, 300])
-@pytest.mark.parametrize("times_noise", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
+# The first step of examples/02_tool_calls on a GPU, in bfloat16: the learner's logprobs before and
+# after, as recorded, and those of an engine that adds the product of the adapter to an output that
+# is rounded already, as vLLM does. In float32 the same step moves the tokens 0.83 times as far.
+FIRST_STEP = [
+    (-0.09, -0.0213, -0.0907, -0.0569),
+    (-0.0009, -0.0004, -0.0008, -0.0006),
+    (-0.0009, -0.0007, -0.0009, -0.0007),
+    (-0.0017, -0.0011, -0.0019, -0.0016),
+    (-8.3232, -10.0057, -8.5593, -8.925),
+    (-2.2559, -2.4917, -2.2475, -2.3966),
+    (-2.9495, -3.3182, -3.039, -3.1115),
+    (-0.0425, -0.0405, -0.0438, -0.0421),
+    (-6.0151, -6.0643, -6.0353, -6.0057),
+    (-0.6739, -0.763, -0.6347, -0.6376),
+    (-2.9842, -3.2687, -3.0694, -3.0422),
+    (-0.0437, -0.055, -0.0471, -0.0465),
+    (-6.4894, -6.9326, -6.6226, -6.7073),
+    (-0.1291, -0.1461, -0.1093, -0.1639),
+    (-2.3578, -2.8697, -2.3657, -2.5893),
+    (-0.5121, -0.4827, -0.5016, -0.5113),
+    (-0.0003, -0.0003, -0.0004, -0.0003),
+    (-8.2836, -9.3073, -8.2009, -8.4969),
+    (-0.3042, -0.0827, -0.3246, -0.173),
+    (-0.0041, -0.002, -0.0042, -0.0032),
+    (-0.0022, -0.0018, -0.0023, -0.0019),
+    (-0.0063, -0.0051, -0.0076, -0.007),
+    (-1.3954, -1.2333, -1.509, -1.3782),
+    (-0.1155, -0.097, -0.1135, -0.108),
+    (-0.0002, -0.0001, -0.0002, -0.0002),
+    (-0.4375, -0.229, -0.5174, -0.3112),
+    (-0.0049, -0.003, -0.0049, -0.0035),
+    (-0.0454, -0.0357, -0.0419, -0.0419),
+    (-0.0914, -0.0618, -0.0754, -0.0768),
+    (-0.0292, -0.0217, -0.0275, -0.0232),
+    (-0.1557, -0.1137, -0.1764, -0.1405),
+    (-0.0823, -0.0364, -0.0724, -0.0567),
+    (-0.2667, -0.0616, -0.3319, -0.1524),
+    (-0.0024, -0.001, -0.0022, -0.0016),
+    (-0.0008, -0.0006, -0.0007, -0.0008),
+    (-0.0026, -0.0019, -0.0027, -0.0024),
+    (-0.8133, -0.4116, -0.902, -0.6459),
+    (-0.0595, -0.0429, -0.0636, -0.0497),
+    (-0, -0, -0.0001, -0),
+    (-0.396, -0.1759, -0.3663, -0.276),
+    (-0.0005, -0.0004, -0.0007, -0.0005),
+    (-0.0061, -0.0052, -0.0067, -0.006),
+    (-0.1425, -0.0497, -0.1839, -0.1046),
+    (-0.1251, -0.0528, -0.132, -0.1),
+    (-0.0246, -0.0148, -0.0288, -0.0177),
+    (-0.2437, -0.0517, -0.2995, -0.1277),
+    (-0.0022, -0.001, -0.0025, -0.0013),
+    (-0.0008, -0.0006, -0.0007, -0.0005),
+    (-0.0023, -0.0016, -0.0023, -0.0019),
+    (-0.5544, -0.2088, -0.5349, -0.3808),
+    (-0.053, -0.034, -0.0539, -0.0502),
+    (-0, -0, -0, -0),
+    (-0.3807, -0.1665, -0.4078, -0.3188),
+    (-0.0004, -0.0003, -0.0004, -0.0004),
+    (-0.0033, -0.0024, -0.0034, -0.0031),
+    (-0.0676, -0.0415, -0.0731, -0.0616),
+    (-0.0011, -0.0009, -0.001, -0.001),
+    (-0.005, -0.002, -0.0049, -0.0034),
+    (-0.0096, -0.0065, -0.0097, -0.0076),
+]
+NOT_TRAINED = [  # the learner's logprobs and the engine's, before
+    (-7.8412, -7.7631),
+    (-0.3179, -0.3608),
+    (-6.095, -6.3661),
+    (-1.1596, -1.1188),
+    (-0.1466, -0.1385),
+    (-8.5305, -8.5641),
+    (-4.918, -4.814),
+    (-1.7901, -1.8416),
+    (-0.065, -0.0639),
+    (-0.8463, -0.9252),
+    (-0.18, -0.1475),
+    (-0.0055, -0.0057),
+    (-0.0003, -0.0003),
+    (-5.7168, -5.839),
+    (-0.0015, -0.0012),
+    (-0.0136, -0.0156),
+    (-2.0235, -2.0293),
+    (-0.0011, -0.0012),
+    (-0.186, -0.2024),
+    (-0.0031, -0.003),
+    (-0.0007, -0.0009),
+    (-0.0716, -0.0675),
+    (-1.2579, -1.3337),
+    (-0.0015, -0.0013),
+    (-0.0578, -0.0547),
+    (-0, -0),
+    (-1.8546, -1.8422),
+    (-0.2937, -0.2881),
+    (-8.3853, -8.4073),
+    (-0.0005, -0.0004),
+    (-0.3463, -0.3448),
+    (-0.0004, -0.0004),
+]
+
+
+@pytest.mark.parametrize("sha256", [NEW, None])
+def test_a_first_step_that_rounding_hides_in_part_is_proved(sha256: str | None):
+    tokens = [
+        {"sequence": 0, "place": i + 1, "before": before, "after": after}
+        for i, (before, after, _, _) in enumerate(FIRST_STEP)
+    ]
+    others = [
+        {"sequence": 1, "place": i + 1, "before": before, "after": before}
+        for i, (before, _) in enumerate(NOT_TRAINED)
+    ]
+    movement = {"sequences": [], "tokens": tokens, "others": others}
+    rest = tuple(theirs for _, theirs in NOT_TRAINED)
+    old = Probe(OLD, (tuple(row[2] for row in FIRST_STEP), rest))
+    new = Probe(sha256, (tuple(row[3] for row in FIRST_STEP), rest))
+    proof = prove(movement, old, new, NEW)
+    assert proof.verdict == ("proved" if sha256 else "proved by logprob alone")
+    assert proof.slope == pytest.approx(0.55, abs=0.02)
+    stale = prove(movement, old, Probe(sha256, old.logprobs), NEW)
+    assert stale.verdict == ("unprovable by logprob" if sha256 else "unproved")
+
+
+@pytest.mark.parametrize("tokens", [8, 20, 300])
+@pytest.mark.parametrize("times_noise", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0])
 def test_rounding_is_no_reason_to_refuse_a_right_step(tokens: int, times_noise: float):
-    """Both programs round on their own. On a GPU a right step was refused: its slope was 0.378."""
+    """Both programs round on their own, and the engine may lose a part of the movement by it.
+
+    On a GPU, right steps had slopes of 0.38, 0.47, 0.47 and 0.48, and of 1.62 over eight tokens.
+    """
     generator = np.random.default_rng([tokens, int(10 * times_noise)])
-    verdicts = {"right": set[str](), "stale": set[str]()}
+    verdicts = {"right": set[str](), "part": set[str](), "stale": set[str]()}
     for _ in range(100):
         count = tokens + 32  # the others do not move
         logprobs = -generator.exponential(1.5, count)
@@ -162,16 +286,17 @@ def test_rounding_is_no_reason_to_refuse_a_right_step(tokens: int, times_noise: 
             for i, (b, a) in enumerate(zip(*learner, strict=True))
         ]
         movement = {"sequences": [[0]], "tokens": known[:tokens], "others": known[tokens:]}
-        for engine, new in (("right", rounded(logprobs + moves)), ("stale", old)):
+        right, part = rounded(logprobs + moves), rounded(logprobs + 0.4 * moves)
+        for engine, new in (("right", right), ("part", part), ("stale", old)):
             before, after = (Probe(NEW, (tuple(map(float, values)),)) for values in (old, new))
             try:
                 verdicts[engine].add(prove(movement, before, after, NEW).verdict)
             except NotProved:
                 verdicts[engine].add("refused")
-    assert "refused" not in verdicts["right"]
+    assert "refused" not in verdicts["right"] | verdicts["part"]
     assert "proved" not in verdicts["stale"]
-    if tokens == 300 and times_noise == 5:  # and where the movement is clear, it is seen
-        assert verdicts == {"right": {"proved"}, "stale": {"refused"}}
+    if tokens == 300 and times_noise == 10:  # and where the movement is clear, it is seen
+        assert verdicts == {"right": {"proved"}, "part": {"proved"}, "stale": {"refused"}}
 
 
 @pytest.mark.parametrize(

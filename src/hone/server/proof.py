@@ -5,11 +5,12 @@ Out:  Proof, or NotProved
 
 Learner and engine compute log-probabilities of the same tokens under the old and the new adapter.
 If the engine really changed, its movements lie on a line through the origin against the learner's.
-The slope is one where both compute exactly. In bfloat16 a part of the learner's movement is its own
-rounding, which the engine does not repeat, so the slope is lower by that part. A movement that is
-not clearly larger than the rounding proves nothing; then the hash decides, which the engine reads
-back from its own tensors, and the verdict says so. An engine that cannot show its tensors is proved
-by log-probabilities alone, or not at all; the verdict says which.
+The slope is one where both compute exactly. In bfloat16 it is not: an engine that adds the adapter's
+product to a rounded output loses most of a small product, so that a first step moves it half as far
+as the learner or less. There the slope only has to be clearly above zero, and not far above one. A
+movement that is not clearly larger than the rounding proves nothing; then the hash decides, which
+the engine reads back from its own tensors, and the verdict says so. An engine that cannot show its
+tensors is proved by log-probabilities alone, or not at all; the verdict says which.
 """
 
 import math
@@ -23,8 +24,12 @@ from hone.inference.base import Probe
 
 SLOPE = (0.5, 1.5)
 """Bounds of the slope, where nothing is rounded."""
+ROUNDED_SLOPE = (0.1, 2.0)
+"""Bounds of the slope in bfloat16."""
+ROUNDED = 1e-3
+"""From this noise of the logits on, learner or engine rounds; that of float32 is a hundredth of it."""
 SIGMAS = 4.0
-"""The lower bound must lie so many standard errors above zero, the slope of an unchanged engine."""
+"""A slope is clearly above or below a bound if it is so many standard errors away."""
 OUTLIER = 3.0
 """A movement counts up to so many times the median: one token must not decide."""
 MIN_NOISE = 1e-6
@@ -56,28 +61,36 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     old, new = _at(tokens, before), _at(tokens, after)
     if not all(map(math.isfinite, [*old, *new])):
         raise NotProved("the engine gives a probe token a logprob that is not finite")
-    noise = _noise(tokens, [*tokens, *movement.get("others", ())], before)
+    logit_noise = _logit_noise([*tokens, *movement.get("others", ())], before)
+    noise = [_noise_of(token, logit_noise) for token in tokens]
     # In units of each token's noise, so that the standard error of the slope is 1 / sqrt(square).
     ours = [(t["after"] - t["before"]) / n for t, n in zip(tokens, noise, strict=True)]
     theirs = [(b - a) / n for a, b, n in zip(old, new, noise, strict=True)]
     most = max(SIGMAS, OUTLIER * median(map(abs, ours))) if ours else SIGMAS
     pairs = [_bounded(a, b, most) for a, b in zip(ours, theirs, strict=True)]
-    x, y = [a for a, _ in pairs], [b for _, b in pairs]
-    square = sum(value * value for value in x)
+    square = sum(x * x for x, _ in pairs)
     # The part of the learner's movement that is certainly not its rounding.
     real = max(0.0, 1 - len(tokens) / square) if square else 0.0
-    lowest = SLOPE[0] * real
-    if lowest * math.sqrt(square) <= SIGMAS:
-        unknown = after.sha256 is None
-        return Proof("unproved" if unknown else "unprovable by logprob", None, len(tokens))
-    slope = sum(a * b for a, b in zip(x, y, strict=True)) / square
-    if not lowest <= slope <= SLOPE[1]:
+    unclear = Proof(
+        "unproved" if after.sha256 is None else "unprovable by logprob", None, len(tokens)
+    )
+    if SLOPE[0] * real * math.sqrt(square) <= SIGMAS:
+        return unclear
+    slope = sum(x * y for x, y in pairs) / square
+    error, (lowest, highest) = 1 / math.sqrt(square), SLOPE
+    if logit_noise > ROUNDED:
+        # From the residuals too: rounding is neither normal nor equal for all tokens.
+        spread = math.sqrt(sum((x * (y - slope * x)) ** 2 for x, y in pairs)) / square
+        error, (lowest, highest) = max(error, spread), ROUNDED_SLOPE
+    if slope + SIGMAS * error < lowest or slope - SIGMAS * error > highest:
         raise NotProved(
             f"over {len(tokens)} trained tokens the engine moved {slope:.3g} times as far as the "
-            f"learner, which must lie in [{lowest:.2g}, {SLOPE[1]}]"
+            f"learner, which must lie in [{lowest}, {highest}]"
             + (f", although the hash {sha256[:16]} is right" if after.sha256 else "")
             + ". The step before stays served."
         )
+    if slope <= SIGMAS * error:
+        return unclear
     return Proof("proved" if after.sha256 else "proved by logprob alone", slope, len(tokens))
 
 
@@ -93,32 +106,27 @@ def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:
     return [probe.logprobs[token["sequence"]][token["place"] - 1] for token in tokens]
 
 
-def _noise(
-    tokens: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, Any]], before: Probe
-) -> list[float]:
-    """How far engine and learner may differ about each movement, by rounding alone.
+def _logit_noise(known: Sequence[Mapping[str, Any]], before: Probe) -> float:
+    """By how much rounding moves a logit, from the disagreement about the old policy.
 
-    Rounding moves logits, and a logit moves the logprob of a token of probability p by 1 - p: a
-    token that is almost certain shows no noise, however coarse the arithmetic. So the noise of the
-    logits is estimated from the disagreement about the old policy over all known tokens, and each
-    movement gets its share by the token's probability before and after.
+    A logit moves the logprob of a token of probability p by 1 - p: a token that is almost certain
+    shows no noise, however coarse the arithmetic.
     """
     old = _at(known, before)
     seen = sum((a - token["before"]) ** 2 for a, token in zip(old, known, strict=True))
     squares = [_uncertainty(token["before"]) ** 2 for token in known]
     weight = sum(squares)
     if weight == 0:
-        return [MIN_NOISE] * len(tokens)
+        return 0.0
     # Few uncertain tokens say little about the noise; the estimate is raised accordingly.
     few = 1 + 4 * sum(d * d for d in squares) / weight**2
-    logit_noise = few * seen / weight
-    return [
-        math.sqrt(
-            logit_noise * (_uncertainty(token["before"]) ** 2 + _uncertainty(token["after"]) ** 2)
-            + 2 * MIN_NOISE**2
-        )
-        for token in tokens
-    ]
+    return math.sqrt(few * seen / weight)
+
+
+def _noise_of(token: Mapping[str, Any], logit_noise: float) -> float:
+    """How far engine and learner may differ about the token's movement, by rounding alone."""
+    uncertain = math.hypot(_uncertainty(token["before"]), _uncertainty(token["after"]))
+    return math.hypot(logit_noise * uncertain, math.sqrt(2) * MIN_NOISE)
 
 
 def _uncertainty(logprob: float) -> float:
