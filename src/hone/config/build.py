@@ -103,6 +103,8 @@ class Builder:
         """The key of the entry of `llms` that is trained; set by `choose_policy`."""
         self.is_training = False
         """In a training run the policy decides which model name each entry sends."""
+        self.runs_workflow = True
+        """False with --endpoint and --skip_workflow: only what evaluators need is built."""
         self.close_failures: list[Exception] = []
         self._stack = stack
         self._live: dict[Key, Any] = {}

@@ -92,11 +92,14 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
 
 
 def with_remote_steps(result: RolloutResult) -> RolloutResult:
-    """The result with the calls and steps that hone noted elsewhere, and sent as events."""
+    """The result with the calls and steps that were noted elsewhere and sent as events.
+
+    hone's own notes come first; a service of the toolkit alone sends none.
+    """
     if not result.events:
         return result
     entries = list(result.events)
-    seen = calls_of([entry for entry in entries if ours(entry["payload"])])
+    seen = calls_of([e for e in entries if ours(e["payload"])]) or calls_of(entries)
     steps = tuple(steps_of(entries))
     if result.calls:
         steps = tuple(_renumbered(steps, seen, result.calls))

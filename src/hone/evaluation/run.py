@@ -273,6 +273,7 @@ async def evaluation(
     names = builder.document.eval.evaluators if evaluators is None else evaluators
     prepare = general.output.custom_pre_eval_process_function if general.output else None
     items = await dataset_items(builder, dataset, reps=reps)
+    builder.runs_workflow = not skip_workflow and endpoint is None
     if skip_workflow:
         workflow = Function.of("<workflow>", _not_run)
     elif endpoint is not None:

@@ -24,6 +24,7 @@ from hone.config import registry
 from hone.config.base import ComponentConfig
 from hone.config.build import Builder
 from hone.config.registry import type_key
+from hone.config.schema import Document
 from hone.workflow.fit import as_text
 from hone.workflow.llm import dialled
 
@@ -45,18 +46,6 @@ async def toolkit_config(builder: Builder) -> Config:
     data, general = document.loaded.data, document.eval.general
     blocks: dict[str, Any] = {name: data[name] for name in SECTIONS if data.get(name)}
     blocks["llms"] = {key: await _llm_block(key, builder) for key in document.llms}
-    blocks["functions"] = {
-        key: data["functions"][key]
-        for key, config in document.functions.items()
-        if is_toolkit("function", config)
-    }
-    if document.workflow is not None and is_toolkit("function", document.workflow):
-        blocks["workflow"] = data["workflow"]
-    mentioned = _texts(blocks)
-    for key in document.functions:
-        if key not in blocks["functions"] and key in mentioned:
-            function = await builder.get_function(key)
-            blocks["functions"][key] = {"_type": HONE_FUNCTION, "function": function}
     blocks["eval"] = {
         "general": {
             "max_concurrency": general.max_concurrency,
@@ -68,6 +57,18 @@ async def toolkit_config(builder: Builder) -> Config:
             if is_toolkit("evaluator", config)
         },
     }
+    blocks["functions"] = {}
+    if builder.runs_workflow:
+        blocks["functions"] = {
+            key: data["functions"][key]
+            for key, config in document.functions.items()
+            if is_toolkit("function", config)
+        }
+        if document.workflow is not None and is_toolkit("function", document.workflow):
+            blocks["workflow"] = data["workflow"]
+    while missing := _missing_functions(document, blocks):
+        for key in missing:
+            blocks["functions"][key] = await _function_block(key, builder)
     return Config.model_validate(blocks)
 
 
@@ -75,6 +76,21 @@ def is_toolkit(kind: str, config: ComponentConfig) -> bool:
     """Whether NeMo Agent Toolkit builds this component."""
     component = registry.find(kind, config.type_name)
     return component is not None and component.toolkit_type is not None
+
+
+def _missing_functions(document: Document, blocks: Mapping[str, Any]) -> list[str]:
+    """Functions that a block may name, and that are not among the blocks yet."""
+    mentioned = _texts(blocks)
+    return [
+        key for key in document.functions if key not in blocks["functions"] and key in mentioned
+    ]
+
+
+async def _function_block(key: str, builder: Builder) -> dict[str, Any]:
+    """One entry of `functions`; one of hone becomes one of the toolkit."""
+    if is_toolkit("function", builder.document.functions[key]):
+        return builder.document.loaded.data["functions"][key]
+    return {"_type": HONE_FUNCTION, "function": await builder.get_function(key)}
 
 
 async def _llm_block(key: str, builder: Builder) -> dict[str, Any]:

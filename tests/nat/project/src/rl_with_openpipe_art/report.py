@@ -65,8 +65,8 @@ async def write_report(config: WriteReportConfig, builder: Builder):
     [count] = await builder.get_tools(config.tools, wrapper_type=LANGCHAIN)
     log("build workflow")
 
-    async def write(subject: str) -> str:
-        text = await draft.ainvoke(subject, to_type=str)
+    async def write(input_message: str) -> str:  # the name that `nat eval --endpoint` sends
+        text = await draft.ainvoke(input_message, to_type=str)
         words = await count.ainvoke({"text": text})
         verdict = await check.ainvoke(text, to_type=str)
         return f"{words} words: {verdict}"
