@@ -15,7 +15,10 @@ from tests.server.test_rollouts import SAID, spelt_out
 from tests.server.test_stream import LONG, wait_for
 
 from hone.capture.scope import recorded
+from hone.types import RecordedCall
+from hone.workflow.function import Function
 from hone.workflow.llm import LLM
+from hone.workflow.run import run_rollout
 
 FLAT_LOOK: dict[str, Any] = {"type": "function", **LOOK["function"]}
 FLAT_WEATHER: dict[str, Any] = {"type": "function", **WEATHER["function"]}
@@ -639,6 +642,56 @@ def test_the_harness_sees_a_stream_as_far_as_it_came(
     assert seen.error == "the client left the stream before its end" and seen.finish is None
     assert seen.reply is not None and seen.reply["content"] == event.delta
     wait_for(lambda: shared.engine.running == 0, "it is still answered")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_harness_sees_the_whole_prompt_of_a_request_that_names_earlier_items(
+    shared: Server, create: Create, stream: bool
+) -> None:
+    tools = [FLAT_LOOK, FLAT_WEATHER]
+
+    def turn(said: str, **request: Any) -> Any:
+        answer = create(said, stream=stream, tools=tools, **request)
+        return list(answer)[-1].response if stream else answer
+
+    rollout, recorder = recorded()
+    with rollout:
+        first = turn(f"See. {TWO_CALLS}", instructions="be brief")
+        outputs = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "cold"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        new = {"instructions": "be long", "previous_response_id": first.id}
+        second = turn("ok", input=outputs, **new)
+        turn("ok", input="go on", previous_response_id=second.id)
+        named = {"type": "item_reference", "id": second.output[0].id}
+        turn("ok", input=[named, {"role": "user", "content": "go on"}])
+    assert [len(seen.messages or ()) for seen in recorder.calls] == [2, 5, 6, 2]
+    for seen in recorder.calls:
+        assert seen.id is not None
+        (call,) = shared.state.calls.get([seen.id])
+        assert seen.messages == call.messages
+        assert "previous_response_id" not in seen.parameters
+    assert not recorder.is_incomplete
+
+
+async def test_a_response_from_outside_the_rollout_is_read_from_the_records(
+    shared: Server, create: Create
+) -> None:
+    first = create("ok", input="one")
+
+    def agent(text: str) -> str:
+        return create("ok", input=text, previous_response_id=first.id).output_text
+
+    async def read_calls(rollout: str) -> list[RecordedCall]:
+        return shared.state.calls.rollout(rollout)
+
+    workflow = Function.of("<workflow>", agent)
+    (unknown,) = (await run_rollout(workflow, "two")).calls
+    assert unknown.error is None and unknown.messages is None
+    (known,) = (await run_rollout(workflow, "two", recorded_calls=read_calls)).calls
+    assert [m["content"] for m in known.messages or ()] == ["one", "ok", "two"]
 
 
 # ---- refusals --------------------------------------------------------------------------------

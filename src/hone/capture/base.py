@@ -117,8 +117,9 @@ class Recorder:
         """The rollout is over: calls that would still be marked as its own are refused."""
         self.trunk = Branch()
         """Root of the tree of the rollout's tasks and threads."""
-        self.is_shared = False
-        """The rollout's URL was used: there may be calls that are not seen here."""
+        self.is_incomplete = False
+        """Only the server's records have the whole rollout: another process may have made calls, or
+        a request continued a response that is not one of the rollout's."""
         self._calls: list[WatchedCall] = []
         self._steps: list[Step] = []
         self._events: list[dict[str, Any]] = []
@@ -159,6 +160,10 @@ class Recorder:
             call = make(len(self._calls))
             self._calls.append(call)
         return call
+
+    def sent_before(self, index: int) -> list[WatchedCall]:
+        """The calls that were sent before this one, oldest first."""
+        return self._calls[:index]
 
     def resume(self, is_retry: Callable[[WatchedCall], bool]) -> WatchedCall | None:
         """The newest call that the request is a retry of, or None."""

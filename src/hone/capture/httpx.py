@@ -148,7 +148,5 @@ def _exchange(scope: Scope, request: Any) -> Exchange | None:
     host = host_of(request.url.host)
     is_message = _is_message(request)
     return recorder.add_call(
-        lambda index: Exchange(
-            index, function, host, sent, is_message=is_message, on_end=recorder.on_end
-        )
+        lambda index: Exchange(index, function, host, sent, recorder, is_message=is_message)
     )

@@ -15,19 +15,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.capture.base import SeenCall
+from hone.capture.base import Recorder, SeenCall
 from hone.capture.tee import decoder, loop_of, tee_like
 from hone.wire import anthropic_messages
 from hone.wire.anthropic_response import chat_completion
 from hone.wire.errors import error_message
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import usage
-from hone.wire.openai_response_reader import read_request, read_response, read_tools
+from hone.wire.openai_response_items import references
+from hone.wire.openai_response_reader import read_messages, read_response, read_tools
 from hone.wire.stream import has_ended, join_events
 
 UNANSWERED = "no answer yet"
 LEFT = "the client left the stream before its end"
-_CONVERSATION = ("model", "messages", "system", "input", "instructions", "tools")
+_CONVERSATION = (
+    *("model", "messages", "system", "tools"),
+    *("input", "instructions", "previous_response_id"),
+)
 """Keys of a request that are not parameters."""
 CLOSE_S = 5.0
 """How long closing a stream may take that an agent has left open."""
@@ -42,13 +46,13 @@ class Exchange:
         function: str,
         host: str,
         sent: bytes,
+        recorder: Recorder,
         *,
         is_message: bool = False,
-        on_end: Callable[["Exchange"], None] | None = None,
     ) -> None:
-        """`is_message`: the request is one of the Anthropic Messages API; `on_end`: see Recorder."""
+        """`is_message`: the request is one of the Anthropic Messages API."""
         self.index, self.function, self.host, self.sent = index, function, host, sent
-        self._on_end = on_end
+        self._recorder = recorder
         self._is_message = is_message
         self.started_at = time.time()
         self._began = time.perf_counter()
@@ -56,6 +60,7 @@ class Exchange:
 
     def _reset(self) -> None:
         self._seen: SeenCall | None = None
+        self._turn: _Turn | None = None
         self._status: int | None = None
         self._error: str | None = None
         self._seconds: float | None = None
@@ -99,8 +104,8 @@ class Exchange:
                 error = f"{type(error).__name__}: {error}".removesuffix(": ")
             self._error = error
             self._open = None
-            if self._on_end is not None:
-                self._on_end(self)
+            if self._recorder.on_end is not None:
+                self._recorder.on_end(self)
 
     def left(self) -> None:
         """The client closed the stream: too early, unless it had seen the end."""
@@ -136,14 +141,16 @@ class Exchange:
         if self._is_message:
             messages, tools = anthropic_messages.read_request(request)
         else:
-            messages, tools = _messages(request), _tools(request)
+            messages, tools = self._messages(request), _tools(request)
         if status is not None and status >= 400:
             text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
             response = _Response(error=f"HTTP {status}: {text or 'no reason given'}")
         elif status is None or (seconds is None and not self._is_stream):
             response = _Response()
         else:
-            response = _response(join_events(body) if self._is_stream else object_or_empty(body))
+            answer = join_events(body) if self._is_stream else object_or_empty(body)
+            response = _response(answer)
+            self._turn = _turn(request, messages, answer, response)
         under_way = UNANSWERED if seconds is None else None
         seen = SeenCall(
             index=self.index,
@@ -168,6 +175,30 @@ class Exchange:
             self._pieces.clear()
         return seen
 
+    def _messages(self, request: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """The whole prompt as chat messages; None if it is not known here."""
+        messages, sent = request.get("messages"), request.get("input")
+        if messages is not None or not isinstance(sent, str | list):
+            return messages if isinstance(messages, list) else None
+        instructions, previous = request.get("instructions"), request.get("previous_response_id")
+        earlier = self._earlier() if previous is not None or references(sent) else {}
+        if previous is not None and previous not in earlier:
+            self._recorder.is_incomplete = True
+            return None
+        items = {id: item for turn in earlier.values() for id, item in turn.items.items()}
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        before = [] if previous is None else earlier[previous].messages
+        return [*system, *before, *read_messages(sent, items)]
+
+    def _earlier(self) -> dict[str, "_Turn"]:
+        """The responses that the rollout had before this request, by their ids."""
+        turns: dict[str, _Turn] = {}
+        for call in self._recorder.sent_before(self.index):
+            call.read()
+            if isinstance(call, Exchange) and call._turn is not None:
+                turns[call._turn.id] = call._turn
+        return turns
+
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
@@ -183,6 +214,32 @@ class _Response:
     id: str | None = None
     policy_step: int | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A response of the Responses API, as later requests can name it."""
+
+    id: str
+    items: dict[str, dict[str, Any]]
+    """The items of its output, by their ids."""
+    messages: list[dict[str, Any]]
+    """Its prompt without instructions, which hold for one response, and the answer."""
+
+
+def _turn(
+    request: dict[str, Any],
+    messages: list[dict[str, Any]] | None,
+    answer: dict[str, Any],
+    response: "_Response",
+) -> _Turn | None:
+    """The response that a later request can continue; None for any other answer."""
+    output = answer.get("output")
+    if not isinstance(output, list) or messages is None or not response.choices:
+        return None
+    items = {str(item["id"]): item for item in output if isinstance(item, dict) and "id" in item}
+    prompt = messages[1:] if request.get("instructions") else messages
+    return _Turn(str(answer.get("id")), items, [*prompt, response.choices[0]["message"]])
 
 
 def _response(body: dict[str, Any]) -> _Response:
@@ -230,11 +287,3 @@ def _num_sampled(choice: dict[str, Any]) -> int | None:
 
 def _tools(request: dict[str, Any]) -> list[dict[str, Any]] | None:
     return (read_tools(request) if "input" in request else request.get("tools")) or None
-
-
-def _messages(request: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """What was asked, as chat messages."""
-    messages = request.get("messages")
-    if messages is None and "input" in request:
-        return read_request(request)
-    return messages if isinstance(messages, list) else None

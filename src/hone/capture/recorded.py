@@ -1,13 +1,14 @@
-"""Calls that the server recorded and another process sent -> SeenCalls.
+"""What the server recorded of a rollout and was not seen here -> SeenCalls.
 
 In:   the recorded calls of one rollout; the calls that were seen here
-Out:  the others as SeenCalls, in the order of their requests
+Out:  calls of other processes as SeenCalls, in the order of their requests; prompts of seen calls
 
 An agent in another process calls the model at the rollout's URL. Evaluators, files and reports read
 SeenCalls, wherever the request was sent from.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from hone.capture.base import SeenCall
@@ -25,6 +26,17 @@ def unseen_calls(
     others = [choices for choices in requests if not any(one.id in known for one in choices)]
     return [
         _seen(choices, index=place, host=host) for place, choices in enumerate(others, len(seen))
+    ]
+
+
+def with_prompts(recorded: Sequence[RecordedCall], seen: Sequence[SeenCall]) -> list[SeenCall]:
+    """The seen calls; those without messages get the recorded ones."""
+    messages = {one.id: one.messages for one in recorded}
+    return [
+        replace(call, messages=messages[call.id])
+        if call.messages is None and call.id in messages
+        else call
+        for call in seen
     ]
 
 

@@ -16,18 +16,18 @@ from hone.wire.openai_response_items import read_input
 from hone.wire.openai_responses import chat_tool
 
 
-def read_request(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The messages of a request to any server; its items as they are where no chat has the like."""
-    items, instructions = body.get("input"), body.get("instructions")
-    if not isinstance(items, str | list):
-        return None
+def read_messages(
+    sent: str | list[Any], items: Mapping[str, dict[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """The messages of an `input` to any server; its items as they are where no chat has the like.
+
+    `items` are those that an item_reference may name, by id.
+    """
     try:
-        messages = read_input(items)
+        return read_input(sent, items)
     except BadRequest:
-        assert isinstance(items, list), "a text is a message"
-        messages = items
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    return [*system, *messages]
+        assert isinstance(sent, list), "a text is a message"
+        return sent
 
 
 def read_response(response: Mapping[str, Any]) -> dict[str, Any]:

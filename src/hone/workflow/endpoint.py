@@ -77,7 +77,7 @@ class _Service:
         if scope is not None:
             headers |= scope.headers
             if scope.recorder is not None:
-                scope.recorder.is_shared = True
+                scope.recorder.is_incomplete = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 with not_captured():

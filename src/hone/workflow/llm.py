@@ -107,7 +107,7 @@ class LLM:
         if self._rollouts_url is None or scope is None or not scope.rollout:
             return self.base_url
         if scope.recorder is not None:
-            scope.recorder.is_shared = True
+            scope.recorder.is_incomplete = True
         return scope.url(dialled(self._rollouts_url))
 
     async def find_rollouts_url(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.capture.base import Recorder, SeenCall, Step
-from hone.capture.recorded import unseen_calls
+from hone.capture.recorded import unseen_calls, with_prompts
 from hone.capture.scope import Rollout, recorded
 from hone.config.build import build
 from hone.config.schema import read
@@ -88,7 +88,8 @@ async def run_rollout(
         step: the step that answers; the newest one if None.
         aliases: names and the models that they mean in this rollout.
         recorded_calls: reads the calls that the server recorded; called after the agent has ended
-            if it used the rollout's URL, since another process may have made calls.
+            if it used the rollout's URL, since another process may have made calls, or if a
+            request named an earlier response instead of sending its whole prompt.
     """
     rollout, recorder = recorded(id, host=host, temperature=temperature, step=step, aliases=aliases)
     began = time.perf_counter()
@@ -98,8 +99,8 @@ async def run_rollout(
         finally:
             await recorder.close()
     calls = tuple(recorder.calls)
-    if recorder.is_shared and recorded_calls is not None:
-        calls += await _calls_elsewhere(rollout, calls, recorded_calls)
+    if recorder.is_incomplete and recorded_calls is not None:
+        calls = await _completed(rollout, calls, recorded_calls)
     failure = None
     if isinstance(outcome, _TimedOut):
         failure = timed_out(outcome.after_s, outcome.place, calls)
@@ -151,16 +152,17 @@ async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutRes
         return list(await asyncio.gather(*(one(input) for input in inputs)))
 
 
-async def _calls_elsewhere(
+async def _completed(
     rollout: Rollout, seen: tuple[SeenCall, ...], recorded_calls: RecordedCalls
 ) -> tuple[SeenCall, ...]:
-    """The rollout's calls that another process made."""
+    """The seen calls with their whole prompts, and those that another process made."""
     try:
         calls = await recorded_calls(rollout.id)
     except HoneError as error:
         _log.warning("the calls of rollout %s could not be read: %s", rollout.id, error)
-        return ()
-    return tuple(unseen_calls(calls, seen, host=rollout.scope.host or ""))
+        return seen
+    others = unseen_calls(calls, seen, host=rollout.scope.host or "")
+    return (*with_prompts(calls, seen), *others)
 
 
 # ---- the agent's task --------------------------------------------------------------------------
