@@ -84,6 +84,8 @@ ModelAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._
 _FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
 SERVER_ADDRESS = "server.json"
 """File under a server's root with its address, while it runs."""
+SERVER_OUTPUT = "logs/server.out"
+"""File under a server's root with what it prints, if a client started it."""
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 

@@ -62,6 +62,23 @@ async def test_it_goes_on_where_it_was_left(tmp_path: Path):
     assert log.count("model registered") == 1, "the second server knew it"
 
 
+def test_its_output_is_rotated_and_its_last_words_are_shown(tmp_path: Path):
+    output = tmp_path / "logs" / "server.out"
+    output.parent.mkdir()
+    output.write_text("x" * 5000)
+    with LocalBackend(tmp_path, settings={"log_bytes": "4096"}) as backend:
+        backend.start()
+        assert output.with_name("server.out.1").read_text() == "x" * 5000
+        with output.open("a") as file:
+            file.write("the last line\n")
+        assert backend._server is not None
+        backend._server.kill()
+        backend._server.wait(30)
+        shown = str(backend.lost())
+    assert "exit status -9" in shown and shown.endswith("\nthe last line")
+    assert "x" * 10 not in shown
+
+
 def test_a_key_is_asked_for_and_sent(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):

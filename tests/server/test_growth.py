@@ -10,7 +10,7 @@ from tests.server.worlds import World
 
 from hone.logs import output_file, say, write_output
 from hone.server.settings import Settings
-from hone.server.telemetry import start_logging, stop_logging
+from hone.server.telemetry import rotate_output, start_logging, stop_logging
 from hone.store.checkpoints import log_groups, prune_groups
 from hone.types import RunSpec
 
@@ -34,6 +34,22 @@ def test_the_log_is_rotated(tmp_path: Path):
     assert "number=499" in settings.log_file.read_text()
     assert files[0].read_text().endswith("Z [7] a long line of a library, number 499\n")
     assert output_file("learner") is None, "closed"
+
+
+def test_the_output_of_a_server_is_rotated_while_processes_append_to_it(tmp_path: Path):
+    settings = Settings(root=tmp_path, log_bytes=4096, log_files=2)
+    path = tmp_path / "logs" / "server.out"
+    rotate_output(settings)  # a server that no client started has none
+    path.parent.mkdir()
+    with path.open("ab", buffering=0) as output:
+        for number in range(5):
+            output.write(b"%d" % number * 4096)
+            rotate_output(settings)
+        output.write(b"the last line\n")
+    rotate_output(settings)
+    files = {file.name: file.read_text() for file in path.parent.iterdir()}
+    older = {"server.out.1": "4" * 4096, "server.out.2": "3" * 4096}
+    assert files == {"server.out": "the last line\n", **older}
 
 
 def test_the_oldest_logged_trajectories_leave_first(tmp_path: Path):

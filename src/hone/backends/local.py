@@ -27,13 +27,15 @@ from hone.backends.base import Named
 from hone.backends.remote import RemoteBackend
 from hone.dev import check_only
 from hone.errors import HoneError, ServerError
-from hone.types import SERVER_ADDRESS, stored_name
+from hone.types import SERVER_ADDRESS, SERVER_OUTPUT, stored_name
 
 START_S = 120.0
 """Timeout until the server is ready; it loads no model, but a cold disk can be slow."""
 STOP_S = 30.0
 """Timeout until it has queued a running job again and ended."""
 SHOWN_LINES = 15
+SHOWN_BYTES = 65536
+"""How much of the server's output an error shows, at most."""
 CONNECT_S = 5.0
 
 
@@ -88,7 +90,7 @@ class LocalBackend(RemoteBackend):
     @property
     def output(self) -> Path:
         """What the server's process printed, in case it ended before it had a log."""
-        return self.root / "logs" / "server.out"
+        return self.root / SERVER_OUTPUT
 
     def __enter__(self) -> Self:
         return self
@@ -240,7 +242,12 @@ class LocalBackend(RemoteBackend):
     def _last_output(self) -> str:
         """The last lines that the server printed."""
         try:
-            output = self.output.read_bytes()[self._output_start :]
+            with self.output.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                # The server truncates the file when it rotates it.
+                start = self._output_start if size >= self._output_start else 0
+                file.seek(max(start, size - SHOWN_BYTES))
+                output = file.read()
         except OSError:
             return ""
         return "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])

@@ -23,7 +23,7 @@ from hone.server.service import TrainingService
 from hone.server.serving import OpenEngine, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part, repeat
-from hone.server.telemetry import Metrics
+from hone.server.telemetry import Metrics, rotate_output
 from hone.server.workers import WorkerPool
 from hone.store import calls, jobs, models
 from hone.store.calls import CallStore
@@ -35,9 +35,10 @@ from hone.store.rename import Renames
 from hone.tally import cancel_all
 
 PRUNE_S = 600.0
-STATS_S = 10.0
-"""How often the engines' statistics are written to engine.log, if they changed."""
 """Seconds between two prunings of recorded calls and of the groups of ended jobs."""
+LOG_S = 10.0
+"""How often the engines' statistics are written to engine.log, if they changed, and the size of the
+server's own output is checked."""
 DRAIN_S = 5.0
 """Seconds that requests cut off by a stop have to be recorded."""
 
@@ -61,7 +62,7 @@ class State:
     recorder: Recorder
     conversations: Conversations = field(default_factory=Conversations)
     pruner: Part = field(default_factory=lambda: Part("pruner"))
-    stats_log: Part = field(default_factory=lambda: Part("engine.log"))
+    logs: Part = field(default_factory=lambda: Part("logs"))
     started_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -114,7 +115,7 @@ class State:
             await self.service.start()
             repeated = [
                 asyncio.create_task(repeat(self.pruner, self._prune, PRUNE_S)),
-                asyncio.create_task(repeat(self.stats_log, self.serving.log_stats, STATS_S)),
+                asyncio.create_task(repeat(self.logs, self._log, LOG_S)),
             ]
             try:
                 yield
@@ -127,6 +128,10 @@ class State:
             await self.serving.close()
             await asyncio.to_thread(self.workers.close)
             self.store.close()
+
+    async def _log(self) -> None:
+        await self.serving.log_stats()
+        await asyncio.to_thread(rotate_output, self.settings)
 
     async def _prune(self) -> None:
         """Delete what is older or larger than the settings allow; close idle runs and engines."""

@@ -10,8 +10,12 @@ not add up.
 
 import json
 import logging
+import os
+import shutil
 import sys
 import time
+from contextlib import suppress
+from itertools import pairwise
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from hone.logs import OUTPUTS, log
 from hone.redact import HIDDEN, redact
 from hone.server.settings import Settings
+from hone.types import SERVER_OUTPUT
 
 MAX_REASON = 1000
 """Characters of a refusal that are logged."""
@@ -133,6 +138,26 @@ def start_logging(settings: Settings) -> None:
         whole = _log_file(settings, settings.log_file.with_name(f"{part}.log"))
         whole.setFormatter(_Output())
         logger.addHandler(whole)
+    rotate_output(settings)
+
+
+def rotate_output(settings: Settings) -> None:
+    """Limit server.out like the other logs: what a server prints if a client started it.
+
+    The file is copied and truncated, because processes have it open to append to it. As in the other
+    logs, what does not fit on the disk is lost.
+    """
+    path = settings.root / SERVER_OUTPUT
+    with suppress(OSError):
+        if path.stat().st_size < settings.log_bytes:
+            return
+        older = [path.with_name(f"{path.name}.{n}") for n in range(1, settings.log_files + 1)]
+        for source, target in reversed(list(pairwise(older))):
+            if source.exists():
+                source.replace(target)
+        with suppress(OSError):
+            shutil.copyfile(path, older[0])
+        os.truncate(path, 0)
 
 
 def _log_file(settings: Settings, path: Path) -> _LogFile:
