@@ -3,9 +3,9 @@
 In:   a tiny model; how many kills; a seed
 Out:  a line per kill; exit 1 if any run ended with other bits, or trained anything twice
 
-First every failpoint, each time it is reached; then pairs of kills at random times, the second
-while the server is still recovering from the first; then servers whose learner has a process of
-its own, killed with it or alone. After every kill the job must end as if nothing had happened. Last,
+First every failpoint, each time it is reached, and those around the learning of a job of DPO and of
+SFT; then servers whose learner has a process of its own, killed with it or alone; then pairs of kills
+at random times, the second while the server is still recovering from the first. After every kill the job must end as if nothing had happened. Last,
 where a small filesystem can be mounted, a disk that fills up under a job and is freed again.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 from bench.report import record, result
+from tests.server import small_server
 
 from hone.server import service
 from hone.store import checkpoints, jobs
@@ -34,7 +35,12 @@ from hone.store import database as store
 
 PROGRAM = Path(__file__).with_name("small_server.py")
 ROOT_OF_TESTS = PROGRAM.parent.parent.parent
-FAILPOINTS = (*store.FAILPOINTS, *jobs.FAILPOINTS, *checkpoints.FAILPOINTS, *service.FAILPOINTS)
+FAILPOINTS = (
+    *(*store.FAILPOINTS, *jobs.FAILPOINTS, *checkpoints.FAILPOINTS, *service.FAILPOINTS),
+    *small_server.FAILPOINTS,
+)
+LEARNING = ("job/before-learn", "learner/progress", "job/after-learn", "job/after-save")
+"""Failpoints around the learning of a job, which differs by loss."""
 IMPORTS = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT_OF_TESTS)]).strip(os.pathsep)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": IMPORTS}
 KILLED = (-9, -14)
@@ -68,9 +74,9 @@ class Servers:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def finish(self, root: Path) -> Ended:
+    def finish(self, root: Path, **order: Any) -> Ended:
         """What came of the job, in a server that is left alone."""
-        status = self.run(root)
+        status = self.run(root, **order)
         assert status == 0, f"a server that nobody killed ended with {status}"
         return json.loads((root / "ended.json").read_text())
 
@@ -114,18 +120,23 @@ class Same:
         return wrong
 
 
-def each_failpoint(servers: Servers, home: Path) -> Iterator[tuple[str, Path]]:
-    """Every failpoint, each time it is reached, and the root that its kill left."""
-    for name in FAILPOINTS:
+def each_failpoint(
+    servers: Servers, home: Path, *, quick: bool
+) -> Iterator[tuple[str, Path, int, str]]:
+    """Every failpoint, each time it is reached: the root that its kill left, and the loss."""
+    first = FAILPOINTS[:2] if quick else FAILPOINTS
+    points = [(name, "grpo") for name in first]
+    points += [(name, loss) for loss in ("dpo", "sft") for name in LEARNING]
+    for name, loss in points:
         for count in range(1, 1000):
-            root = home / f"{name.replace('/', '-')}-{count}"
+            root = home / f"{loss}-{name.replace('/', '-')}-{count}"
             root.mkdir()
-            status = servers.run(root, failpoint=f"{name}:{count}")
+            status = servers.run(root, failpoint=f"{name}:{count}", loss=loss)
             if status == 0:
                 assert count > 1, f"failpoint {name} is never reached"
                 break
             assert status in KILLED, (name, count, status)
-            yield f"{name}:{count}", root
+            yield f"{loss}, {name}:{count}", root, 1, loss
 
 
 def random_pairs(
@@ -238,27 +249,28 @@ def main() -> int:
     servers = Servers(model)
     kills = bad = 0
 
-    def check(name: str, root: Path, killed: int = 1) -> None:
-        report(name, servers.finish(root), killed)
+    def check(name: str, root: Path, killed: int = 1, loss: str = "grpo") -> None:
+        report(name, servers.finish(root, loss=loss), killed, loss)
 
-    def report(name: str, ended: Ended, killed: int = 1) -> None:
+    def report(name: str, ended: Ended, killed: int = 1, loss: str = "grpo") -> None:
         nonlocal kills, bad
         kills += killed
-        wrong = same.differences(ended)
+        wrong = same[loss].differences(ended)
         bad += bool(wrong)
         sys.stdout.write(f"{kills:4d} {'BAD ' if wrong else 'ok  '} {name}\n")
         sys.stdout.writelines(f"          {line}\n" for line in wrong)
         sys.stdout.flush()
 
     try:
-        same = Same.of(servers.finish(home / "undisturbed"))
+        same = {
+            loss: Same.of(servers.finish(home / f"undisturbed-{loss}", loss=loss))
+            for loss in ("grpo", "dpo", "sft")
+        }
         started = perf_counter()
         servers.finish(home / "again")
         whole_s = perf_counter() - started
-        for name, root in each_failpoint(servers, home):
-            check(name, root)
-            if options.quick and kills >= 5:
-                break
+        for kill in each_failpoint(servers, home, quick=options.quick):
+            check(*kill)
         for i in range(options.processes):
             root = home / f"process-{i}"
             after_s = draw.uniform(3, 20)

@@ -32,6 +32,8 @@ from hone.types import Call, JobInfo, ModelSpec, TrainConfig
 CONFIG = TrainConfig(learning_rate=1e-3, groups_per_optimizer_step=1, max_staleness=None)
 """Its groups say step 0, whichever step they are trained from."""
 ENDED = "ended.json"
+FAILPOINTS = ("learner/progress",)
+"""Reached by the learner in this process, after each micro-batch."""
 
 
 class LearnerHere(LearnerProcess):
@@ -82,7 +84,12 @@ class LearnerHere(LearnerProcess):
         unpacked = unpack_groups(groups)
         if base_step is not None:
             check_fresh(job_id, unpacked, base_step, config)
-        told = (lambda at: on_progress(asdict(at))) if on_progress else None
+
+        def told(at: Any) -> None:
+            failpoints.failpoint(*FAILPOINTS)
+            if on_progress:
+                on_progress(asdict(at))
+
         more = {key: more[key] for key in ("probe", "label_logprobs") if key in more}
         result = self.learner.train(
             unpacked, config, on_progress=told, should_stop=lambda: self.closed, **more
@@ -195,11 +202,14 @@ def digest(directory: Path) -> str:
 # ---- as a program -----------------------------------------------------------------------------
 
 
-async def one_job(root: Path, base_model: Path, **changes: Any) -> dict[str, Any]:
+async def one_job(
+    root: Path, base_model: Path, loss: str = "grpo", **changes: Any
+) -> dict[str, Any]:
     """Submit a job if there is none, work until it has ended, and say what came of it."""
     server = SmallServer.at(root, **changes)
     record = server.models.register(spec(base_model))
-    job = server.submit(record, token_groups(6), idempotency_key="the job")
+    config = TrainConfig(**{**CONFIG.model_dump(), "loss": loss})
+    job = server.submit(record, token_groups(6), config=config, idempotency_key="the job")
     await server.service.start()
     job = await server.ended(job.id, deadline_s=240)
     newest = server.checkpoints.newest(record.key)
@@ -232,7 +242,8 @@ def run(order: dict[str, Any], **changes: Any) -> None:
         importlib.reload(failpoints)
     if order.get("after_s"):
         signal.setitimer(signal.ITIMER_REAL, order["after_s"])  # nobody handles it: it kills
-    ended = asyncio.run(one_job(root, Path(order["model"]), **changes))
+    loss = order.get("loss", "grpo")
+    ended = asyncio.run(one_job(root, Path(order["model"]), loss, **changes))
     signal.setitimer(signal.ITIMER_REAL, 0)
     (root / ENDED).write_text(json.dumps(ended))
 

@@ -61,6 +61,17 @@ def test_killed_at_a_failpoint(servers: Servers, same: Same, tmp_path: Path, poi
     assert (ended["attempts"] == 2) == (point != POINTS[0])
 
 
+@pytest.mark.parametrize(("loss", "count"), [("grpo", 5), ("dpo", 10), ("sft", 4)])
+def test_killed_in_the_middle_of_learning(servers: Servers, tmp_path: Path, loss: str, count: int):
+    """Some of its six optimizer steps are done, others are not."""
+    undisturbed = Same.of(servers.finish(tmp_path / "undisturbed", loss=loss))
+    root = tmp_path / "killed"
+    assert servers.run(root, loss=loss, failpoint=f"learner/progress:{count}") == -9
+    ended = servers.finish(root, loss=loss)
+    assert undisturbed.differences(ended) == []
+    assert (ended["attempts"], ended["events"].count("learned")) == (2, 1)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_times(servers: Servers, same: Same, tmp_path: Path, seed: int):
     draw = random.Random(seed)
