@@ -199,6 +199,22 @@ async def test_requests_are_counted_by_route_and_not_by_address(make_state: Make
     assert 'route="/v1/training/jobs/{job_id}",status="404"} 2.0' in text
 
 
+async def test_answers_go_past_fastapi_and_their_paths_mean_the_same(make_state: MakeState):
+    state = make_state()
+    control, _ = create_apps(state)
+    chat, body = "/v1/chat/completions", {"model": "nobody", "messages": []}
+    async with client(control) as http:
+        inside = await http.post(f"/rollout/r1{chat}", json=body)
+        assert (inside.status_code, inside.json()["error"]["param"]) == (400, "messages")
+        assert (await http.post(f"/rollout/r 1{chat}", json=body)).status_code == 400
+        assert (await http.post(f"/rollout/{chat}", json=body)).status_code == 404
+        assert (await http.post(f"/rollout/r1/more{chat}", json=body)).status_code == 404
+        assert (await http.get(f"/rollout/r1{chat}")).status_code == 405
+        counted = (await http.get("/metrics")).text
+    route = '{route="/rollout/{rollout_id}/v1/chat/completions",status="400"}'
+    assert f"hone_requests_total{route} 2.0" in counted
+
+
 def test_every_error_has_its_status():
     assert [
         status_of(e) for e in (Conflict(), NotInThisVersion(), Unavailable(), EngineError())

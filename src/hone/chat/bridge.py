@@ -82,6 +82,10 @@ class NextPrompt:
     """Index of the recorded call that the messages continue."""
 
 
+def _chained(before: bytes, one: bytes) -> bytes:
+    return hashlib.sha256(before + one).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class HashedMessages:
     """The messages of a request, checked, with the hashes they are compared by."""
@@ -95,8 +99,15 @@ class HashedMessages:
     @classmethod
     def of(cls, messages: list[Message]) -> "HashedMessages":
         hashes = [hashlib.sha256(message.meaning.encode()).digest() for message in messages]
-        chain = accumulate(hashes, lambda before, one: hashlib.sha256(before + one).digest())
-        return cls(messages, hashes, list(chain))
+        return cls(messages, hashes, list(accumulate(hashes, _chained)))
+
+    def followed_by(self, message: Message) -> "HashedMessages":
+        """These messages and one more."""
+        added = HashedMessages.of([message])
+        last = _chained(self.prefixes[-1], added.hashes[0])
+        return HashedMessages(
+            [*self.messages, message], [*self.hashes, *added.hashes], [*self.prefixes, last]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +182,16 @@ class Conversation:
         self._prompts: set[bytes] = set()
         self._replies: set[bytes] = set()
 
-    def add(self, call: RenderedCall) -> None:
-        messages = [*check_messages(call.messages), *check_messages([call.reply])]
-        hashed = HashedMessages.of(messages)
+    def add(self, call: RenderedCall, request: HashedMessages | None = None) -> None:
+        """`request`: the call's messages, where they are hashed already."""
+        request = request or HashedMessages.of(check_messages(call.messages))
+        (reply,) = check_messages([call.reply])
+        hashed = request.followed_by(reply)
         *_, prompt, whole = hashed.prefixes
         self._prompts.add(prompt)
         self._by_prefix.setdefault(whole, []).append(len(self._calls))
         self._replies.add(hashed.hashes[-1])
-        self._calls.append(_Recorded(call, messages, _write_tools(check_tools(call.tools))))
+        self._calls.append(_Recorded(call, hashed.messages, _write_tools(check_tools(call.tools))))
 
     def prompt(self, messages: object, tools: Tools | None = None) -> NextPrompt:
         """The next prompt."""

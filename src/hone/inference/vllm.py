@@ -98,9 +98,11 @@ class VllmEngine:
     ) -> AsyncIterator[Delta]:
         name = self._name(adapter)
         check_request(prompt_ids, sampling, self._vocab, self._max_length)
-        # Of vLLM's mask the stop ids are no part: where the text may end it allows the end token.
-        followed = replace(sampling, stop_ids=())
-        matchers = await start_matchers(self._grammars, followed, sampling.n)
+        matchers = None
+        if sampling.constraint is not None:
+            # Of vLLM's mask the stop ids are no part: where the text may end it allows the end token.
+            followed = replace(sampling, stop_ids=())
+            matchers = await start_matchers(self._grammars, followed, sampling.n)
         body = completion_body(name, prompt_ids, sampling, self._max_length)
         await self._admit()
         self._users[name] += 1

@@ -299,16 +299,15 @@ def read_delta(
     values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
     narrowed, count = sampling.narrowed, len(ids)
-    assert len(values) == count, f"vLLM sent {count} ids and {len(values)} log-probabilities"
-    tokens = map(
-        SampledToken,
+    columns = (
         ids,
         values,
         values if narrowed else repeat(None, count),
         repeat(not narrowed, count),
-        [i in forced for i in range(count)],
+        [i in forced for i in range(count)] if forced else repeat(False, count),
         repeat((), count) if tops is None else [_best(top, sampling.top_logprobs) for top in tops],
     )
+    tokens = map(SampledToken._make, zip(*columns, strict=True))
     reason = choice.get("finish_reason")
     finish = None if reason is None else _FINISH.get(reason, "abort")
     return Delta(choice["index"], tuple(tokens), finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]

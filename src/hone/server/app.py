@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
@@ -40,7 +40,8 @@ from hone.server import (
     serving,
     training,
 )
-from hone.server.bodies import BodyReader, is_json
+from hone.server.bodies import BodyReader, PlainRoute, is_json
+from hone.server.respond import IN_ROLLOUT
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
 from hone.wire.anthropic_response import MESSAGES
@@ -53,6 +54,7 @@ DIALECTS = (CHAT, TEXT, RESPONSES, MESSAGES)
 """Each writes the errors of its path."""
 _PROJECT = re.compile(r"^/project/([^/]+)(?=/)")
 """Before any path of the OpenAI API: a model's name means the one of this project."""
+_ROLLOUT = "/rollout/"
 _REQUEST_ID = "hone.request_id"
 """Key of the ASGI scope: an id that is in the log, in the headers and in errors of some dialects."""
 
@@ -69,8 +71,11 @@ def _app(
     state: State, title: str, parts: tuple[Callable[[State], APIRouter], ...], *, control: bool
 ) -> FastAPI:
     app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
+    plain: dict[str, PlainRoute] = {}
     for routes in parts:
-        app.include_router(routes(state))
+        router = routes(state)
+        app.include_router(router)
+        plain |= {route.path: route for route in router.routes if isinstance(route, PlainRoute)}
     app.include_router(_status_routes(state, control=control))
 
     async def respond(request: Request, error: Exception) -> JSONResponse:
@@ -78,7 +83,7 @@ def _app(
 
     for kind in (HoneError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, respond)
-    app.add_middleware(_Middleware, state=state, control=control)
+    app.add_middleware(_Middleware, state=state, control=control, plain=plain)
     if origins := state.settings.allowed_origins:
         # Before the key is checked: a browser asks without it whether the page may send it.
         app.add_middleware(
@@ -206,10 +211,14 @@ def _take_project(scope: Scope) -> str | None:
 class _Middleware:
     """Checks body size and key, and logs every request. Plain ASGI, so that streams stay streams."""
 
-    def __init__(self, app: Any, *, state: State, control: bool) -> None:
+    def __init__(
+        self, app: Any, *, state: State, control: bool, plain: Mapping[str, PlainRoute]
+    ) -> None:
+        """`plain`: routes by their path, of POST requests, which go past FastAPI."""
         self.app = app
         self.state = state
         self.control = control
+        self._plain = plain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -247,11 +256,24 @@ class _Middleware:
         token, within = auth.access.set(access), serving.project.set(named)
         try:
             scope["hone.body"] = body
-            await self.app(scope, body, send)
+            route = self._take_plain(scope)
+            await (route.answer if route else self.app)(scope, body, send)
         finally:
             serving.project.reset(within)
             auth.access.reset(token)
             body.release()
+
+    def _take_plain(self, scope: Scope) -> PlainRoute | None:
+        if scope["method"] != "POST":
+            return None
+        path: str = scope["path"]
+        if not path.startswith(_ROLLOUT):
+            return self._plain.get(path)
+        rollout, slash, rest = path.removeprefix(_ROLLOUT).partition("/")
+        route = self._plain.get(f"{IN_ROLLOUT}{slash}{rest}") if rollout else None
+        if route is not None:
+            scope["path_params"] = {"rollout_id": rollout}
+        return route
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unknown")

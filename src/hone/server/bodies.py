@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope, Send
 
 from hone.server.settings import Settings
 
@@ -159,6 +159,19 @@ class _JsonRequest(Request):
                 text = "the body holds half of a surrogate pair; send whole characters"
                 raise HTTPException(422, text) from None
         return value
+
+
+class PlainRoute(APIRoute):
+    """A route that FastAPI documents, and that app.py calls itself.
+
+    Its endpoint takes the Request alone and returns a Response, so that there is nothing that FastAPI
+    could add, for which it takes a third of a millisecond.
+    """
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = self
+        response = await self.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:

@@ -49,7 +49,7 @@ class _ModelHistory(Conversation):
         for call in calls:
             self.record(call)
 
-    def record(self, call: RecordedCall) -> None:
+    def record(self, call: RecordedCall, request: HashedMessages | None = None) -> None:
         """Later calls may continue it, unless its client never received the answer."""
         if call.messages is None or call.abandoned:
             return
@@ -61,7 +61,8 @@ class _ModelHistory(Conversation):
                 reply=call.reply,
                 tools=call.tools,
                 template=call.fingerprint.partition("-")[2],
-            )
+            ),
+            request,
         )
         self.calls.append(call)
         self.tokens += len(call.call.prompt_ids) + len(call.call.completion_ids)
@@ -112,12 +113,17 @@ class RolloutHistory:
             self.load(calls)
             return self._of_weights(tokenizer).match_recorded(messages, tools)
 
-    def add(self, tokenizer: BaseTokenizer, calls: Sequence[RecordedCall]) -> None:
-        """Calls that were answered. Blocking."""
+    def add(
+        self,
+        tokenizer: BaseTokenizer,
+        calls: Sequence[RecordedCall],
+        request: HashedMessages | None = None,
+    ) -> None:
+        """Calls that answered a request. Blocking."""
         with self._lock:
             history = self._of_weights(tokenizer)
             for call in calls:
-                history.record(call)
+                history.record(call, request)
             count = len(history.calls)
             too_large = count > MAX_CALLS_OUTSIDE or history.tokens > MAX_TOKENS_OUTSIDE
             if too_large and not self.rollout:

@@ -12,12 +12,12 @@ import logging
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, Literal
 
-from hone.chat.bridge import NextPrompt
+from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.reply import Delta, Reply
 from hone.chat.template import Parser
 from hone.inference.base import FinishReason, SampledToken, Sampling
@@ -135,6 +135,7 @@ class Generation:
     parent: RecordedCall | None = None
     """The call that it continues, or that came before; their common prefix is stored once."""
     messages: list[dict[str, Any]] | None = None
+    hashed_messages: HashedMessages | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     not_applicable: list[str] = field(default_factory=list)
     """Keys of the request that change nothing for this model; named in the response."""
@@ -197,11 +198,15 @@ class Generation:
         return [self._call(choice) for choice in self.choices], self.parent
 
     def committed(self, calls: Sequence[RecordedCall]) -> None:
-        self.context.history.add(self.context.policy.base, calls)
+        self.context.history.add(self.context.policy.base, calls, self.hashed_messages)
         self._count(calls)
 
     def _call(self, choice: Choice) -> RecordedCall:
         policy, scope, reply = self.context.policy, self.context.scope, choice.reply()
+        columns: Iterable[Any] = (
+            zip(*choice.tokens, strict=True) if choice.tokens else repeat((), 6)
+        )
+        ids, logprobs, masked, exact, forced, _ = map(list, columns)
         return RecordedCall(
             id=choice.id,
             rollout=scope.rollout,
@@ -225,11 +230,11 @@ class Generation:
             abandoned=self._abandoned,
             call=Call(
                 prompt_ids=self.prompt.ids,
-                completion_ids=choice.ids,
-                logprobs=[token.logprob for token in choice.tokens],
-                exact=all(token.exact for token in choice.tokens),
-                forced=[i for i, token in enumerate(choice.tokens) if token.forced],
-                masked_logprobs=_masked_logprobs(choice.tokens),
+                completion_ids=ids,
+                logprobs=logprobs,
+                exact=all(exact),
+                forced=[i for i, was_forced in enumerate(forced) if was_forced],
+                masked_logprobs=None if masked.count(None) == len(masked) else masked,
                 temperature=self.sampling.temperature,
                 step=policy.step,
                 function=scope.function,
@@ -258,8 +263,3 @@ class Generation:
         if abandoned:
             metrics.abandoned.inc(len(calls))
             say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)
-
-
-def _masked_logprobs(tokens: Sequence[SampledToken]) -> list[float | None] | None:
-    values = [token.masked_logprob for token in tokens]
-    return None if all(value is None for value in values) else values

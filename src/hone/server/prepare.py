@@ -58,6 +58,7 @@ async def prepare_chat(
         ),
         fingerprint=tokenizer.fingerprint,
         messages=request.messages,
+        hashed_messages=messages,
         tools=choice.tools,
         not_applicable=ignored,
         request_fields=dialect_request.request_fields(ignored),

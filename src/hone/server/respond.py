@@ -25,7 +25,7 @@ from hone.chat.bridge import HashedMessages
 from hone.errors import HoneError
 from hone.inference.base import SampledToken
 from hone.logs import log
-from hone.server.bodies import accept_large_body
+from hone.server.bodies import PlainRoute, accept_large_body
 from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
 from hone.server.generation import Generation, Piece, RequestContext, Size
 from hone.server.prepare import (
@@ -89,6 +89,7 @@ def add_dialect(
             methods=["POST"],
             openapi_extra={"requestBody": body},
             include_in_schema=not prefix,
+            route_class_override=PlainRoute,
         )
 
 
@@ -273,18 +274,27 @@ class _LogprobWriter:
         self._as_ids = bool(as_ids)
 
     def write(self, tokens: Sequence[SampledToken]) -> Logprobs:
+        texts = map(self._named, [token.id for token in tokens])
         return [
             {
-                **self._entry(token.id, token.logprob),
-                "top_logprobs": [self._entry(*other) for other in token.top] if token.top else [],
+                "token": text,
+                "logprob": finite(token.logprob),
+                "bytes": octets,
+                "top_logprobs": self._alternatives(token.top) if token.top else [],
             }
-            for token in tokens
+            for token, (text, octets) in zip(tokens, texts, strict=True)
         ]
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _alternatives(self, top: Sequence[tuple[int, float]]) -> Logprobs:
+        texts = (self._named(token) for token, _ in top)
+        return [
+            {"token": text, "logprob": finite(logprob), "bytes": octets}
+            for (_, logprob), (text, octets) in zip(top, texts, strict=True)
+        ]
+
+    def _named(self, token: int) -> tuple[str, list[int]]:
         text, octets = self._text(token)
-        name = f"token_id:{token}" if self._as_ids else text
-        return {"token": name, "logprob": finite(logprob), "bytes": octets}
+        return (f"token_id:{token}" if self._as_ids else text), octets
 
 
 # ---- connections -------------------------------------------------------------------------------

@@ -115,6 +115,20 @@ def _stamp(record: logging.LogRecord) -> str:
 class _LogFile(RotatingFileHandler):
     """A log of bounded size. Lines that do not fit on the disk are lost, without a traceback."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        # That of RotatingFileHandler formats every line twice, and asks whether its file is one.
+        try:
+            line = self.format(record) + self.terminator
+            if self.stream is None:
+                self.stream = self._open()
+            size = os.fstat(self.stream.fileno()).st_size + len(line.encode())
+            if self.maxBytes and size >= self.maxBytes:
+                self.doRollover()
+            self.stream.write(line)
+            self.stream.flush()
+        except Exception:  # noqa: BLE001  logging's own way: no error of a log reaches its caller
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)

@@ -118,13 +118,13 @@ class _Request(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Inside a rollout the server's own seed is used instead."""
-    stop: _Stops = []
+    stop: _Stops = Field(default_factory=list)
     """Up to 16 strings that end the answer."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     """vLLM's key: divides the logits of tokens in prompt and answer; 1 changes nothing."""
-    logit_bias: _LogitBias = {}
+    logit_bias: _LogitBias = Field(default_factory=dict)
     """Token ids as text, each with a number from -100 to 100 that is added to its logit."""
     response_format: dict[str, Any] | None = None
     """{type: text}, {type: json_object}, or {type: json_schema, json_schema: {name, schema}}. The
