@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from hone.capture.scope import outside_rollouts
 from hone.errors import RolloutError
 from hone.trajectory import Messages, Tools
+from hone.wire.json import objects_in
 from hone.workflow.llm import LLM
 
 log = logging.getLogger("hone")
@@ -250,19 +251,11 @@ def scores_in(answer: str, ids: Sequence[str]) -> dict[str, TrajectoryScore]:
 def _entries(answer: str) -> list[tuple[str, Mapping[str, Any]]]:
     """Pairs of id and score object: {"scores": {ID: {...}}}, or a list with trajectory_id."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs)
-    value: Any = None
-    place = answer.find("{")
-    while place >= 0:
-        try:
-            decoded, end = decoder.raw_decode(answer, place)
-        except json.JSONDecodeError:
-            end = place + 1
-        else:
-            value = decoded if "scores" in dict(decoded) else value
-        place = answer.find("{", end)
-    if value is None:
+    answers = [dict(pairs) for pairs in objects_in(answer, decoder)]
+    with_scores = [fields["scores"] for fields in answers if "scores" in fields]
+    if not with_scores:
         raise ValueError("it gave no scores")
-    scores = dict(value)["scores"]
+    scores = with_scores[-1]
     if isinstance(scores, _Pairs):
         pairs = list(scores)
     elif isinstance(scores, list):

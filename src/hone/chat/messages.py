@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -25,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from hone.errors import TemplateError
 from hone.wire.errors import brief, first_problem
 from hone.wire.json import load_object
-from hone.wire.openai_chat import tool_call
+from hone.wire.openai_chat import TOOLS, tool_call
 
 Role = Literal["system", "user", "assistant", "tool"]
 Tools = Sequence[Mapping[str, Any]]
@@ -156,16 +155,7 @@ class Message:
         return {"role": self.role, "content": self.content, **present}
 
 
-class _Function(BaseModel):
-    name: str
-
-
-class _Tool(BaseModel):
-    function: _Function
-
-
 _MESSAGES = TypeAdapter(list[Message])
-_TOOLS = TypeAdapter(list[_Tool])
 
 
 def check_messages(messages: object) -> list[Message]:
@@ -180,7 +170,7 @@ def check_tools(tools: Tools | None) -> list[dict[str, Any]]:
     """The tools; an empty list when there are none."""
     if tools is None:
         return []
-    _validated(_TOOLS, tools, "tools")
+    _validated(TOOLS, tools, "tools")
     return [dict(tool) for tool in tools]
 
 

@@ -28,6 +28,7 @@ from hone.disk import write_atomic
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
+from hone.wire.json import objects_in
 from hone.workflow.llm import LLM
 
 log = logging.getLogger("hone")
@@ -232,18 +233,9 @@ for _config in (LlmJudge, TrajectoryJudge):
 
 def verdict_in(answer: str) -> tuple[str, float]:
     """Reasoning and score of a judge's answer: its last JSON object with a score, or `score: N`."""
-    verdict: Mapping[str, Any] | None = None
-    decoder = json.JSONDecoder()
-    place = answer.find("{")
-    while place >= 0:
-        try:
-            value, end = decoder.raw_decode(answer, place)
-        except json.JSONDecodeError:
-            end = place + 1
-        else:
-            verdict = value if isinstance(value, dict) and "score" in value else verdict
-        place = answer.find("{", end)
-    if verdict is not None:
+    verdicts = [value for value in objects_in(answer) if "score" in value]
+    if verdicts:
+        verdict = verdicts[-1]
         score = verdict["score"]
         if isinstance(score, bool) or not isinstance(score, int | float | str):
             raise ValueError(f"its score is {score!r}")
@@ -279,11 +271,11 @@ def conversations(calls: Sequence[SeenCall]) -> list[list[dict[str, Any]]]:
     for call in calls:
         if call.messages is None or call.reply is None:
             continue
-        asked = [_core(message) for message in call.messages]
-        before = [n for n, core in enumerate(cores) if asked[: len(core)] == core]
+        request = [_core(message) for message in call.messages]
+        before = [n for n, core in enumerate(cores) if request[: len(core)] == core]
         place = before[-1] if before else len(histories)
         histories[place:] = [[*call.messages, call.reply], *histories[place + 1 :]]
-        cores[place:] = [[*asked, _core(call.reply)], *cores[place + 1 :]]
+        cores[place:] = [[*request, _core(call.reply)], *cores[place + 1 :]]
     return histories
 
 
@@ -308,8 +300,8 @@ class VerdictCache:
 
     def key(self, llm: LLM, question: Any) -> str:
         """A hash of the judge and of the question."""
-        asked = [llm.base_url, llm.model, llm.params, question]
-        text = json.dumps(asked, sort_keys=True, ensure_ascii=False, default=str)
+        hashed = [llm.base_url, llm.model, llm.params, question]
+        text = json.dumps(hashed, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, key: str, read: Callable[[Any], T]) -> T | None:

@@ -11,7 +11,7 @@ is the user's, everything else the assistant's. Assistant messages of a prompt, 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
@@ -21,6 +21,7 @@ from hone.finetune.records import append_line
 from hone.finetune.rerender import message_item
 from hone.finetune.types import Trajectory
 from hone.rollout_record import EpisodeItem
+from hone.wire.openai_chat import TOOLS
 
 if TYPE_CHECKING:
     from hone.config.build import Builder
@@ -31,16 +32,7 @@ Message = dict[str, JsonValue]
 Objective = Literal["sft", "dpo"]
 
 
-class _Function(BaseModel):
-    name: str
-
-
-class _Tool(BaseModel):
-    function: _Function
-
-
 _MESSAGES = TypeAdapter(list[Message])
-_TOOLS = TypeAdapter(list[_Tool])
 _OBJECTIVES: dict[str, Objective] = {"sft_trainer": "sft", "dpo_trainer": "dpo"}
 
 
@@ -215,7 +207,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     try:
         tools = from_json(value) if isinstance(value, str) else value
         if tools:
-            _TOOLS.validate_python(tools)
+            TOOLS.validate_python(tools)
     except ValueError:
         raise ConfigError(
             f"{where}: expected a list of tools as in the OpenAI API, each with `function` and its "

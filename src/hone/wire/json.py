@@ -9,7 +9,7 @@ surrogate pair, nesting without end. Here they are errors, before they reach a f
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from pydantic_core import from_json, to_json
@@ -41,6 +41,20 @@ def object_or_empty(body: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def objects_in(text: str, decoder: json.JSONDecoder | None = None) -> Iterator[Any]:
+    """The JSON objects in a text of a model, in their order; text around them is skipped."""
+    decoder = decoder or json.JSONDecoder()
+    place = text.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except json.JSONDecodeError:
+            end = place + 1
+        else:
+            yield value
+        place = text.find("{", end)
 
 
 def write_json(value: dict[str, Any]) -> bytes:

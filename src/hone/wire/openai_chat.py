@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -303,6 +304,18 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 # ---- messages and responses ---------------------------------------------------------------------------------
+
+
+class _Function(BaseModel):
+    name: str
+
+
+class _Tool(BaseModel):
+    function: _Function
+
+
+TOOLS = TypeAdapter(list[_Tool])
+"""Checks the tools of a request: each has a function with a name; the rest is for the model."""
 
 
 def assistant_message(

@@ -7,7 +7,6 @@ The rollout's id travels in X-Hone-Rollout, and `hone serve-workflow` sends it o
 call, so the training server records them under this rollout.
 """
 
-import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
@@ -16,19 +15,18 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from hone.capture.base import current, host_of
+from hone.capture.base import current
 from hone.capture.scope import not_captured
-from hone.errors import AgentFailed, AgentTimeout, ConfigError, PolicyFailure
-from hone.model import CONNECT_S
+from hone.errors import AgentFailed, ConfigError, PolicyFailure
 from hone.redact import redact_urls
 from hone.workflow.function import Function
 from hone.workflow.jsonable import dumps
+from hone.workflow.service import DETAILS, answered_within, refusal, service_client
 
 KEY_VARIABLE = "HONE_ENDPOINT_API_KEY"
 """The environment variable with the key of the endpoint."""
 STEP, DATA = "intermediate_data: ", "data: "
 """How the lines of /generate/full begin; a line that is a JSON object is an error."""
-_LATER = (408, 409, 429)
 
 
 def endpoint_url(endpoint: str) -> str:
@@ -51,14 +49,9 @@ def endpoint_url(endpoint: str) -> str:
 async def open_endpoint(endpoint: str, timeout_s: float) -> AsyncIterator[Function]:
     """The workflow at this address; connections are closed at the end."""
     url = endpoint_url(endpoint)
-    is_local = host_of(urlsplit(url).hostname or "") == "localhost"
     key = os.environ.get(KEY_VARIABLE)
-    async with httpx2.AsyncClient(
-        timeout=httpx2.Timeout(None, connect=CONNECT_S),
-        limits=httpx2.Limits(max_connections=None),  # as many as there are rollouts
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        trust_env=not is_local,  # no proxy to this machine, whatever the environment says
-    ) as client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with service_client(url, headers=headers) as client:
         service = _Service(url, timeout_s, client)
         yield Function.of("<workflow>", service.run)
 
@@ -78,31 +71,14 @@ class _Service:
             headers |= scope.headers
             if scope.recorder is not None:
                 scope.recorder.is_incomplete = True
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                with not_captured():
-                    response = await self._client.post(
-                        self._url, headers=headers, content=dumps({"input_message": input})
-                    )
-        except TimeoutError:
-            raise AgentTimeout(
-                f"{self._name} was not answered within --endpoint_timeout {self._timeout_s:g}"
-            ) from None
-        except httpx2.RequestError as error:
-            why = str(error) or type(error).__name__
-            raise AgentFailed(f"{self._name} failed: {why}", reason="connection") from error
+        async with answered_within(self._name, self._timeout_s, "--endpoint_timeout "):
+            with not_captured():
+                response = await self._client.post(
+                    self._url, headers=headers, content=dumps({"input_message": input})
+                )
         if not response.is_success:
-            self._refuse(response.status_code, response.text)
+            raise refusal(self._name, response.status_code, response.text[:DETAILS])
         return self._output(response.text)
-
-    def _refuse(self, status: int, text: str) -> None:
-        first = text.strip().partition("\n")[0][:500]
-        later = status >= 500 or status in _LATER
-        raise AgentFailed(
-            f"{self._name} answered with status {status}" + (f": {first}" if first else ""),
-            reason="server_error" if later else "agent_error",
-            details=text[:16384],
-        )
 
     def _output(self, text: str) -> Any:
         """The output of the workflow; raises what it failed with."""

@@ -8,7 +8,6 @@ rollouts at once and each call is recorded under its own. The request itself is 
 if the service speaks the OpenAI API.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,12 +16,10 @@ from urllib.parse import quote, urlsplit
 import httpx2
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from hone.capture.base import host_of
 from hone.capture.scope import not_captured
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
-from hone.errors import AgentFailed, AgentTimeout, PolicyFailure
-from hone.model import CONNECT_S
+from hone.errors import AgentFailed, PolicyFailure
 from hone.redact import redact_urls
 from hone.workflow.address import ADDRESS_NAMES, Address, check_placeholders, fill, workflow_llm
 from hone.workflow.fit import as_text
@@ -30,11 +27,9 @@ from hone.workflow.function import FunctionInfo
 from hone.workflow.jsonable import dumps
 from hone.workflow.llm import LLM
 from hone.workflow.paths import json_path, values_at
+from hone.workflow.service import DETAILS, answered_within, refusal, service_client
 
-DETAILS_BYTES = 16 * 1024
-"""The beginning of a response with an error status that is kept."""
 _NAMES = ("input", *ADDRESS_NAMES)
-_LATER = (408, 409, 429)
 
 
 def _is_http(url: str) -> str:
@@ -95,13 +90,7 @@ class HttpConfig(FunctionBaseConfig, name="http"):
 async def http(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
     """An agent that is already a service, called over HTTP."""
     llm = await workflow_llm(config.llm, builder)
-    is_local = host_of(urlsplit(config.url).hostname or "") == "localhost"
-    async with httpx2.AsyncClient(
-        timeout=httpx2.Timeout(None, connect=CONNECT_S),
-        limits=httpx2.Limits(max_connections=None),  # as many as there are rollouts
-        verify=config.verify_ssl,
-        trust_env=not is_local,  # no proxy to this machine, whatever the environment says
-    ) as client:
+    async with service_client(config.url, verify=config.verify_ssl) as client:
         service = _Service(config, llm, client)
         yield FunctionInfo.from_fn(service.run, description=config.description)
 
@@ -120,16 +109,8 @@ class _Service:
     async def run(self, input: Any) -> Any:
         """Sends one input to the agent."""
         address = Address.of(self._llm)
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                status, body = await self._answer(address, input)
-        except TimeoutError:
-            raise AgentTimeout(
-                f"{self._name} was not answered within timeout_s={self._config.timeout_s:g}"
-            ) from None
-        except httpx2.RequestError as error:
-            why = str(error) or type(error).__name__
-            raise AgentFailed(f"{self._name} failed: {why}", reason="connection") from error
+        async with answered_within(self._name, self._config.timeout_s, "timeout_s="):
+            status, body = await self._answer(address, input)
         self._check(status, body)
         return self._output(body)
 
@@ -167,15 +148,10 @@ class _Service:
         """Raise if the service says that it failed."""
         if 200 <= status < 300:
             return
-        details = body[:DETAILS_BYTES].decode(errors="replace")
-        first = details.strip().partition("\n")[0][:500]
-        message = f"{self._name} answered with status {status}" + (f": {first}" if first else "")
+        failure = refusal(self._name, status, body[:DETAILS].decode(errors="replace"))
         if status in self._config.policy_failure_statuses:
-            raise PolicyFailure(message, reason="http_status", details=details)
-        later = status >= 500 or status in _LATER
-        raise AgentFailed(
-            message, reason="server_error" if later else "agent_error", details=details
-        )
+            raise PolicyFailure(str(failure), reason="http_status", details=failure.details)
+        raise failure
 
     def _output(self, body: bytes) -> Any:
         config = self._config
@@ -196,7 +172,7 @@ class _Service:
                 f"{self._name}: its response has nothing at output_path {config.output_path!r}: "
                 f"{text[:200]!r}",
                 reason="no_output",
-                details=text[:DETAILS_BYTES],
+                details=text[:DETAILS],
             )
         return values[0] if len(values) == 1 else values
 

@@ -1,0 +1,60 @@
+"""Call an agent that is a service: the HTTP client, the deadline, and how a failure is recorded.
+
+In:   the service's URL; a request, and its timeout
+Out:  the response; AgentTimeout or AgentFailed, each with a reason to count by
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from hone.capture.base import host_of
+from hone.errors import AgentFailed, AgentTimeout
+from hone.model import CONNECT_S
+
+DETAILS = 16 * 1024
+"""The beginning of an error response that is recorded."""
+_LATER = (408, 409, 429)
+"""Statuses of a service that may answer later."""
+
+
+def service_client(url: str, **options: Any) -> httpx2.AsyncClient:
+    """A client with as many connections as there are rollouts."""
+    is_local = host_of(urlsplit(url).hostname or "") == "localhost"
+    return httpx2.AsyncClient(
+        timeout=httpx2.Timeout(None, connect=CONNECT_S),
+        limits=httpx2.Limits(max_connections=None),
+        trust_env=not is_local,  # no proxy to this machine, whatever the environment says
+        **options,
+    )
+
+
+@asynccontextmanager
+async def answered_within(name: str, seconds: float | None, setting: str) -> AsyncIterator[None]:
+    """Raise AgentTimeout after this time, and AgentFailed if there is no response.
+
+    `setting` is the key or option of the timeout, up to its value: `timeout_s=`.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise AgentTimeout(f"{name} was not answered within {setting}{seconds:g}") from None
+    except httpx2.RequestError as error:
+        why = str(error) or type(error).__name__
+        raise AgentFailed(f"{name} failed: {why}", reason="connection") from error
+
+
+def refusal(name: str, status: int, details: str) -> AgentFailed:
+    """The failure that a response with an error status means; `details` is its body."""
+    first = details.strip().partition("\n")[0][:500]
+    later = status >= 500 or status in _LATER
+    return AgentFailed(
+        f"{name} answered with status {status}" + (f": {first}" if first else ""),
+        reason="server_error" if later else "agent_error",
+        details=details,
+    )
