@@ -217,7 +217,7 @@ async def test_all_keys_and_values_together_stay_inside_the_budget(tiny_llama_di
             step(scheduler, lambda *_: chance.choice(tokens), decoder)
             most_reserved = max(most_reserved, scheduler.reserved_bytes)
             cached = scheduler.prefixes.unused_bytes
-            assert scheduler.reserved_bytes + cached + scheduler.prompt_batch_bytes <= budget
+            assert scheduler.reserved_bytes + cached + scheduler._batch_limit.used_bytes <= budget
             if chance.random() < 0.02 and scheduler.running:
                 chance.choice(scheduler.running).aborted = True
         assert memory.now == scheduler.prefixes.unused_bytes  # nothing else is left

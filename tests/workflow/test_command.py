@@ -22,7 +22,7 @@ from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
-from hone.wire.keys import derive_inference_key
+from hone.wire.access import derive_inference_key
 from hone.workflow import command
 from hone.workflow.function import Function
 from hone.workflow.guard import guard

@@ -15,7 +15,7 @@ from hone.config.policy import Trained
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
 from hone.errors import AgentFailed, ConfigError, NotInThisVersion
-from hone.wire.keys import derive_inference_key
+from hone.wire.access import derive_inference_key
 from hone.workflow.llm import LLM, OpenAIConfig, TrainableConfig, dialled
 
 ASK: Any = [{"role": "user", "content": "hi"}]

@@ -22,8 +22,8 @@ from hone.wire.anthropic_response import chat_completion
 from hone.wire.errors import error_message
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import usage
+from hone.wire.openai_response_client import read_messages, read_response, read_tools
 from hone.wire.openai_response_items import references
-from hone.wire.openai_response_reader import read_messages, read_response, read_tools
 from hone.wire.stream import has_ended, join_events
 
 UNANSWERED = "no answer yet"

@@ -31,7 +31,7 @@ from hone.config.problems import dotted
 from hone.config.schema import Document
 from hone.errors import ConfigError, NotInThisVersion, did_you_mean
 from hone.types import RecordedCall
-from hone.wire.keys import derive_inference_key
+from hone.wire.access import derive_inference_key
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 
 from hone.capture.base import SeenCall, Step
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
-from hone.evaluation.merge import ours
-from hone.evaluation.steps import calls_of, events_of, steps_of
+from hone.evaluation.steps import calls_of, events_of, ours, steps_of
 from hone.types import Failure
 from hone.workflow.jsonable import as_text
 from hone.workflow.paths import values_at

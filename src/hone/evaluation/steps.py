@@ -9,20 +9,29 @@ them from the server's records, never from this file.
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from hone.capture.base import SeenCall, Step
 from hone.errors import ConfigError
-from hone.evaluation.merge import OURS, merge, ours
 
 LLM_END = "LLM_END"
 CUSTOM_END = "CUSTOM_END"
+OURS = "hone"
+"""The key of a payload's metadata for fields that the toolkit's form does not have."""
 _BULKY = frozenset({"logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs"})
 _FREE = uuid.UUID("8f0f0f52-7a1c-4a35-9d0e-2b7f6f3a1c55")
 _FIELDS = (
     *("index", "function", "model", "host", "tools", "usage", "id", "policy_step"),
     *("seconds", "status", "error"),
 )
+
+
+def ours(payload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Hone's fields of an entry's payload."""
+    metadata = payload.get("metadata")
+    own = metadata.get(OURS) if isinstance(metadata, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
 
 
 def intermediate_steps(
@@ -33,8 +42,7 @@ def intermediate_steps(
     # A step noted after n calls were sent comes after call n-1 and before call n.
     entries += [(call.index, 1, _llm_end(call)) for call in calls]
     ordered = [entry for _, _, entry in sorted(entries, key=lambda entry: entry[:2])]
-    wanted = None if kinds is None else set(kinds)
-    return [e for e in ordered if wanted is None or e["payload"]["event_type"] in wanted]
+    return _selected(ordered, kinds)
 
 
 def all_steps(
@@ -53,9 +61,12 @@ def all_steps(
         return intermediate_steps(calls, steps, kinds=kinds)
     own = [_llm_end(call) for call in calls]
     own += [_custom_end(step, place) for place, step in enumerate(steps)]
-    merged = merge(events, own)
+    return _selected(_merge(events, own), kinds)
+
+
+def _selected(entries: list[Any], kinds: Iterable[str] | None) -> list[Any]:
     wanted = None if kinds is None else set(kinds)
-    return [e for e in merged if wanted is None or e["payload"]["event_type"] in wanted]
+    return [e for e in entries if wanted is None or e["payload"]["event_type"] in wanted]
 
 
 def events_of(entries: Any) -> list[Any]:
@@ -210,3 +221,68 @@ def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
     }
     fields = {key: known[key] for key in _FIELDS}
     return SeenCall(**fields, messages=messages, choices=choices, started_at=began)
+
+
+# ---- entries of NeMo Agent Toolkit ---------------------------------------------------------------
+
+
+def _merge(events: Sequence[Any], own: Sequence[dict[str, Any]]) -> list[Any]:
+    """The toolkit's entries with hone's fields, and hone's other entries between them.
+
+    The two have no id in common. A call is the one that ran at the time of the toolkit's entry, the
+    one with the same text if there are several; a step is the one with the same name and value.
+    """
+    merged, left = list(events), list(own)
+    for is_same in (_same_id, _same_text, _same_time, _same_step):
+        for place, event in enumerate(events):
+            if merged[place] is not event:
+                continue
+            same = next((one for one in left if is_same(event["payload"], one["payload"])), None)
+            if same is not None:
+                left.remove(same)
+                merged[place] = _with_fields(event, same["payload"])
+    return sorted([*merged, *left], key=_time_of) if left else merged
+
+
+def _with_fields(event: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    payload = event["payload"]
+    held = payload.get("metadata")
+    metadata = {**(held if isinstance(held, Mapping) else {}), OURS: ours(own)}
+    return {**event, "payload": {**payload, "metadata": metadata}}
+
+
+def _time_of(entry: Mapping[str, Any]) -> float:
+    return entry["payload"].get("event_timestamp") or 0.0
+
+
+def _same_id(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """An entry that hone wrote, or has merged before."""
+    known = ours(theirs).get("id")
+    return _is(theirs, own, "LLM_END") and known is not None and known == ours(own)["id"]
+
+
+def _same_text(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    text = (theirs.get("data") or {}).get("output") or ""
+    return _same_time(theirs, own) and text == own["data"]["output"]
+
+
+def _same_time(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    if not _is(theirs, own, "LLM_END"):
+        return False
+    ended = theirs.get("event_timestamp") or 0.0
+    began = theirs.get("span_event_timestamp") or ended
+    return began <= own["event_timestamp"] and own["span_event_timestamp"] <= ended
+
+
+def _same_step(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    if not _is(theirs, own, "CUSTOM_END"):
+        return False
+    held = ours(theirs) or theirs.get("metadata")
+    value = held.get("value") if isinstance(held, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        value = None
+    return (theirs.get("name") or "custom", value) == (own["name"], ours(own)["value"])
+
+
+def _is(theirs: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> bool:
+    return theirs["event_type"] == kind == own["event_type"]

@@ -62,10 +62,6 @@ class Scheduler:
         return slots + self.prefixes.used_bytes + self._probe_bytes
 
     @property
-    def prompt_batch_bytes(self) -> int:
-        return self._batch_limit.used_bytes
-
-    @property
     def _pool_bytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools.values())
 

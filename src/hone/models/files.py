@@ -83,10 +83,6 @@ class ModelFiles:
         return _sha256(self.weight_files)
 
     @cached_property
-    def tokenizer_sha256(self) -> str:
-        return _sha256([self.path / "tokenizer.json"])
-
-    @cached_property
     def template_sha256(self) -> str | None:
         if self.template is None:
             return None

@@ -27,11 +27,11 @@ from hone.wire.access import (
     check_host,
     check_not_forwarded,
     check_origin,
+    derive_inference_key,
     forwarded,
     has_key,
     ip,
 )
-from hone.wire.keys import derive_inference_key
 
 Access = Literal["operator", "peer", "inference", "anyone"]
 """An operator may do everything; a peer (in a trusted network, without the key) may train, but not

@@ -17,7 +17,7 @@ arguments than the model's own, or printed another date; they are trained like a
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -27,7 +27,6 @@ from hone.errors import Unprocessable
 from hone.models.shape import shape_of
 from hone.server.choice_calls import ChoiceReader, Start, check_fresh
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
-from hone.server.turns import count_turns
 from hone.store.calls import CallStore
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, FieldError, RecordedCall
@@ -311,3 +310,36 @@ class _Resolver:
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Without NaN and infinities, which JSON cannot carry on."""
     return {k: v for k, v in values.items() if not isinstance(v, float) or isfinite(v)}
+
+
+def count_turns(calls: Sequence[RecordedCall], trained: Collection[str]) -> Counter[str]:
+    """Metrics `turns/...`: which prompts of trained calls continue sampled ids, and why others do not.
+
+    `calls` are in the order of their requests, `trained` has ids. A turn is one request; its n
+    choices share one prompt and count once. A turn that continues an answer which an earlier turn has
+    continued already is `forked`: both share the ids up to that answer.
+    """
+    by_id = {call.id: call for call in calls}
+    continued: set[str] = set()
+    requests: set[tuple[str, int]] = set()
+    counts: Counter[str] = Counter()
+    for call in calls:
+        counts["turns/malformed"] += call.id in trained and bool(call.malformed)
+        request = (call.rollout, call.index) if call.rollout else (call.id, 0)
+        if call.id not in trained or request in requests:
+            continue
+        requests.add(request)
+        outcome = f"turns/{call.outcome}"
+        reasons = [reason.replace(" ", "_") for reason in call.reasons]
+        if call.continues is not None:
+            if call.continues in continued:
+                reasons.append("forked")
+            continued.add(call.continues)
+            if (source := by_id.get(call.continues)) is not None:
+                tokens = len(source.call.prompt_ids) + len(source.call.completion_ids)
+                counts["turns/continued_tokens"] += tokens
+        counts.update([outcome, *(f"{outcome}/{reason}" for reason in reasons)])
+        counts["turns/prompt_tokens"] += len(call.call.prompt_ids)
+        started = call.outcome in ("re-rendered", "branched") or "forked" in reasons
+        counts["turns/branches"] += started
+    return counts

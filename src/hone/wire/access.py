@@ -7,6 +7,7 @@ A web page can make a browser call this machine under a name that was made to po
 rebinding); so Host and Origin are checked, with and without a key.
 """
 
+import base64
 import hmac
 import socket
 from collections.abc import Collection, Mapping
@@ -18,6 +19,8 @@ from hone.errors import Unauthorized
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """Names of this machine; ART's client connects to 0.0.0.0 by default."""
+INFERENCE = "hone-inference-"
+"""How an inference key begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,12 @@ def has_key(key: str | None, headers: Mapping[str, str]) -> bool:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     sent = (token if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
     return any(hmac.compare_digest(one.encode(), key.encode()) for one in sent)
+
+
+def derive_inference_key(api_key: str) -> str:
+    """The key that opens the inference APIs alone; it does not reveal the API key."""
+    digest = hmac.digest(api_key.encode(), b"hone: OpenAI API only", "sha256")
+    return INFERENCE + base64.urlsafe_b64encode(digest[:24]).decode()
 
 
 def hostname(host: str) -> str:

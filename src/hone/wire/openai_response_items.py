@@ -203,8 +203,8 @@ class _Turns:
                 f".id: no item is stored as {brief(name)}; send the item itself instead of an "
                 "item_reference"
             )
-        elif found := self._items[name]:
-            self.add(found)
+        elif stored := self._items[name]:
+            self.add(stored)
 
     def _open(self) -> dict[str, Any]:
         self._answer = {"role": "assistant", "content": None}

@@ -14,7 +14,7 @@ from typing import Any
 from hone.wire.anthropic_response import join_message
 from hone.wire.base import Event
 from hone.wire.json import object_or_empty, write_json
-from hone.wire.openai_response_reader import join_response
+from hone.wire.openai_response_client import join_response
 
 _END = re.compile(
     rb"^(data: ?\[DONE\]|event: ?(response\.(completed|incomplete|failed)|message_stop)\r?$)", re.M

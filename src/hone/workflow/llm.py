@@ -23,7 +23,7 @@ from hone.config.policy import openai_url
 from hone.config.registry import LLMBaseConfig, register_llm_provider
 from hone.errors import ConfigError
 from hone.model import TIMEOUT_S, connection_to
-from hone.wire.keys import INFERENCE, derive_inference_key
+from hone.wire.access import INFERENCE, derive_inference_key
 from hone.workflow.llm_requests import (
     as_arguments,
     check_step,

@@ -1,9 +1,9 @@
-"""Requests, responses and streams of any server with the Responses API, as chat completions.
+"""The Responses API of any server in the shape of chat completions: write a request, read the rest.
 
-In:   bodies and events that passed over the wire, also of servers that are not hone's
-Out:  messages; the shape of a chat completion
+In:   a request for a chat completion; requests, responses and streams that passed over the wire
+Out:  the body of /v1/responses; messages, and the shape of a chat completion
 
-Nothing here raises over what a server or a client sent: what no chat can hold is left out, or stays
+Reading never raises over what a server or a client sent: what no chat can hold is left out, or stays
 as it was.
 """
 
@@ -12,8 +12,33 @@ from typing import Any
 
 from hone.errors import BadRequest
 from hone.wire.openai_chat import assistant_message, tool_call
-from hone.wire.openai_response_items import read_input
-from hone.wire.openai_responses import chat_tool
+from hone.wire.openai_response_items import ItemIds, input_items, read_input
+from hone.wire.openai_responses import LOGPROBS, chat_tool, response_tool
+
+_RENAMED = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+
+
+def response_request(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """A request for a chat completion, as one of the Responses API.
+
+    Keys that both APIs have, and keys that only a server of hone or of vLLM has, stay as they are.
+    Items have no ids: those of another server would mean nothing to it.
+    """
+    body = {_RENAMED.get(key, key): value for key, value in chat.items() if value is not None}
+    items = input_items(body.pop("messages"), ItemIds(""))
+    body["input"] = [{k: v for k, v in item.items() if k not in ("id", "status")} for item in items]
+    if tools := body.get("tools"):
+        body["tools"] = [response_tool(tool) for tool in tools]
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
+        body["tool_choice"] = {"type": "function", **choice["function"]}
+    if (form := body.pop("response_format", None)) is not None:
+        body["text"] = {"format": {"type": form["type"], **form.get("json_schema", {})}}
+    if body.pop("logprobs", False):
+        body["include"] = [LOGPROBS]
+    if (effort := body.pop("reasoning_effort", None)) is not None:
+        body["reasoning"] = {"effort": effort}
+    return body
 
 
 def read_messages(
