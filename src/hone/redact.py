@@ -40,5 +40,5 @@ def redact_urls(text: str) -> str:
     return _IN_QUERY.sub(_parameter, _IN_URL.sub(rf"//\1{HIDDEN}@", text))
 
 
-def _parameter(found: re.Match[str]) -> str:
-    return f"{found[1]}{HIDDEN}" if is_secret(found[2]) else found[0]
+def _parameter(match: re.Match[str]) -> str:
+    return f"{match[1]}{HIDDEN}" if is_secret(match[2]) else match[0]

@@ -66,11 +66,11 @@ def test_a_gpu_is_divided(
 ):
     plan = plan_card(total * GB, needs(size))
     assert plan.sleeps is sleeps and plan.offloads is (kept == 1.0)
-    got = [plan.kv / GB, plan.learner / GB, plan.kept / GB]
+    got = [plan.kv / GB, plan.learner / GB, plan.learner_idle / GB]
     assert got == pytest.approx([kv, learner, kept], abs=0.06)
     vllm = plan.utilization * plan.total
     assert vllm == pytest.approx(plan.weights + OVERHEAD + plan.kv)
-    assert vllm + plan.kept + plan.spare == pytest.approx(plan.total)
+    assert vllm + plan.learner_idle + plan.spare == pytest.approx(plan.total)
     assert plan.spare >= 0.0199 * plan.total
     while_training = plan.learner + (ASLEEP if plan.sleeps else vllm)
     assert while_training <= 0.981 * plan.total

@@ -252,7 +252,7 @@ async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) ->
     run = RunSpec(id="run1", model="agent", aliases=("gpt-4o", "openai/o1"))
     for name in ("gpt-4o", "openai/o1", "gpt-4o@latest"):
         policy = await world.serving.resolve(name, run=run)
-        assert (policy.model, policy.step, policy.asked) == ("default/agent", 2, name)
+        assert (policy.model, policy.step, policy.name) == ("default/agent", 2, name)
     pinned = await world.serving.resolve("gpt-4o", run=run, step=1)
     assert (pinned.model, pinned.step) == ("default/agent", 1)
     other = RunSpec(id="run2", model="agent")
@@ -601,7 +601,7 @@ async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world
     async with world.serving.using(policy) as using:
         assert using.base.engine is other and using.adapter == policy.adapter
         assert using.adapter is not None and using.adapter.sha256 in other.published
-        assert (using.step, using.asked) == (policy.step, policy.asked)
+        assert (using.step, using.name) == (policy.step, policy.name)
 
 
 async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(

@@ -253,14 +253,12 @@ class StreamParser:
     def _take_until(self, tag: str, final: bool) -> tuple[str, bool]:
         """The text before the tag, and whether the tag is there."""
         # str.partition takes long to find a tag in a text that has none.
-        before, found, rest = (
-            self._text.partition(tag) if "<" in self._text else (self._text, "", "")
-        )
-        if not found and not final:
+        before, end, rest = self._text.partition(tag) if "<" in self._text else (self._text, "", "")
+        if not end and not final:
             before = without_partial(before, (tag,))
             rest = self._text[len(before) :]
         self._text = rest
-        return before, bool(found)
+        return before, bool(end)
 
     # ---- tool calls ------------------------------------------------------------------------
 

@@ -193,8 +193,8 @@ def _named_in_code(document: Document) -> list[str]:
     """Names that the run's own code sets with `hone.function`."""
     directory = document.file.resolve().parent
     files = [file for path in code_of(document) if (file := directory / path).is_file()]
-    found = [_NAMED.findall(file.read_text(encoding="utf-8", errors="replace")) for file in files]
-    return sorted({name for names in found for name in names})
+    names = [_NAMED.findall(file.read_text(encoding="utf-8", errors="replace")) for file in files]
+    return sorted({name for in_file in names for name in in_file})
 
 
 def _target_mistakes(document: Document, endpoint: str | None) -> Mistakes:

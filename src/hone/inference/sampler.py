@@ -144,9 +144,9 @@ def _masked(scores: Tensor, samples: Sequence[SampleState]) -> tuple[dict[int, T
         if adjusted is not None:
             masked[i] = adjusted
     if truncating := [i for i, sample in enumerate(samples) if sample.sampling.truncates]:
-        kept = torch.stack([masked.get(i, scores[i]) for i in truncating])
+        rows = torch.stack([masked.get(i, scores[i]) for i in truncating])
         masked |= zip(
-            truncating, _narrow(kept, [samples[i].sampling for i in truncating]), strict=True
+            truncating, _narrow(rows, [samples[i].sampling for i in truncating]), strict=True
         )
     return masked, forced
 

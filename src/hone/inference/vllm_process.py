@@ -101,14 +101,14 @@ def find_vllm(python: str) -> VllmEnvironment | None:
 
 def require_vllm(python: str) -> VllmEnvironment:
     """The vLLM of an interpreter, of a version that hone supports."""
-    found = find_vllm(python)
-    if found is None:
+    environment = find_vllm(python)
+    if environment is None:
         raise EngineError(
             f"vLLM is not installed in {python}. Install it there, or name the Python of another "
             "environment with --engine-python."
         )
-    check_version(found.version, where=python)
-    return found
+    check_version(environment.version, where=python)
+    return environment
 
 
 def check_version(version: str, *, where: str) -> None:

@@ -108,7 +108,7 @@ def read_conversations(paths: Iterable[Path]) -> Iterator[Conversation]:
 
 
 def _read_directory(path: Path) -> Iterator[Conversation]:
-    found = False
+    has_trajectory = False
     for file in sorted(path.rglob("*.json")):
         try:
             document = _document(file)
@@ -117,11 +117,12 @@ def _read_directory(path: Path) -> Iterator[Conversation]:
             continue
         if not is_atif(document):
             continue
-        found, conversations = True, from_atif(document, str(file))
+        has_trajectory = True
+        conversations = from_atif(document, str(file))
         if not conversations:
             log.warning("Left out: %s: has no steps", file)
         yield from conversations
-    if not found:
+    if not has_trajectory:
         raise ConfigError(f"{path}: holds no ATIF trajectory (a .json file with `steps`)")
 
 

@@ -78,13 +78,13 @@ def _conversations(calls: Sequence[RecordedCall]) -> list[Conversation]:
     for call in sorted(calls, key=lambda one: (one.index, one.choice)):
         if call.messages is None or call.abandoned:
             continue
-        asked = [_core(message) for message in call.messages]
+        request = [_core(message) for message in call.messages]
         # The newest that it continues: two samples of one prompt are two conversations.
         before = [
             one
             for one in conversations
-            if len(one.messages) <= len(asked)
-            and [_core(m) for m in one.messages] == asked[: len(one.messages)]
+            if len(one.messages) <= len(request)
+            and [_core(m) for m in one.messages] == request[: len(one.messages)]
         ]
         one = before[-1] if before else Conversation([])
         if not before:
@@ -100,18 +100,18 @@ def _mark_others(conversation: Conversation, policy: str | None, *, pinned: bool
 
     `policy`: PROJECT/NAME; None: any model that is not at a fixed step.
     """
-    said = {
+    places = {
         place
         for place, call in conversation.sampled.items()
         if policy in (None, call.model) and (pinned or not call.is_frozen)
     }
     conversation.messages = [
         {**message, "weight": 0}
-        if message.get("role") == "assistant" and i not in said
+        if message.get("role") == "assistant" and i not in places
         else message
         for i, message in enumerate(conversation.messages)
     ]
-    return bool(said)
+    return bool(places)
 
 
 def _core(message: Message) -> tuple[Any, ...]:

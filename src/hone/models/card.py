@@ -84,7 +84,7 @@ class CardPlan:
     """vLLM's KV cache."""
     learner: int
     """Most that the learner may use while it trains."""
-    kept: int
+    learner_idle: int
     """What the learner keeps while vLLM samples."""
     sleeps: bool
     """vLLM sleeps while the learner trains."""
@@ -97,12 +97,12 @@ class CardPlan:
     @property
     def offloads(self) -> bool:
         """The learner's weights leave the GPU while vLLM samples."""
-        return self.kept <= CONTEXT
+        return self.learner_idle <= CONTEXT
 
     @property
     def spare(self) -> int:
         """What nobody uses while vLLM samples."""
-        return self.total - self.weights - OVERHEAD - self.kv - self.kept
+        return self.total - self.weights - OVERHEAD - self.kv - self.learner_idle
 
     def describe(self) -> str:
         """The plan in one line."""
@@ -110,7 +110,7 @@ class CardPlan:
         vllm_then = "vLLM asleep" if self.sleeps else "vLLM as before"
         return (
             f"{gb(self.total)} GB of GPU memory; sampling: vLLM {self.utilization:.2f} ({vllm}), "
-            f"learner {gb(self.kept)}, spare {gb(self.spare)}; training: {vllm_then}, learner "
+            f"learner {gb(self.learner_idle)}, spare {gb(self.spare)}; training: {vllm_then}, learner "
             f"{gb(self.learner)}"
         )
 
@@ -147,9 +147,14 @@ def _divided(total: int, needs: Needs, utilization: float | None, sleep: bool | 
         kv = min(kv, needs.kv(MOST_SEQUENCES))
     left = total - needs.weights - OVERHEAD - kv
     learner = usable - ASLEEP if sleeps else min(left, beside - kv)
-    kept = (fixed if fixed <= left else CONTEXT) if sleeps else learner
+    learner_idle = (fixed if fixed <= left else CONTEXT) if sleeps else learner
     return CardPlan(
-        total=total, weights=needs.weights, kv=kv, learner=learner, kept=kept, sleeps=sleeps
+        total=total,
+        weights=needs.weights,
+        kv=kv,
+        learner=learner,
+        learner_idle=learner_idle,
+        sleeps=sleeps,
     )
 
 

@@ -154,7 +154,7 @@ def learner_bytes(
 ) -> int:
     """Memory of the learner on CUDA with a row of so many tokens, of which nothing is recomputed."""
     plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
-    row = CUDA_LOGITS + tokens * plan.layers * plan.kept if tokens else 0
+    row = CUDA_LOGITS + tokens * plan.layers * plan.activations if tokens else 0
     return plan.fixed + row
 
 
@@ -165,7 +165,7 @@ class _CudaPlan:
     layers: int
     fixed: int
     """Weights, adapter with its optimizer."""
-    kept: int
+    activations: int
     """Per token and layer, for the backward pass."""
     feed_forward: int
     """Of these, what the feed-forward part keeps."""
@@ -175,23 +175,25 @@ class _CudaPlan:
     @classmethod
     def of(cls, config_json: Mapping[str, Any], *, dtype_bytes: int, rank: int) -> "_CudaPlan":
         shape = shape_of(config_json)
-        kept = int(shape.activations * COMPILED_SHARE)
+        activations = int(shape.activations * COMPILED_SHARE)
         return cls(
             layers=shape.layers,
             fixed=shape.parameters * dtype_bytes + rank * shape.adapter_width * ADAPTER_BYTES,
-            kept=kept * dtype_bytes,
-            feed_forward=min(shape.feed_forward, kept - shape.hidden) * dtype_bytes,
+            activations=activations * dtype_bytes,
+            feed_forward=min(shape.feed_forward, activations - shape.hidden) * dtype_bytes,
             passed=shape.hidden * dtype_bytes,
         )
 
     def most_tokens(self, memory: int, chosen: Recomputation) -> int:
         """The longest row that fits."""
         whole = self.layers - chosen.layers
-        each = whole * self.kept + chosen.layers * self.passed
+        each = whole * self.activations + chosen.layers * self.passed
         each -= self.feed_forward * min(chosen.feed_forward, whole)
         spare = memory - self.fixed
         # While the head is computed its logits exist; afterwards, one layer that is computed again.
-        again = self.kept if chosen.layers else self.feed_forward if chosen.feed_forward else 0
+        again = (
+            self.activations if chosen.layers else self.feed_forward if chosen.feed_forward else 0
+        )
         return max(0, min((spare - CUDA_LOGITS) // each, spare // (each + again)))
 
 

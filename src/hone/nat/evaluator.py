@@ -48,8 +48,8 @@ class ToolkitEvaluator:
         error = result.error
         if not error and isinstance(result.reasoning, Mapping) and not result.score:
             # Where it catches an exception, the toolkit scores 0.0 and puts the text there.
-            said = result.reasoning.get("error")
-            error = said if isinstance(said, str) and said else None
+            message = result.reasoning.get("error")
+            error = message if isinstance(message, str) and message else None
         return hone.EvalOutputItem(
             id=item.id,
             score=result.score,

@@ -213,7 +213,7 @@ class Generation:
             index=self.index,
             choice=choice.index,
             model=policy.model,
-            asked=policy.asked,
+            asked=policy.name,
             base_model=policy.base.name,
             adapter_sha256=policy.adapter.sha256 if policy.adapter else None,
             fingerprint=self.fingerprint,

@@ -112,10 +112,12 @@ def _resume(calls: CallStore, request: ResponsesRequest, max_seq_length: int) ->
         for call in _recorded(calls, call_id):
             ids = ItemIds(call.id)
             own = [*output_items(call.reply, ids), *_input_items(call)]
-            asked = {item["id"]: item for item in own if item["id"] in names}
+            named_items = {item["id"]: item for item in own if item["id"] in names}
             # A stream sends text after a call as a second message; the first one has all of it.
-            items |= {name: None for name in names if name.startswith(f"{ids.message()}_")} | asked
-            size += sum(names[name] * len(write_json(item)) for name, item in asked.items())
+            items |= {
+                name: None for name in names if name.startswith(f"{ids.message()}_")
+            } | named_items
+            size += sum(names[name] * len(write_json(item)) for name, item in named_items.items())
             _checked_size(size, max_seq_length)
     return request.resumed(earlier, items)
 
@@ -142,8 +144,8 @@ def _recorded(calls: CallStore, call_id: str) -> list[RecordedCall]:
 
 
 def _stored(calls: CallStore, response_id: str, param: str) -> RecordedCall:
-    found = _recorded(calls, call_id_of(response_id)) if response_id.startswith("resp_") else []
-    if not found:
+    recorded = _recorded(calls, call_id_of(response_id)) if response_id.startswith("resp_") else []
+    if not recorded:
         raise BadRequest(
             f"{param}: no response is stored as {response_id[:200]!r}. It was never finished here, "
             "was sent with store: false, was deleted, or its call is no longer kept; send the "
@@ -152,7 +154,7 @@ def _stored(calls: CallStore, response_id: str, param: str) -> RecordedCall:
             code="previous_response_not_found" if param != "response_id" else "not_found",
             status=404,
         )
-    return found[0]
+    return recorded[0]
 
 
 def _without_instructions(call: RecordedCall) -> list[dict[str, Any]]:

@@ -237,7 +237,7 @@ def _head(generation: Generation) -> AnswerHead:
         id=generation.id,
         call_id=generation.choices[0].id,
         created_at=generation.created_at,
-        model=policy.asked,
+        model=policy.name,
         fingerprint=policy.adapter.sha256 if policy.adapter else generation.fingerprint,
         policy_step=policy.step,
         prompt_ids=generation.prompt.ids,

@@ -46,7 +46,7 @@ class Policy:
     step: int
     adapter: AdapterRef | None
     """None for the base weights."""
-    asked: str
+    name: str
     """The name the client used."""
 
     @property
@@ -149,10 +149,10 @@ class Serving:
         self, name: str, run: RunSpec | None, step: int | None
     ) -> tuple[str, ModelRecord | None, int | None]:
         """The base model, the registered model, and which of its steps; None for the newest."""
-        found = self._find(name, run, step)
-        if found is None:
+        model = self._find(name, run, step)
+        if model is None:
             raise self._unknown(name, run)
-        return found
+        return model
 
     def _find(
         self, name: str, run: RunSpec | None, step: int | None
@@ -293,12 +293,12 @@ class Serving:
         names = self._served()
         for alias in dict.fromkeys([*(() if run is None else run.aliases), *aliases]):
             try:
-                found = self._find(aliases.get(alias, alias), run, None)
+                model = self._find(aliases.get(alias, alias), run, None)
             except (NotFound, Conflict):
-                found = None
-            if found is None:  # a request for this alias gets an error; the other names are served
+                model = None
+            if model is None:  # a request for this alias gets an error; the other names are served
                 continue
-            base, record, step = found
+            base, record, step = model
             if record is not None and step is None:
                 step, _ = self.newest(record)
             created = 0.0 if record is None else record.created_at

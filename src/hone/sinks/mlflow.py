@@ -108,8 +108,8 @@ class MLflowSink(Sink):
 def _name(key: str) -> str:
     """The key in MLflow's alphabet, and as a relative path: `accuracy@5` is `accuracy_5`."""
     parts = [re.sub(r"[^\w\-. :]", "_", part) for part in key.split("/")]
-    kept = ["_" if part in (".", "..") else part for part in parts if part]
-    return "/".join(kept)[:MAX_NAME].rstrip("/") or "_"
+    names = ["_" if part in (".", "..") else part for part in parts if part]
+    return "/".join(names)[:MAX_NAME].rstrip("/") or "_"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -92,11 +92,11 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
     In one pass: a value that contains `{name}` is not filled in.
     """
-    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def placeholders_in(text: str) -> set[str]:
-    return {found[1] for found in _PLACEHOLDER.finditer(text)}
+    return {match[1] for match in _PLACEHOLDER.finditer(text)}
 
 
 def check_placeholders(where: str, text: str, known: Iterable[str]) -> None:

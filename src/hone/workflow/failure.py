@@ -107,15 +107,15 @@ def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
     if isinstance(error, AgentFailed):
         is_policy = isinstance(error, AgentTimeout) and answers
         return "policy" if is_policy else "infrastructure", error.reason
-    found: str | None = None
+    reason: str | None = None
     for cause in _causes(error):
         # A refusal may wrap this one without its code (LiteLLM's do); another failure comes first.
-        if found in (None, "agent_error") and _code(cause) == "context_length_exceeded":
+        if reason in (None, "agent_error") and _code(cause) == "context_length_exceeded":
             # After answers, the conversation grew too long; without any, the input was too long.
             return ("policy", "token_limit") if answers else ("infrastructure", "agent_error")
-        found = found or _outside_reason(cause)
-    if found is not None:
-        return "infrastructure", found
+        reason = reason or _outside_reason(cause)
+    if reason is not None:
+        return "infrastructure", reason
     if answers and (_is_unparseable(error) or _is_unparseable(error.__cause__)):
         return "policy", "token_limit" if answers[-1].finish == "length" else "unparseable"
     return "infrastructure", "agent_error"

@@ -56,10 +56,10 @@ def require(module: str, extra: str) -> None:
     """Raise ConfigError unless the framework is installed."""
     top = module.partition(".")[0]
     try:
-        found = importlib.util.find_spec(top) and importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(top) and importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        found = None
-    if not found:
+        spec = None
+    if not spec:
         raise ConfigError(f'{module} is not installed: pip install "hone-rl[{extra}]"')
 
 

@@ -71,7 +71,7 @@ async def run_program(
         finally:
             running.close()
             guard.add(token, str(directory))  # the id may be another process's from now on
-    name, stderr = Path(arguments[0]).name, bytes(running.stderr.kept)
+    name, stderr = Path(arguments[0]).name, bytes(running.stderr.content)
     details = stderr.decode(errors="replace")
     if running.stdout.full.done():
         raise AgentFailed(
@@ -86,7 +86,7 @@ async def run_program(
     status = popen.poll()
     if status is None:
         raise AgentFailed(f"{name} cannot be killed", reason="killed", details=details)
-    return Ended(status, bytes(running.stdout.kept), stderr)
+    return Ended(status, bytes(running.stdout.content), stderr)
 
 
 def _start(
@@ -160,20 +160,20 @@ class _Output(asyncio.Protocol):
 
     def __init__(self, limit: int, *, keep_end: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self.kept = bytearray()
+        self.content = bytearray()
         self.full: asyncio.Future[None] = loop.create_future()
         """More than the limit was printed."""
         self.ended: asyncio.Future[None] = loop.create_future()
         self._limit, self._keep_end = limit, keep_end
 
     def data_received(self, data: bytes) -> None:
-        self.kept += data
-        if len(self.kept) <= self._limit:
+        self.content += data
+        if len(self.content) <= self._limit:
             return
         if self._keep_end:
-            del self.kept[: -self._limit]
+            del self.content[: -self._limit]
             return
-        del self.kept[self._limit :]
+        del self.content[self._limit :]
         if not self.full.done():
             self.full.set_result(None)
 
