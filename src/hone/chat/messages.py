@@ -140,6 +140,8 @@ class Message:
     @property
     def meaning(self) -> str:
         """Equal for messages that mean the same; does not include the reasoning."""
+        if not self.tool_calls:
+            return f"{self.role} {self.content}"
         calls = [[call.name, _without_float_integers(call.values)] for call in self.tool_calls]
         return json.dumps([self.role, self.content, calls], sort_keys=True)
 

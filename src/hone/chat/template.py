@@ -11,7 +11,7 @@ would look the same and mean different prompts.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -59,6 +59,23 @@ Parser = StreamParser | library.WholeParser
 """Parses one completion: feed it, close it, then take the reply."""
 
 
+class TokenTexts(dict[int, tuple[str, list[int]]]):
+    """The text of each token, and the list of its bytes, which is not to be changed.
+
+    Made when it is first asked for, so at most one for each token of the vocabulary: hundreds are
+    written for every answer, and most of them again and again.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._piece = piece
+
+    def __missing__(self, token: int) -> tuple[str, list[int]]:
+        piece = self._piece(token)
+        self[token] = made = piece.decode(errors="replace"), list(piece)
+        return made
+
+
 class ChatTemplate:
     """The chat template of one model, with its arguments."""
 
@@ -81,8 +98,7 @@ class ChatTemplate:
         self._end_ids = tuple(end_ids)
         self._variants: dict[str, ChatTemplate] = {}
         self._endings: dict[bool, int] = {}
-        self._token_texts: dict[int, tuple[str, list[int]]] = {}
-        """Of the tokens that were written, so at most one for each of the vocabulary."""
+        self.token_texts = TokenTexts(self.piece)
 
     @classmethod
     def load(
@@ -307,17 +323,6 @@ class ChatTemplate:
         if self.pieces is not None:
             return self.pieces[token] if 0 <= token < len(self.pieces) else b""
         return self.tokenizer.decode([token], skip_special_tokens=False).encode()
-
-    def token_text(self, token: int) -> tuple[str, list[int]]:
-        """The text of a token and the list of its bytes, which is not to be changed.
-
-        Every sampled token is written so, and most of them are written again and again.
-        """
-        written = self._token_texts.get(token)
-        if written is None:
-            piece = self.piece(token)
-            written = self._token_texts[token] = piece.decode(errors="replace"), list(piece)
-        return written
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

@@ -127,6 +127,7 @@ class VllmClient:
                 connector = aiohttp.UnixConnector(str(self.process.socket), **options)
             self._session = aiohttp.ClientSession(
                 connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S),
             )
         return self._session
@@ -307,7 +308,8 @@ def read_delta(
         [i in forced for i in range(count)] if forced else repeat(False, count),
         repeat((), count) if tops is None else [_best(top, sampling.top_logprobs) for top in tops],
     )
-    tokens = map(SampledToken._make, zip(*columns, strict=True))
+    # Without a call of Python for each token.
+    tokens = map(tuple.__new__, repeat(SampledToken), zip(*columns, strict=True))
     reason = choice.get("finish_reason")
     finish = None if reason is None else _FINISH.get(reason, "abort")
     return Delta(choice["index"], tuple(tokens), finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]

@@ -12,6 +12,7 @@ HTTP status. After it, an error becomes an event, and the stream ends without it
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -270,31 +271,30 @@ class _LogprobWriter:
 
     def __init__(self, context: RequestContext, request: Any) -> None:
         as_ids = request.return_tokens_as_token_ids or context.spec("token_ids_as_text", False)
-        self._text = context.policy.base.template.token_text
+        self._texts = context.policy.base.template.token_texts
         self._as_ids = bool(as_ids)
 
     def write(self, tokens: Sequence[SampledToken]) -> Logprobs:
-        texts = map(self._named, [token.id for token in tokens])
-        return [
-            {
-                "token": text,
-                "logprob": finite(token.logprob),
-                "bytes": octets,
-                "top_logprobs": self._alternatives(token.top) if token.top else [],
-            }
-            for token, (text, octets) in zip(tokens, texts, strict=True)
-        ]
+        logprobs = [token.logprob for token in tokens]
+        entries = self._entries([token.id for token in tokens], logprobs)
+        for entry, token in zip(entries, tokens, strict=True):
+            top = token.top
+            entry["top_logprobs"] = self._entries(*zip(*top, strict=True)) if top else []
+        return entries
 
-    def _alternatives(self, top: Sequence[tuple[int, float]]) -> Logprobs:
-        texts = (self._named(token) for token, _ in top)
-        return [
-            {"token": text, "logprob": finite(logprob), "bytes": octets}
-            for (_, logprob), (text, octets) in zip(top, texts, strict=True)
+    def _entries(self, ids: Sequence[int], logprobs: Sequence[float]) -> Logprobs:
+        """Hundreds for every answer, so without a call of Python for each."""
+        texts = map(self._texts.__getitem__, ids)
+        if not all(map(math.isfinite, logprobs)):
+            logprobs = list(map(finite, logprobs))
+        entries = [
+            {"token": text, "logprob": logprob, "bytes": octets}
+            for (text, octets), logprob in zip(texts, logprobs, strict=True)
         ]
-
-    def _named(self, token: int) -> tuple[str, list[int]]:
-        text, octets = self._text(token)
-        return (f"token_id:{token}" if self._as_ids else text), octets
+        if self._as_ids:
+            for entry, token in zip(entries, ids, strict=True):
+                entry["token"] = f"token_id:{token}"
+        return entries
 
 
 # ---- connections -------------------------------------------------------------------------------

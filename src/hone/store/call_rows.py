@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
 from hone.types import Call, RecordedCall
 
 COLUMNS = (
@@ -159,7 +161,7 @@ def digest(ids: bytes) -> bytes:
 
 
 def _pack(value: dict[str, Any]) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    text = to_json(value)  # infinite numbers as Python's json writes and reads them
     return b"z" + zlib.compress(text, 1) if len(text) > 512 else b"j" + text
 
 
