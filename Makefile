@@ -30,7 +30,7 @@ help:  ## List the targets
 	@echo "make test       run the test suite; tests that this machine cannot run are skipped"
 	@echo "make check      run ruff, pyright and the import contracts; check the generated docs"
 	@echo "make bench      run the benchmarks against other libraries; writes bench/results.json"
-	@echo "make chaos      kill a training server at 100 points and compare its state"
+	@echo "make chaos      kill a training server at 100 points, and runs of SFT and DPO, and compare the results"
 	@echo "make fuzz       send 10,000 malformed requests to a server, which must not go down"
 	@echo "make seeds      run the demo with ten seeds, one after the other (40 minutes)"
 	@echo "make test-art   run the real OpenPipe ART and NeMo Agent Toolkit clients against hone serve"
@@ -69,6 +69,7 @@ bench: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.server.chaos $(ARGS)
+	HONE_CHAOS=1 $(BIN)/python -m pytest tests/e2e/test_kill_objectives.py
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.server.fuzz $(ARGS)
