@@ -32,15 +32,8 @@ if TYPE_CHECKING:
     from hone.model import Model, TrainableModel
     from hone.retries import retry
     from hone.train_config import TrainConfig, TrainSFTConfig
-    from hone.trajectory import (
-        History,
-        Messages,
-        MessagesAndChoices,
-        Tools,
-        Trajectory,
-        TrajectoryGroup,
-    )
-    from hone.types import Call
+    from hone.trajectory import History, Trajectory, TrajectoryGroup
+    from hone.types import Call, Messages, MessagesAndChoices, Tools
 
 __all__ = [
     "Backend",
@@ -85,14 +78,14 @@ _HOME = {
     "History": "trajectory",
     "LocalBackend": "backends.local",
     "LocalTrainResult": "local",
-    "Messages": "trajectory",
-    "MessagesAndChoices": "trajectory",
+    "Messages": "types",
+    "MessagesAndChoices": "types",
     "Model": "model",
     "RemoteBackend": "backends.remote",
     "Rollout": "capture.scope",
     "ServerlessBackend": "serverless.backend",
     "ServerlessTrainResult": "serverless.backend",
-    "Tools": "trajectory",
+    "Tools": "types",
     "TrainConfig": "train_config",
     "TrainResult": "backends.base",
     "TrainSFTConfig": "train_config",

@@ -29,14 +29,7 @@ from pydantic import (
 )
 
 from hone.tally import run_rollouts
-from hone.types import Call, Failure, Strict
-
-Messages = list[dict[str, Any]]
-"""Messages of the OpenAI API."""
-MessagesAndChoices = list[Any]
-"""Messages as dicts; choices as the OpenAI client returns them, or as dicts of the same keys."""
-Tools = list[dict[str, Any]]
-"""Tools of the OpenAI API."""
+from hone.types import Call, Failure, Messages, MessagesAndChoices, Strict, Tools
 
 
 def _is_none(value: object) -> bool:

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from hone.train_config import TrainConfig
+from hone.train_config import TrainSFTConfig as TrainSFTConfig  # art.types has it
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
@@ -86,6 +87,16 @@ SERVER_ADDRESS = "server.json"
 """File under a server's root with its address, while it runs."""
 SERVER_OUTPUT = "logs/server.out"
 """File under a server's root with what it prints, if a client started it."""
+Message = dict[str, Any]
+"""A message of the OpenAI API."""
+Messages = list[Message]
+MessageOrChoice = Any
+"""A message as a dict; a choice as the OpenAI client returns it, or as a dict of the same keys."""
+MessagesAndChoices = list[MessageOrChoice]
+Tools = list[dict[str, Any]]
+"""Tools of the OpenAI API."""
+Verbosity = Literal[0, 1, 2]
+"""ART's `verbose`."""
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 

@@ -18,6 +18,7 @@ from tests.workflow.rollouts import ran, why
 
 from hone.errors import EngineError
 from hone.inference.base import Delta
+from hone.openai import consume_chat_completion_stream, consume_sync_chat_completion_stream
 
 LONG = "the weather in the city is cold and the wind is strong today, take the coat " * 3
 
@@ -67,6 +68,43 @@ def wait_for(happened: Callable[[], bool], what: str) -> None:
     while not happened():
         assert time.monotonic() < end, what
         time.sleep(0.01)
+
+
+# ---- ART's way to read a stream ----------------------------------------------------------------
+
+
+async def test_the_names_of_art_read_a_stream_to_its_end(shared: Server, tiny_model: Path) -> None:
+    request = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK], "logprobs": True}
+    two = f"See. {CALL}{CALL}"
+    shared.engine.says([two])
+    whole = client(shared).chat.completions.create(**request)
+    shared.engine.says([two])
+    stream = client(shared).chat.completions.create(**request, stream=True)
+    joined = consume_sync_chat_completion_stream(stream)
+    assert joined.object == "chat.completion" and len(joined.choices) == 1
+    kept: Any = joined.choices[0].to_dict()
+    given: Any = whole.choices[0].to_dict()
+    for choice in (kept, given):  # ids of the answer are its own
+        assert choice.pop("call_id") and choice["message"].pop("refusal", None) is None
+        assert all(call.pop("id") for call in choice["message"]["tool_calls"])
+    assert kept == given and len(given["message"]["tool_calls"]) == 2
+
+    seen: list[str] = []
+
+    def stop_early(chunk: Any, so_far: Any) -> None:
+        seen.append(so_far.choices[0].message.content or "")
+        if len(seen) == 3:
+            raise StopIteration
+
+    asking = openai.AsyncOpenAI(base_url=f"{shared.inference_url}/v1", api_key="k")
+    async with asking:
+        shared.engine.says([LONG])
+        stream = await asking.chat.completions.create(**request, stream=True)
+        left = await consume_chat_completion_stream(stream, stop_early)
+        assert left.choices[0].message.content == seen[-1] and LONG.startswith(seen[-1])
+        shared.engine.says([LONG])
+        stream = await asking.chat.completions.create(**request, stream=True)
+        assert (await consume_chat_completion_stream(stream)).choices[0].message.content == LONG
 
 
 # ---- what is streamed ------------------------------------------------------------------------

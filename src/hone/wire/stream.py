@@ -49,8 +49,6 @@ def has_ended(body: bytes) -> bool:
 
 def join_events(body: bytes) -> dict[str, Any]:
     """A streamed response as one object; only its `error` where an event is an error."""
-    response: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
     events = list(read_events(body))
     for event in events:
         if event.get("error") or event.get("type") == "error":
@@ -59,15 +57,37 @@ def join_events(body: bytes) -> dict[str, Any]:
         return join_response(events)
     if events and events[0].get("type") in ("message_start", "ping"):
         return join_message(events)
+    chunks = Chunks()
     for event in events:
-        response |= {k: v for k, v in event.items() if k != "choices" and v is not None}
-        for part in event.get("choices") or ():
-            _add_choice(choices.setdefault(part.get("index", 0), {}), part)
-    for choice in choices.values():
-        calls = choice.get("message", {}).get("tool_calls")
-        if calls:
-            choice["message"]["tool_calls"] = [calls[place] for place in sorted(calls)]
-    return response | {"choices": [choices[index] for index in sorted(choices)]}
+        chunks.add(event)
+    return chunks.join()
+
+
+class Chunks:
+    """The chunks of a chat completion, added one by one."""
+
+    def __init__(self) -> None:
+        self._response: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        self._response |= {k: v for k, v in chunk.items() if k != "choices" and v is not None}
+        for part in chunk.get("choices") or ():
+            _add_choice(self._choices.setdefault(part.get("index", 0), {}), part)
+
+    def join(self) -> dict[str, Any]:
+        """The response as it would have been without streaming, so far."""
+        choices = [_whole_choice(self._choices[index]) for index in sorted(self._choices)]
+        return self._response | {"choices": choices}
+
+
+def _whole_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with its tool calls as a list, in the order of their indices."""
+    calls = choice.get("message", {}).get("tool_calls")
+    if not calls:
+        return choice
+    listed = [calls[place] for place in sorted(calls)]
+    return choice | {"message": choice["message"] | {"tool_calls": listed}}
 
 
 def _add_choice(choice: dict[str, Any], part: dict[str, Any]) -> None:
