@@ -93,8 +93,8 @@ async def _serve() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                asked = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = asked.split(b"content-length:")[1].split(b"\r\n")[0]
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = head.split(b"content-length:")[1].split(b"\r\n")[0]
                 await reader.readexactly(int(length))
                 writer.write(whole)
                 await writer.drain()

@@ -153,10 +153,10 @@ class _Harness:
                 return EvalOutputItem(id=item.id, score=float(bool(item.output_obj)))
 
         async def agent(input: str) -> str | None:
-            said = None
+            answer = None
             for _ in range(turns):
-                said = await self._ask()
-            return said
+                answer = await self._ask()
+            return answer
 
         return Evaluation(
             workflow=Function.of("<workflow>", agent),

@@ -132,8 +132,8 @@ class Contender:
         return answer
 
     def _failed(self, what: str, how: str) -> ContenderFailed:
-        said = "\n".join(self._last_words) or "(it wrote nothing to stderr)"
-        return ContenderFailed(f"{self.name}, during {what!r}: it {how}. Its last words:\n{said}")
+        stderr = "\n".join(self._last_words) or "(it wrote nothing to stderr)"
+        return ContenderFailed(f"{self.name}, during {what!r}: it {how}. Its last words:\n{stderr}")
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it has ended; `_ask` says so with its last words

@@ -171,8 +171,10 @@ def scripted_judge() -> Iterator[str]:
 
 
 def _verdict(prompt: str) -> str:
-    asked = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"role": "user"')]
-    request = asked[-1]["content"]
+    messages = [
+        json.loads(line) for line in prompt.splitlines() if line.startswith('{"role": "user"')
+    ]
+    request = messages[-1]["content"]
     blocks = re.findall(r'<trajectory id="(\d+)">\n(.*?)\n</trajectory>', prompt, re.DOTALL)
     scores = {}
     for id, block in blocks:

@@ -44,7 +44,7 @@ Script = Callable[[Sequence[int], Sampling, AdapterRef | None], Answer]
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineRequest:
     """One request as the engine got it, and what it gave for each sample."""
 
     prompt_ids: tuple[int, ...]
@@ -77,7 +77,7 @@ class ScriptedEngine:
         self._end = getattr(tokenizer, "eos_token_id", None) if end is None else end
         self._scores = scores or (lambda ids, _: [logprob(t, i) for i, t in enumerate(ids)][1:])
         self.delay_s = delay_s
-        self.asked: list[Asked] = []
+        self.requests: list[EngineRequest] = []
         self.published: dict[str, tuple[AdapterRef, Path]] = {}
         self.unloaded: list[AdapterRef] = []
         self.aborted = 0
@@ -118,8 +118,8 @@ class ScriptedEngine:
         self._check(adapter)
         await self._awake.wait()
         answers = [self._answer(prompt_ids, sampling, adapter) for _ in range(sampling.n)]
-        self.asked.append(
-            Asked(
+        self.requests.append(
+            EngineRequest(
                 tuple(prompt_ids),
                 sampling,
                 adapter,
@@ -170,10 +170,12 @@ class ScriptedEngine:
             running=self.running,
             waiting=0,
             adapters=tuple(self.published),
-            prompt_tokens=sum(len(asked.prompt_ids) for asked in self.asked),
-            prefilled_tokens=sum(len(asked.prompt_ids) for asked in self.asked),
-            decoded_tokens=sum(len(ids) - 1 for asked in self.asked for ids in asked.answers),
-            sampled_tokens=sum(len(ids) for asked in self.asked for ids in asked.answers),
+            prompt_tokens=sum(len(request.prompt_ids) for request in self.requests),
+            prefilled_tokens=sum(len(request.prompt_ids) for request in self.requests),
+            decoded_tokens=sum(
+                len(ids) - 1 for request in self.requests for ids in request.answers
+            ),
+            sampled_tokens=sum(len(ids) for request in self.requests for ids in request.answers),
             kv_budget_bytes=0,
             kv_reserved_bytes=0,
             kv_cached_bytes=0,
@@ -202,20 +204,20 @@ class ScriptedEngine:
     def _answer(
         self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None
     ) -> "_Scripted":
-        said = self._script(prompt_ids, sampling, adapter)
-        if isinstance(said, str):
-            ids = self._tokenizer.encode(said, add_special_tokens=False)
+        script = self._script(prompt_ids, sampling, adapter)
+        if isinstance(script, str):
+            ids = self._tokenizer.encode(script, add_special_tokens=False)
             ids += [] if self._end is None else [self._end]
         else:
-            ids = list(said)
+            ids = list(script)
         for i, token in enumerate(ids[: sampling.max_tokens]):
             if token in sampling.stop_ids:
                 return _Scripted(ids[: i + 1], token)
             if sampling.stop:
                 text = self._tokenizer.decode(ids[: i + 1])
-                found = next((stop for stop in sampling.stop if stop in text), None)
-                if found is not None:
-                    return _Scripted(ids[: i + 1], found)
+                stop_string = next((stop for stop in sampling.stop if stop in text), None)
+                if stop_string is not None:
+                    return _Scripted(ids[: i + 1], stop_string)
         return _Scripted(ids[: sampling.max_tokens], None)
 
 
@@ -347,7 +349,7 @@ class MemoryAdapter(TrainerAdapter):
         self.sent: list[str] = []
         self.step = 0
         self.logged: list[tuple[str, int | None, dict[str, float]]] = []
-        self.kept: list[int] = []
+        self.keep_last: list[int] = []
         self.opened: list[tuple[str, int]] = []
         self.anew: list[str | None] = []
         self.hangs = False
@@ -371,13 +373,17 @@ class MemoryAdapter(TrainerAdapter):
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         key = (ref.metadata or {})["key"]
         why = self.fail(key)
-        told = {"job": f"job-{key}", "step": self._steps.get(key), "metrics": {"learn/loss": 0.5}}
+        metadata = {
+            "job": f"job-{key}",
+            "step": self._steps.get(key),
+            "metrics": {"learn/loss": 0.5},
+        }
         return TrainingJobStatus(
             run_id=ref.run_id,
             backend=ref.backend,
             status=TrainingStatusEnum.FAILED if why else TrainingStatusEnum.COMPLETED,
             message=why,
-            metadata=told,
+            metadata=metadata,
         )
 
     async def wait_until_complete(
@@ -403,7 +409,7 @@ class MemoryAdapter(TrainerAdapter):
         self.logged.append((split, step, dict(metrics)))
 
     async def prune(self, keep_last: int) -> None:
-        self.kept.append(keep_last)
+        self.keep_last.append(keep_last)
 
     async def start_anew(self, old_run_id: str | None) -> None:
         self.anew.append(old_run_id)

@@ -76,8 +76,8 @@ def test_the_file_has_the_promised_fields_and_reads_back(tmp_path: Path):
 
 def test_a_new_run_replaces_its_own_benchmark_only():
     old = [result("a/x", [1], "ms"), result("a/z", [1], "ms"), result("b/y", [1], "ms")]
-    kept = merged(old, [result("a/x", [2], "ms")])
-    assert [(r.name, r.value) for r in kept] == [("b/y", 1), ("a/x", 2)]
+    results = merged(old, [result("a/x", [2], "ms")])
+    assert [(r.name, r.value) for r in results] == [("b/y", 1), ("a/x", 2)]
 
 
 def test_the_table_says_what_is_not_known():

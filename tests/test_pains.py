@@ -132,12 +132,12 @@ MAY_SLEEP = {
 
 
 def test_nobody_sleeps_until_something_has_happened():
-    found = Counter[str]()
+    counts = Counter[str]()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in SLEEPS:
-                found[path.relative_to(ROOT / "src" / "hone").as_posix()] += 1
-    assert found == MAY_SLEEP, "wait for an event with a deadline, or say here what it waits for"
+                counts[path.relative_to(ROOT / "src" / "hone").as_posix()] += 1
+    assert counts == MAY_SLEEP, "wait for an event with a deadline, or say here what it waits for"
 
 
 SLEEPS = {"asyncio.sleep", "time.sleep", "anyio.sleep", "sleep"}

@@ -16,26 +16,26 @@ NAMED = re.compile(r"`(tests/[^`]*)`")
 
 def entries(page: str) -> dict[tuple[str, int], str]:
     """(part, number) -> what stands below that heading."""
-    found: dict[tuple[str, int], str] = {}
+    by_place: dict[tuple[str, int], str] = {}
     for part in page.split("\n## ")[1:]:
         title, *texts = re.split(r"^### ", part, flags=re.M)
         for text in texts:
             number, _, body = text.partition(". ")
-            assert (title.strip(), int(number)) not in found, f"{title.strip()} {number} twice"
-            found[title.strip(), int(number)] = body
-    return found
+            assert (title.strip(), int(number)) not in by_place, f"{title.strip()} {number} twice"
+            by_place[title.strip(), int(number)] = body
+    return by_place
 
 
 @cache
 def collected(path: Path) -> frozenset[str]:
     """`function` and `Class::method` for all that pytest would collect from the file."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{n.name}" for n in node.body if _is_test(n)}
+            names |= {f"{node.name}::{n.name}" for n in node.body if _is_test(n)}
         elif _is_test(node):
-            found.add(node.name)
-    return frozenset(found)
+            names.add(node.name)
+    return frozenset(names)
 
 
 @cache

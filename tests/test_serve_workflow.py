@@ -42,8 +42,8 @@ async def run(question, llm, functions):
         raise RuntimeError("no such table: users")
     if question == "unsure":
         raise hone.errors.PolicyFailure("no move", reason="unparseable")
-    found = await functions["search"](question)
-    hone.step("found", value=float(len(found)))
+    results = await functions["search"](question)
+    hone.step("found", value=float(len(results)))
     answer = await llm.chat([{"role": "user", "content": question}])
     return f"{question}: {answer.choices[0].message.content}"
 

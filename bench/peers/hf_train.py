@@ -31,8 +31,8 @@ def start(settings: dict[str, Any]) -> Any:
     def loss(
         ids: Tensor, mask: Tensor, labelled: Tensor, advantage: Tensor, old: Tensor, keep: int
     ) -> Tensor:
-        kept = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep)
-        logits, labelled, old = kept.logits[:, :-1], labelled[:, 1 - keep :], old[:, 1 - keep :]
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep)
+        logits, labelled, old = output.logits[:, :-1], labelled[:, 1 - keep :], old[:, 1 - keep :]
         new = logits.log_softmax(-1).gather(-1, ids[:, 1 - keep :, None])[..., 0]
         ratio = torch.exp(new - new.detach())
         gain = advantage[:, None]

@@ -15,8 +15,8 @@ from typing import Any
 def exact(output: str, expected: str, calls: list[Any]) -> float:
     """1 if the right tool was called once, and the answer gives its number and no other."""
     wanted = json.loads(expected)
-    asked = _tool_calls(calls) == [(wanted["tool"], {"item": wanted["item"]})]
-    return float(asked and re.findall(r"\d+", output) == [str(wanted["number"])])
+    called = _tool_calls(calls) == [(wanted["tool"], {"item": wanted["item"]})]
+    return float(called and re.findall(r"\d+", output) == [str(wanted["number"])])
 
 
 def graded(output: str, expected: str, calls: list[Any]) -> float:
@@ -25,8 +25,10 @@ def graded(output: str, expected: str, calls: list[Any]) -> float:
         return 1.0
     wanted, made = json.loads(expected), _tool_calls(calls)
     tool, arguments = made[0] if made else ("", None)
-    said = str(wanted["number"]) in re.findall(r"\d+", output)
-    credit = 0.2 * (tool == wanted["tool"]) + 0.2 * said + _item_credit(arguments, wanted["item"])
+    has_number = str(wanted["number"]) in re.findall(r"\d+", output)
+    credit = (
+        0.2 * (tool == wanted["tool"]) + 0.2 * has_number + _item_credit(arguments, wanted["item"])
+    )
     return round(credit, 1)
 
 

@@ -70,15 +70,15 @@ async def collect(client: Any, run_id: str) -> Any:
             ],
             max_tokens=8,
         )
-        said = completion.choices[0]
+        reply = completion.choices[0]
         return Trajectory(
             episode=[
                 EpisodeItem(role="system", content="Be brief."),
                 EpisodeItem(role="user", content=prompt),
                 EpisodeItem(
                     role="assistant",
-                    content=said.message.content or "",
-                    logprobs=said.logprobs.model_dump(),
+                    content=reply.message.content or "",
+                    logprobs=reply.logprobs.model_dump(),
                 ),
             ],
             reward=float(index % 2),

@@ -107,9 +107,9 @@ def prove_art(python: Path, ready: dict[str, Any], base: Path) -> None:
 
 
 def _prove_files(directory: Path) -> None:
-    kept = sorted(path.name for path in (directory / "checkpoints").glob("[0-9]*"))
+    steps = sorted(path.name for path in (directory / "checkpoints").glob("[0-9]*"))
     # The mean val/reward is 0.5 at step 0 and 1.5 at step 1; step 3 is the newest.
-    show("the newest and the best checkpoint are kept", kept == ["0001", "0003"], kept)
+    show("the newest and the best checkpoint are kept", steps == ["0001", "0003"], steps)
     history = [json.loads(line) for line in (directory / "history.jsonl").open()]
     rewards = {line["step"]: line["val/reward"] for line in history if "val/reward" in line}
     show("val/reward is in the history", rewards == {0: 0.5, 1: 1.5}, history)
@@ -153,11 +153,11 @@ def prove_local_scripts(base: Path) -> None:
     ran = [(step, count) for step, _, count in steps] == [("1", "6"), ("2", "6")]
     show("a loop over games of 2048 trains two steps", ran, played.stdout)
     model = base.parent / ".hone/2048/models/agent-002"  # the default base_path
-    kept = json.loads((model / "state.json").read_text()) == {"games": 2}
+    has_state = json.loads((model / "state.json").read_text()) == {"games": 2}
     logged = sorted(path.name for path in (model / "trajectories/val").iterdir())
     show(
         "its state and trajectories are kept",
-        kept and logged == ["0000.jsonl", "0001.jsonl"],
+        has_state and logged == ["0000.jsonl", "0001.jsonl"],
         logged,
     )
     shown = "training API  http://127.0.0.1" in played.stderr
@@ -174,8 +174,10 @@ def prove_local_scripts(base: Path) -> None:
         json.loads((Path(path) / "adapter_config.json").read_text())["r"] for _, path, *_ in lines
     ]
     show("and its checkpoints are where it says", saved and ranks == [2, 2], lines)
-    told = "no effect here: engine_args.enforce_eager, engine_args.max_num_seqs" in trained.stderr
-    show("options without effect are named", told, trained.stderr[-2000:])
+    is_logged = (
+        "no effect here: engine_args.enforce_eager, engine_args.max_num_seqs" in trained.stderr
+    )
+    show("options without effect are named", is_logged, trained.stderr[-2000:])
 
 
 def prove_ruler_script(ready: dict[str, Any], base: Path) -> None:
@@ -285,12 +287,12 @@ def judge() -> Iterator[str]:
 
     class Judge(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ids = re.findall(r'<trajectory id="(\d+)">', asked["messages"][-1]["content"])
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ids = re.findall(r'<trajectory id="(\d+)">', request["messages"][-1]["content"])
             scores = {one: {"explanation": "so", "score": 1 / int(one)} for one in ids}
             message = {"role": "assistant", "content": json.dumps({"scores": scores})}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            head = {"id": "j", "object": "chat.completion", "created": 0, "model": asked["model"]}
+            head = {"id": "j", "object": "chat.completion", "created": 0, "model": request["model"]}
             body = json.dumps({**head, "choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")

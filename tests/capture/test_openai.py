@@ -45,10 +45,10 @@ async def test_an_answer_is_seen_whole():
     assert (call.index, call.function, call.model) == (0, "<workflow>.plan", "m")
     assert (call.host, call.status, call.error) == ("localhost", 200, None)
     assert call.messages == ASK and call.tools == TOOLS
-    asked = {"name": "add", "arguments": '{"a": 1}'}
-    said = {"role": "assistant", "content": "the sum"}
-    assert call.reply == said | {
-        "tool_calls": [{"id": "t0", "type": "function", "function": asked}]
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    answer = {"role": "assistant", "content": "the sum"}
+    assert call.reply == answer | {
+        "tool_calls": [{"id": "t0", "type": "function", "function": function}]
     }
     assert call.finish == "tool_calls"
     assert call.usage == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -135,8 +135,8 @@ async def test_sync_clients_in_threads_are_seen_too():
             with openai.OpenAI(base_url=url, api_key="k") as ask:
                 whole = ask.chat.completions.create(model="m", messages=ASK)
                 stream = ask.chat.completions.create(model="m", messages=ASK, stream=True)
-                said = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
-                return f"{whole.choices[0].message.content} {said}"
+                text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+                return f"{whole.choices[0].message.content} {text}"
 
         rollout, recorder = recorded("r")
         with rollout:
@@ -339,12 +339,12 @@ async def test_rollouts_at_once_each_see_their_own():
             rollout, recorder = recorded(f"r{number}")
             with rollout:
                 for turn in range(3):
-                    said: Any = [{"role": "user", "content": f"{number}.{turn}"}]
-                    await ask.chat.completions.create(model="m", messages=said)
+                    messages: Any = [{"role": "user", "content": f"{number}.{turn}"}]
+                    await ask.chat.completions.create(model="m", messages=messages)
             return [call.messages[0]["content"] for call in recorder.calls if call.messages]
 
-        found = await asyncio.gather(*(play(i) for i in range(12)))
-    assert found == [[f"{i}.{turn}" for turn in range(3)] for i in range(12)]
+        answers = await asyncio.gather(*(play(i) for i in range(12)))
+    assert answers == [[f"{i}.{turn}" for turn in range(3)] for i in range(12)]
 
 
 async def test_steps_know_how_many_calls_were_sent_before_them():
@@ -381,10 +381,10 @@ async def test_a_value_belongs_to_the_call_of_the_task_that_notes_it():
         with rollout, within("<workflow>"):
             done = [asyncio.Event(), asyncio.Event()]
             players = [asyncio.create_task(play(0, done[0]))]
-            while len(endpoint.asked) < 1:
+            while len(endpoint.requests) < 1:
                 await asyncio.sleep(0)
             players.append(asyncio.create_task(play(1, done[1])))
-            while len(endpoint.asked) < 2:
+            while len(endpoint.requests) < 2:
                 await asyncio.sleep(0)
             gates[1].set()
             await done[1].wait()
@@ -415,9 +415,9 @@ async def test_a_value_noted_in_a_thread_belongs_to_the_call_of_that_thread():
                 list(pool.map(play, range(4)))
 
         result = await ran(agent)
-    asked = [call.model for call in result.calls]
-    assert sorted(asked) == ["m0", "m1", "m2", "m3"]
-    assert {step.value: asked[step.about[0]] for step in result.steps} == {
+    models = [call.model for call in result.calls]
+    assert sorted(models) == ["m0", "m1", "m2", "m3"]
+    assert {step.value: models[step.about[0]] for step in result.steps} == {
         turn: f"m{turn}" for turn in range(4)
     }
 
@@ -454,6 +454,6 @@ def test_a_recorder_counts_what_many_threads_send():
     for thread in threads:
         thread.join()
     assert recorder.sent == 8 * 500 and len(recorder.steps) == 8 * 500
-    found: list[int] = []
-    recorder.resume(lambda call: isinstance(call, Sent) and bool(found.append(call.index)))
-    assert found == list(range(4000))[::-1]
+    indices: list[int] = []
+    recorder.resume(lambda call: isinstance(call, Sent) and bool(indices.append(call.index)))
+    assert indices == list(range(4000))[::-1]

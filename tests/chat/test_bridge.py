@@ -100,11 +100,11 @@ def sampled(template: ChatTemplate) -> st.SearchStrategy[list[int]]:
     """Ids as an engine samples them: mostly such as no text would be encoded to."""
     ids = st.lists(st.integers(3, len(template.tokenizer) - 1), max_size=8)
     calls = st.lists(st.just(encode(template, CALL)), max_size=2)
-    said = st.tuples(ids, calls).map(
+    completions = st.tuples(ids, calls).map(
         lambda pair: [*pair[0], *(i for call in pair[1] for i in call)]
     )
     ends = st.sampled_from([[template.stop_ids[0]], [template.stop_ids[0]], [0], []])
-    return st.tuples(said, ends).map(lambda pair: pair[0] + pair[1])
+    return st.tuples(completions, ends).map(lambda pair: pair[0] + pair[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,8 +128,8 @@ def test_a_bridged_prompt_begins_with_the_ids_fed_and_sampled(
         )
         conversation.add(call)
         added = data.draw(results | users)
-        asked = [*messages, sent_back(call.reply), *added]
-        following = conversation.prompt(asked, tools)
+        request = [*messages, sent_back(call.reply), *added]
+        following = conversation.prompt(request, tools)
         before = [*call.prompt_ids, *call.completion_ids]
         if family != "qwen3":
             assert following.outcome == "bridged"
@@ -151,8 +151,8 @@ def test_a_bridged_prompt_begins_with_the_ids_fed_and_sampled(
         else:
             text = template.tokenizer.decode(before)
             assert "<think>" in text or "</think>" in text
-            assert following.ids == template.render(asked, tools)
-        messages, prompt = asked, following
+            assert following.ids == template.render(request, tools)
+        messages, prompt = request, following
 
 
 def test_encoding_again_would_have_changed_the_ids(qwen25):
@@ -161,10 +161,10 @@ def test_encoding_again_would_have_changed_the_ids(qwen25):
     assert len(split) == 3
     assert encode(qwen25, "the") != split
     call = answered(qwen25, HI, [*split, qwen25.stop_ids[0]])
-    asked = [*HI, sent_back(call.reply), *HI]
-    bridged = bridge(qwen25, call, asked)
+    request = [*HI, sent_back(call.reply), *HI]
+    bridged = bridge(qwen25, call, request)
     assert bridged.ids[len(call.prompt_ids) :][:3] == split
-    rendered = qwen25.render(asked)
+    rendered = qwen25.render(request)
     assert rendered != bridged.ids
     assert qwen25.tokenizer.decode(rendered) == qwen25.tokenizer.decode(bridged.ids)
 
@@ -175,8 +175,8 @@ def test_encoding_again_would_have_changed_the_ids(qwen25):
 def ask(
     template: ChatTemplate, call: RenderedCall, reply: dict[str, Any], **over: Any
 ) -> NextPrompt:
-    asked = [*over.pop("before", call.messages), reply, {"role": "user", "content": "and?"}]
-    return bridge(template, call, asked, over.pop("tools", call.tools))
+    request = [*over.pop("before", call.messages), reply, {"role": "user", "content": "and?"}]
+    return bridge(template, call, request, over.pop("tools", call.tools))
 
 
 def test_the_message_as_returned_is_exact(qwen25):
@@ -190,8 +190,8 @@ def test_the_message_as_returned_is_exact(qwen25):
 )
 def test_arguments_as_the_model_spelt_them_are_exact(qwen25, arguments):
     """Also if they do not parse: an agent that reports the error to the model continues its ids."""
-    said = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call><|im_end|>'
-    call = answered(qwen25, HI, encode(qwen25, said), tools=TOOLS)
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    call = answered(qwen25, HI, encode(qwen25, text), tools=TOOLS)
     reply = sent_back(call.reply)
     assert reply["tool_calls"][0]["function"]["arguments"] == arguments
     bridged = ask(qwen25, call, reply)
@@ -243,8 +243,8 @@ def test_a_rewritten_reply_is_rendered_as_it_was_sent(qwen25):
     reply = {"role": "assistant", "content": "the weather"}  # stripped by the agent
     bridged = ask(qwen25, call, reply)
     assert (bridged.outcome, bridged.reasons) == ("re-rendered", (Reason.REPLY_REWRITTEN,))
-    asked = [*HI, reply, {"role": "user", "content": "and?"}]
-    assert bridged.ids == qwen25.render(asked)
+    request = [*HI, reply, {"role": "user", "content": "and?"}]
+    assert bridged.ids == qwen25.render(request)
     assert not continues(bridged, call)
 
 
@@ -257,8 +257,8 @@ def test_a_rewritten_history_is_named(qwen25):
 
 def test_other_tools_or_another_template_make_another_prompt(qwen25, templates):
     call = answered(qwen25, HI, encode(qwen25, "the<|im_end|>"), tools=TOOLS)
-    asked = ask(qwen25, call, sent_back(call.reply), tools=None)
-    assert (asked.outcome, asked.reasons) == ("re-rendered", (Reason.TOOLS_CHANGED,))
+    request = ask(qwen25, call, sent_back(call.reply), tools=None)
+    assert (request.outcome, request.reasons) == ("re-rendered", (Reason.TOOLS_CHANGED,))
     other = ask(templates["smollm2-instruct"], call, sent_back(call.reply))
     assert (other.outcome, other.reasons) == ("re-rendered", (Reason.TEMPLATE_CHANGED,))
 
@@ -321,17 +321,17 @@ def test_the_same_turns_under_other_tools_do_not_hide_the_ones_that_continue(qwe
     completion = encode(qwen25, "the<|im_end|>")
     conversation.add(answered(qwen25, HI, completion, tools=TOOLS))
     conversation.add(answered(qwen25, HI, completion))
-    asked = [*HI, {"role": "assistant", "content": "the"}, *HI]
-    assert conversation.prompt(asked, TOOLS).source == 0
-    assert conversation.prompt(asked).source == 1
+    request = [*HI, {"role": "assistant", "content": "the"}, *HI]
+    assert conversation.prompt(request, TOOLS).source == 0
+    assert conversation.prompt(request).source == 1
 
 
 def test_an_answer_put_in_by_the_agent_is_added_from_text(qwen25):
     call = answered(qwen25, HI, encode(qwen25, "the<|im_end|>"))
-    asked = [*HI, sent_back(call.reply), *HI, {"role": "assistant", "content": "mine"}, *HI]
-    bridged = bridge(qwen25, call, asked)
+    request = [*HI, sent_back(call.reply), *HI, {"role": "assistant", "content": "mine"}, *HI]
+    bridged = bridge(qwen25, call, request)
     assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.ANSWER_ADDED,))
-    assert bridged.ids == qwen25.render(asked)  # "the" is encoded as it was sampled
+    assert bridged.ids == qwen25.render(request)  # "the" is encoded as it was sampled
 
 
 # Reasoning, as Qwen3 treats it
@@ -344,12 +344,12 @@ def test_reasoning_is_kept_while_tools_answer_and_stripped_when_the_user_speaks(
     call = answered(qwen3, HI, encode(qwen3, THOUGHT + CALL + "<|im_end|>"), tools=TOOLS)
     assert call.reply["reasoning_content"] == "why"
     result = [{"role": "tool", "content": "cold", "tool_call_id": "c"}]
-    kept = bridge(qwen3, call, [*HI, sent_back(call.reply), *result], TOOLS)
-    assert (kept.outcome, kept.reasons) == ("bridged", (Reason.EXACT,))
+    bridged = bridge(qwen3, call, [*HI, sent_back(call.reply), *result], TOOLS)
+    assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.EXACT,))
     forgetful = {k: v for k, v in call.reply.items() if k != "reasoning_content"}
     silent = bridge(qwen3, call, [*HI, forgetful, *result], TOOLS)
     assert (silent.outcome, silent.reasons) == ("bridged", (Reason.REASONING_KEPT,))
-    assert silent.ids == kept.ids
+    assert silent.ids == bridged.ids
     other = {**forgetful, "reasoning_content": "because"}
     changed = bridge(qwen3, call, [*HI, other, *result], TOOLS)
     assert (changed.outcome, changed.reasons) == ("re-rendered", (Reason.REPLY_REWRITTEN,))
@@ -361,17 +361,17 @@ def test_reasoning_is_kept_while_tools_answer_and_stripped_when_the_user_speaks(
 def test_without_reasoning_qwen3_is_bridged_across_user_turns(templates):
     qwen3 = templates["qwen3"]
     call = answered(qwen3, HI, encode(qwen3, "the weather<|im_end|>"))
-    asked = [*HI, sent_back(call.reply), *HI]
-    bridged = bridge(qwen3, call, asked)
+    request = [*HI, sent_back(call.reply), *HI]
+    bridged = bridge(qwen3, call, request)
     assert (bridged.outcome, bridged.reasons) == ("bridged", (Reason.EXACT,))
     # This answer is encoded as it was sampled, so the model's own template must agree.
-    assert bridged.ids == qwen3.render(asked)
-    put_in = [*asked, {"role": "assistant", "content": "x"}, *HI]
+    assert bridged.ids == qwen3.render(request)
+    put_in = [*request, {"role": "assistant", "content": "x"}, *HI]
     added = bridge(qwen3, call, put_in)
     assert (added.outcome, added.reasons) == ("re-rendered", (Reason.ANSWER_ADDED,))
     conversation = Conversation(qwen3)
     conversation.add(call)
-    conversation.add(answered(qwen3, asked, encode(qwen3, "y<|im_end|>"), prompt=bridged.ids))
+    conversation.add(answered(qwen3, request, encode(qwen3, "y<|im_end|>"), prompt=bridged.ids))
     rewritten = conversation.prompt(put_in)
     assert (rewritten.outcome, rewritten.reasons) == ("re-rendered", (Reason.REPLY_REWRITTEN,))
 
@@ -381,8 +381,8 @@ def test_thinking_switched_off_for_one_request_is_another_template(templates):
     call = answered(qwen3, HI, encode(qwen3, "the weather<|im_end|>"))
     conversation = Conversation(qwen3)
     conversation.add(call)
-    asked = [*HI, sent_back(call.reply), *HI]
+    request = [*HI, sent_back(call.reply), *HI]
     silent = qwen3.with_kwargs({"enable_thinking": False})
-    prompt = conversation.match(HashedMessages.of(check_messages(asked)), []).render(silent)
+    prompt = conversation.match(HashedMessages.of(check_messages(request)), []).render(silent)
     assert (prompt.outcome, prompt.reasons) == ("re-rendered", (Reason.TEMPLATE_CHANGED,))
     assert qwen3.tokenizer.decode(prompt.ids).endswith("<think>\n\n</think>\n\n")

@@ -61,8 +61,8 @@ talk = st.builds(
     texts,
 )
 tool_turn = st.builds(
-    lambda said, made, results: [
-        {"role": "assistant", "content": said, "tool_calls": made},
+    lambda text, made, results: [
+        {"role": "assistant", "content": text, "tool_calls": made},
         *({"role": "tool", "content": r, "tool_call_id": "c0"} for r in results),
     ],
     texts,

@@ -283,7 +283,7 @@ def completions(template: ChatTemplate) -> st.SearchStrategy[list[int]]:
     )
     opening = st.sampled_from([[], say(template, "\n<think>"), say(template, "<think>\nthe")])
     return st.tuples(opening, st.lists(piece, max_size=8)).map(
-        lambda said: [*said[0], *(i for p in said[1] for i in p)]
+        lambda parts: [*parts[0], *(i for p in parts[1] for i in p)]
     )
 
 

@@ -95,8 +95,8 @@ def test_what_the_template_itself_refuses_is_a_template_error(make_tokenizer):
 def test_unproved_families_are_named_and_proved_ones_are_not():
     assert "Llama 3" in UNPROVED
     assert not {"SmolLM2", "Qwen2.5", "Qwen3"} & set(UNPROVED)
-    said = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8").replace("\n", " ")
-    assert [name for name in UNPROVED if name not in said] == []
+    promises = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert [name for name in UNPROVED if name not in promises] == []
 
 
 @pytest.mark.parametrize("family", ["smollm2-instruct", "qwen2.5-instruct", "qwen3"])
@@ -119,9 +119,9 @@ words = st.text(st.sampled_from("the wind \n\u00e9\u4f60\U0001f600"), min_size=1
 @property_test
 def test_qwen3_gives_the_ids_of_its_own_template(qwen3, turns, tools, thinking):
     messages: list[dict[str, Any]] = []
-    for asked, said, reasoned in turns:
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": said})
+    for question, reply, reasoned in turns:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": reply})
         if reasoned:
             messages[-1]["reasoning_content"] = reasoned
     messages.append({"role": "user", "content": "so?"})
@@ -251,9 +251,9 @@ def test_end_tokens_of_the_model_s_files_end_the_turn(make_tokenizer, family, na
     assert template.stop_ids == (*plain.stop_ids, end)
     assert template.with_kwargs({"color": "red"}).stop_ids == template.stop_ids
     assert template.with_kwargs({}, date(2026, 1, 2)).stop_ids == template.stop_ids
-    said = tokenizer.encode("Hello", add_special_tokens=False)
-    assert template.parse([*said, end]).content == "Hello"
-    assert plain.parse([*said, end]).content == "Hello!"
+    ids = tokenizer.encode("Hello", add_special_tokens=False)
+    assert template.parse([*ids, end]).content == "Hello"
+    assert plain.parse([*ids, end]).content == "Hello!"
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen25", "qwen3"])

@@ -21,7 +21,7 @@ def over_the_basic_one(name: str, directory: Path) -> Document:
     return read(file)
 
 
-def said(value: Any) -> Any:
+def plain_text(value: Any) -> Any:
     return value.get_secret_value() if isinstance(value, SecretStr) else value
 
 
@@ -44,7 +44,7 @@ def test_basic_models_and_workflow():
     assert llm.type_name == "openai"
     assert llm.model_name == "Qwen/Qwen2.5-3B-Instruct"
     assert str(llm.base_url) == "http://localhost:8000/v1"
-    assert said(llm.api_key) == "default"
+    assert plain_text(llm.api_key) == "default"
     assert llm.temperature == 0.4
     workflow: Any = document.workflow
     assert (workflow.type_name, workflow.llm) == ("my_workflow", "training_llm")
@@ -72,7 +72,7 @@ def test_basic_training():
     assert (adapter.backend.ip, adapter.backend.port) == ("localhost", 7623)
     assert (adapter.backend.name, adapter.backend.project) == ("my_training_run", "my_project")
     assert adapter.backend.base_model == "Qwen/Qwen2.5-3B-Instruct"
-    assert said(adapter.backend.api_key) == "default"
+    assert plain_text(adapter.backend.api_key) == "default"
     assert adapter.training.learning_rate == 1e-06  # a number, though YAML 1.1 reads it as text
     assert document.trainers["art_trainer"].type_name == "openpipe_art_trainer"
     run = document.finetuning

@@ -147,11 +147,11 @@ class BackendConformance:
         model = new_model()
         await model.register(backend)
 
-        def said(text: str, reward: float) -> Trajectory:
+        def conversation(text: str, reward: float) -> Trajectory:
             reply = {"role": "assistant", "content": text}
             return Trajectory(messages_and_choices=[*MESSAGES, reply], reward=reward)
 
-        pair = [TrajectoryGroup([said("no number", 0.0), said("seven", 1.0)])]
+        pair = [TrajectoryGroup([conversation("no number", 0.0), conversation("seven", 1.0)])]
         first = await model.train(pair, loss="dpo", learning_rate=5e-3, plot_tensors=True)
         assert first.metrics["learn/loss"] == pytest.approx(0.6931472, abs=1e-5)
         second = await model.train(pair, loss="dpo", learning_rate=5e-3)
@@ -163,15 +163,15 @@ class BackendConformance:
     ):
         model = new_model(defaults={"learning_rate": 3e-4})
         await model.register(backend)
-        said = hone.TrainConfig(learning_rate=1e-4)
-        asked: list[dict[str, Any]] = [
+        config = hone.TrainConfig(learning_rate=1e-4)
+        requests: list[dict[str, Any]] = [
             {},
-            {"config": said},
-            {"config": said, "learning_rate": 2e-4},
+            {"config": config},
+            {"config": config, "learning_rate": 2e-4},
         ]
         used = [
             (await backend.train(model, token_groups(step=step), **keys)).metrics
-            for step, keys in enumerate(asked)
+            for step, keys in enumerate(requests)
         ]
         assert [metrics["learn/learning_rate"] for metrics in used] == [3e-4, 1e-4, 2e-4]
 

@@ -26,7 +26,7 @@ from tests.conformance.prompts import rendered
 from tests.conformance.scripts import answer, script_of
 from tests.conformance.witness import Exchange, Witness
 from tests.environments import ROOT, NotInstalled, environment
-from tests.fakes import Asked, ScriptedEngine, logprob
+from tests.fakes import EngineRequest, ScriptedEngine, logprob
 from tests.server.conftest import Server
 from tests.server.small_server import LearnerHere
 from torch import Tensor
@@ -69,14 +69,14 @@ class Talk:
         self, prompt_ids: Sequence[int], sampling: Sampling, adapter: AdapterRef | None
     ) -> list[int]:
         prompt = self._tokenizer.decode(prompt_ids)
-        found = _CASE.search(prompt)
-        assert found is not None, f"the question is not in the prompt: {prompt}"
-        script = script_of(found[1])
+        match = _CASE.search(prompt)
+        assert match is not None, f"the question is not in the prompt: {prompt}"
+        script = script_of(match[1])
         turn = script.turn(prompt)
-        if turn == 1 and found[1] not in self.failed:
-            self.failed.add(found[1])
+        if turn == 1 and match[1] not in self.failed:
+            self.failed.add(match[1])
             raise EngineError("the engine fails once in every rollout")
-        return self.spell(script.says(turn, found[1]))
+        return self.spell(script.says(turn, match[1]))
 
     def spell(self, text: str) -> list[int]:
         """The text character by character: encoding it again gives fewer and other ids."""
@@ -180,8 +180,8 @@ class CaptureConformance:
     def saw(cls, served: Served) -> dict[str, Saw]:
         """The client's rollouts, by the way in which they called the model."""
         python, step = interpreter(cls.environment, usual=cls.usual), served.step
-        told = run_client(served, cls.client, cls.environment, python)
-        told.pop(f"{cls.client}-{cls.environment}.typed")  # of the other server
+        results = run_client(served, cls.client, cls.environment, python)
+        results.pop(f"{cls.client}-{cls.environment}.typed")  # of the other server
         name = f"{cls.client}-{cls.environment}"
         return {
             rollout.removeprefix(f"{name}."): Saw(
@@ -192,9 +192,9 @@ class CaptureConformance:
                 ],
                 step,
                 served.server.state.calls.rollout(rollout),
-                **said,
+                **result,
             )
-            for rollout, said in told.items()
+            for rollout, result in results.items()
         }
 
     def test_every_way_ends_with_the_scripted_answer(self, saw: dict[str, Saw]) -> None:
@@ -229,11 +229,11 @@ class CaptureConformance:
         for one in saw.values():
             for recorded in one.calls:
                 call = recorded.call
-                (asked,) = _asked(served, call.prompt_ids)
-                assert asked.adapter is not None and asked.adapter.step == one.step
-                assert recorded.adapter_sha256 == asked.adapter.sha256
+                (request,) = _requests(served, call.prompt_ids)
+                assert request.adapter is not None and request.adapter.step == one.step
+                assert recorded.adapter_sha256 == request.adapter.sha256
                 assert call.step == one.step
-                assert asked.answers == (tuple(call.completion_ids),)
+                assert request.answers == (tuple(call.completion_ids),)
                 assert call.logprobs == [logprob(t, i) for i, t in enumerate(call.completion_ids)]
                 assert call.exact and not call.forced
 
@@ -269,8 +269,8 @@ class CaptureConformance:
             assert {call["function"] for call in one.seen} == {function}
             assert {call.call.function for call in one.calls} == {function}
             for call, recorded in zip(one.seen, one.calls, strict=True):
-                asked = [_said(message) for message in call["messages"]]
-                assert asked == [_said(message) for message in recorded.messages or ()]
+                messages = [_said(message) for message in call["messages"]]
+                assert messages == [_said(message) for message in recorded.messages or ()]
             replies = [call["choices"][0]["message"] for call in one.seen]
             assert [_said(reply) for reply in replies] == [_said(call.reply) for call in one.calls]
 
@@ -300,12 +300,12 @@ class CaptureConformance:
             )
         sampled = sum(len(call.call.completion_ids) for one in both for call in one.calls)
         assert done["metrics"]["learn/labels"] == sampled
-        found = gradient(served.learners[-1].learner.lora)
-        assert found.keys() == expected.keys()
+        gradients = gradient(served.learners[-1].learner.lora)
+        assert gradients.keys() == expected.keys()
         total = torch.cat([grad.flatten() for grad in expected.values()]).norm()
         assert total > 0
         for name, grad in expected.items():
-            assert (found[name] - grad).norm() < 1e-4 * total, name
+            assert (gradients[name] - grad).norm() < 1e-4 * total, name
 
 
 def gradient(lora: Lora) -> dict[str, Tensor]:
@@ -343,9 +343,9 @@ def _said(message: dict[str, Any]) -> tuple[str, list[Any]]:
     return message.get("content") or "", [call["function"] for call in calls]
 
 
-def _asked(served: Served, prompt_ids: list[int]) -> list[Asked]:
+def _requests(served: Served, prompt_ids: list[int]) -> list[EngineRequest]:
     """The requests of the engine with this prompt that it answered."""
-    return [one for one in served.engine.asked if list(one.prompt_ids) == prompt_ids]
+    return [one for one in served.engine.requests if list(one.prompt_ids) == prompt_ids]
 
 
 def run_client(served: Served, client: str, environment: str, python: Path) -> dict[str, Any]:
@@ -369,9 +369,9 @@ def run_client(served: Served, client: str, environment: str, python: Path) -> d
         check=False,
     )
     assert done.returncode == 0, f"client_{client}.py ended with {done.returncode}\n{done.stderr}"
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told, done.stderr
-    return told
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results, done.stderr
+    return results
 
 
 def train(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:

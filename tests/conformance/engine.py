@@ -254,16 +254,16 @@ class EngineConformance:
         assert not self.replays(served) or [d.ids for d in streamed] == [d.ids for d in whole]
 
     @pytest.mark.parametrize(
-        ("way", "kept"),
+        ("way", "allowed_ids"),
         [
             ({"top_k": 3}, lambda p: set(p.argsort(descending=True)[:3].tolist())),
             ({"min_p": 0.3}, lambda p: set((p >= 0.3 * p.max()).nonzero()[:, 0].tolist())),
             ({"top_p": 0.5}, lambda p: _nucleus(p, 0.5)),
         ],
     )
-    async def test_narrowed_draws_stay_inside_and_say_both_logprobs(self, served, way, kept):
+    async def test_narrowed_draws_stay_inside_and_say_both_logprobs(self, served, way, allowed_ids):
         p = served.reference(PROMPT, None)[-1].exp()
-        allowed = kept(p)
+        allowed = allowed_ids(p)
         done = await complete(served.engine, PROMPT, Sampling(n=32, max_tokens=1, seed=0, **way))
         mass, lowest = float(p[list(allowed)].sum()), float(p[list(allowed)].min().log())
         for sample in done:
@@ -533,10 +533,10 @@ def _fields(sampling: Sampling) -> dict[str, object]:
 
 
 def _nucleus(p: torch.Tensor, mass: float) -> set[int]:
-    kept, total = set(), 0.0
+    nucleus, total = set(), 0.0
     for i in p.argsort(descending=True).tolist():
-        kept.add(i)
+        nucleus.add(i)
         total += float(p[i])
         if total >= mass:
-            return kept
-    return kept
+            return nucleus
+    return nucleus

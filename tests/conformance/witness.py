@@ -45,7 +45,7 @@ class Exchange:
     @property
     def call_ids(self) -> set[str]:
         """The ids of the recorded calls that the response names."""
-        return {found for event in self.events for found in _values(event, "call_id", "call-")}
+        return {call_id for event in self.events for call_id in _values(event, "call_id", "call-")}
 
 
 def _values(value: Any, key: str, prefix: str) -> Iterator[str]:
@@ -99,11 +99,11 @@ class Witness:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        kept: list[tuple[int, bytes]],
+        copy: list[tuple[int, bytes]],
     ) -> None:
         try:
             while data := await reader.read(1 << 16):
-                kept.append((next(self._count), data))
+                copy.append((next(self._count), data))
                 writer.write(data)
                 await writer.drain()
         except ConnectionError:
@@ -113,8 +113,8 @@ class Witness:
 
     def exchanges(self) -> list[Exchange]:
         """Every request so far that was answered, in the order in which they were sent."""
-        found = [one for connection in tuple(self._connections) for one in _read(connection)]
-        return sorted(found, key=lambda one: one.number)
+        ended = [one for connection in tuple(self._connections) for one in _read(connection)]
+        return sorted(ended, key=lambda one: one.number)
 
 
 def _read(connection: _Connection) -> Iterator[Exchange]:

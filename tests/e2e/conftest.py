@@ -59,9 +59,9 @@ def serving(root: Path, environment: dict[str, str]) -> Iterator[Server]:
     os.close(tell)
     try:
         with os.fdopen(ready) as line:
-            told = line.readline()
-        assert told, output.read_text()
-        where = json.loads(told)
+            announcement = line.readline()
+        assert announcement, output.read_text()
+        where = json.loads(announcement)
         yield Server(where["port"], where["inference_port"], root, Path(where["log"]))
     finally:
         process.terminate()
@@ -75,7 +75,7 @@ class Finetune:
     directory: Path
     environment: dict[str, str]
     arguments: list[str]
-    said: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
     """What each start wrote to stderr."""
 
     @property
@@ -95,12 +95,12 @@ class Finetune:
     def finish(self, process: subprocess.Popen[str], within_s: float = 100) -> int:
         """Its exit status."""
         try:
-            _, said = process.communicate(timeout=within_s)
+            _, output = process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            _, said = process.communicate()
-            pytest.fail(f"hone finetune did not end within {within_s} s:\n{said}")
-        self.said.append(said)
+            _, output = process.communicate()
+            pytest.fail(f"hone finetune did not end within {within_s} s:\n{output}")
+        self.outputs.append(output)
         return process.returncode
 
     def run(self, *more: str) -> int:

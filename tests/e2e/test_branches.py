@@ -32,8 +32,8 @@ async def run(question, llm):
         return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}]
 
     async def sub_agent(task):
-        found = await ask([{"role": "system", "content": f"You {task}."}, user(question)])
-        return await ask([*found, user("go on")])
+        messages = await ask([{"role": "system", "content": f"You {task}."}, user(question)])
+        return await ask([*messages, user("go on")])
 
     plan = await ask([{"role": "system", "content": "You plan."}, user(question)])
     await asyncio.gather(sub_agent("search"), sub_agent("count"))
@@ -98,7 +98,7 @@ def test_branches_and_shared_tokens_are_counted(
     config = CONFIG.format(port=server.port, name=NAME, base=QWEN, rollouts=ROLLOUTS)
     (tmp_path / "train.yml").write_text(config)
     finetune = Finetune(tmp_path, environment, ["--config_file=train.yml"])
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
 
     (line,) = finetune.lines("training_metrics.jsonl")
     turns = {name: value for name, value in line.items() if name.startswith("turns/")}

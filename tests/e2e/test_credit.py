@@ -84,7 +84,7 @@ def test_credit_decides_which_turn_is_raised(
     (tmp_path / "train.yml").write_text(config)
     finetune = Finetune(tmp_path, environment, ["--config_file=train.yml"])
     finetune.arguments += ["-o", "trainer_adapters.a.training.credit", credit]
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
 
     (job,) = server.jobs(f"e2e/{name}")
     tokens = server.get(f"/v1/training/jobs/{job['id']}/samples?limit=1000")["tokens"]

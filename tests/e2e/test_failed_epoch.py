@@ -55,17 +55,17 @@ def test_rollouts_that_failed_are_run_anew(
     assert finetune.run() == 1
     assert (
         "No trajectories collected for epoch 1. Left out: policy/unparseable: 6."
-        in (finetune.said[-1])
+        in (finetune.outputs[-1])
     )
     assert (
         "run the same command again: rollouts that gave nothing to train on are run anew"
-        in (finetune.said[-1])
+        in (finetune.outputs[-1])
     )
 
     (tmp_path / "fixed").touch()
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
     assert len(finetune.lines("trajectories/epoch_000.jsonl")) == 12
     [job] = server.jobs("mended/agent")
     assert job["counts"]["by_rollout"] == 6
     assert finetune.run() == 0
-    assert "nothing to do" in finetune.said[-1]
+    assert "nothing to do" in finetune.outputs[-1]

@@ -60,7 +60,7 @@ def test_a_run_of_the_first_layout_goes_on(killed_while: str, tmp_path: Path):
     run_id = json.loads((finetune.output / "run.json").read_text())["run_id"]
     assert len(submitted) == {"collecting": 2, "training": 3}[killed_while]
 
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
 
     assert (finetune.output / "events.jsonl").read_bytes().startswith(events)
     assert json.loads((finetune.output / "run.json").read_text())["run_id"] == run_id

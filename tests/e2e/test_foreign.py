@@ -68,20 +68,25 @@ def endpoint(tokens: Tokens) -> Iterator[str]:
     """An OpenAI API that gives its two answers in turn, with logprobs if they are asked for."""
     turn = itertools.cycle(ANSWERS)
 
-    def choice(asked: dict[str, Any]) -> dict[str, Any]:
+    def choice(request: dict[str, Any]) -> dict[str, Any]:
         text = next(turn)
         content = [
             {"token": t, "logprob": LOGPROB, "bytes": list(t.encode())} for t in tokens(text)
         ]
-        said = {"content": content} if asked.get("logprobs") else None
+        logprobs = {"content": content} if request.get("logprobs") else None
         message = {"role": "assistant", "content": text}
-        return {"index": 0, "finish_reason": "stop", "message": message, "logprobs": said}
+        return {"index": 0, "finish_reason": "stop", "message": message, "logprobs": logprobs}
 
     class Answering(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            said = {"id": "x", "object": "chat.completion", "created": 1, "model": asked["model"]}
-            body = json.dumps({**said, "choices": [choice(asked)]}).encode()
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            completion = {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 1,
+                "model": request["model"],
+            }
+            body = json.dumps({**completion, "choices": [choice(request)]}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -112,8 +117,8 @@ def prepared(
     rows = [{"id": i, "question": f"Is it {i}?", "answer": ""} for i in range(2)]
     (directory / "rows.json").write_text(json.dumps(rows))
     (directory / "agent.py").write_text(AGENT)
-    told = {"url": url, "port": server.port, "model": QWEN, "allowed": "true", **keys}
-    (directory / "train.yml").write_text(CONFIG.format(**told))
+    values = {"url": url, "port": server.port, "model": QWEN, "allowed": "true", **keys}
+    (directory / "train.yml").write_text(CONFIG.format(**values))
     return Finetune(directory, environment, ["--config_file=train.yml"])
 
 
@@ -122,11 +127,11 @@ def test_answers_of_another_endpoint_are_trained(
 ):
     with endpoint(own_tokens) as url:
         finetune = prepared(tmp_path, environment, server, url, name="trained")
-        assert finetune.run() == 0, finetune.said[-1]
-    assert "no entry of `llms` asks there" in finetune.said[-1]
+        assert finetune.run() == 0, finetune.outputs[-1]
+    assert "no entry of `llms` asks there" in finetune.outputs[-1]
     assert (
         "trained off-policy, from its text and logprobs (allow_foreign_endpoint)"
-        in (finetune.said[-1])
+        in (finetune.outputs[-1])
     )
     jobs = server.jobs("foreign/trained")
     assert [(job["state"], job["step"]) for job in jobs] == [("done", 1), ("done", 2)]
@@ -149,8 +154,8 @@ def test_another_endpoint_is_refused_unless_it_is_allowed(
     with endpoint(own_tokens) as url:
         finetune = prepared(tmp_path, environment, server, url, name="refused", allowed="false")
         assert finetune.run() == 1
-    assert f"no entry of `llms` asks there (llms.model at {url})" in finetune.said[-1]
-    assert "set finetuning.allow_foreign_endpoint: true" in finetune.said[-1]
+    assert f"no entry of `llms` asks there (llms.model at {url})" in finetune.outputs[-1]
+    assert "set finetuning.allow_foreign_endpoint: true" in finetune.outputs[-1]
     assert server.jobs("foreign/refused") == []
 
 
@@ -167,5 +172,5 @@ def test_another_models_tokens_are_refused_with_the_reason(
     assert (
         f"its text is 3 tokens of {QWEN!r}, and there are 2 logprobs; ask the endpoint for token "
         "ids (vLLM: return_tokens_as_token_ids), or sample from this server"
-    ) in finetune.said[-1]
+    ) in finetune.outputs[-1]
     assert server.jobs("foreign/cut") == []

@@ -115,10 +115,10 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(
     kills = 0
     while kills < KILLS:
         killed = kill_after(finetune, draw.randint(1, 2 * whole // KILLS))
-        assert killed, f"it ended after {kills} kills: make the run longer\n{finetune.said[-1]}"
+        assert killed, f"it ended after {kills} kills: make the run longer\n{finetune.outputs[-1]}"
         kills += 1
         check(finetune, server, "killed")
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
     check(finetune, server, "killed")
 
     expected = {
@@ -160,15 +160,15 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     while written(finetune) < 20 and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    assert finetune.finish(process) == 130, finetune.said[-1]
-    last = finetune.said[-1].strip().splitlines()[-1]
+    assert finetune.finish(process) == 130, finetune.outputs[-1]
+    last = finetune.outputs[-1].strip().splitlines()[-1]
     assert "Interrupted. The same command resumes run art_run_" in last
-    assert not NOISE & set(finetune.said[-1].split()), finetune.said[-1]
+    assert not NOISE & set(finetune.outputs[-1].split()), finetune.outputs[-1]
     assert json.loads((finetune.output / "report.json").read_text())["status"] == "unfinished"
     text = (finetune.output / "report.md").read_text()
     assert text.startswith("# The run was interrupted after ")
     assert f"\nhone finetune {' '.join(finetune.arguments)}\n" in text
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
     report = json.loads((finetune.output / "report.json").read_text())
     assert (report["status"], report["epochs"]) == ("completed", 3)
     check(finetune, server, "interrupted")
@@ -184,8 +184,8 @@ def test_ctrl_c_at_any_point_says_nothing_of_asyncio(
         while process.poll() is None and written(finetune) < before + more:
             time.sleep(0.002)
         process.send_signal(signal.SIGINT)
-        assert finetune.finish(process) == 130, finetune.said[-1]
-        assert not NOISE & set(finetune.said[-1].split()), finetune.said[-1]
+        assert finetune.finish(process) == 130, finetune.outputs[-1]
+        assert not NOISE & set(finetune.outputs[-1].split()), finetune.outputs[-1]
         check(finetune, server, "often")
     report = json.loads((finetune.output / "report.json").read_text())
     assert (report["status"], report["sessions"]) == ("unfinished", 3)
@@ -196,13 +196,13 @@ def test_fresh_starts_at_step_0_and_keeps_the_old_run(
 ):
     finetune = prepared(tmp_path, server, environment, "fresh")
     finetune.arguments += ["-o", "finetuning.num_epochs", "1"]
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
     first = json.loads((finetune.output / "run.json").read_text())["run_id"]
     refused = finetune.run("-o", "finetuning.seed", "7")
     assert refused == 1
-    assert "finetuning.seed: None then, 7 now" in finetune.said[-1]
-    assert "--fresh" in finetune.said[-1]
-    assert finetune.run("-o", "finetuning.seed", "7", "--fresh") == 0, finetune.said[-1]
+    assert "finetuning.seed: None then, 7 now" in finetune.outputs[-1]
+    assert "--fresh" in finetune.outputs[-1]
+    assert finetune.run("-o", "finetuning.seed", "7", "--fresh") == 0, finetune.outputs[-1]
     assert (tmp_path / f"out.{first}" / "report.json").exists()
     (started,) = finetune.events("run_started")
     assert started["step"] == 0
@@ -216,18 +216,18 @@ def test_a_server_that_is_not_there_is_named(environment: dict[str, str], tmp_pa
     nobody = Server(port=9, inference_port=9, root=tmp_path, log=tmp_path / "log")
     finetune = prepared(tmp_path, nobody, environment, "nobody")
     assert finetune.run() == 1
-    assert "ERROR - Failed to connect to ART backend. http://127.0.0.1:9" in finetune.said[-1]
-    assert "curl http://127.0.0.1:9/health" in finetune.said[-1]
-    assert "Traceback" not in finetune.said[-1]
+    assert "ERROR - Failed to connect to ART backend. http://127.0.0.1:9" in finetune.outputs[-1]
+    assert "curl http://127.0.0.1:9/health" in finetune.outputs[-1]
+    assert "Traceback" not in finetune.outputs[-1]
 
 
 def test_a_dry_run_contacts_nobody(environment: dict[str, str], tmp_path: Path):
     nobody = Server(port=9, inference_port=9, root=tmp_path, log=tmp_path / "log")
     finetune = prepared(tmp_path, nobody, environment, "dry")
     process = finetune.start("--dry-run")
-    said, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     # 4 examples x 3 generations x 8 epochs, and 2 held-out examples before, at 4 and at 8.
-    assert "8 epochs of 1 round: 96 rollouts of at least one model call, 8 jobs" in said
-    assert "2 examples x 1 after 0, 4, 8 epochs: 6 rollouts" in said
+    assert "8 epochs of 1 round: 96 rollouts of at least one model call, 8 jobs" in output
+    assert "2 examples x 1 after 0, 4, 8 epochs: 6 rollouts" in output
     assert not finetune.output.exists()

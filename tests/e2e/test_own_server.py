@@ -28,11 +28,11 @@ def test_killed_while_it_trains_the_job_is_found_again(finetune: Finetune):
     while not finetune.events("job_submitted") and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    assert finetune.finish(process) == -signal.SIGKILL, finetune.said[-1]
+    assert finetune.finish(process) == -signal.SIGKILL, finetune.outputs[-1]
     (submitted,) = finetune.events("job_submitted")
     assert not finetune.events("job_done")
 
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
     first, second = finetune.events("job_done")
     assert (first["job"], first["step"], second["step"]) == (submitted["job"], 1, 2)
     assert len(finetune.lines("trajectories/epoch_000.jsonl")) == 12

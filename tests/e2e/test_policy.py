@@ -87,21 +87,21 @@ def prepared(server: Server, environment: dict[str, str], tmp_path: Path) -> Ite
     (tmp_path / "agent.py").write_text(AGENT)
     url = f"http://127.0.0.1:{server.inference_port}/v1"
     with endpoint(list) as foreign:
-        told = {"base": QWEN, "url": url, "port": server.port, "name": NAME}
-        trained = CONFIG.format(policy="trainable", foreign=foreign, **told)
+        values = {"base": QWEN, "url": url, "port": server.port, "name": NAME}
+        trained = CONFIG.format(policy="trainable", foreign=foreign, **values)
         (tmp_path / "train.yml").write_text(trained)
         named = f"openai, model_name: {QWEN}, base_url: '{url}', api_key: default"
-        (tmp_path / "unclear.yml").write_text(CONFIG.format(policy=named, foreign=url, **told))
+        (tmp_path / "unclear.yml").write_text(CONFIG.format(policy=named, foreign=url, **values))
         yield Finetune(tmp_path, environment, ["--config_file=train.yml"])
 
 
 def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path: Path):
-    assert prepared.run() == 0, prepared.said[-1]
+    assert prepared.run() == 0, prepared.outputs[-1]
     assert (
         f"llms.policy is trained and sends '{SENT}'. llms.helper and llms.judge send '{SENT}@0': "
         "the base weights, which are not trained. A client of the agent's own that asks for "
         f"'{QWEN}' inside a rollout gets '{SENT}'."
-    ) in prepared.said[-1]
+    ) in prepared.outputs[-1]
     jobs = server.jobs(SENT)
     assert [job["step"] for job in jobs] == [1, 2]
     # 2 examples x 3 generations: the policy by its entry and by the agent's own client, the helper.
@@ -135,4 +135,4 @@ def test_where_any_entry_could_be_meant_the_run_is_refused(prepared: Finetune):
     assert (
         "finetuning.target_model: llms.policy, llms.helper and llms.judge each name the model in "
         f"training or its base model '{QWEN}'; set finetuning.target_model to the key"
-    ) in prepared.said[-1]
+    ) in prepared.outputs[-1]

@@ -31,8 +31,8 @@ def test_the_seeds_configuration_trains_and_reports(
             *("-o", "finetuning.output_dir", "out"),
         ],
     )
-    assert finetune.run() == 0, finetune.said[-1]
-    said = finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
+    output = finetune.outputs[-1]
     run_id = json.loads((finetune.output / "run.json").read_text())["run_id"]
     for line in (
         f"INFO - Starting epoch 1 for run {run_id}",
@@ -43,7 +43,7 @@ def test_the_seeds_configuration_trains_and_reports(
         "INFO - Completed epoch 1/2",
         "INFO - Completed epoch 2/2",
     ):
-        assert line in said, said
+        assert line in output, output
 
     jobs = server.jobs("my_project/my_training_run")
     assert [job["state"] for job in jobs] == ["done", "done"]
@@ -61,7 +61,7 @@ def test_the_seeds_configuration_trains_and_reports(
     assert {"baseline", "tuned", "gain", "phases", "checkpoint"} <= set(report)
     assert (finetune.output / "report.html").exists()
     assert finetune.run() == 0
-    assert "nothing to do" in finetune.said[-1]
+    assert "nothing to do" in finetune.outputs[-1]
     assert len(server.jobs("my_project/my_training_run")) == 2
 
 
@@ -92,7 +92,7 @@ def test_a_plugins_own_three_parts_run_without_hones(
     (tmp_path / "rows.json").write_text(json.dumps([{"question": "say a", "answer": "a"}]))
     (tmp_path / "train.yml").write_text(PLUGIN.format(model=QWEN, port=server.inference_port))
     finetune = Finetune(tmp_path, environment, ["--config_file=train.yml"])
-    assert finetune.run() == 0, finetune.said[-1]
+    assert finetune.run() == 0, finetune.outputs[-1]
     assert len(list((tmp_path / "jobs").iterdir())) == 2
     assert [line["epoch"] for line in finetune.lines("training_metrics.jsonl")] == [0, 1]
-    assert "Finetuning completed successfully: 2 epochs" in finetune.said[-1]
+    assert "Finetuning completed successfully: 2 epochs" in finetune.outputs[-1]

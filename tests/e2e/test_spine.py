@@ -33,7 +33,7 @@ def test_the_reward_goes_up(server: Server, environment: dict[str, str], tmp_pat
         "finetuning.validation.reps": "32",
     }.items():
         finetune.arguments += ["-o", key, value]
-    assert finetune.run("--validation_interval=4") == 0, finetune.said[-1]
+    assert finetune.run("--validation_interval=4") == 0, finetune.outputs[-1]
     held_out = json.loads((finetune.output / "validation_history.json").read_text())
     first, last = held_out[0]["avg_reward"], held_out[-1]["avg_reward"]
     # A random model says a word with a vowel now and then.

@@ -26,11 +26,11 @@ import hone
 
 async def ask(input, llm):
     answer = await llm.chat([{"role": "user", "content": input}])
-    said = answer.choices[0].message.content
+    text = answer.choices[0].message.content
     hone.step("asked", value=1.0)
-    if said == "crash":
+    if text == "crash":
         raise RuntimeError("the tool is broken")
-    return said
+    return text
 
 def reward(output, expected, bonus=0):
     if output == "odd":
@@ -110,7 +110,7 @@ def bench(endpoint: tuple[Endpoint, str], tmp_path: Path) -> Workbench:
 
 def says(endpoint: tuple[Endpoint, str], *answers: str) -> Endpoint:
     endpoint[0].replies = [Reply(answer) for answer in answers]
-    endpoint[0].asked.clear()
+    endpoint[0].requests.clear()
     return endpoint[0]
 
 
@@ -202,7 +202,7 @@ async def test_an_evaluation_that_cannot_begin_leaves_the_files_of_the_last_one(
     with pytest.raises(ConfigError, match="Did you mean 'reward'"):
         await bench.evaluate()
     assert bench.answers == ["a0", "a1", "a2"]
-    assert len(endpoint[0].asked) == 3
+    assert len(endpoint[0].requests) == 3
 
 
 async def test_completed_entries_are_skipped(endpoint: tuple[Endpoint, str], bench: Workbench):
@@ -210,12 +210,12 @@ async def test_completed_entries_are_skipped(endpoint: tuple[Endpoint, str], ben
     await bench.evaluate()
     server = says(endpoint, "a1")
     summary = await bench.evaluate(skip_completed_entries=True)
-    assert len(server.asked) == 1 and server.bodies[0]["messages"][0]["content"] == "q1"
+    assert len(server.requests) == 1 and server.bodies[0]["messages"][0]["content"] == "q1"
     assert not summary.failed and bench.answers == ["a0", "a1", "a2"]
     assert summary.evaluators[0].average_score == 1.0
     # All are complete now; and without the flag all are run anew.
     await bench.evaluate(skip_completed_entries=True)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
     says(endpoint, "b0", "b1", "b2")
     await bench.evaluate()
     assert bench.answers == ["b0", "b1", "b2"]
@@ -244,7 +244,7 @@ async def test_the_workflow_is_skipped(endpoint: tuple[Endpoint, str], bench: Wo
         "mine": {"_type": "python", "target": "evaluated_agent.py:reward", "args": {"bonus": 2}},
     }
     summary = await bench.evaluate(skip_workflow=True)
-    assert not summary.failed and not server.asked
+    assert not summary.failed and not server.requests
     # (1 + 0 + 1) / 3 and 2 for each; each made one call.
     calls, seconds, mine = [e.average_score for e in summary.evaluators]
     assert (calls, mine) == (1.0, pytest.approx(2 + 2 / 3))
@@ -254,7 +254,7 @@ async def test_the_workflow_is_skipped(endpoint: tuple[Endpoint, str], bench: Wo
     (bench.out / "workflow_output.json").rename(file)
     bench.config["eval"]["general"]["output_dir"] = str(bench.path / "other")
     again = await bench.evaluate(skip_workflow=True, dataset=file)
-    assert again.evaluators[2].average_score == mine and not server.asked
+    assert again.evaluators[2].average_score == mine and not server.requests
 
 
 async def test_skipping_the_workflow_without_answers_fails(bench: Workbench):
@@ -320,7 +320,7 @@ async def test_an_evaluation_that_was_stopped_goes_on(
         [sys.executable, "-c", code, str(bench.file)], env=env, stderr=subprocess.PIPE, text=True
     )
     async with asyncio.timeout(60):
-        while len(served.asked) < 3:
+        while len(served.requests) < 3:
             await asyncio.sleep(0.02)
     child.send_signal(how)
     _, message = await asyncio.to_thread(child.communicate)
@@ -343,7 +343,7 @@ async def test_a_second_evaluation_in_the_same_directory_is_refused(
     served.replies.append(Reply("a2", gate=gate))
     first = asyncio.create_task(bench.evaluate())
     async with asyncio.timeout(60):
-        while len(served.asked) < 3:
+        while len(served.requests) < 3:
             await asyncio.sleep(0.02)
     for options in ({}, {"skip_completed_entries": True}, {"skip_workflow": True}):
         with pytest.raises(Conflict) as caught:
@@ -393,7 +393,7 @@ async def test_a_judge_is_made_from_the_yaml(endpoint: tuple[Endpoint, str], ben
     says(endpoint, "a0")
     again = await bench.evaluate()
     assert [e.average_score for e in again.evaluators] == [1.0, 0.1]
-    assert len(endpoint[0].asked) == 1  # the workflow; what the judges said is known
+    assert len(endpoint[0].requests) == 1  # the workflow; what the judges said is known
 
 
 async def test_an_evaluator_that_is_none_is_found_when_it_is_built(bench: Workbench):

@@ -259,8 +259,8 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path, names: list[str]):
 def test_a_full_disk_is_said(tmp_path: Path):
     out = opened(tmp_path)
     (tmp_path / "finished.jsonl").symlink_to("/dev/full")
-    said = r"finished\.jsonl: the disk is full .*No space left.*--skip_completed_entries"
-    with pytest.raises(StateError, match=said):
+    message = r"finished\.jsonl: the disk is full .*No space left.*--skip_completed_entries"
+    with pytest.raises(StateError, match=message):
         out.add(answered())
 
 

@@ -94,7 +94,7 @@ async def test_an_answer_without_a_score_is_asked_again_and_then_a_failure(
         "'{\"score\": tr'"
     )
     assert not list(tmp_path.iterdir())
-    assert len(endpoint.asked) == 5
+    assert len(endpoint.requests) == 5
 
 
 async def test_a_judge_that_is_down_is_a_failure(endpoint: Endpoint, llm: LLM):
@@ -102,14 +102,14 @@ async def test_a_judge_that_is_down_is_a_failure(endpoint: Endpoint, llm: LLM):
     got = await score(judge(llm), item("x"))
     assert got.value is None and got.failure is not None
     assert got.failure.type == "InternalServerError"
-    assert len(endpoint.asked) == 1  # the client tries again, not the judge
+    assert len(endpoint.requests) == 1  # the client tries again, not the judge
 
 
 async def test_failed_requests_are_tried_again_by_the_client(endpoint: Endpoint, llm: LLM):
     endpoint.replies = [Reply(status=503), says(3)]
     patient = LLM(base_url=llm.base_url, model="wise", max_retries=2)
     assert (await score(judge(patient), item("x"))).value == 0.3
-    assert len(endpoint.asked) == 2
+    assert len(endpoint.requests) == 2
     await patient.close()
 
 
@@ -128,11 +128,11 @@ async def test_what_was_said_once_is_kept(endpoint: Endpoint, llm: LLM, tmp_path
     first = await score(judge(llm, cache), item("x"))
     # Another judge, as the next run makes it, and ids do not matter.
     assert await score(judge(llm, cache), item("x", id="other")) == first
-    assert len(endpoint.asked) == 1
+    assert len(endpoint.requests) == 1
     endpoint.replies = [says(1), says(2)]
     assert (await score(judge(llm, cache), item("y"))).value == 0.1
     assert (await score(judge(llm, cache, rubric="Else"), item("x"))).value == 0.2
-    assert len(endpoint.asked) == 3
+    assert len(endpoint.requests) == 3
 
 
 async def test_equal_outputs_at_the_same_moment_are_asked_once(
@@ -142,7 +142,7 @@ async def test_equal_outputs_at_the_same_moment_are_asked_once(
     one = judge(llm, tmp_path)
     got = await asyncio.gather(*(score(one, item("x", id=str(n))) for n in range(8)))
     assert [s.value for s in got] == [0.7] * 8
-    assert len(endpoint.asked) == 1
+    assert len(endpoint.requests) == 1
 
 
 async def test_another_model_is_another_opinion(endpoint: Endpoint, llm: LLM, tmp_path: Path):
@@ -172,10 +172,10 @@ async def test_no_more_at_a_time_than_max_concurrency(endpoint: Endpoint, llm: L
     one = judge(llm)
     tasks = [asyncio.create_task(score(one, item(str(n)))) for n in range(6)]
     async with asyncio.timeout(20):
-        while len(endpoint.asked) < 4:
+        while len(endpoint.requests) < 4:
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
-    assert len(endpoint.asked) == 4
+    assert len(endpoint.requests) == 4
     gate.set()
     assert [s.value for s in await asyncio.gather(*tasks)] == [0.1] * 6
 

@@ -77,8 +77,11 @@ async def test_what_it_may_return():
         (Score(None, failure=failure), Score(None, failure=failure)),
         (EvalOutputItem(id="i", score=2, reasoning="r"), Score(2.0, "r")),
     ]
-    for told, expected in returns:
-        assert await scored(lambda output, told=told: told, item("x"), told=told) == expected
+    for returned, expected in returns:
+        assert (
+            await scored(lambda output, value=returned: value, item("x"), value=returned)
+            == expected
+        )
     nothing = await scored(lambda output: None, item("x"))
     assert nothing.failure is not None and "the score is None" in nothing.failure.message
 

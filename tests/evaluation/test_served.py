@@ -166,7 +166,7 @@ async def test_a_model_in_training_judges_answers_that_are_there(
     # 4 of 10; and two tokens each, where it is stopped.
     assert [one.average_score for one in summary.evaluators] == [0.4, 2.0]
     # Two items, each asked about by two evaluators; the workflow asked nothing.
-    assert len(server.engine.asked) == 4
+    assert len(server.engine.requests) == 4
 
 
 async def test_a_judge_that_nobody_serves_is_named(tmp_path: Path):

@@ -39,13 +39,13 @@ def example() -> Iterator[Callable[[str, str], ModuleType]]:
 def scripted(answer: Callable[[list[dict[str, Any]]], str], **params: Any) -> Any:
     """An `llm` as agents get it: the real client, over a wire that ends in this process.
 
-    `asked` collects the request bodies.
+    `requests` collects the request bodies.
     """
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def reply(request: httpx2.Request) -> httpx2.Response:
         body = json.loads(request.content)
-        asked.append(body)
+        requests.append(body)
         choice = {
             "index": 0,
             "finish_reason": "stop",
@@ -59,4 +59,4 @@ def scripted(answer: Callable[[list[dict[str, Any]]], str], **params: Any) -> An
         api_key="none",
         http_client=openai.DefaultAsyncHttpxClient(transport=httpx2.MockTransport(reply)),
     )
-    return SimpleNamespace(client=client, model="scripted", params=params, asked=asked)
+    return SimpleNamespace(client=client, model="scripted", params=params, requests=requests)

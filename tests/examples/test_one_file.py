@@ -258,14 +258,14 @@ def test_equal_rewards_make_no_step(loop: Any, model: Any):
 
 def by_name(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The adapters of the loop's model under PEFT's names, with their gradients."""
-    found = {}
+    tensors = {}
     for path, module in model.named_modules():
         for part, letter in (("a", "A"), ("b", "B")):
             tensor = getattr(module, part, None)
             if isinstance(tensor, torch.nn.Parameter):
                 assert tensor.grad is not None, path
-                found[f"base_model.model.{path}.lora_{letter}.weight"] = (tensor, tensor.grad)
-    return found
+                tensors[f"base_model.model.{path}.lora_{letter}.weight"] = (tensor, tensor.grad)
+    return tensors
 
 
 def twin(model: Any, decoder: Decoder) -> Lora:

@@ -140,8 +140,8 @@ async def test_the_agent_reasons_and_its_last_answer_is_scored(example: Example,
     assert row == {"id": "3-7", "question": puzzle.text, "answer": ", ".join(puzzle.solution)}
     llm = scripted(lambda _: f"Answer: no one.\nSo it was:\nAnswer: {row['answer']}", max_tokens=9)
     output = await agent.solve(row["question"], llm)
-    assert llm.asked[0]["messages"][-1]["content"] == puzzle.text
-    assert llm.asked[0]["max_tokens"] == 9
+    assert llm.requests[0]["messages"][-1]["content"] == puzzle.text
+    assert llm.requests[0]["max_tokens"] == 9
     assert (reward.right_parts(output, row["answer"]), reward.solved(output, row["answer"])) == (
         1,
         1,

@@ -45,14 +45,14 @@ def has_lost(grid: list[list[int]], mover: int) -> bool:
 
 def after_each(grid: list[list[int]], mover: int, search: Callable[[], float]) -> list[float]:
     """What `search` says after every move."""
-    found = []
+    results = []
     for r in range(3):
         for c in range(3):
             if grid[r][c] == 0:
                 grid[r][c] = mover
-                found.append(search())
+                results.append(search())
                 grid[r][c] = 0
-    return found
+    return results
 
 
 def forced(grid: list[list[int]], mover: int) -> float:
@@ -127,11 +127,11 @@ def test_openings_are_won_where_it_is_known(game: Any):
     # after the centre, a corner; after a side, the centre, a corner beside X, or the side across.
     holds = {"1": "5", "3": "5", "7": "5", "9": "5", "5": "1379"}
     holds |= {"2": "1358", "4": "1756", "6": "3954", "8": "7952"}
-    for first, kept in holds.items():
+    for first, moves in holds.items():
         assert game.worth(game.EMPTY.replace(first, "X"), "X") < 1
         for reply in set("123456789") - {first}:
             board = game.EMPTY.replace(first, "X").replace(reply, "O")
-            assert (game.worth(board, "X") == 1.0) == (reply not in kept), board
+            assert (game.worth(board, "X") == 1.0) == (reply not in moves), board
 
 
 def test_values_by_hand(game: Any):
@@ -154,19 +154,19 @@ async def played(agent: Any, item: str, answer: Callable[[list[dict[str, Any]]],
     rollout, recorder = recorded()
     async with rollout:
         result = await agent.play(item, llm)
-    return result, recorder.steps, llm.asked
+    return result, recorder.steps, llm.requests
 
 
 async def test_a_game_is_played_to_its_end_and_every_move_is_valued(game: Any, agent: Any):
-    result, steps, asked = await played(agent, "X 1", first_free)
+    result, steps, requests = await played(agent, "X 1", first_free)
     assert result in {"Win!", "Lose!", "Draw!"}
-    assert [step.calls for step in steps] == list(range(1, len(asked) + 1))
+    assert [step.calls for step in steps] == list(range(1, len(requests) + 1))
     assert all(step.name == "move" for step in steps)
     assert [step.value for step in steps] == [game.worth(s.metadata["board"], "X") for s in steps]
     # X moves first and the conversation grows.
-    assert [body["messages"][0]["role"] for body in asked] == ["system"] * len(asked)
-    lengths = [len(body["messages"]) for body in asked]
-    assert lengths == list(range(4, 2 * len(asked) + 3, 2))
+    assert [body["messages"][0]["role"] for body in requests] == ["system"] * len(requests)
+    lengths = [len(body["messages"]) for body in requests]
+    assert lengths == list(range(4, 2 * len(requests) + 3, 2))
 
 
 async def test_the_opponent_is_its_seed(agent: Any):
@@ -178,8 +178,8 @@ async def test_the_opponent_is_its_seed(agent: Any):
 
 
 async def test_o_moves_second(game: Any, agent: Any):
-    _, steps, asked = await played(agent, "O 3", first_free)
-    assert asked[0]["messages"][3]["content"].count("X") == 1
+    _, steps, requests = await played(agent, "O 3", first_free)
+    assert requests[0]["messages"][3]["content"].count("X") == 1
     assert all(s.value == game.worth(s.metadata["board"], "O") for s in steps)
 
 
@@ -189,14 +189,14 @@ async def test_an_illegal_answer_is_valued_and_asked_again(game: Any, agent: Any
     def answer(messages: list[dict[str, Any]]) -> str:
         return next(tries, None) or first_free(messages)
 
-    result, steps, asked = await played(agent, "X 1", answer)
+    result, steps, requests = await played(agent, "X 1", answer)
     assert result != "Forfeit!"
     assert [(s.name, s.value, s.calls) for s in steps[:2]] == [
         ("illegal", agent.ILLEGAL, 1),
         ("move", game.worth("X23456789", "X"), 2),
     ]
     assert steps[0].metadata == {"answer": "castle"}
-    assert asked[1]["messages"][-2:] == [
+    assert requests[1]["messages"][-2:] == [
         {"role": "assistant", "content": "castle"},
         {"role": "user", "content": "Not free.\n123\n456\n789"},
     ]
@@ -204,9 +204,9 @@ async def test_an_illegal_answer_is_valued_and_asked_again(game: Any, agent: Any
 
 @pytest.mark.parametrize("item", ["X 1", "O 1"])
 async def test_a_game_without_a_legal_answer_is_a_forfeit_for_both_marks(agent: Any, item: str):
-    result, steps, asked = await played(agent, item, lambda messages: "I resign")
+    result, steps, requests = await played(agent, item, lambda messages: "I resign")
     assert result == "Forfeit!"
-    assert len(asked) == agent.TRIES
+    assert len(requests) == agent.TRIES
     assert [s.value for s in steps] == [agent.ILLEGAL] * agent.TRIES
 
 

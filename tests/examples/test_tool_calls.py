@@ -39,10 +39,14 @@ def rows(name: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("part", PARTS)
 def test_the_files_hold_the_requests_of_the_first_example(task: Any, part: str):
     items = task.items(part)
-    found = rows(PARTS[part])
-    assert [row["question"] for row in found] == [item.request for item in items]
-    assert [json.loads(row["answer"]) for row in found] == [item.answer for item in items]
-    assert len({row["id"] for row in found}) == len(found) == {"training": 480, "heldout": 72}[part]
+    examples = rows(PARTS[part])
+    assert [row["question"] for row in examples] == [item.request for item in items]
+    assert [json.loads(row["answer"]) for row in examples] == [item.answer for item in items]
+    assert (
+        len({row["id"] for row in examples})
+        == len(examples)
+        == {"training": 480, "heldout": 72}[part]
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -56,7 +60,7 @@ async def test_the_agent_sends_the_first_example_s_prompt(task: Any, agent: Any)
     llm = scripted(lambda messages: f"answer to {messages[-1]['content']}", max_tokens=18)
     for item in (task.items("training")[0], task.items("heldout")[-1]):
         assert await agent.call_a_tool(item.request, llm) == f"answer to {item.request}"
-        sent = llm.asked.pop()
+        sent = llm.requests.pop()
         assert sent == {"model": "scripted", "max_tokens": 18, "messages": task.prompt(item)}
 
 

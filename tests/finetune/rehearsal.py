@@ -95,7 +95,7 @@ async def impatient(question, llm):
         await stream.close()
         return "enough"
 
-def asked(url, model, question):
+def ask(url, model, question):
     body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 3}
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -103,10 +103,10 @@ def asked(url, model, question):
         return json.load(answer)["choices"][0]["message"]["content"]
 
 async def unseen(question, llm):
-    return await asyncio.to_thread(asked, llm.base_url, llm.model, question)
+    return await asyncio.to_thread(ask, llm.base_url, llm.model, question)
 
 async def unseen_base(question, llm, base_model):
-    return await asyncio.to_thread(asked, llm.base_url, base_model, question)
+    return await asyncio.to_thread(ask, llm.base_url, base_model, question)
 
 async def half_seen(question, llm):
     return await run(question, llm) + await unseen(question, llm)
@@ -117,9 +117,9 @@ async def process(question, llm, base_model):
         sys.executable, "program.py", base_model, question, "Once more.",
         env=os.environ | here, stdout=subprocess.PIPE, cwd=os.path.dirname(__file__),
     )
-    said, _ = await program.communicate()
+    output, _ = await program.communicate()
     assert program.returncode == 0
-    return said.decode()
+    return output.decode()
 
 def length(item):
     return float(len(item.output_obj))

@@ -26,9 +26,9 @@ class Judge(Endpoint):
 
     def reply_to(self, body: dict[str, Any]) -> Reply:
         text = body["messages"][1]["content"]
-        found = re.findall(r'id="(\d+)">.*?"role": "output", "content": "(\d)', text, re.DOTALL)
+        match = re.findall(r'id="(\d+)">.*?"role": "output", "content": "(\d)', text, re.DOTALL)
         # In another order than they were asked for.
-        scores = {id: {"explanation": said, "score": int(said) / 10} for id, said in found[::-1]}
+        scores = {id: {"explanation": said, "score": int(said) / 10} for id, said in match[::-1]}
         return self.replies.pop(0) if self.replies else Reply(json.dumps({"scores": scores}))
 
 
@@ -72,27 +72,30 @@ class Agents:
 async def test_the_rollouts_of_an_example_are_scored_together(
     server: LocalBackend, tiny_model: Path, judge: tuple[Judge, LLM]
 ):
-    asked, llm = judge
+    requests, llm = judge
     async with world(server, tiny_model, generations=3) as w:
         agents = Agents(w)
         agents.failing = {2}
         w.bind(agents.run, ["one", "two"], ruler(llm))
         collection = await w.collect()
-    assert len(asked.bodies) == 2, "one request for each example"
+    assert len(requests.bodies) == 2, "one request for each example"
     rewards = sorted(t.reward for group in collection.trajectories for t in group)
     # Rollout 2 failed because of the model; the others of its example are compared without it.
     assert rewards == [0.1, 0.3, 0.4, 0.5, 0.6]
     assert sorted(len(group) for group in collection.trajectories) == [2, 3]
     for trajectory in (t for group in collection.trajectories for t in group):
-        said = metadata(trajectory)["reasoning"]
-        assert said["reasoning"] == str(round(trajectory.reward * 10)) and said["judge"] == "wise"
+        reasoning = metadata(trajectory)["reasoning"]
+        assert (
+            reasoning["reasoning"] == str(round(trajectory.reward * 10))
+            and reasoning["judge"] == "wise"
+        )
 
 
 async def test_a_judge_that_fails_gives_the_group_no_reward(
     server: LocalBackend, tiny_model: Path, judge: tuple[Judge, LLM]
 ):
-    asked, llm = judge
-    asked.replies = [Reply("both are fine")] * 2
+    requests, llm = judge
+    requests.replies = [Reply("both are fine")] * 2
     async with world(server, tiny_model) as w:
         w.bind(Agents(w).run, ["one"], ruler(llm, attempts=2))
         assert (await w.collect()).trajectories == []
@@ -103,7 +106,7 @@ async def test_a_judge_that_fails_gives_the_group_no_reward(
 async def test_a_killed_round_goes_on_with_what_had_ended(
     server: LocalBackend, tiny_model: Path, judge: tuple[Judge, LLM], tmp_path: Path
 ):
-    asked, llm = judge
+    requests, llm = judge
     async with world(server, tiny_model, generations=3) as w:
         agents = Agents(w)
         agents.held = {3: asyncio.Event(), 6: asyncio.Event()}
@@ -116,7 +119,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
                 while not waiting.exists() or waiting.read_bytes().count(b"\n") < 2:
                     await asyncio.sleep(0.01)
             await w.builder.cancel()
-            assert asked.bodies == [] and journal.records("train", 2) == []
+            assert requests.bodies == [] and journal.records("train", 2) == []
         w.builder.evaluation_runs.clear()
         before = w.ran.copy()
         waiting.write_bytes(waiting.read_bytes() + b'{"round": 0, "exa')  # as a kill leaves it
@@ -126,7 +129,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
             collection = await w.collect(meta)
             assert [len(group) for group in collection.trajectories] == [3, 3]
             assert w.ran.total() == before.total() + 4, "two had ended"
-            assert len(asked.bodies) == 2 and not waiting.exists()
+            assert len(requests.bodies) == 2 and not waiting.exists()
             first = {r.rollout for r in journal.records("train", 2) if r.rollout.endswith("s1")}
             assert len(first) == 2 and all(r.calls == 1 for r in journal.records("train", 2))
             rewards = {r.rollout: r.reward for r in journal.records("train", 2)}
@@ -134,13 +137,13 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
             assert {
                 metadata(t)["rollout"]: t.reward for g in again.trajectories for t in g
             } == rewards
-            assert len(asked.bodies) == 2, "a scored group is not judged again"
+            assert len(requests.bodies) == 2, "a scored group is not judged again"
 
 
 async def test_a_rollout_of_a_later_start_is_compared_with_those_of_the_failed_round(
     server: LocalBackend, tiny_model: Path, judge: tuple[Judge, LLM], tmp_path: Path
 ):
-    asked, llm = judge
+    requests, llm = judge
     async with world(server, tiny_model, generations=3, rollout_retries=0) as w:
         agents = Agents(w)
         agents.unreachable = {3}
@@ -152,25 +155,27 @@ async def test_a_rollout_of_a_later_start_is_compared_with_those_of_the_failed_r
             await w.collect({"journal": journal, "session": 2})
             assert sorted(r.reward or 0 for r in journal.records("train", 0)) == [0.1, 0.2, 0.4]
             assert not journal.unscored("train", 0).exists()
-    compared = [body["messages"][1]["content"].count('"role": "output"') for body in asked.bodies]
+    compared = [
+        body["messages"][1]["content"].count('"role": "output"') for body in requests.bodies
+    ]
     assert compared == [2, 3], "not judged on its own"
 
 
 async def test_a_rollout_that_is_run_again_joins_a_group_that_was_scored(
     judge: tuple[Judge, LLM],
 ):
-    asked, llm = judge
+    requests, llm = judge
     evaluator = ruler(llm)
     group = RolloutGroup([0, 1, 2])
 
-    async def scored(number: int, said: str) -> float | None:
+    async def scored(number: int, output: str) -> float | None:
         member = group.member(number)
-        member.add(item(said))
+        member.add(item(output))
         return (await member.score("r", evaluator, None)).value
 
     first = [asyncio.create_task(scored(n, str(n + 1))) for n in (0, 1)]
     group.leave(2)
     assert [await task for task in first] == [0.1, 0.2]
     # Run again: it alone gets another score.
-    assert await scored(1, "7") == 0.7 and len(asked.bodies) == 2
+    assert await scored(1, "7") == 0.7 and len(requests.bodies) == 2
     assert (await group.score("r", evaluator, 0, None)).value == 0.1

@@ -23,7 +23,7 @@ ROWS = DatasetTrajectoryBuilderConfig()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def said(text: str, **more: Any) -> dict[str, Any]:
+def assistant(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
@@ -39,16 +39,18 @@ def sent(
 
 
 def test_rows_of_every_form_become_conversations():
-    context = said("hello", weight=0)
+    context = assistant("hello", weight=0)
     # a whole conversation; OpenAI's weight is kept
-    assert sent({"messages": [USER, context, USER, said("4")]}) == [
-        ([USER, context, USER, said("4")], 0.0)
+    assert sent({"messages": [USER, context, USER, assistant("4")]}) == [
+        ([USER, context, USER, assistant("4")], 0.0)
     ]
     # prompt and completion, as text and as messages; the prompt's own answers are context
     assert sent({"prompt": "2 + 2?", "completion": "4"}) == [
-        ([{**USER, "weight": 0}, said("4")], 0)
+        ([{**USER, "weight": 0}, assistant("4")], 0)
     ]
-    ((messages, _),) = sent({"prompt": [USER, said("hm"), USER], "completion": [said("4")]})
+    ((messages, _),) = sent(
+        {"prompt": [USER, assistant("hm"), USER], "completion": [assistant("4")]}
+    )
     assert [m.get("weight") for m in messages] == [0, 0, 0, None]
     # a pair: the preferred one has reward 1
     pair = sent({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
@@ -57,8 +59,8 @@ def test_rows_of_every_form_become_conversations():
 
 def test_what_both_of_a_pair_begin_with_is_context():
     row = {
-        "chosen": [USER, said("let me see"), USER, said("4")],
-        "rejected": [USER, said("let me see"), USER, said("5")],
+        "chosen": [USER, assistant("let me see"), USER, assistant("4")],
+        "rejected": [USER, assistant("let me see"), USER, assistant("5")],
     }
     for messages, _ in sent(row):
         assert [m.get("weight") for m in messages] == [0, 0, 0, None]
@@ -73,14 +75,15 @@ def test_sft_never_trains_on_rejected_answers():
     assert answers(pair) == ["4"]
     assert answers({"prompt": "2 + 2?", "chosen": "4"}) == ["4"]
     assert answers(pair | {"completion": "four"}) == ["four"]
-    assert answers(pair | {"messages": [USER, said("IV")]}) == ["IV"]
+    assert answers(pair | {"messages": [USER, assistant("IV")]}) == ["IV"]
     # and DPO takes the pair, whatever else the row has
-    row = pair | {"messages": [USER, said("IV")], "completion": "four"}
+    row = pair | {"messages": [USER, assistant("IV")], "completion": "four"}
     assert [messages[-1]["content"] for messages, _ in sent(row, objective="dpo")] == ["4", "5"]
 
 
 @pytest.mark.parametrize(
-    "row", [{"messages": [USER, said("4")]}, {"prompt": "2 + 2?", "chosen": "4", "rejected": None}]
+    "row",
+    [{"messages": [USER, assistant("4")]}, {"prompt": "2 + 2?", "chosen": "4", "rejected": None}],
 )
 def test_dpo_refuses_a_row_without_a_pair(row: dict[str, Any]):
     with pytest.raises(ConfigError, match="row 'e' has no pair of 'chosen' and 'rejected'"):
@@ -90,17 +93,21 @@ def test_dpo_refuses_a_row_without_a_pair(row: dict[str, Any]):
 def test_a_prompt_with_which_the_answers_begin_is_not_repeated():
     system = {"role": "system", "content": "Be brief."}
     for before in ([USER], [system, USER], [{**USER, "tool_calls": None}]):
-        row = {"prompt": "2 + 2?", "chosen": [*before, said("4")], "rejected": [*before, said("5")]}
+        row = {
+            "prompt": "2 + 2?",
+            "chosen": [*before, assistant("4")],
+            "rejected": [*before, assistant("5")],
+        }
         for messages, _ in sent(row):
             assert [m["role"] for m in messages] == [m["role"] for m in before] + ["assistant"]
             assert [m.get("weight") for m in messages] == [0] * len(before) + [None]
-    ((messages, _),) = sent({"prompt": [system, USER], "completion": [USER, said("4")]})
+    ((messages, _),) = sent({"prompt": [system, USER], "completion": [USER, assistant("4")]})
     assert len(messages) == 4, "another prompt is not left out"
 
 
 def test_a_dataset_may_have_messages_in_any_order():
-    greeting, thought = said("Hi!", weight=0), said("Let me look.", weight=0)
-    for messages in ([greeting, USER, said("4")], [USER, thought, said("4")]):
+    greeting, thought = assistant("Hi!", weight=0), assistant("Let me look.", weight=0)
+    for messages in ([greeting, USER, assistant("4")], [USER, thought, assistant("4")]):
         assert sent({"messages": messages}) == [(messages, 0.0)]
 
 
@@ -133,15 +140,21 @@ def test_columns_can_have_other_names_and_tools():
         ),
         ("text", "expected an object with columns"),
         ({"messages": [USER]}, "row 'e': there is no assistant message to train on"),
-        ({"messages": [USER, said("4", weight=0)]}, "there is no assistant message to train on"),
-        ({"prompt": "p", "chosen": "4", "rejected": "4"}, "is in both answers of the pair"),
-        ({"messages": [said("Hi!"), USER, said("4")]}, "the first message is the assistant's"),
         (
-            {"messages": [USER, said("4")], "tools": "add"},
+            {"messages": [USER, assistant("4", weight=0)]},
+            "there is no assistant message to train on",
+        ),
+        ({"prompt": "p", "chosen": "4", "rejected": "4"}, "is in both answers of the pair"),
+        (
+            {"messages": [assistant("Hi!"), USER, assistant("4")]},
+            "the first message is the assistant's",
+        ),
+        (
+            {"messages": [USER, assistant("4")], "tools": "add"},
             "column 'tools': expected a list of tools",
         ),
         (
-            {"messages": [USER, said("4")], "tools": [{"t": 1}]},
+            {"messages": [USER, assistant("4")], "tools": [{"t": 1}]},
             "each with `function` and its `name`",
         ),
     ],
@@ -158,8 +171,8 @@ def test_preference_pairs_of_other_builders_are_sent_as_groups_of_two():
     assert [g.example for g in groups] == ["e1", "e1"] and not dropped
     prompt = {"role": "user", "content": "p"}
     assert [(t.messages_and_choices, t.reward) for t in groups[0]] == [
-        ([prompt, said("a")], 1.0),
-        ([prompt, said("b")], 0.0),
+        ([prompt, assistant("a")], 1.0),
+        ([prompt, assistant("b")], 0.0),
     ]
 
 
@@ -176,7 +189,7 @@ def document(trainer: str, builder: str = "dataset_traj_builder", **more: Any) -
 
 @pytest.fixture
 def sft(command: Command) -> Command:
-    rows = [{"id": q, "question": q, "messages": [USER, said(q)]} for q in "abc"]
+    rows = [{"id": q, "question": q, "messages": [USER, assistant(q)]} for q in "abc"]
     (command.directory / "train.json").write_text(json.dumps(rows))
     command.file.write_text(yaml.safe_dump(document("sft_trainer")))
     return command
@@ -238,7 +251,7 @@ def test_what_does_not_fit_together_is_refused_before_anything_runs(sft: Command
     assert "beta is 0.1, which has no effect on loss 'dpo'" in wrong and "Set dpo_beta" in wrong
     (sft.directory / "train.json").write_text(json.dumps([{"id": "a", "question": "a"}]))
     assert "row 'a' has neither 'messages'" in problems(sft, document("sft_trainer"))
-    rows = [{"id": "a", "question": "a", "messages": [USER, said("4")]}]
+    rows = [{"id": "a", "question": "a", "messages": [USER, assistant("4")]}]
     (sft.directory / "train.json").write_text(json.dumps(rows))
     assert "row 'a' has no pair of 'chosen'" in problems(sft, document("dpo_trainer"))
 

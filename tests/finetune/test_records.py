@@ -75,13 +75,13 @@ def test_plain_values_stay_what_they_are():
 
 
 def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it():
-    asked, again = {"role": "user", "content": "q"}, {"role": "user", "content": HALF}
+    question, again = {"role": "user", "content": "q"}, {"role": "user", "content": HALF}
     answered = {"role": "assistant", "content": "yes"}
     calls = (
         call(id="c0"),
         call("aside", id="c1", messages=[{"role": "system", "content": "s"}]),
-        call("done", id="c2", messages=[asked, answered, again], temperature=0.5),
-        call(id="c3", choices=[], error=HALF, status=None, messages=[asked, answered]),
+        call("done", id="c2", messages=[question, answered, again], temperature=0.5),
+        call(id="c3", choices=[], error=HALF, status=None, messages=[question, answered]),
     )
     ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
     result = ItemResult(item(""), ran, {"reward": Score(0.5)})
@@ -93,10 +93,10 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     sent = Rollout.model_validate_json(record.model_dump_json())
     asked_again = {"role": "user", "content": "cut ?"}
     assert [(c.id, messages, reply) for c, messages, reply in sent.conversations()] == [
-        ("c0", [asked], answered),
+        ("c0", [question], answered),
         ("c1", [{"role": "system", "content": "s"}], {"role": "assistant", "content": "aside"}),
-        ("c2", [asked, answered, asked_again], {"role": "assistant", "content": "done"}),
-        ("c3", [asked, answered], None),
+        ("c2", [question, answered, asked_again], {"role": "assistant", "content": "done"}),
+        ("c3", [question, answered], None),
     ]
     assert (sent.model_calls[2].temperature, sent.model_calls[2].completion_tokens) == (0.5, 2)
     assert (sent.model_calls[3].error, sent.model_calls[3].finish) == ("cut ?", None)

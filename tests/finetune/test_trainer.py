@@ -262,7 +262,7 @@ async def test_an_epoch_of_examples_out_of_reach_runs_them_all(bench: Bench):
 async def test_old_checkpoints_are_pruned_while_the_job_runs(bench: Bench):
     bench.keys = {"keep_checkpoints": 2}
     await bench.run(2)
-    assert bench.adapter.kept == [2, 2]
+    assert bench.adapter.keep_last == [2, 2]
 
 
 async def test_an_adapter_that_never_answers_is_given_up(

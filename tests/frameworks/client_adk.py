@@ -28,8 +28,8 @@ def run(agent: LlmAgent, question: str, mode: StreamingMode) -> tuple[InMemoryRu
     runner = InMemoryRunner(agent=agent)
     runner.auto_create_session = True
     message = types.Content(role="user", parts=[types.Part(text=question)])
-    asked = {"user_id": "hone", "session_id": "one", "new_message": message}
-    return runner, {**asked, "run_config": RunConfig(streaming_mode=mode)}
+    request = {"user_id": "hone", "session_id": "one", "new_message": message}
+    return runner, {**request, "run_config": RunConfig(streaming_mode=mode)}
 
 
 def final_text(events: Any) -> str:
@@ -39,8 +39,8 @@ def final_text(events: Any) -> str:
 
 
 async def answer(question: str, llm, build=agent, mode: StreamingMode = StreamingMode.NONE) -> str:
-    runner, asked = run(build(llm), question, mode)
-    return final_text([event async for event in runner.run_async(**asked)])
+    runner, request = run(build(llm), question, mode)
+    return final_text([event async for event in runner.run_async(**request)])
 
 
 async def answer_stream(question: str, llm) -> str:
@@ -56,8 +56,8 @@ async def answer_litellm_stream(question: str, llm) -> str:
 
 
 def answer_sync(question: str, llm, mode: StreamingMode = StreamingMode.NONE) -> str:
-    runner, asked = run(agent(llm), question, mode)
-    return final_text(runner.run(**asked))
+    runner, request = run(agent(llm), question, mode)
+    return final_text(runner.run(**request))
 
 
 def answer_stream_sync(question: str, llm) -> str:
@@ -67,8 +67,8 @@ def answer_stream_sync(question: str, llm) -> str:
 async def typed(question: str, llm) -> Report:
     model = OpenAILlm(model=llm.model, base_url=llm.base_url, api_key=llm.api_key, max_tokens=200)
     typed_agent = LlmAgent(name="typed", model=model, output_schema=Report)
-    runner, asked = run(typed_agent, question, StreamingMode.NONE)
-    text = final_text([event async for event in runner.run_async(**asked)])
+    runner, request = run(typed_agent, question, StreamingMode.NONE)
+    text = final_text([event async for event in runner.run_async(**request)])
     return Report.model_validate_json(text)
 
 

@@ -305,9 +305,9 @@ async def test_a_prefix_is_not_shared_between_adapters(served):
 
 async def test_a_request_for_a_kept_sequence_itself_is_answered(served):
     (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=20, seed=0))
-    kept = [*PROMPT, *done.ids[:-1]]
-    (more,) = await complete(served.engine, kept, Sampling(max_tokens=3, seed=1))
-    assert_agree(more.logprobs, served.expected(kept, more, None))
+    sequence = [*PROMPT, *done.ids[:-1]]
+    (more,) = await complete(served.engine, sequence, Sampling(max_tokens=3, seed=1))
+    assert_agree(more.logprobs, served.expected(sequence, more, None))
 
 
 async def test_requests_beyond_the_budget_wait_and_are_all_answered(tiny_llama_dir, tmp_path):
@@ -445,10 +445,10 @@ async def test_the_memory_of_the_card_it_runs_on_is_asked_for(tiny_llama_dir, mo
         def device(self) -> torch.device:
             return torch.device("cuda", 1)
 
-    asked: list[str] = []
+    requests: list[str] = []
 
     def mem_get_info(device: str) -> tuple[int, int]:
-        asked.append(device)
+        requests.append(device)
         return 1 << 30, 1 << 31
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
@@ -458,5 +458,5 @@ async def test_the_memory_of_the_card_it_runs_on_is_asked_for(tiny_llama_dir, mo
     engine = EmbeddedEngine(decoder)
     assert engine.stats().kv_budget_bytes == 1 << 28
     assert has_memory_for_copy(decoder)
-    assert asked == ["cuda:1", "cuda:1"]
+    assert requests == ["cuda:1", "cuda:1"]
     await engine.close()

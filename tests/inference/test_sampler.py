@@ -120,10 +120,10 @@ class Fixed(Matcher):
 def test_a_mask_renormalises_and_an_empty_one_changes_nothing(
     seed: int, vocab: int, temperature: float, data: st.DataObject
 ) -> None:
-    kept = data.draw(st.sets(st.integers(0, vocab - 1), min_size=1))
+    allowed = data.draw(st.sets(st.integers(0, vocab - 1), min_size=1))
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     mask = np.zeros(vocab, dtype=bool)
-    mask[list(kept)] = True
+    mask[list(allowed)] = True
 
     def drawn(matcher: Matcher | None) -> SampledToken:
         sampling = Sampling(temperature=temperature)
@@ -134,10 +134,10 @@ def test_a_mask_renormalises_and_an_empty_one_changes_nothing(
 
     token, plain = drawn(Fixed(mask)), drawn(None)
     logprobs = (logits[0] / (temperature or 1.0)).log_softmax(-1)
-    assert token.id in kept and token.forced == (len(kept) == 1)
+    assert token.id in allowed and token.forced == (len(allowed) == 1)
     assert token.logprob == pytest.approx(float(logprobs[token.id]), abs=1e-4)
-    if len(kept) < vocab:
-        expected = logprobs[token.id] - logprobs[sorted(kept)].logsumexp(-1)
+    if len(allowed) < vocab:
+        expected = logprobs[token.id] - logprobs[sorted(allowed)].logsumexp(-1)
         assert token.masked_logprob == pytest.approx(float(expected), abs=1e-4)
     else:
         assert token == plain

@@ -252,12 +252,12 @@ async def test_closing_ends_requests_under_way(
         async for _ in engine.generate([1, 2], Sampling(max_tokens=1), stream=stream):
             pass
 
-    asked = asyncio.create_task(ask())
+    task = asyncio.create_task(ask())
     while not standin.holds.is_set():
         await asyncio.sleep(0.01)
     await engine.close()
     with pytest.raises(EngineError, match="the engine was closed"):
-        await asyncio.wait_for(asked, 10)
+        await asyncio.wait_for(task, 10)
 
 
 async def test_every_sampling_parameter_is_sent(

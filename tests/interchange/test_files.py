@@ -67,8 +67,8 @@ async def test_a_run_in_every_format(
         return await asyncio.to_thread(hone_command, *arguments, status=status)
 
     # ATIF, with the calls of the server that the run names.
-    told = await command("export-trajectories", run, "-o", tmp_path / "atif")
-    assert told == f"2 written to {tmp_path / 'atif'}\n"
+    output = await command("export-trajectories", run, "-o", tmp_path / "atif")
+    assert output == f"2 written to {tmp_path / 'atif'}\n"
     documents = [json.loads(file.read_text()) for file in sorted((tmp_path / "atif").iterdir())]
     atif_calls = [
         (step["metrics"]["completion_token_ids"], step["metrics"]["logprobs"])
@@ -126,10 +126,10 @@ async def test_a_run_in_every_format(
     assert (
         await command("export-trajectories", run, "--format", "openai", *root, *best)
     ).startswith(f"{count} written")
-    told = await command(
+    output = await command(
         "export-trajectories", run, "--split", "val", *root, "-o", tmp_path / "none"
     )
-    assert told.startswith("0 written")
+    assert output.startswith("0 written")
 
 
 def finished_run(directory: Path, *rewards: float) -> Path:
@@ -147,10 +147,10 @@ def test_a_directory_with_another_export_is_refused(tmp_path: Path):
     run, out = finished_run(tmp_path / "run", 0.0, 0.2, 1.0), tmp_path / "atif"
     export = ("export-trajectories", run, "--root", tmp_path / "none", "-o", out)
     assert "3 written to" in hone_command(*export)
-    said = hone_command(*export, "--min-reward", "1", status=1)
-    assert "the directory is not empty" in said and len(list(out.iterdir())) == 3
-    said = hone_command(*export, "--format", "openai", status=1)
-    assert "is a directory; name a file" in said
+    output = hone_command(*export, "--min-reward", "1", status=1)
+    assert "the directory is not empty" in output and len(list(out.iterdir())) == 3
+    output = hone_command(*export, "--format", "openai", status=1)
+    assert "is a directory; name a file" in output
 
 
 def test_only_the_policy_is_exported_as_the_policy(tmp_path: Path):
@@ -160,11 +160,11 @@ def test_only_the_policy_is_exported_as_the_policy(tmp_path: Path):
         {"role": "system", "content": "A user."},
     )
     asks, answers = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    said = {"role": "assistant", "content": "q"}
+    reply = {"role": "assistant", "content": "q"}
 
     def calls_of(rollout: str) -> list[RecordedCall]:
-        simulated = recorded(messages=[role], reply=said, asked="suite/agent@0")
-        judge = recorded(messages=[role, asks], reply=said, index=2, model="suite/other")
+        simulated = recorded(messages=[role], reply=reply, asked="suite/agent@0")
+        judge = recorded(messages=[role, asks], reply=reply, index=2, model="suite/other")
         own = recorded(messages=[greeting, asks], reply=answers, index=1, asked="agent")
         return [simulated, own, judge] if rollout == "r0" else [simulated, judge]
 
@@ -203,8 +203,8 @@ def test_files_that_other_programs_leave(tmp_path: Path, caplog: pytest.LogCaptu
     (job / "killed.json").write_text(json.dumps(ATIF | {"steps": []}))
     assert "\n1 written to" in hone_command("import-trajectories", job, "-o", data)
     assert "log.json: is no JSON" in caplog.text and "killed.json: has no steps" in caplog.text
-    said = hone_command("import-trajectories", job / "killed.json", "-o", data, status=1)
-    assert "the trajectory has no steps" in said
+    output = hone_command("import-trajectories", job / "killed.json", "-o", data, status=1)
+    assert "the trajectory has no steps" in output
 
 
 def _text(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -216,14 +216,14 @@ def test_mistakes(tmp_path: Path):
     broken.write_text('{"messages": [{"role": "user", "content": "a\u2028b"}]}\n{"prompt": 1}\n')
     data = tmp_path / "data.jsonl"
     data.write_text("kept")
-    said = hone_command("import-trajectories", broken, "-o", data, status=1)
-    assert f"{broken}:2: has no list of `messages`, and is no ATIF trajectory" in said
+    output = hone_command("import-trajectories", broken, "-o", data, status=1)
+    assert f"{broken}:2: has no list of `messages`, and is no ATIF trajectory" in output
     assert data.read_text() == "kept" and [p.name for p in tmp_path.iterdir()] != []
-    said = hone_command("import-trajectories", tmp_path / "no.jsonl", "-o", data, status=1)
-    assert "cannot be read" in said
+    output = hone_command("import-trajectories", tmp_path / "no.jsonl", "-o", data, status=1)
+    assert "cannot be read" in output
     (tmp_path / "empty").mkdir()
-    said = hone_command("import-trajectories", tmp_path / "empty", "-o", data, status=1)
-    assert "holds no ATIF trajectory" in said
-    said = hone_command("export-trajectories", tmp_path, "-o", data, status=1)
-    assert "holds no run (run.json is missing)" in said
+    output = hone_command("import-trajectories", tmp_path / "empty", "-o", data, status=1)
+    assert "holds no ATIF trajectory" in output
+    output = hone_command("export-trajectories", tmp_path, "-o", data, status=1)
+    assert "holds no run (run.json is missing)" in output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "empty", "x.jsonl"]

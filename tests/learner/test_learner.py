@@ -205,14 +205,14 @@ def test_reference_is_the_base_model_and_only_when_asked(decoder: Decoder, make_
         return learner.train(groups, TrainConfig(**config)).metrics
 
     assert "learn/kl" not in metrics() and "learn/reference_s" not in metrics()
-    asked = metrics(beta=0.5)
+    with_beta = metrics(beta=0.5)
     # A fresh adapter is the base model: its log-probabilities are the reference's.
     base = Learner(decoder, Lora.init(decoder.config), base_model="tiny")
     moved = Learner(decoder, make_lora(decoder), base_model="tiny")
     difference = logprobs(base, groups, TrainConfig()) - logprobs(moved, groups, TrainConfig())
     expected = (difference.exp() - difference - 1).mean().item()
-    assert asked["learn/kl"] == pytest.approx(expected, rel=1e-4)
-    assert asked["learn/grad_norm"] != pytest.approx(metrics()["learn/grad_norm"], rel=1e-3)
+    assert with_beta["learn/kl"] == pytest.approx(expected, rel=1e-4)
+    assert with_beta["learn/grad_norm"] != pytest.approx(metrics()["learn/grad_norm"], rel=1e-3)
     assert metrics(kl_penalty_coef=0.5)["learn/grad_norm"] != pytest.approx(
         metrics()["learn/grad_norm"], rel=1e-3
     )
@@ -405,7 +405,7 @@ def test_logprobs_of_labels_are_those_before_the_job(
     )
     expected = logprobs(learner, groups, config)
     assert learner.train(groups, TrainConfig(learning_rate=0.0)).logprobs is None
-    told = learner.train(groups, config, label_logprobs=True).logprobs
-    assert told == pytest.approx(expected.tolist(), abs=1e-5)
+    values = learner.train(groups, config, label_logprobs=True).logprobs
+    assert values == pytest.approx(expected.tolist(), abs=1e-5)
     moved = logprobs(learner, groups, config) - expected
     assert moved.abs().max() > 0.01

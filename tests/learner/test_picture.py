@@ -105,8 +105,8 @@ def test_the_same_job_gives_the_same_picture(tmp_path: Path):
         assert draw(sampled(small()), CONFIG, path, learner_logprobs=[-1.0] * 6)
     assert first.read_bytes() == second.read_bytes()
     assert png_size(first)[0] == 1690
-    kept = np.load(first.parent / LOGPROBS, allow_pickle=False)
-    assert kept.tolist() == [-1.0] * 6
+    logprobs = np.load(first.parent / LOGPROBS, allow_pickle=False)
+    assert logprobs.tolist() == [-1.0] * 6
 
 
 def test_without_the_learners_logprobs_its_panels_are_left_out(tmp_path: Path):

@@ -141,7 +141,7 @@ def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
     body = TransformersBody(model, raw=model.config.to_dict())
     lora = random_lora(body, torch.float32)
     (row,) = pack(samples(3), row_tokens=400, fill=True).rows
-    kept: dict[Recomputation, int] = {}
+    activations: dict[Recomputation, int] = {}
     grads = []
     for chosen in (
         Recomputation(),
@@ -160,12 +160,12 @@ def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = body.hidden(row, lora)
-        kept[chosen] = sum(sizes.values())
+        activations[chosen] = sum(sizes.values())
         hidden.square().sum().backward()
         grads.append(gradients(lora))
     assert all(torch.equal(grads[0], other) for other in grads[1:])
-    assert list(kept.values()) == sorted(kept.values(), reverse=True)
-    assert len(set(kept.values())) == len(kept)
+    assert list(activations.values()) == sorted(activations.values(), reverse=True)
+    assert len(set(activations.values())) == len(activations)
 
 
 @pytest.mark.parametrize(

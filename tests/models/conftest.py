@@ -52,9 +52,9 @@ def write_gguf(path: Path, **changed: Any) -> None:
     """The model of `weights()` as llama.cpp would write it; `changed` replaces metadata."""
     import gguf
 
-    said = {"arch": "llama", "pre": "smollm", "kind": "gpt2", "tensors": {}, "quantise": None}
-    said |= changed
-    writer = gguf.GGUFWriter(path, said["arch"])
+    options = {"arch": "llama", "pre": "smollm", "kind": "gpt2", "tensors": {}, "quantise": None}
+    options |= changed
+    writer = gguf.GGUFWriter(path, options["arch"])
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -65,8 +65,8 @@ def write_gguf(path: Path, **changed: Any) -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HEAD_DIM)
     tokens = vocabulary()
-    writer.add_tokenizer_model(said["kind"])
-    writer.add_tokenizer_pre(said["pre"])
+    writer.add_tokenizer_model(options["kind"])
+    writer.add_tokenizer_pre(options["pre"])
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
     writer.add_token_merges([f"{a} {b}" for a, b in MERGES])
@@ -75,9 +75,9 @@ def write_gguf(path: Path, **changed: Any) -> None:
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template(CHATML)
-    for name, array in (weights() | said["tensors"]).items():
-        array = _permuted(array, name) if said["arch"] == "llama" else array
-        kind = said["quantise"] if array.ndim == 2 and array.shape[-1] % 32 == 0 else None
+    for name, array in (weights() | options["tensors"]).items():
+        array = _permuted(array, name) if options["arch"] == "llama" else array
+        kind = options["quantise"] if array.ndim == 2 and array.shape[-1] % 32 == 0 else None
         if kind is None:
             writer.add_tensor(_gguf_name(name), array)
         else:
@@ -156,8 +156,8 @@ def write_directory(path: Path) -> None:
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(path / "tokenizer.json"))
     special = {"eos_token": SPECIAL[2], "pad_token": SPECIAL[2], "bos_token": SPECIAL[1]}
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, **special}
-    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, **special}
+    (path / "tokenizer_config.json").write_text(json.dumps(options))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_what_a_model_needs_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("total", "size", "sleeps", "kv", "learner", "kept"),
+    ("total", "size", "sleeps", "kv", "learner", "idle"),
     [
         # 2% spare. 3B at full speed: 36.0 and 1 of context; vLLM 6.2 and 4. Of 141: 138.2 - 10.2 -
         # 37.0 = 91.0, which is more than 256 sequences (77.3); the learner gets the rest, 50.7.
@@ -62,12 +62,12 @@ def test_what_a_model_needs_by_hand():
     ],
 )
 def test_a_gpu_is_divided(
-    total: int, size: str, sleeps: bool, kv: float, learner: float, kept: float
+    total: int, size: str, sleeps: bool, kv: float, learner: float, idle: float
 ):
     plan = plan_card(total * GB, needs(size))
-    assert plan.sleeps is sleeps and plan.offloads is (kept == 1.0)
+    assert plan.sleeps is sleeps and plan.offloads is (idle == 1.0)
     got = [plan.kv / GB, plan.learner / GB, plan.learner_idle / GB]
-    assert got == pytest.approx([kv, learner, kept], abs=0.06)
+    assert got == pytest.approx([kv, learner, idle], abs=0.06)
     vllm = plan.utilization * plan.total
     assert vllm == pytest.approx(plan.weights + OVERHEAD + plan.kv)
     assert vllm + plan.learner_idle + plan.spare == pytest.approx(plan.total)

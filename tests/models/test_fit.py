@@ -180,15 +180,15 @@ def test_the_total_is_that_of_the_tightest_control_group(tmp_path):
 def test_rows_on_cuda_have_few_lengths_and_recompute_what_does_not_fit():
     # Kept per token and layer: 0.75 x 144 = 108 numbers, 3 x 16 of them by the feed-forward part; of
     # a recomputed layer its input of 8.
-    fixed, kept, feed_forward, passed = 4 * 1992 + 16 * 768, 4 * 108, 4 * 48, 4 * 8
+    fixed, activations, feed_forward, passed = 4 * 1992 + 16 * 768, 4 * 108, 4 * 48, 4 * 8
     wanted = {"dtype_bytes": 4, "rank": 3, "device": "cuda:1"}
-    roomy = fixed + CUDA_LOGITS + 2 * kept * 20_000
+    roomy = fixed + CUDA_LOGITS + 2 * activations * 20_000
     assert row_tokens(CONFIG, **wanted, total=2 * roomy) == 16_384
     assert recomputation(CONFIG, **wanted, tokens=16_384, learner=roomy) == Recomputation()
     # 6,000 tokens fit with all kept: 5,184,000 bytes. With a feed-forward part less, 672 each, 7,714;
     # with both, 480 each, 10,800; the logits are larger than a layer that is computed again.
-    tight = fixed + CUDA_LOGITS + 2 * kept * 6_000
-    assert 2 * kept - feed_forward == 672 and 2 * passed == 64
+    tight = fixed + CUDA_LOGITS + 2 * activations * 6_000
+    assert 2 * activations - feed_forward == 672 and 2 * passed == 64
 
     def chosen(tokens: int) -> Recomputation:
         return recomputation(CONFIG, **wanted, tokens=tokens, learner=tight)

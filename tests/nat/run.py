@@ -256,8 +256,8 @@ def prove_mixed(hone: Hone) -> None:
     theirs = "workflow: {_type: write_report, draft: draft, check: check, tools: [count_words]}\n"
     for file, workflow in (("ours.yml", ours), ("theirs.yml", theirs)):
         (hone.place / file).write_text(MIXED + workflow)
-    asked = hone.run("run", "--config_file=ours.yml", "--input", "the coat")
-    show("a workflow of hone calls a function of the toolkit", "hone asked True" in asked, asked)
+    output = hone.run("run", "--config_file=ours.yml", "--input", "the coat")
+    show("a workflow of hone calls a function of the toolkit", "hone asked True" in output, output)
     counted = hone.run("run", "--config_file=theirs.yml", "--input", "the coat")
     show("a workflow of the toolkit has a tool of hone", "hone counted" in counted, counted)
 

@@ -31,7 +31,7 @@ class StandIn:
     """Keeps what it was asked; jobs go on when the test says `emit`."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str, dict[str, str]]] = []
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.jobs: dict[str, Job] = {}
         self.by_key: dict[str, Job] = {}
         self.submitted = asyncio.Event()
@@ -58,7 +58,7 @@ class StandIn:
         job.changed = asyncio.Event()
 
     async def _note(self, request: Request, call_next: Any) -> Response:
-        self.asked.append((request.method, request.url.path, dict(request.headers)))
+        self.requests.append((request.method, request.url.path, dict(request.headers)))
         return self.refuse(request) or await call_next(request)
 
     def _routes(self) -> None:

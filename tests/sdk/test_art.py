@@ -126,8 +126,8 @@ async def rollout(model: art.TrainableModel, reward: float) -> None:
         answer = await model.openai_client().chat.completions.create(
             model=model.get_inference_name(), messages=messages, max_tokens=4
         )
-        said = answer.choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+        text = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
     art.auto_trajectory(required=True).reward = reward
 
 
@@ -242,10 +242,10 @@ def ask_from_a_thread(model: art.TrainableModel) -> None:
 
 def test_a_call_continues_the_conversation_it_was_sent_with():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said = {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}]}
+    answer = {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}]}
     trajectory = art.Trajectory()
     tools = [{"type": "function", "function": {"name": "f"}}]
-    add_call(trajectory, ASKED, tools, {"message": said, "index": 0, "call_id": "a"})
+    add_call(trajectory, ASKED, tools, {"message": answer, "index": 0, "call_id": "a"})
     # Clients send the answer back without the keys that they do not know.
     back = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c1", "content": "7"}
@@ -284,9 +284,11 @@ async def test_a_wrapped_rollout_gets_the_calls_to_its_model(
 
     async def rollout(question: str) -> art.Trajectory:
         client, name = model.openai_client(), model.get_inference_name()
-        asked: list[Any] = [{"role": "user", "content": question}]
-        await client.chat.completions.create(model=model.base_model, messages=asked, max_tokens=2)
-        await client.chat.completions.create(model=name, messages=asked, max_tokens=2)
+        messages: list[Any] = [{"role": "user", "content": question}]
+        await client.chat.completions.create(
+            model=model.base_model, messages=messages, max_tokens=2
+        )
+        await client.chat.completions.create(model=name, messages=messages, max_tokens=2)
         return art.Trajectory(reward=1.0, metadata={"question": question})
 
     trajectory = await wrap_rollout(model, rollout)("Is it late?")
@@ -373,7 +375,7 @@ def test_messages_as_text_and_without_logprobs():
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert format_message(message) == 'Assistant:\nf({"x": 1})'
     assert format_message({"role": "user", "content": "hi"}) == "User:\nhi"
-    kept = History(messages_and_choices=[{"message": message, "logprobs": {"content": []}}])
-    assert strip_logprobs(kept).messages_and_choices == [{"message": message}]
-    assert "logprobs" in kept.messages_and_choices[0], "it is a copy"
-    assert get_messages(kept.messages_and_choices) == kept.messages()
+    history = History(messages_and_choices=[{"message": message, "logprobs": {"content": []}}])
+    assert strip_logprobs(history).messages_and_choices == [{"message": message}]
+    assert "logprobs" in history.messages_and_choices[0], "it is a copy"
+    assert get_messages(history.messages_and_choices) == history.messages()

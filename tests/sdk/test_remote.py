@@ -63,12 +63,12 @@ async def test_register_prepare_and_step(backend: RemoteBackend, standin: StandI
     )
     assert model.get_inference_name(step=2) == "p/agent@2"
     assert await model.get_step() == 4
-    assert [(method, path) for method, path, _ in standin.asked] == [
+    assert [(method, path) for method, path, _ in standin.requests] == [
         ("POST", "/v1/training/models"),
         ("POST", "/v1/training/models/p/agent/prepare"),
         ("GET", "/v1/training/models/p/agent"),
     ]
-    assert {headers["authorization"] for *_, headers in standin.asked} == {"Bearer secret"}
+    assert {headers["authorization"] for *_, headers in standin.requests} == {"Bearer secret"}
 
 
 async def test_a_job_says_only_what_was_written(backend: RemoteBackend, standin: StandIn):
@@ -136,7 +136,7 @@ async def test_a_lost_answer_makes_no_second_job(
     task = await start(backend, standin)
     standin.emit("done", step=1)
     assert (await asyncio.wait_for(task, 10)).step == 1
-    posts = [path for method, path, _ in standin.asked if method == "POST"]
+    posts = [path for method, path, _ in standin.requests if method == "POST"]
     assert posts == ["/v1/training/jobs"] * 3
     assert len(standin.jobs) == 1
 
@@ -174,7 +174,7 @@ async def test_a_broken_stream_goes_on_after_the_last_event(
         "train p/agent: 4/4 done",
         "train p/agent: 4/4 done",
     ]
-    requests = [headers for _, path, headers in standin.asked if path.endswith("/events")]
+    requests = [headers for _, path, headers in standin.requests if path.endswith("/events")]
     assert [headers["last-event-id"] for headers in requests] == ["0", "2"]
 
 
@@ -198,7 +198,7 @@ async def test_silence_is_not_waited_out(
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     task = await start(backend, standin)
     async with asyncio.timeout(10):
-        while sum(path.endswith("/events") for _, path, _ in standin.asked) < 2:
+        while sum(path.endswith("/events") for _, path, _ in standin.requests) < 2:
             await asyncio.sleep(0.01)
     standin.emit("done", step=1)
     assert (await asyncio.wait_for(task, 10)).step == 1
@@ -210,7 +210,7 @@ async def test_patience_ends_and_the_job_is_named(
     backend.patience_s = 0.3
     task = await start(backend, standin)
     async with asyncio.timeout(10):
-        while not any(path.endswith("/events") for _, path, _ in standin.asked):
+        while not any(path.endswith("/events") for _, path, _ in standin.requests):
             await asyncio.sleep(0.01)
     link.down = True
     link.cut()
@@ -262,7 +262,7 @@ async def test_a_refusal_is_the_exception_it_stands_for(
         await backend.step(MODEL)
     assert type(caught.value) is raised
     assert ("logs/server.log" in str(caught.value)) == (status == 500)
-    assert len(standin.asked) == 1, "what is refused is not sent again"
+    assert len(standin.requests) == 1, "what is refused is not sent again"
 
 
 async def test_wrong_fields_are_named(backend: RemoteBackend, standin: StandIn):
@@ -392,7 +392,7 @@ async def test_a_job_is_submitted_waited_for_and_asked_about(
     done = await asyncio.wait_for(waiting, 10)
     assert (done.state, done.step, heard) == ("done", 3, ["queued", "done"])
     assert await backend.job(job.id) == done
-    polled = [path for method, path, _ in standin.asked if method == "GET"]
+    polled = [path for method, path, _ in standin.requests if method == "GET"]
     assert polled.count(f"/v1/training/jobs/{job.id}") == 2, "once after the last event, once here"
 
 

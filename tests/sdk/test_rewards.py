@@ -115,7 +115,7 @@ async def test_equal_trajectories_are_judged_once(judge: Judge, at: dict[str, An
     judge.replies = [scores(0.6)]
     assert [s.score for s in await ruler([[ASK, say("a")]] * 3, **at)] == [0.6] * 3
     assert "<context>" not in judge.prompt() and '"content": "a"' in judge.prompt()
-    assert await ruler([], **at) == [] and len(judge.asked) == 2
+    assert await ruler([], **at) == [] and len(judge.requests) == 2
 
 
 async def test_a_judge_that_does_not_score_each_once_is_asked_again(
@@ -168,8 +168,8 @@ async def test_a_group_keeps_all_that_it_had(judge: Judge, at: dict[str, Any]):
     one = scored.trajectories[0]
     assert one.metrics == {"turns": 2, "independent_reward": 3.0, "ruler_score": 0.25}
     assert one.logs == ["before", "RULER explanation: e1"] and one.metadata == {"game": 7}
-    kept = {"example", "exceptions", "metadata", "metrics", "logs"}
-    assert scored.model_dump(include=kept) == group.model_dump(include=kept)
+    fields = {"example", "exceptions", "metadata", "metrics", "logs"}
+    assert scored.model_dump(include=fields) == group.model_dump(include=fields)
     assert "<conversation>\n" in judge.prompt() and "of a sub-agent" in judge.prompt()
     assert "<available_tools>" in judge.prompt()
 

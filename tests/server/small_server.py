@@ -85,14 +85,14 @@ class LearnerHere(LearnerProcess):
         if base_step is not None:
             check_fresh(job_id, unpacked, base_step, config)
 
-        def told(at: Any) -> None:
+        def report(at: Any) -> None:
             failpoints.failpoint(*FAILPOINTS)
             if on_progress:
                 on_progress(asdict(at))
 
         more = {key: more[key] for key in ("probe", "label_logprobs") if key in more}
         result = self.learner.train(
-            unpacked, config, on_progress=told, should_stop=lambda: self.closed, **more
+            unpacked, config, on_progress=report, should_stop=lambda: self.closed, **more
         )
         return json.loads(json.dumps(asdict(result)))
 
@@ -154,7 +154,7 @@ class SmallServer(State):
         async with server.running():
             yield server
 
-    def told(self, job_id: str) -> list[str]:
+    def event_types(self, job_id: str) -> list[str]:
         """The types of a job's events, but for progress."""
         return [e.type for e in self.jobs.events(job_id, limit=-1) if e.type != "progress"]
 
@@ -228,7 +228,7 @@ async def one_job(
         ),
         "sha256": newest and newest.sha256,
         "digest": newest and digest(newest.path),
-        "events": server.told(job.id),
+        "events": server.event_types(job.id),
     }
     await server.close()
     return ended

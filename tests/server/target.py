@@ -44,8 +44,8 @@ class QuickLearner(LearnerProcess):
     """Reads a job as the learner would, and learns nothing: what was accepted can be trained."""
 
     def __init__(self, spec: LearnerSpec, **_: object) -> None:
-        said = json.loads((spec.model_dir / "config.json").read_text())
-        self.vocab, self.positions = said["vocab_size"], said["max_position_embeddings"]
+        config = json.loads((spec.model_dir / "config.json").read_text())
+        self.vocab, self.positions = config["vocab_size"], config["max_position_embeddings"]
         self.sha256 = ""
         self.info = WorkerInfo(
             pid=0, torch="", threads=1, device="cpu", dtype="float32", deterministic=True, sha256=""
@@ -114,20 +114,20 @@ class Target:
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> httpx.Response:
         """The answer; fails on a 5xx, on silence, and on an error that is not in the one shape."""
-        told = {"content-type": "application/json", **headers}
+        sent_headers = {"content-type": "application/json", **headers}
         try:
-            answer = self._run(self._request(method, path, body, told))
+            answer = self._run(self._request(method, path, body, sent_headers))
         except TimeoutError:
             raise AssertionError(f"no answer in {DEADLINE_S:g} s: {method} {path}") from None
         self.statuses[answer.status_code] += 1
         assert answer.status_code < 500 or answer.status_code == 501, answer.text
         if answer.status_code >= 400:
-            said = answer.json()
+            response = answer.json()
             if "/v1/messages" in path:
-                assert said["type"] == "error" and said["request_id"], said
-                assert {"message", "type"} <= set(said["error"]) <= ERROR, said
+                assert response["type"] == "error" and response["request_id"], response
+                assert {"message", "type"} <= set(response["error"]) <= ERROR, response
             else:
-                assert set(said["error"]) == ERROR, said
+                assert set(response["error"]) == ERROR, response
             assert "Traceback" not in answer.text
         if answer.status_code == 202:
             self.accepted.append(JobInfo.model_validate_json(answer.content).id)
@@ -295,15 +295,15 @@ def trajectories(draw: st.DrawFn, choices: list[dict[str, Any]]) -> dict[str, An
         return {"calls": calls, **shaped} | scored
     if form == 1:
         return {"rollout": draw(st.sampled_from(ROLLOUTS))} | scored
-    said = [USER, draw(st.sampled_from(choices))] * (form - 1)
-    return {"messages_and_choices": said} | scored
+    messages = [USER, draw(st.sampled_from(choices))] * (form - 1)
+    return {"messages_and_choices": messages} | scored
 
 
 @st.composite
 def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
     """A job, right or with a few places changed."""
     group = st.builds(
-        lambda found: {"trajectories": found},
+        lambda members: {"trajectories": members},
         st.lists(trajectories(choices), min_size=2, max_size=3),
     )
     groups = deepcopy(draw(st.lists(group, min_size=1, max_size=3)))
@@ -317,8 +317,8 @@ def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
         job["advance_when_flat"] = draw(st.integers(0, 9)) == 0
         job["idempotency_key"] = f"key {draw(st.integers(0, 99))}"
     # At every level, since a walk from the top seldom ends at the bottom.
-    found = [t for g in groups for t in g["trajectories"]]
-    inner = [*found, *(call for t in found for call in t.get("calls", ()))]
+    every = [t for g in groups for t in g["trajectories"]]
+    inner = [*every, *(call for t in every for call in t.get("calls", ()))]
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 1, 2, 5]))):
         mutate(draw, draw(st.sampled_from([job, draw(st.sampled_from(inner))])))
     text = json.dumps(job).replace('"@huge@"', "1" + "0" * 5000)

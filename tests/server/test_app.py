@@ -31,8 +31,8 @@ async def test_health_says_what_the_server_does(make_state: MakeState):
     for app in (control, inference):
         async with client(app) as http:
             for path in ("/health", "/healthcheck"):
-                said = (await http.get(path)).json()
-                assert (said["status"], said["state"], said["queued"]) == ("ok", "idle", 0)
+                status = (await http.get(path)).json()
+                assert (status["status"], status["state"], status["queued"]) == ("ok", "idle", 0)
 
 
 async def test_health_tells_those_with_the_key_what_is_served_and_where(
@@ -48,9 +48,9 @@ async def test_health_tells_those_with_the_key_what_is_served_and_where(
             stranger = (await http.get("/health")).json()
             assert stranger["status"] == "ok"
             assert not {"port", "inference_port", "base_models"} & set(stranger)
-            said = (await http.get("/health", headers=key)).json()
-            assert (said["port"], said["inference_port"]) == (7001, 8001)
-            assert said["base_models"] == {str(tiny_model): True, "elsewhere": False}
+            status = (await http.get("/health", headers=key)).json()
+            assert (status["port"], status["inference_port"]) == (7001, 8001)
+            assert status["base_models"] == {str(tiny_model): True, "elsewhere": False}
     await state.serving.close()
 
 
@@ -58,7 +58,7 @@ async def test_half_of_a_surrogate_pair_is_refused_by_every_route(make_state: Ma
     """JSON can spell it, and no file, no log and no response can hold it."""
     control, _ = create_apps(make_state())
     schema = control.openapi()
-    asked = 0
+    count = 0
     async with client(control) as http:
         for path, methods in schema["paths"].items():
             for method, operation in methods.items():
@@ -82,10 +82,10 @@ async def test_half_of_a_surrogate_pair_is_refused_by_every_route(make_state: Ma
                         content=written,
                         headers={"content-type": "application/json"},
                     )
-                    asked += 1
+                    count += 1
                     assert 400 <= answer.status_code < 500, (path, written, answer.text)
                     assert answer.json()["error"]["message"]
-    assert asked >= 30, asked
+    assert count >= 30, count
 
 
 async def test_training_routes_exist_only_on_the_control_port(make_state: MakeState):
@@ -184,8 +184,8 @@ async def test_a_defect_gives_json_and_its_trace_goes_to_the_log(
     async with client(control) as http:
         answer = await http.get("/broken")
     assert answer.status_code == 500
-    said = answer.json()["error"]["message"]
-    assert str(state.settings.log_file) in said and "secret" not in answer.text
+    message = answer.json()["error"]["message"]
+    assert str(state.settings.log_file) in message and "secret" not in answer.text
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -235,8 +235,8 @@ def test_a_log_line_has_its_fields(tmp_path: Path, as_json: bool):
         stop_logging()
     line = (tmp_path / "logs" / "server.log").read_text().strip()
     if as_json:
-        said: dict[str, Any] = json.loads(line)
-        assert (said["what"], said["job"], said["step"]) == ("job done", "j 1", 2)
+        fields: dict[str, Any] = json.loads(line)
+        assert (fields["what"], fields["job"], fields["step"]) == ("job done", "j 1", 2)
     else:
         assert line.endswith('info job done job="j 1" took_s=0.1235 step=2')
 

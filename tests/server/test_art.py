@@ -40,7 +40,7 @@ class Learner(LearnerHere):
     failing = False
 
     def train(self, groups: Any, config: Any, *, on_progress: Any = None, **more: Any) -> Any:
-        def told(at: dict[str, Any]) -> None:
+        def report(at: dict[str, Any]) -> None:
             if (at["phase"], at["step"]) != ("train", 1):
                 on_progress(at)
                 return
@@ -51,7 +51,7 @@ class Learner(LearnerHere):
             if self.failing:
                 raise TrainingError("it was told to fail")
 
-        return super().train(groups, config, on_progress=told, **more)
+        return super().train(groups, config, on_progress=report, **more)
 
 
 class ArtServer:
@@ -65,9 +65,9 @@ class ArtServer:
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self.http.post(path, json=body, **more)
 
-    def answer(self, name: str = "agent", **asked: Any) -> dict[str, Any]:
+    def answer(self, name: str = "agent", **options: Any) -> dict[str, Any]:
         """One choice as an OpenAI client would hold it; nobody asks for log-probabilities."""
-        body = {"model": name, "messages": ASKED, "max_tokens": 6, **asked}
+        body = {"model": name, "messages": ASKED, "max_tokens": 6, **options}
         got = self.post("/v1/chat/completions", body)
         assert got.status_code == 200, got.text
         return got.json()["choices"][0]
@@ -206,17 +206,17 @@ def test_a_whole_loop(art: ArtServer) -> None:
 
 def _check_what_was_left(art: ArtServer) -> None:
     """Of the loop above: rewards 0 and 1 logged as val at step 0; trained on at 0 and, flat, at 1."""
-    said = [{k: v for k, v in line.items() if k != "recorded_at"} for line in art.history()]
-    rewards = [(line["step"], line[k]) for line in said for k in line if k.endswith("/reward")]
+    history = [{k: v for k, v in line.items() if k != "recorded_at"} for line in art.history()]
+    rewards = [(line["step"], line[k]) for line in history for k in line if k.endswith("/reward")]
     assert rewards == [(0, 0.5), (0, 0.5), (1, 0.5)]
-    assert said[0] == {
+    assert history[0] == {
         "val/reward": 0.5,
         "val/exception_rate": 0.0,
         "val/reward_std_dev": 0.5,
         "val/ok": 0.5,
         "step": 0,
     }
-    steps = {line["step"]: line for line in said if "train/num_groups_submitted" in line}
+    steps = {line["step"]: line for line in history if "train/num_groups_submitted" in line}
     assert steps[1]["train/num_groups_trainable"] == 2
     assert steps[1]["train/learning_rate"] == 1e-3
     assert "train/loss" in steps[1]
@@ -483,8 +483,8 @@ def test_each_project_has_models_of_its_own_names(art: ArtServer) -> None:
             url, _ = art.post("/_prepare_backend_for_training", {"model": theirs}).json()
             path = urlsplit(url).path
             assert path == f"/project/{stored}/v1"
-            asked = {"model": name, "messages": ASKED, "max_tokens": 2}
-            answer = art.post(f"{path}/chat/completions", asked).json()
+            request = {"model": name, "messages": ASKED, "max_tokens": 2}
+            answer = art.post(f"{path}/chat/completions", request).json()
             (call,) = art.state.calls.get([answer["choices"][0]["call_id"]])
             assert call.model == f"{stored}/{stored_name(name)}"
             assert art.post("/_get_step", theirs).json() == 0

@@ -102,14 +102,14 @@ def test_the_constant_of_nats_plugin_gives_way_to_what_its_user_wrote() -> None:
     spec = model_spec(ArtModel.model_validate(MODEL))
     assert job_config({"learning_rate": 5e-05, "beta": 0.0}, {}, spec).config == {}
     # Any other value was written by somebody.
-    said = {"learning_rate": 1e-4, "beta": 0.2}
-    assert job_config(said, {}, spec).config == said
+    config = {"learning_rate": 1e-4, "beta": 0.2}
+    assert job_config(config, {}, spec).config == config
     # Without trainer_args the constant is all there is.
     assert job_config({"learning_rate": 5e-05}, {}, spec_of()).config == {"learning_rate": 5e-05}
 
 
 def test_dev_config_is_read() -> None:
-    asked = job_config(
+    config = job_config(
         {"learning_rate": 1e-5, "kl_penalty_coef": 0.1, "grad_accumulation_sequences": None},
         {
             "epsilon": 0.3,
@@ -124,7 +124,7 @@ def test_dev_config_is_read() -> None:
         },
         spec_of(),
     )
-    assert asked.config == {
+    assert config.config == {
         "learning_rate": 1e-5,
         "kl_penalty_coef": 0.1,
         "epsilon": 0.3,
@@ -133,8 +133,8 @@ def test_dev_config_is_read() -> None:
         "scale_rewards": False,
         "importance_cap": None,
     }
-    assert asked.plot_tensors
-    assert asked.not_applicable == [
+    assert config.plot_tensors
+    assert config.not_applicable == [
         "dev_config.logprob_calculation_chunk_size",
         "dev_config.of_tomorrow",
     ]
@@ -161,8 +161,8 @@ def test_a_wrong_learning_rate_is_named() -> None:
 
 
 def test_what_is_asked_of_the_openai_server_is_named_not_followed() -> None:
-    asked = {"log_file": "x", "server_args": {"port": 9, "api_key": "k"}, "engine_args": None}
-    assert server_keys(asked) == ["log_file", "server_args.port"]
+    request = {"log_file": "x", "server_args": {"port": 9, "api_key": "k"}, "engine_args": None}
+    assert server_keys(request) == ["log_file", "server_args.port"]
     with pytest.raises(ConfigError, match=r"config.engine_args.tensor_parallel_size: 4 is not in"):
         server_keys({"engine_args": {"tensor_parallel_size": 4}})
 
@@ -225,9 +225,9 @@ def test_half_a_line_of_a_crash_is_cut(tmp_path: Path) -> None:
 
 def test_means_are_those_of_arts_server() -> None:
     groups = [group(0.0, 1.0, metrics={"tries": 3}), group(2.0, exceptions=[{"type": "E"}])]
-    found = means([ArtGroup.model_validate(one) for one in groups])
+    values = means([ArtGroup.model_validate(one) for one in groups])
     # 3 trajectories and 1 exception; the only group of two has rewards 0 and 1, so sigma 0.5.
-    assert found == {
+    assert values == {
         "reward": 1.0,
         "exception_rate": 0.25,
         "reward_std_dev": 0.5,
@@ -241,10 +241,10 @@ def test_means_are_those_of_arts_server() -> None:
 def test_means_that_no_float_can_hold_are_left_out() -> None:
     one = group(1e308, 1e308)
     one["trajectories"][0]["metrics"] = {"huge": 10**400, "nan": math.nan}
-    found = means([ArtGroup.model_validate(one)])
-    assert "huge" not in found
-    assert "nan" not in found
-    assert all(math.isfinite(value) for value in found.values())
+    values = means([ArtGroup.model_validate(one)])
+    assert "huge" not in values
+    assert "nan" not in values
+    assert all(math.isfinite(value) for value in values.values())
 
 
 def test_groups_become_hones_own() -> None:

@@ -80,19 +80,19 @@ def refusing(shared: Server, tiny_model: Path, http: httpx.Client) -> Callable[.
         if isinstance(body, dict):
             body = {"model": str(tiny_model), **body}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        before = len(shared.engine.asked)
+        before = len(shared.engine.requests)
         answer = http.post(shared.inference_url + path, content=content)
         assert answer.status_code == status, answer.text
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert len(shared.engine.asked) == before
+        assert len(shared.engine.requests) == before
         return answer.json()["error"]
 
     return ask
 
 
-def asked(server: Server) -> Any:
+def last_request(server: Server) -> Any:
     """What the engine was asked last."""
-    return server.engine.asked[-1]
+    return server.engine.requests[-1]
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -111,7 +111,7 @@ def test_an_answer_says_what_was_fed_and_what_was_sampled(talk: Any, tokenizer: 
     assert (choice.message.role, choice.message.content) == ("assistant", "the weather is cold")
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
     assert choice.token_ids == sampled
-    assert answer.prompt_token_ids == fed == list(asked(answer.server).prompt_ids)
+    assert answer.prompt_token_ids == fed == list(last_request(answer.server).prompt_ids)
     assert (answer.policy_step, choice.policy_step) == (0, 0)
     assert answer.usage.prompt_tokens == len(fed)
     assert answer.usage.completion_tokens == len(sampled)
@@ -126,8 +126,8 @@ async def test_the_async_client(make_server: MakeServer, tiny_model: Path) -> No
         stream = await asking.chat.completions.create(
             model=str(tiny_model), messages=HELLO, stream=True
         )
-        said = [c.choices[0].delta.content or "" async for c in stream if c.choices]
-        assert "".join(said) == "one"
+        text = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+        assert "".join(text) == "one"
 
 
 def test_logprobs_cover_every_sampled_token_and_the_end(talk: Any, tokenizer: Any) -> None:
@@ -172,8 +172,8 @@ def test_registered_models_give_logprobs_unasked(
     server.state.models.register(ModelSpec(name="run", base_model=str(tiny_model)))
 
     def logprobs(**more: Any) -> Any:
-        asked = {"model": "run", "messages": HELLO} | more
-        (choice,) = client(server).chat.completions.create(**asked).choices
+        request = {"model": "run", "messages": HELLO} | more
+        (choice,) = client(server).chat.completions.create(**request).choices
         return choice.logprobs and [entry.logprob for entry in choice.logprobs.content]
 
     sampled = [*ids(tokenizer, "cold"), tokenizer.eos_token_id]
@@ -199,7 +199,7 @@ def test_how_it_is_sampled(talk: Any) -> None:
         top_logprobs=4,
         extra_body={"top_k": 5, "min_p": 0.1},
     )
-    sampling = asked(answer.server).sampling
+    sampling = last_request(answer.server).sampling
     assert sampling == Sampling(
         max_tokens=7,
         temperature=0.5,
@@ -217,7 +217,7 @@ def test_what_is_not_said_is_plain_sampling(talk: Any, tokenizer: Any) -> None:
     answer = talk("ok", extra_body={"top_k": -1})
     ends = tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     left = 512 - answer.usage.prompt_tokens  # of the model's positions
-    assert asked(answer.server).sampling == Sampling(max_tokens=left, stop_ids=ends)
+    assert last_request(answer.server).sampling == Sampling(max_tokens=left, stop_ids=ends)
 
 
 def test_without_max_tokens_an_answer_may_fill_the_context_unless_there_is_a_cap(
@@ -226,12 +226,12 @@ def test_without_max_tokens_an_answer_may_fill_the_context_unless_there_is_a_cap
     server = make_server(["one", "two"], max_tokens=20, max_seq_length=100)
     ask = client(server).chat.completions.create
     first = ask(model=str(tiny_model), messages=HELLO)
-    assert asked(server).sampling.max_tokens == 20
+    assert last_request(server).sampling.max_tokens == 20
     # A prompt that leaves less than the cap.
     words = "x" * (100 - first.usage.prompt_tokens - 8)
     longer = [{"role": "user", "content": HELLO[0]["content"] + words}]
     second = ask(model=str(tiny_model), messages=longer)
-    assert asked(server).sampling.max_tokens == 100 - second.usage.prompt_tokens < 20
+    assert last_request(server).sampling.max_tokens == 100 - second.usage.prompt_tokens < 20
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_without_max_tokens_an_answer_may_fill_the_context_unless_there_is_a_cap
 )
 def test_almost_zero_is_greedy_and_recorded_as_context(talk: Any, request_: dict[str, Any]) -> None:
     server = talk("ok", **request_).server
-    assert asked(server).sampling.temperature == 0
+    assert last_request(server).sampling.temperature == 0
     assert server.state.calls.rollout("")[-1].call.temperature == 0
 
 
@@ -277,9 +277,9 @@ NULLS += ["reasoning_effort", "verbosity", "some_new_key", "chat_template_kwargs
 
 
 def test_keys_that_are_null_are_not_there(talk: Any, tokenizer: Any) -> None:
-    said = {"role": "assistant", "content": "hi", "tool_calls": None, "function_call": None}
-    said |= {"refusal": None, "audio": None, "name": None}
-    talked = [*HELLO, said, *HELLO]
+    reply = {"role": "assistant", "content": "hi", "tool_calls": None, "function_call": None}
+    reply |= {"refusal": None, "audio": None, "name": None}
+    talked = [*HELLO, reply, *HELLO]
     plain = talk("ok", messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO])
     with_nulls = talk("ok", messages=talked, extra_body=dict.fromkeys(NULLS))
     assert with_nulls.prompt_token_ids == plain.prompt_token_ids
@@ -300,8 +300,8 @@ def test_errors_have_the_types_of_the_openai_api(make_server: MakeServer, tiny_m
     def error(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str, str | None]:
         url = f"{server.inference_url}/v1/chat/completions"
         answer = httpx.post(url, json=body, headers=headers)
-        told = answer.json()["error"]
-        return answer.status_code, told["type"], told["code"]
+        fields = answer.json()["error"]
+        return answer.status_code, fields["type"], fields["code"]
 
     wrong = "invalid_request_error"
     assert error(good, {}) == (401, wrong, "invalid_api_key")
@@ -370,13 +370,13 @@ def test_parallel_calls_and_only_the_first(talk: Any, tokenizer: Any) -> None:
 
 def test_a_tag_inside_constrained_arguments_does_not_end_the_call(talk: Any) -> None:
     strict = {"type": "function", "function": {**LOOK["function"], "strict": True}}
-    said = '<tool_call>\n{"name": "look", "arguments": {"word": "a </tool_call> b"}}\n</tool_call>'
+    text = '<tool_call>\n{"name": "look", "arguments": {"word": "a </tool_call> b"}}\n</tool_call>'
     for options in (
         {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False},
         {"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}},
         {"tools": [strict], "parallel_tool_calls": False},
     ):
-        (call,) = talk(said, **options).choices[0].message.tool_calls
+        (call,) = talk(text, **options).choices[0].message.tool_calls
         assert json.loads(call.function.arguments) == {"word": "a </tool_call> b"}
 
 
@@ -412,7 +412,7 @@ def test_forced_calls_are_refused_where_the_template_has_none(
     strict = {"type": "function", "function": {**LOOK["function"], "strict": True}}
     answer = ask(model=str(model), messages=HELLO, tools=[strict])
     assert answer.not_applicable == ["tools.strict"]
-    assert engine.asked[-1].sampling.constraint is None
+    assert engine.requests[-1].sampling.constraint is None
 
 
 # ---- template arguments ----------------------------------------------------------------------
@@ -586,7 +586,9 @@ def test_prompts_and_answers_that_do_not_fit(make_server: MakeServer, tiny_model
         ask(model=str(tiny_model), messages=HELLO, max_tokens=65 - fed)
     ask(model=str(tiny_model), messages=HELLO, max_tokens=64 - fed)
     ask(model=str(tiny_model), messages=HELLO)
-    assert asked(server).sampling.max_tokens == 64 - fed, "the default is cut to what is left"
+    assert last_request(server).sampling.max_tokens == 64 - fed, (
+        "the default is cut to what is left"
+    )
 
 
 def test_the_models_own_length_counts_too(
@@ -654,7 +656,7 @@ def test_a_text_is_continued(make_server: MakeServer, tiny_model: Path, tokenize
     assert choice.logprobs.text_offset[:2] == [0, len(choice.logprobs.tokens[0])]
     for prompt in ([5, 6, 7], ["the"], [[5, 6]]):
         assert ask(model=str(tiny_model), prompt=prompt).choices[0].text == " cold  "
-    assert asked(server).prompt_ids == (5, 6)
+    assert last_request(server).prompt_ids == (5, 6)
     (recorded,) = server.state.calls.get([choice.call_id])
     assert (recorded.messages, recorded.reply["content"]) == (None, " cold  ")
     stream = ask(model=str(tiny_model), prompt="the", stream=True)

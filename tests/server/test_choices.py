@@ -58,8 +58,8 @@ async def test_and_those_by_the_messages_before_them(world: World):
     world.add(ids, [USER])
     right = world.add(ids, [other])
     # The same meaning, spelt as plain text.
-    asked = {"role": "user", "content": "Is it warm?"}
-    assert await world.call(asked, choice(ids, "Yes.")) == right.call
+    question = {"role": "user", "content": "Is it warm?"}
+    assert await world.call(question, choice(ids, "Yes.")) == right.call
 
 
 async def test_equal_samples_of_one_request_are_the_same_call(world: World):
@@ -131,8 +131,8 @@ async def test_a_choice_that_names_its_call_needs_no_logprobs(world: World):
         bare | {"call_id": world.add(ids, reply="Yes.", abandoned=True).id},
         bare | {"call_id": world.add(ids, reply="Yes.", base_model="other").id},
     ):
-        said = await world.refusal(talk(USER, wrong))
-        assert "No valid assistant messages with logprobs (dropped/empty_group: 1" in said
+        refusal = await world.refusal(talk(USER, wrong))
+        assert "No valid assistant messages with logprobs (dropped/empty_group: 1" in refusal
 
 
 async def test_other_ids_or_logprobs_are_not_that_call(world: World):
@@ -212,21 +212,21 @@ async def test_tool_calls_are_read_from_the_ids(world: World):
     call = await world.call(USER, made, tools=TOOLS)
     assert call.prompt_ids == world.prompt([USER], TOOLS)
     made["message"]["tool_calls"][0]["function"]["arguments"] = '{"city":"y"}'
-    said = await world.refusal(talk(USER, made, tools=TOOLS))
-    assert said.startswith("groups.0.trajectories.0.messages_and_choices.1: its token ids say")
-    assert "with 1 tool calls" in said
+    refusal = await world.refusal(talk(USER, made, tools=TOOLS))
+    assert refusal.startswith("groups.0.trajectories.0.messages_and_choices.1: its token ids say")
+    assert "with 1 tool calls" in refusal
 
 
 async def test_an_answer_cut_by_a_stop_string_is_the_same_answer(world: World):
     ids = world.ids("Cold.END", end=False)
     assert (await world.call(USER, choice(ids, "Cold."))).completion_ids == ids
-    said = await world.refusal(talk(USER, choice(ids, "Cold.", finish="length")))
-    assert "its token ids say 'Cold.END' and its message says 'Cold.'" in said
+    refusal = await world.refusal(talk(USER, choice(ids, "Cold.", finish="length")))
+    assert "its token ids say 'Cold.END' and its message says 'Cold.'" in refusal
 
 
 async def test_ids_that_say_something_else_are_refused(world: World):
-    said = await world.refusal(talk(USER, choice(world.ids("Cold."), "Warm.")))
-    assert said == (
+    refusal = await world.refusal(talk(USER, choice(world.ids("Cold."), "Warm.")))
+    assert refusal == (
         "groups.0.trajectories.0.messages_and_choices.1: its token ids say 'Cold.' and its message "
         "says 'Warm.'; send the choice as the client returned it, or refer to the rollout by its id"
     )
@@ -249,9 +249,9 @@ async def test_tokens_of_another_vocabulary_are_refused(world: World):
         (("the weat", "her"), "its text is cut into other tokens than those of '{}'; ask the"),
     ):
         made["logprobs"]["content"] = [{"token": piece, "logprob": -1.0} for piece in pieces]
-        said = await world.refusal(talk(USER, made))
+        refusal = await world.refusal(talk(USER, made))
         where = "groups.0.trajectories.0.messages_and_choices.1.logprobs.content: "
-        assert said.startswith(where + why.format(world.record.spec.base_model))
+        assert refusal.startswith(where + why.format(world.record.spec.base_model))
 
 
 async def test_plain_assistants_and_choices_without_logprobs_are_context(world: World):
@@ -261,30 +261,30 @@ async def test_plain_assistants_and_choices_without_logprobs_are_context(world: 
     more = {"role": "user", "content": "Sure?"}
     resolved = await world.resolve(talk(USER, plain, more, bare, more, choice(ids, "Warm.")))
     (call,) = resolved.groups[0].trajectories[0].calls
-    said = {"role": "assistant", "content": "Hm."}
-    assert call.prompt_ids == world.prompt([USER, plain, more, said, more])
+    reply = {"role": "assistant", "content": "Hm."}
+    assert call.prompt_ids == world.prompt([USER, plain, more, reply, more])
     assert resolved.counts == {"dropped/no_logprobs": 1, "rerendered": 1}
 
 
 async def test_further_histories_come_after_the_first(world: World):
     first, second = world.ids("Cold."), world.ids("Warm.")
-    asked = {"role": "user", "content": "Summarise."}
+    question = {"role": "user", "content": "Summarise."}
     trajectory = talk(
         USER,
         choice(first, "Cold."),
         additional_histories=[
-            History(messages_and_choices=[asked, choice(second, "Warm.")], tools=TOOLS)
+            History(messages_and_choices=[question, choice(second, "Warm.")], tools=TOOLS)
         ],
         shaped_rewards=[1.0, 2.0],
     )
     resolved = await world.resolve(trajectory)
     one, two = resolved.groups[0].trajectories[0].calls
     assert one.completion_ids == first and one.prompt_ids == world.prompt([USER])
-    assert two.completion_ids == second and two.prompt_ids == world.prompt([asked], TOOLS)
+    assert two.completion_ids == second and two.prompt_ids == world.prompt([question], TOOLS)
     trajectory.additional_histories[0].messages_and_choices[1] = choice(second, "No.")
-    said = await world.refusal(trajectory)
+    refusal = await world.refusal(trajectory)
     where = "groups.0.trajectories.0.additional_histories.0.messages_and_choices.1: "
-    assert said.startswith(where)
+    assert refusal.startswith(where)
 
 
 def _entry(**changes: Any) -> dict[str, Any]:
@@ -356,31 +356,33 @@ def _entry(**changes: Any) -> dict[str, Any]:
 async def test_what_is_no_message_and_no_choice_is_refused(
     world: World, item: Any, path: str, why: str
 ):
-    said = await world.refusal(talk(USER, item))
-    assert said.startswith(f"groups.0.trajectories.0.messages_and_choices.1{path}: ")
-    assert why in said
+    refusal = await world.refusal(talk(USER, item))
+    assert refusal.startswith(f"groups.0.trajectories.0.messages_and_choices.1{path}: ")
+    assert why in refusal
 
 
 async def test_messages_no_template_can_express_are_refused_with_the_template_s_words(world: World):
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    said = await world.refusal(talk(image, choice(world.ids("Cold."), "Cold.")))
-    assert said.startswith(
+    refusal = await world.refusal(talk(image, choice(world.ids("Cold."), "Cold.")))
+    assert refusal.startswith(
         "groups.0.trajectories.0.messages_and_choices.1: no call of this server is like it, and it "
         "cannot be rendered: messages[0].content: expected parts of type 'text'"
     )
-    said = await world.refusal(talk(choice(world.ids("Cold."), "Cold.")))
-    assert "messages: expected a list of at least one message" in said
+    refusal = await world.refusal(talk(choice(world.ids("Cold."), "Cold.")))
+    assert "messages: expected a list of at least one message" in refusal
 
 
 # ---- losses that train on text -------------------------------------------------------------------
 
 
-def said(text: str, **more: Any) -> dict[str, Any]:
+def assistant(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
 async def test_sft_trains_every_assistant_message_as_text(world: World):
-    conversation = talk(USER, said("Cold."), {"role": "user", "content": "And now?"}, said("Wet."))
+    conversation = talk(
+        USER, assistant("Cold."), {"role": "user", "content": "And now?"}, assistant("Wet.")
+    )
     resolved = await world.resolve(conversation, loss="sft")
     first, second = resolved.groups[0].trajectories[0].calls
     assert first.prompt_ids == world.prompt([USER]) and first.completion_ids == world.ids("Cold.")
@@ -393,11 +395,11 @@ async def test_sft_trains_every_assistant_message_as_text(world: World):
 
 
 async def test_weight_0_makes_a_message_context(world: World):
-    conversation = talk(USER, said("Cold.", weight=0), USER, said("Wet.", weight=1))
+    conversation = talk(USER, assistant("Cold.", weight=0), USER, assistant("Wet.", weight=1))
     resolved = await world.resolve(conversation, loss="sft")
     (call,) = resolved.groups[0].trajectories[0].calls
     assert call.completion_ids == world.ids("Wet.")
-    assert call.prompt_ids == world.prompt([USER, said("Cold."), USER])
+    assert call.prompt_ids == world.prompt([USER, assistant("Cold."), USER])
 
 
 async def test_a_choice_that_this_server_sampled_keeps_its_ids_and_any_other_is_text(world: World):
@@ -415,6 +417,6 @@ async def test_a_choice_that_this_server_sampled_keeps_its_ids_and_any_other_is_
 
 async def test_dpo_needs_two_of_an_input_and_sft_an_answer(world: World):
     assert "DPO compares two of the same input" in await world.refusal(
-        talk(USER, said("Cold.")), loss="dpo"
+        talk(USER, assistant("Cold.")), loss="dpo"
     )
     assert "No assistant messages to train on" in await world.refusal(talk(USER), loss="sft")

@@ -191,11 +191,11 @@ def test_the_log_says_why_a_request_was_refused(
             json={"model": "m", "messages": [{"role": "user"}], "temperature": "sk-0123456789"},
         )
         server.stop()  # a request is logged after it is answered
-    told = [record.fields for record in caplog.records if record.message == "request"]  # pyright: ignore[reportAttributeAccessIssue] - see `say`
-    assert [fields["status"] for fields in told] == [400, 422, 400]
-    assert "groups" in told[1]["reason"] and "temperature" in told[2]["reason"]
-    assert all(len(fields["reason"]) <= 1010 for fields in told)
-    assert "0123456789" not in told[2]["reason"]
+    requests = [record.fields for record in caplog.records if record.message == "request"]  # pyright: ignore[reportAttributeAccessIssue] - see `say`
+    assert [fields["status"] for fields in requests] == [400, 422, 400]
+    assert "groups" in requests[1]["reason"] and "temperature" in requests[2]["reason"]
+    assert all(len(fields["reason"]) <= 1010 for fields in requests)
+    assert "0123456789" not in requests[2]["reason"]
 
 
 def test_connections_leave_descriptors_for_files() -> None:
@@ -210,11 +210,11 @@ def test_more_connections_than_the_soft_limit_of_descriptors(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_NOFILE, (280, hard))
     try:
         context = serving("--root", str(tmp_path))
-        _, said = context.__enter__()
+        _, output = context.__enter__()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
-        at = ("127.0.0.1", said["port"])
+        at = ("127.0.0.1", output["port"])
         with ExitStack() as stack:
             crowd = [stack.enter_context(socket.create_connection(at, 30)) for _ in range(300)]
             for connection in crowd:

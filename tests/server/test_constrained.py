@@ -153,8 +153,8 @@ def test_the_client_parses_a_response_into_a_model(shared: Server, model: str) -
         answer = asking.responses.parse(**given, tools=[tool])
         assert {item.type for item in answer.output} == {"function_call"}
         Person.model_validate_json(answer.output[0].arguments)
-        kept = asking.responses.retrieve(parsed.id)
-    assert kept.text.format.schema_["title"] == "Person"
+        stored = asking.responses.retrieve(parsed.id)
+    assert stored.text.format.schema_["title"] == "Person"
 
 
 def test_json_object_is_any_object(ask: Callable[..., Any]) -> None:

@@ -41,8 +41,8 @@ def same(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Same:
     """An undisturbed run."""
     ended = servers.finish(tmp_path_factory.mktemp("undisturbed"))
     assert ended["attempts"] == 1
-    told = ["queued", "started", "learned", "saved", "published", "proved", "done"]
-    assert ended["events"] == told
+    events = ["queued", "started", "learned", "saved", "published", "proved", "done"]
+    assert ended["events"] == events
     same = Same.of(ended)
     assert same.differences(ended) == []
     return same

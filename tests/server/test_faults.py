@@ -79,11 +79,11 @@ async def test_on_a_full_disk_a_job_waits_says_why_and_goes_on(
         waiting = server.jobs.get(job.id)
         assert (waiting.state, waiting.attempts, waiting.failure) == ("queued", 0, None)
         assert "the disk is full" in (waiting.waiting_for or "")
-        told = [e.data for e in server.jobs.events(job.id, limit=-1) if e.type == "queued"][-1]
-        assert "the disk is full" in told["waiting_for"]
-        said = await health(server)
-        assert said["status"] == "degraded"
-        assert "DiskFull" in said["parts"]["training"]["reason"]
+        event = [e.data for e in server.jobs.events(job.id, limit=-1) if e.type == "queued"][-1]
+        assert "the disk is full" in event["waiting_for"]
+        status = await health(server)
+        assert status["status"] == "degraded"
+        assert "DiskFull" in status["parts"]["training"]["reason"]
         assert server.jobs.request_cancel(second.id).state == "cancelled"
         monkeypatch.setattr(Full, "full", False)  # there is room
         ended = await server.ended(job.id)
@@ -182,9 +182,9 @@ async def test_an_engine_that_breaks_is_opened_anew_with_the_newest_step(
         opened[0].broken = True
         failed = await chat(server)
         assert failed.status_code == 503 and failed.headers["retry-after"] == "1"
-        said = failed.json()
-        assert said["exception"] == "EngineFailed" and said["error"]["type"] == "server_error"
-        assert "illegal memory access" in said["error"]["message"]
+        body = failed.json()
+        assert body["exception"] == "EngineFailed" and body["error"]["type"] == "server_error"
+        assert "illegal memory access" in body["error"]["message"]
         assert "in _step" in caplog.text and "an illegal memory access" in caplog.text
         answer = await chat(server)
         assert answer.status_code == 200, answer.text
@@ -211,7 +211,9 @@ async def test_an_engine_that_breaks_under_a_job_costs_it_a_retry(tiny_model: Pa
         record = server.models.register(spec(tiny_model))
         job = await server.ended(server.submit(record, token_groups()).id)
         assert (job.state, job.step, job.retries) == ("done", 1, 1), job
-        assert server.told(job.id).count("learned") == 1  # what was saved is not learned again
+        assert (
+            server.event_types(job.id).count("learned") == 1
+        )  # what was saved is not learned again
 
 
 async def test_an_engine_that_breaks_again_and_again_is_tried_seldom_and_health_says_so(
@@ -233,9 +235,9 @@ async def test_an_engine_that_breaks_again_and_again_is_tried_seldom_and_health_
         refused = await chat(server)
         assert refused.status_code == 503 and len(opened) == 2
         assert "failed 2 times in a row" in refused.json()["error"]["message"]
-        said = await health(server)
-        assert said["status"] == "degraded"
-        assert "illegal memory access" in said["parts"]["engine"]["reason"]
+        status = await health(server)
+        assert status["status"] == "degraded"
+        assert "illegal memory access" in status["parts"]["engine"]["reason"]
 
 
 async def test_an_idle_engine_is_closed_and_opened_again_when_it_is_asked_for(
@@ -268,8 +270,10 @@ async def test_the_pruner_goes_on_after_a_failure(
         async with asyncio.timeout(30):
             while (await health(server))["parts"]["pruner"]["status"] == "ok":
                 await asyncio.sleep(0.01)
-        said = await health(server)
-        assert said["status"] == "degraded" and "StorageError" in said["parts"]["pruner"]["reason"]
+        status = await health(server)
+        assert (
+            status["status"] == "degraded" and "StorageError" in status["parts"]["pruner"]["reason"]
+        )
         server.store._writer.execute("PRAGMA query_only = OFF")
         async with asyncio.timeout(30):
             while (await health(server))["status"] != "ok":
@@ -279,9 +283,9 @@ async def test_the_pruner_goes_on_after_a_failure(
 async def test_health_without_the_key_names_no_job_and_no_reason(tiny_model: Path, tmp_path: Path):
     async with SmallServer.started(tmp_path / "hone", api_key="secret") as server:
         server.pruner.fail(OSError("/home/somebody"))
-        said = await health(server)
-        assert said["status"] == "degraded" and "jobs" not in said
-        assert said["parts"] == {
+        status = await health(server)
+        assert status["status"] == "degraded" and "jobs" not in status
+        assert status["parts"] == {
             "engine": {"status": "ok"},
             "training": {"status": "ok"},
             "learner": {"status": "ok"},

@@ -52,7 +52,7 @@ def target(
 @pytest.mark.timeout(max(120, CASES // 10))
 def test_requests_nobody_meant(target: Target):
     schema = schemathesis.openapi.from_dict(target.openapi)
-    operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # pyright: ignore[reportAttributeAccessIssue] - a wrong schema fails here
+    operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # pyright: ignore[reportAttributeAccessIssue] - a wrong schema fails here
     assert len(operations) > 30
     each = max(1, CASES * 4 // 10 // (2 * len(operations)))
     for operation in operations:
@@ -81,8 +81,8 @@ def _fuzz(target: Target, operation: Any, mode: GenerationMode, count: int) -> N
                     case.body[key] = value
         sent = requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
         body: Any = sent.body.encode() if isinstance(sent.body, str) else sent.body or b""
-        kept = {k: str(v) for k, v in sent.headers.items() if k.lower() == "last-event-id"}
-        target.send(str(sent.method), str(sent.url), body, **kept)
+        headers = {k: str(v) for k, v in sent.headers.items() if k.lower() == "last-event-id"}
+        target.send(str(sent.method), str(sent.url), body, **headers)
 
     try:
         run()
@@ -101,8 +101,8 @@ def test_jobs_bent_out_of_shape(target: Target):
         assert answer.status_code in (202, 400, 404, 409, 422), answer.text
 
     run()
-    told = target.statuses - before
-    assert min(told[202], told[422]) > CASES // 20, told
+    statuses = target.statuses - before
+    assert min(statuses[202], statuses[422]) > CASES // 20, statuses
 
 
 @pytest.mark.timeout(120)

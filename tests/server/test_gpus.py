@@ -175,9 +175,9 @@ async def test_gpu_ids_reach_the_learner(
 ):
     launched: list[tuple[LearnerSpec, dict[str, str]]] = []
 
-    def launch(asked: LearnerSpec, **more: Any) -> LearnerProcess:
-        learner = LearnerProcess.launch(asked.model_copy(update={"device": "cpu"}), **more)
-        launched.append((asked, psutil.Process(learner.pid).environ()))
+    def launch(spec: LearnerSpec, **more: Any) -> LearnerProcess:
+        learner = LearnerProcess.launch(spec.model_copy(update={"device": "cpu"}), **more)
+        launched.append((spec, psutil.Process(learner.pid).environ()))
         learner.close()
         raise ConfigError("seen")
 
@@ -270,8 +270,8 @@ async def test_a_learner_without_enough_memory_fails_its_job_and_says_what_would
     (tmp_path / "sitecustomize.py").write_text(f"{OUT_OF_MEMORY}body.{place} = exhausted\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-    def launch(asked: LearnerSpec, *, env: dict[str, str], **more: Any) -> LearnerProcess:
-        return LearnerProcess.launch(asked, env={**env, "PYTHONPATH": path}, **more)
+    def launch(spec: LearnerSpec, *, env: dict[str, str], **more: Any) -> LearnerProcess:
+        return LearnerProcess.launch(spec, env={**env, "PYTHONPATH": path}, **more)
 
     monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 1)
     monkeypatch.setattr(fit, "total_memory", lambda device: 24 * GB)
@@ -337,11 +337,11 @@ async def test_requests_are_held_where_both_are_on_one_gpu(
             moments.append("awake")
             await super().wake()
 
-    def start_learner(asked: LearnerSpec, **more: Any) -> Released:
-        assert asked.device == "cuda"
+    def start_learner(spec: LearnerSpec, **more: Any) -> Released:
+        assert spec.device == "cuda"
         asleep = ["asleep"] if "gpu_memory_utilization" in engine_args else []
         assert moments == asleep, "it loads where there is room for it"
-        learner = Released(asked.model_copy(update={"dtype": "float32"}), **more)
+        learner = Released(spec.model_copy(update={"dtype": "float32"}), **more)
         learner.moments = moments
         return learner
 

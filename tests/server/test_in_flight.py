@@ -46,20 +46,20 @@ def test_an_answer_under_way_names_the_step_that_began_it(
     server = make_server(engine=engine)
     record = server.state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
     url = f"{server.inference_url}/rollout/r/v1/chat/completions"
-    asked = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+    request = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
-    with httpx.stream("POST", url, json={**asked, "stream": True}, timeout=30) as answer:
+    with httpx.stream("POST", url, json={**request, "stream": True}, timeout=30) as answer:
         lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
-        said = [json.loads(next(lines))]  # it has begun
+        stream = [json.loads(next(lines))]  # it has begun
         checkpoint = server.state.checkpoints.write(record.key, 1, fill)
         adapter = server.call(server.state.serving.publish(record, checkpoint))
         server.state.serving.promote(record, adapter, 1)
         server._loop.call_soon_threadsafe(engine.gate.set)
-        said += [json.loads(line) for line in lines]
+        stream += [json.loads(line) for line in lines]
 
-    assert said[-1]["policy_step"] == 0
-    after = httpx.post(url, json=asked, timeout=30).json()
+    assert stream[-1]["policy_step"] == 0
+    after = httpx.post(url, json=request, timeout=30).json()
     assert after["policy_step"] == 1
     recorded = server.state.calls.rollout("r")
     assert [(c.call.step, c.adapter_sha256) for c in recorded] == [(0, None), (1, "a" * 64)]
-    assert [a.adapter for a in engine.asked] == [None, adapter]
+    assert [a.adapter for a in engine.requests] == [None, adapter]

@@ -66,8 +66,8 @@ async def test_the_first_job_finds_its_learner_already_there(tiny_model: Path, t
         assert is_alive(ahead.pid) and server.jobs.list() == []
         await server.trained(tiny_model, 0, 10)
         for step in (1, 2):
-            said = server.checkpoints.get(record.key, step).manifest
-            assert said["learner"]["pid"] == ahead.pid
+            manifest = server.checkpoints.get(record.key, step).manifest
+            assert manifest["learner"]["pid"] == ahead.pid
         await server.service.prepare(record)
         assert launches.gave_way == [True]  # it is the only one
     assert not is_alive(ahead.pid)
@@ -140,10 +140,10 @@ async def test_learners_that_die_while_they_load_ahead_cost_the_first_job_nothin
 ):
     monkeypatch.setattr(learners, "REPLACED", 1)  # each takes seconds to load and to die
 
-    def launch(asked: LearnerSpec, *, gives_way: bool, **more: Any) -> LearnerProcess:
+    def launch(spec: LearnerSpec, *, gives_way: bool, **more: Any) -> LearnerProcess:
         """Those that are launched ahead find no weights."""
         changed = {"model_dir": tmp_path / "nothing"} if gives_way else {}
-        return LearnerProcess.launch(asked.model_copy(update=changed), gives_way=gives_way, **more)
+        return LearnerProcess.launch(spec.model_copy(update=changed), gives_way=gives_way, **more)
 
     launches = Launches(launch)
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
@@ -173,8 +173,8 @@ async def test_a_learner_that_is_killed_while_idle_is_replaced_before_the_next_j
                 await asyncio.sleep(0.01)
         job = await server.ended(server.submit(record, token_groups()).id, deadline_s=120)
         assert (job.state, job.attempts, job.retries) == ("done", 1, 0), job
-        said = server.checkpoints.get(record.key, 1).manifest
-        assert said["learner"]["pid"] == launches.learners[1].pid
+        manifest = server.checkpoints.get(record.key, 1).manifest
+        assert manifest["learner"]["pid"] == launches.learners[1].pid
         # Idle for long enough, it is closed; the next job would launch another, as below.
         await server.service._learners.close_idle(3600.0)
         assert is_alive(launches.learners[1].pid)
@@ -205,8 +205,8 @@ async def test_a_learner_is_free_as_soon_as_its_step_is_saved(
 async def test_a_server_that_stops_does_not_wait_for_a_learner_that_loads(
     tiny_model: Path, tmp_path: Path
 ):
-    def launch(*asked: Any, **more: Any) -> LearnerProcess:
-        learner = LearnerProcess.launch(*asked, **more)
+    def launch(*args: Any, **more: Any) -> LearnerProcess:
+        learner = LearnerProcess.launch(*args, **more)
         os.kill(learner.pid, signal.SIGSTOP)  # and so will never have loaded
         return learner
 

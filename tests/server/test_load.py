@@ -45,19 +45,19 @@ async def test_500_at_once_are_all_answered_and_recorded(
             text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
             return text, chunks[-1]["choices"][0]["call_id"]
 
-        said = await asyncio.gather(*(one(i) for i in range(REQUESTS)))
+        answers = await asyncio.gather(*(one(i) for i in range(REQUESTS)))
 
-    assert [text for text, _ in said] == [f"you said number {i}" for i in range(REQUESTS)]
+    assert [text for text, _ in answers] == [f"you said number {i}" for i in range(REQUESTS)]
     assert engine.most_running > 100, "they were not at once"
     assert engine.aborted == 0
-    recorded = server.state.calls.get([call for _, call in said])
-    assert [call.reply["content"] for call in recorded] == [text for text, _ in said]
+    recorded = server.state.calls.get([call for _, call in answers])
+    assert [call.reply["content"] for call in recorded] == [text for text, _ in answers]
     assert not any(call.abandoned for call in recorded)
     assert Counter(call.rollout for call in recorded) == {f"r{i}": 10 for i in range(50)}
     for i in range(50):
         rollout = server.state.calls.rollout(f"r{i}")
         assert [call.index for call in rollout] == list(range(10)), "every request its own place"
-    seeds = {asked.sampling.seed for asked in engine.asked}
+    seeds = {request.sampling.seed for request in engine.requests}
     assert len(seeds) == REQUESTS
     (sample,) = [
         s

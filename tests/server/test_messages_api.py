@@ -93,7 +93,7 @@ def test_a_message_says_what_was_fed_and_what_was_sampled(
     assert blocks(message) == [{"type": "text", "text": "the weather is cold"}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert (message.usage.input_tokens, message.usage.output_tokens) == (len(fed), len(sampled))
-    assert message.prompt_token_ids == fed == list(shared.engine.asked[-1].prompt_ids)
+    assert message.prompt_token_ids == fed == list(shared.engine.requests[-1].prompt_ids)
     assert (message.token_ids, message.policy_step) == (sampled, 0)
     assert message.call_id.startswith("call-") and message.id.startswith("msg_")
     assert message._request_id.startswith("req_")
@@ -131,12 +131,12 @@ def test_the_events_of_a_stream_in_their_order(
     assert text == {"type": "text", "text": ""}
     assert (used["type"], used["name"], used["input"]) == ("tool_use", "look", {})
     deltas = [(e["index"], e["delta"]) for e in events if e["type"] == "content_block_delta"]
-    said = "".join(delta["text"] for index, delta in deltas if index == 0)
+    content = "".join(delta["text"] for index, delta in deltas if index == 0)
     arguments = "".join(delta["partial_json"] for index, delta in deltas if index == 1)
-    assert (said, json.loads(arguments)) == ("ok", {"word": "caf\u00e9"})
+    assert (content, json.loads(arguments)) == ("ok", {"word": "caf\u00e9"})
     last = events[-2]
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert last["token_ids"] == list(shared.engine.asked[-1].answers[0])
+    assert last["token_ids"] == list(shared.engine.requests[-1].answers[0])
     assert last["usage"]["output_tokens"] == len(last["token_ids"])
     assert last["call_id"] == events[0]["message"]["call_id"]
 
@@ -174,7 +174,10 @@ def test_why_an_answer_ended(talk: Any) -> None:
 def test_max_tokens_beyond_the_context_is_lowered_to_what_fits(talk: Any, shared: Server) -> None:
     message = talk("hi", max_tokens=8192)
     room = 512 - message.usage.input_tokens
-    assert (message.stop_reason, shared.engine.asked[-1].sampling.max_tokens) == ("end_turn", room)
+    assert (message.stop_reason, shared.engine.requests[-1].sampling.max_tokens) == (
+        "end_turn",
+        room,
+    )
     full = talk("word " * 600, max_tokens=8192)
     assert full.stop_reason == "model_context_window_exceeded"
     assert full.usage.input_tokens + full.usage.output_tokens == 512
@@ -211,7 +214,7 @@ def test_two_parallel_calls_over_two_turns_are_one_token_sequence(
     ]
     second = talk("cold", messages=messages, streamed=streamed, **ask)
     # The prompt continues what was sampled, to the token.
-    sampled = list(shared.engine.asked[-2].answers[0])
+    sampled = list(shared.engine.requests[-2].answers[0])
     before = [*first.prompt_token_ids, *sampled]
     assert second.prompt_token_ids[: len(before)] == before
     one, two = shared.state.calls.rollout(rollout)
@@ -267,7 +270,7 @@ def test_thinking_blocks_come_and_go_back(
         {"role": "user", "content": [result]},
     ]
     second = ask(later, thinking={"type": "adaptive"})
-    fed = [*first.prompt_token_ids, *server.engine.asked[-2].answers[0]]
+    fed = [*first.prompt_token_ids, *server.engine.requests[-2].answers[0]]
     assert second.prompt_token_ids[: len(fed)] == fed
     # Blocks whose text the client did not get are still continued by the ids that were sampled.
     hidden = ask(HELLO, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
@@ -300,7 +303,7 @@ def test_a_tool_can_be_required_and_calls_limited_to_one(talk: Any, shared: Serv
     named: dict[str, Any] = {"tools": [LOOK], "tool_choice": {"type": "tool", "name": "look"}}
     message = talk(CALL, **named)
     assert [b.name for b in message.content] == ["look"]
-    constraint = shared.engine.asked[-1].sampling.constraint
+    constraint = shared.engine.requests[-1].sampling.constraint
     assert constraint is not None and constraint.text.startswith("start: (call)")
     one = {"type": "auto", "disable_parallel_tool_use": True}
     message = talk(TWO_CALLS, tools=[LOOK, WEATHER], tool_choice=one)
@@ -315,7 +318,7 @@ def test_the_answer_follows_a_schema(shared: Server, tiny_model: Path, client: A
     ask: Any = {"model": str(tiny_model), "messages": HELLO, "max_tokens": 99}
     message = client(shared).messages.parse(**ask, output_format=Number)
     assert message.parsed_output == Number(n=4)
-    assert shared.engine.asked[-1].sampling.constraint is not None
+    assert shared.engine.requests[-1].sampling.constraint is not None
 
 
 class Number(BaseModel):
@@ -329,8 +332,8 @@ def test_a_call_that_is_no_json_reaches_the_agent_and_is_continued_to_the_token(
     rollout = f"broken-{streamed}"
     ask: dict[str, Any] = {"tools": [LOOK], "rollout": rollout, "streamed": streamed}
     arguments = '{"word": "a", word: 2}'
-    said = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
-    first = talk(said, **ask)
+    text = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    first = talk(text, **ask)
     (used,) = first.content
     assert used.input["INVALID_JSON"] == arguments
     result = {"type": "tool_result", "tool_use_id": used.id, "content": "?", "is_error": True}
@@ -342,7 +345,7 @@ def test_a_call_that_is_no_json_reaches_the_agent_and_is_continued_to_the_token(
     talk("ok", messages=later, **ask)
     *_, last = shared.state.calls.rollout(rollout)
     assert (last.outcome, last.reasons) == ("bridged", ["exact"])
-    cut = talk(said, max_tokens=20, **ask)
+    cut = talk(text, max_tokens=20, **ask)
     assert cut.stop_reason == "max_tokens" and "INVALID_JSON" in cut.content[0].input
 
 
@@ -358,7 +361,7 @@ def test_every_call_of_a_rollout_is_recorded_once_with_the_ids_of_the_response(
     assert (one.id, one.call.prompt_ids) == (whole.call_id, whole.prompt_token_ids)
     assert one.call.completion_ids == whole.token_ids
     assert (two.id, two.call.prompt_ids) == (streamed.call_id, streamed.prompt_token_ids)
-    assert two.call.completion_ids == list(shared.engine.asked[-1].answers[0])
+    assert two.call.completion_ids == list(shared.engine.requests[-1].answers[0])
     assert (one.call.temperature, two.call.temperature) == (1.0, 0.5)
     assert all(call.call.logprobs and not call.abandoned for call in (one, two))
 
@@ -373,12 +376,16 @@ def test_the_same_conversation_has_the_same_prompt_as_through_chat_completions(
     tools: list[Any] = [{"type": "function", "function": one} for one in (look, weather)]
     model = str(tiny_model)
     chat = chat_client(shared, rollout="as-chat").chat.completions
-    said: list[Any] = [{"role": "system", "content": "Be brief."}, *HELLO]
-    one = chat.create(model=model, messages=said, tools=tools)
+    conversation: list[Any] = [{"role": "system", "content": "Be brief."}, *HELLO]
+    one = chat.create(model=model, messages=conversation, tools=tools)
     calls = one.choices[0].message.tool_calls
-    said += [one.choices[0].message.to_dict()]
-    said += [{"role": "tool", "tool_call_id": call.id, "content": call.id[:1]} for call in calls]
-    two = chat.create(model=model, messages=[*said, {"role": "user", "content": "?"}], tools=tools)
+    conversation += [one.choices[0].message.to_dict()]
+    conversation += [
+        {"role": "tool", "tool_call_id": call.id, "content": call.id[:1]} for call in calls
+    ]
+    two = chat.create(
+        model=model, messages=[*conversation, {"role": "user", "content": "?"}], tools=tools
+    )
 
     messages = client(shared, rollout="as-messages").messages
     ask: Any = {"model": model, "max_tokens": 99, "system": "Be brief.", "tools": [LOOK, WEATHER]}
@@ -408,12 +415,12 @@ def test_count_tokens_is_the_usage_of_the_real_call(talk: Any, shared: Server, c
             {"role": "user", "content": [result]},
         ],
     }
-    asked, recorded = len(shared.engine.asked), len(shared.state.calls.rollout("counted"))
+    num_requests, recorded = len(shared.engine.requests), len(shared.state.calls.rollout("counted"))
     counting = client(shared, rollout="counted").messages
     count = counting.count_tokens(**ask).input_tokens
     # As Claude Code asks.
     beta = counting.count_tokens(**ask, extra_query={"beta": "true"}).input_tokens
-    assert len(shared.engine.asked) == asked
+    assert len(shared.engine.requests) == num_requests
     assert len(shared.state.calls.rollout("counted")) == recorded == 1
     assert talk("ok", rollout="counted", **ask).usage.input_tokens == count == beta
     # A prompt that does not fit is counted too: agents shorten their history by this number.
@@ -468,7 +475,7 @@ def test_posts_of_other_services_to_that_path_are_no_calls(shared: Server, http:
 def test_wrong_input_is_a_bad_request_in_anthropics_shape(
     talk: Any, shared: Server, http: Any
 ) -> None:
-    before = len(shared.engine.asked)
+    before = len(shared.engine.requests)
     image = {"type": "image", "source": {"type": "url", "url": "http://x.example/a.png"}}
     for wrong, says in (
         (
@@ -494,7 +501,7 @@ def test_wrong_input_is_a_bad_request_in_anthropics_shape(
         talk("never", model="claude-unknown")
     missing: Any = unknown.value.body
     assert missing["error"]["type"] == "not_found_error"
-    assert len(shared.engine.asked) == before
+    assert len(shared.engine.requests) == before
     for path in ("/v1/messages", "/rollout/r/v1/messages", "/v1/messages/count_tokens"):
         answer = http.post(shared.inference_url + path, content=b"{")
         assert (answer.status_code, answer.json()["type"]) == (400, "error"), path

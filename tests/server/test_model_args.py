@@ -15,7 +15,7 @@ def spec(**fields: Any) -> ModelSpec:
 
 
 def test_sections_become_fields_of_the_model_and_defaults_of_its_jobs() -> None:
-    said = spec(
+    registered = spec(
         peft_args={"r": 4, "lora_alpha": 32, "random_state": 7, "lora_dropout": 0},
         init_args={"max_seq_length": 2048, "load_in_4bit": False, "gpu_memory_utilization": None},
         engine_args={"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "model": "tiny"},
@@ -23,7 +23,7 @@ def test_sections_become_fields_of_the_model_and_defaults_of_its_jobs() -> None:
         not_applicable=["sent_before"],
         chat_template_kwargs={"enable_thinking": False},
     )
-    assert checked_spec(said) == spec(
+    assert checked_spec(registered) == spec(
         rank=4,
         alpha=32.0,
         seed=7,
@@ -46,11 +46,11 @@ def test_two_keys_may_say_the_same_thing_but_not_two_things() -> None:
         Unprocessable, match=r"^peft_args\.r: 4, and rank is 3; send one of the two"
     ):
         settled(spec(rank=3, peft_args={"r": 4}))
-    said = spec(defaults={"max_seq_length": 10}, init_args={"max_seq_length": 20})
+    registered = spec(defaults={"max_seq_length": 10}, init_args={"max_seq_length": 20})
     with pytest.raises(
         Unprocessable, match=r"max_seq_length: 20, and defaults.max_seq_length is 10"
     ):
-        settled(said)
+        settled(registered)
 
 
 @pytest.mark.parametrize(

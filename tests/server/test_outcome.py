@@ -25,17 +25,17 @@ async def test_events_follow_a_job_to_its_end(open_api: Open):
     api = await open_api()
     await api.register()
     accepted = await api.submit(config={"learning_rate": 1e-3})
-    told = await api.events(accepted)
-    kinds = [event["event"] for event in told if event["event"] != "progress"]
+    events = await api.events(accepted)
+    kinds = [event["event"] for event in events if event["event"] != "progress"]
     assert kinds == ["queued", "started", "learned", "saved", "published", "proved", "done"]
-    ids = [int(event["id"]) for event in told]
+    ids = [int(event["id"]) for event in events]
     assert ids == sorted(set(ids))
-    done = json.loads(told[-1]["data"])
+    done = json.loads(events[-1]["data"])
     assert done["job"] == accepted.id and done["data"]["step"] == 1
-    resumed = await api.events(accepted, headers={"Last-Event-ID": told[-2]["id"]})
-    assert resumed == told[-1:]
-    assert await api.events(accepted, params={"after": ids[-2]}) == told[-1:]
-    assert await api.events(accepted, headers={"Last-Event-ID": told[-1]["id"]}) == []
+    resumed = await api.events(accepted, headers={"Last-Event-ID": events[-2]["id"]})
+    assert resumed == events[-1:]
+    assert await api.events(accepted, params={"after": ids[-2]}) == events[-1:]
+    assert await api.events(accepted, headers={"Last-Event-ID": events[-1]["id"]}) == []
     assert (await api.ask("GET", AGENT))["step"] == 1
     where = f"{JOBS}/{accepted.id}/events"
     await api.ask("GET", where, headers={"Last-Event-ID": "x"}, status=422)
@@ -136,18 +136,18 @@ async def test_checkpoints_are_listed_kept_and_deleted(open_api: Open):
         config = {"learning_rate": 1e-3, "max_staleness": None}
         await api.ended(await api.submit(config=config))
     where = f"{AGENT}/checkpoints"
-    found = [CheckpointInfo.model_validate(one) for one in await api.ask("GET", where)]
-    assert [one.step for one in found] == [0, 1, 2, 3, 4]
-    assert found[0].job is None and found[4].job is not None
-    assert found[4].metrics["learn/optimizer_steps"] == 1
-    assert len({one.sha256 for one in found}) == 5
+    checkpoints = [CheckpointInfo.model_validate(one) for one in await api.ask("GET", where)]
+    assert [one.step for one in checkpoints] == [0, 1, 2, 3, 4]
+    assert checkpoints[0].job is None and checkpoints[4].job is not None
+    assert checkpoints[4].metrics["learn/optimizer_steps"] == 1
+    assert len({one.sha256 for one in checkpoints}) == 5
 
     assert await api.ask("DELETE", f"{where}/0") == [0]
     await api.ask("DELETE", f"{where}/0", status=404)
-    said = await api.ask("DELETE", f"{where}/4", status=409)
-    assert "is the newest and is kept" in said["error"]["message"]
-    said = await api.ask("DELETE", where, status=422)
-    assert "say which steps to keep" in said["error"]["message"]
+    answer = await api.ask("DELETE", f"{where}/4", status=409)
+    assert "is the newest and is kept" in answer["error"]["message"]
+    answer = await api.ask("DELETE", where, status=422)
+    assert "say which steps to keep" in answer["error"]["message"]
     metrics = {"split": "val", "step": 2, "metrics": {"reward": 1.0}}
     await api.ask("POST", f"{AGENT}/metrics", json=metrics)
     query = {"keep_last": 1, "keep_best": "val/reward"}
@@ -209,8 +209,8 @@ def test_from_chat_to_a_better_model(make_server: MakeServer, tiny_model: Path, 
 
 
 def _question(text: str, **fields: Any) -> dict[str, Any]:
-    asked = {"role": "user", "content": text}
-    return {"model": "agent", "messages": [asked], "max_tokens": 8, "logprobs": True} | fields
+    question = {"role": "user", "content": text}
+    return {"model": "agent", "messages": [question], "max_tokens": 8, "logprobs": True} | fields
 
 
 def _sampled_groups(client: httpx.Client) -> tuple[list[Any], int]:
@@ -219,17 +219,17 @@ def _sampled_groups(client: httpx.Client) -> tuple[list[Any], int]:
     for g in range(2):
         trajectories: list[dict[str, Any]] = []
         for t in range(2):
-            said: list[Any] = [{"role": "user", "content": f"the weather {g}"}]
+            messages: list[Any] = [{"role": "user", "content": f"the weather {g}"}]
             trajectory: dict[str, Any] = {"reward": float(t)}
             for turn in ("and the wind", ""):
-                plain = [item.get("message", item) for item in said]
+                plain = [item.get("message", item) for item in messages]
                 body = _question("", messages=plain, temperature=0.7, seed=t)
                 at = f"/rollout/g{g}-t{t}" if t else ""
                 answer = client.post(f"{at}/v1/chat/completions", json=body)
                 (choice,) = answer.raise_for_status().json()["choices"]
                 tokens += len(choice["token_ids"])
-                said += [choice, {"role": "user", "content": turn}]
-            form = {"rollout": f"g{g}-t{t}"} if t else {"messages_and_choices": said}
+                messages += [choice, {"role": "user", "content": turn}]
+            form = {"rollout": f"g{g}-t{t}"} if t else {"messages_and_choices": messages}
             trajectories.append(trajectory | form)
         groups.append({"trajectories": trajectories})
     return groups, tokens

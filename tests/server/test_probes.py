@@ -60,13 +60,13 @@ def test_a_prompt_becomes_ids_and_text_again(http: Any, tokenizer: Any, tiny_mod
 def test_a_chat_has_the_ids_that_would_be_fed(http: Any, server: Server, tiny_model: Path) -> None:
     ask: dict[str, Any] = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK]}
     fed = http.post("/v1/chat/completions", json=ask).json()["prompt_token_ids"]
-    asked = len(server.engine.asked)
+    count = len(server.engine.requests)
     answer = http.post("/tokenize", json=ask).json()
     assert (answer["tokens"], answer["count"]) == (fed, len(fed))
     assert answer["token_strs"] is None
     bare = http.post("/tokenize", json={**ask, "add_generation_prompt": False}).json()["tokens"]
     assert bare == fed[: len(bare)] and len(bare) < len(fed)
-    assert len(server.engine.asked) == asked
+    assert len(server.engine.requests) == count
 
 
 @pytest.mark.parametrize(

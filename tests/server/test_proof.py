@@ -88,17 +88,19 @@ def test_tokens_that_say_nothing_do_not_hide_the_noise():
     ]
     others = [(-2.1, -2.25), (-1.4, -1.22), (-3.0, -3.1), (-0.7, -0.79), (-0.001, -0.001)]
     sequence = {"sequences": [list(range(10))], "tokens": tokens}
-    told = [*before, *(theirs for _, theirs in others)]
-    old, new = Probe(OLD, (tuple(told),)), Probe(NEW, ((*after, *told[4:]),))
+    logprobs = [*before, *(theirs for _, theirs in others)]
+    old, new = Probe(OLD, (tuple(logprobs),)), Probe(NEW, ((*after, *logprobs[4:]),))
     known = [
         {"sequence": 0, "place": i + 5, "before": ours, "after": ours}
         for i, (ours, _) in enumerate(others)
     ]
     assert prove({**sequence, "others": known}, old, new, NEW).verdict == "unprovable by logprob"
     # Where the others agree to the digit, the same four tokens are what they look like.
-    agreed = [{**token, "before": t, "after": t} for token, t in zip(known, told[4:], strict=True)]
+    agreed = [
+        {**token, "before": t, "after": t} for token, t in zip(known, logprobs[4:], strict=True)
+    ]
     still = [{**token, "before": b} for token, b in zip(tokens, before, strict=True)]
-    new = Probe(NEW, ((-0.7, *after[1:], *told[4:]),))
+    new = Probe(NEW, ((-0.7, *after[1:], *logprobs[4:]),))
     with pytest.raises(NotProved, match=r"over 4 trained tokens the engine moved 0\.3"):
         prove({**sequence, "tokens": still, "others": agreed}, old, new, NEW)
 

@@ -34,20 +34,20 @@ async def test_steps_history_jobs_and_runs_go_along(trained: Api):
     steps = await api.ask("GET", f"{AGENT}/checkpoints")
     before = await api.ask("GET", AGENT)
 
-    said = await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"})
-    assert said == before | {"name": "agent.old", "inference_name": "agent.old"}
-    assert (said["step"], said["best_step"]) == (1, 1)
+    answer = await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"})
+    assert answer == before | {"name": "agent.old", "inference_name": "agent.old"}
+    assert (answer["step"], answer["best_step"]) == (1, 1)
     assert await api.ask("GET", JOBS) == [job | {"model": "default/agent.old"}]
     assert await api.ask("GET", f"{AGENT}.old/checkpoints") == steps
     assert state.checkpoints.history(NEW)[-1]["val/reward"] == 0.5
     assert not state.checkpoints.model_dir(OLD).exists()
     for run, model in (("short", str(NEW)), ("long", str(NEW)), ("none", None)):
         assert (await api.ask("GET", f"/v1/runs/{run}"))["model"] == model
-        found = state.calls.run_of(f"{run}:a")
-        assert found is not None and found.model == model
+        found_run = state.calls.run_of(f"{run}:a")
+        assert found_run is not None and found_run.model == model
     await api.ask("GET", AGENT, status=404)
     # An answer that was lost is asked for again.
-    assert await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"}) == said
+    assert await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"}) == answer
 
 
 async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
@@ -68,9 +68,9 @@ async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
 
 async def test_a_model_at_work_keeps_its_name(api: Api):
     job = await api.submit()
-    said = await api.ask("POST", f"{AGENT}/rename", json={"to": "b"}, status=409)
-    assert f"job {job.id!r} is" in said["error"]["message"]
-    assert "Wait for its end, or cancel it" in said["error"]["message"]
+    answer = await api.ask("POST", f"{AGENT}/rename", json={"to": "b"}, status=409)
+    assert f"job {job.id!r} is" in answer["error"]["message"]
+    assert "Wait for its end, or cancel it" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ async def test_a_name_that_is_taken_is_refused(open_api: Open, to: str, status: 
     await api.register(name="other")
     api.state.models.register(ModelSpec(name="third", base_model="tiny"))
     api.state.checkpoints.log(ModelKey("default", "logged"), 0, {"a": 1.0}, "val")
-    said = await api.ask("POST", f"{AGENT}/rename", json={"to": to}, status=status)
-    assert why in said["error"]["message"]
+    answer = await api.ask("POST", f"{AGENT}/rename", json={"to": to}, status=status)
+    assert why in answer["error"]["message"]
     await api.ask("POST", "/v1/training/models/default/agnet/rename", json={"to": "x"}, status=404)
 
 
@@ -126,8 +126,8 @@ def test_a_rename_that_was_killed_is_finished_at_the_next_start(
     assert [record.key for record in state.models.list()] == [NEW]
     assert json.loads(state.models.get(NEW).spec.model_dump_json())["name"] == "agent.old"
     assert state.checkpoints.history(NEW)[0]["step"] == 3
-    found = state.calls.run_of("run:a")
-    assert found is not None and found.model == str(NEW)
+    run = state.calls.run_of("run:a")
+    assert run is not None and run.model == str(NEW)
     # Done once: a new model under the old name stays where it is.
     state.models.register(ModelSpec(name="agent", base_model="tiny"))
     state.store.close()

@@ -34,9 +34,9 @@ async def test_tokens_are_taken_as_they_are(world: World):
 async def test_wrong_tokens_are_refused_by_their_path(
     world: World, changes: dict[str, Any], path: str, why: str
 ):
-    said = await world.refusal(by_tokens(), by_tokens(**changes))
-    assert said.startswith(f"groups.0.trajectories.1.calls.0.{path}: ")
-    assert why in said
+    refusal = await world.refusal(by_tokens(), by_tokens(**changes))
+    assert refusal.startswith(f"groups.0.trajectories.1.calls.0.{path}: ")
+    assert why in refusal
 
 
 async def test_ids_of_other_models_are_their_own_business(world: World):
@@ -73,8 +73,10 @@ async def test_every_wrong_field_is_named_at_once(world: World):
 
 async def test_a_trajectory_says_what_was_sampled_in_one_way(world: World):
     both = Trajectory(calls=by_tokens().calls, rollout="r1")
-    said = await world.refusal(both)
-    assert said.startswith("groups.0.trajectories.0: calls and rollout each say what was sampled")
+    refusal = await world.refusal(both)
+    assert refusal.startswith(
+        "groups.0.trajectories.0: calls and rollout each say what was sampled"
+    )
     both = talk(USER, calls=by_tokens().calls)
     assert "calls and messages_and_choices each say" in await world.refusal(both)
     both = Trajectory(rollout="r1", additional_histories=[History()])
@@ -118,8 +120,8 @@ async def test_trajectories_without_calls_leave_their_group(world: World):
 
 
 async def test_a_job_with_nothing_to_train_says_what_to_do(world: World):
-    said = await world.refusal(talk(USER, {"role": "assistant", "content": "Cold."}))
-    assert said.startswith(
+    refusal = await world.refusal(talk(USER, {"role": "assistant", "content": "Cold."}))
+    assert refusal.startswith(
         "groups: No valid assistant messages with logprobs (dropped/empty_group: 1, "
         "dropped/no_calls: 1). Sample with logprobs"
     )
@@ -138,8 +140,8 @@ async def test_shaped_rewards_are_one_per_trained_call(
     world: World, shaped: list[float] | None, credit: str, why: str
 ):
     world.add([4, 5], rollout="r1")
-    said = await world.refusal(Trajectory(rollout="r1", shaped_rewards=shaped), credit=credit)
-    assert said.startswith("groups.0.trajectories.0.shaped_rewards") and why in said
+    refusal = await world.refusal(Trajectory(rollout="r1", shaped_rewards=shaped), credit=credit)
+    assert refusal.startswith("groups.0.trajectories.0.shaped_rewards") and why in refusal
 
 
 # ---- by rollout --------------------------------------------------------------------------------
@@ -162,13 +164,13 @@ async def test_a_rollout_is_what_was_recorded_of_it(world: World):
 
 async def test_abandoned_calls_are_never_trained(world: World):
     world.add([4, 5], rollout="r1", abandoned=True)
-    kept = world.add([6], rollout="r1", index=1)
+    recorded = world.add([6], rollout="r1", index=1)
     resolved = await world.resolve(Trajectory(rollout="r1"))
-    assert resolved.groups[0].trajectories[0].calls == [kept.call]
+    assert resolved.groups[0].trajectories[0].calls == [recorded.call]
     assert resolved.counts == {"by_rollout": 1, "dropped/abandoned": 1}
     world.add([4, 5], rollout="r2", abandoned=True)
-    said = await world.refusal(Trajectory(rollout="r2"))
-    assert "No valid assistant messages with logprobs (dropped/abandoned: 1," in said
+    refusal = await world.refusal(Trajectory(rollout="r2"))
+    assert "No valid assistant messages with logprobs (dropped/abandoned: 1," in refusal
 
 
 async def test_calls_of_other_models_are_context(world: World):
@@ -250,23 +252,25 @@ async def test_only_the_named_calls_of_a_rollout_are_trained(world: World):
 async def test_calls_that_a_rollout_does_not_have_cannot_be_named(world: World):
     own = world.add([4, 5], rollout="r1")
     other = world.add([6], rollout="r2")
-    said = await world.refusal(Trajectory(rollout="r1", trained_calls=[own.id, other.id]))
-    assert said == (
+    refusal = await world.refusal(Trajectory(rollout="r1", trained_calls=[own.id, other.id]))
+    assert refusal == (
         f"groups.0.trajectories.0.trained_calls.1: rollout 'r1' has no call {other.id!r}. "
         f"Its calls: {own.id}."
     )
-    said = await world.refusal(Trajectory(rollout="r1", trained_calls=[]))
-    assert "No valid assistant messages with logprobs" in said and "dropped/not_named: 1" in said
-    said = await world.refusal(by_tokens().model_copy(update={"trained_calls": [own.id]}))
-    assert said.startswith(
+    refusal = await world.refusal(Trajectory(rollout="r1", trained_calls=[]))
+    assert (
+        "No valid assistant messages with logprobs" in refusal and "dropped/not_named: 1" in refusal
+    )
+    refusal = await world.refusal(by_tokens().model_copy(update={"trained_calls": [own.id]}))
+    assert refusal.startswith(
         "groups.0.trajectories.0.trained_calls: names recorded calls of a rollout"
     )
 
 
 async def test_a_rollout_that_called_only_other_models_says_which_to_call(world: World):
     world.add([4, 5], rollout="r1", model=world.record.spec.base_model)
-    said = await world.refusal(Trajectory(rollout="r1"))
-    assert "called other models than 'default/agent'; let the agent ask for 'agent'" in said
+    refusal = await world.refusal(Trajectory(rollout="r1"))
+    assert "called other models than 'default/agent'; let the agent ask for 'agent'" in refusal
 
 
 @pytest.mark.parametrize(("part", "name"), [(0, "weights"), (1, "tokenizer"), (2, "chat template")])
@@ -274,8 +278,8 @@ async def test_calls_of_other_files_are_refused(world: World, part: int, name: s
     parts = world.language.fingerprint.split("-")
     parts[part] = "0" * len(parts[part])
     call = world.add([4, 5], rollout="r1", fingerprint="-".join(parts))
-    said = await world.refusal(Trajectory(rollout="r1"))
-    assert said == (
+    refusal = await world.refusal(Trajectory(rollout="r1"))
+    assert refusal == (
         f"groups.0.trajectories.0.rollout: call {call.id!r} was answered with other {name} than "
         f"{call.base_model!r} has now, and its ids may mean something else. Run the rollout again, "
         "or put the old files back."
@@ -302,11 +306,11 @@ async def test_calls_under_other_template_arguments_are_trained_and_counted(worl
     ],
 )
 async def test_unknown_rollouts_are_refused(world: World, rollout: str, why: str):
-    said = await world.refusal(Trajectory(rollout=rollout))
-    assert said.startswith(f"groups.0.trajectories.0.rollout: {why}")
+    refusal = await world.refusal(Trajectory(rollout=rollout))
+    assert refusal.startswith(f"groups.0.trajectories.0.rollout: {why}")
 
 
 async def test_a_rollout_is_trained_once(world: World):
     world.add([4, 5], rollout="r1")
-    said = await world.refusal(Trajectory(rollout="r1"), Trajectory(rollout="r1", reward=1.0))
-    assert "rollout 'r1' is at groups.0.trajectories.0.rollout too" in said
+    refusal = await world.refusal(Trajectory(rollout="r1"), Trajectory(rollout="r1", reward=1.0))
+    assert "rollout 'r1' is at groups.0.trajectories.0.rollout too" in refusal

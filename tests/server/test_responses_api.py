@@ -39,8 +39,8 @@ def responses(shared: Server) -> Iterator[Any]:
 def create(shared: Server, responses: Any, tiny_model: Path) -> Create:
     """`create(said, **request)`: the response of an engine that says this."""
 
-    def ask(said: Any, /, **request: Any) -> Any:
-        shared.engine.says([said])
+    def ask(answer: Any, /, **request: Any) -> Any:
+        shared.engine.says([answer])
         request = {"model": str(tiny_model), "input": "hello", **request}
         return responses.create(**request)
 
@@ -58,12 +58,12 @@ def refused(shared: Server, tiny_model: Path, http: httpx.Client) -> Create:
     """`refused(status=400, **request)`: the error, in OpenAI's shape; nothing is sampled."""
 
     def ask(status: int = 400, **request: Any) -> Any:
-        before = len(shared.engine.asked)
+        before = len(shared.engine.requests)
         body = {"model": str(tiny_model), "input": "hello"} | request
         answer = http.post(shared.inference_url + PATH, json=body)
         assert answer.status_code == status, answer.text
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert len(shared.engine.asked) == before
+        assert len(shared.engine.requests) == before
         return answer.json()["error"]
 
     return ask
@@ -99,7 +99,7 @@ def test_a_response_says_what_was_fed_and_what_was_sampled(
     (message,) = answer.output
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
     assert message.content[0].logprobs == []
-    assert answer.prompt_token_ids == fed == list(shared.engine.asked[-1].prompt_ids)
+    assert answer.prompt_token_ids == fed == list(shared.engine.requests[-1].prompt_ids)
     assert answer.token_ids == sampled
     assert answer.policy_step == 0
     usage = answer.usage
@@ -123,7 +123,7 @@ def test_how_a_response_is_sampled(create: Create, shared: Server) -> None:
         include=["message.output_text.logprobs"],
         extra_body={"top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["a"]},
     )
-    used = shared.engine.asked[-1].sampling
+    used = shared.engine.requests[-1].sampling
     assert (used.temperature, used.top_p, used.top_k, used.min_p) == (0.5, 0.9, 5, 0.1)
     assert (used.max_tokens, used.seed, used.stop, used.top_logprobs) == (7, 3, ("a",), 4)
 
@@ -177,7 +177,7 @@ def test_chat_completions_and_responses_have_the_same_prompts(
         tools=[LOOK, WEATHER],
     )
     called = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": arguments}
-    said = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
+    reply = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
     answer = create(
         "ok",
         instructions="be brief",
@@ -186,7 +186,7 @@ def test_chat_completions_and_responses_have_the_same_prompts(
                 "role": "user",
                 "content": [{"type": "input_text", "text": t} for t in ("one", "two")],
             },
-            said | {"content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+            reply | {"content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
             called,
             {"type": "function_call_output", "call_id": "c1", "output": "cold"},
             {"type": "message", "role": "developer", "content": "now"},
@@ -276,15 +276,15 @@ async def test_the_async_client(make_server: MakeServer, tiny_model: Path) -> No
         answer = await asking.responses.create(model=str(tiny_model), input="hello")
         assert answer.output_text == "one"
         stream = await asking.responses.create(model=str(tiny_model), input="hello", stream=True)
-        said = [e.delta async for e in stream if e.type == "response.output_text.delta"]
-        assert "".join(said) == "one"
+        text = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+        assert "".join(text) == "one"
 
 
 def test_a_call_can_be_required_and_limited_to_some_tools(create: Create, shared: Server) -> None:
     tools = [FLAT_LOOK, FLAT_WEATHER]
     answer = create(CALL, tools=tools, tool_choice={"type": "function", "name": "look"})
     assert [item.name for item in answer.output] == ["look"]
-    assert shared.engine.asked[-1].sampling.constraint is not None
+    assert shared.engine.requests[-1].sampling.constraint is not None
     plain = create("ok", tools=tools)
     some = {
         "type": "allowed_tools",
@@ -354,8 +354,8 @@ def test_a_response_outlives_the_server(
     server.stop()
     again = make_server([spelt_out(tokenizer)])
     responses = client(again).responses
-    kept = responses.retrieve(first.id)
-    assert kept.to_dict() == first.to_dict()
+    stored = responses.retrieve(first.id)
+    assert stored.to_dict() == first.to_dict()
     second = responses.create(input="two", previous_response_id=first.id, **ask)
     text = tokenizer.decode(second.prompt_token_ids)
     assert text.count("be brief") == 1
@@ -488,20 +488,20 @@ def test_pages_of_input_items_that_do_not_exist(
 
 
 def test_responses_that_are_not_stored(create: Create, shared: Server, responses: Any) -> None:
-    kept, unkept = create("ok"), create("ok", store=False)
-    assert (kept.store, unkept.store) == (True, False)
-    assert responses.retrieve(kept.id).output_text == "ok"
+    stored, unkept = create("ok"), create("ok", store=False)
+    assert (stored.store, unkept.store) == (True, False)
+    assert responses.retrieve(stored.id).output_text == "ok"
     with pytest.raises(openai.BadRequestError, match="in the background"):
-        responses.cancel(kept.id)
-    responses.delete(kept.id)
-    for gone in (kept.id, unkept.id, "resp_nothing", kept.call_id):
+        responses.cancel(stored.id)
+    responses.delete(stored.id)
+    for gone in (stored.id, unkept.id, "resp_nothing", stored.call_id):
         with pytest.raises(openai.NotFoundError, match="no response is stored as"):
             responses.retrieve(gone)
         with pytest.raises(openai.NotFoundError, match="no response is stored as") as error:
             create("ok", previous_response_id=gone)
         assert error.value.param == "previous_response_id"
     # The calls themselves stay on record.
-    assert len(shared.state.calls.get([kept.call_id, unkept.call_id])) == 2
+    assert len(shared.state.calls.get([stored.call_id, unkept.call_id])) == 2
 
 
 def test_reasoning_comes_and_goes_as_items(
@@ -589,7 +589,7 @@ async def test_an_llm_of_the_harness_may_call_this_api(shared: Server, tiny_mode
     assert response.usage.completion_tokens == chat.usage.completion_tokens
     calls = shared.state.calls.get([theirs.call_id, ours.call_id])
     assert [call.request_fields is None for call in calls] == [True, False]
-    assert shared.engine.asked[-1].sampling == shared.engine.asked[-2].sampling
+    assert shared.engine.requests[-1].sampling == shared.engine.requests[-2].sampling
 
 
 # ---- what the harness sees -------------------------------------------------------------------
@@ -650,8 +650,8 @@ def test_the_harness_sees_the_whole_prompt_of_a_request_that_names_earlier_items
 ) -> None:
     tools = [FLAT_LOOK, FLAT_WEATHER]
 
-    def turn(said: str, **request: Any) -> Any:
-        answer = create(said, stream=stream, tools=tools, **request)
+    def turn(text: str, **request: Any) -> Any:
+        answer = create(text, stream=stream, tools=tools, **request)
         return list(answer)[-1].response if stream else answer
 
     rollout, recorder = recorded()

@@ -37,8 +37,8 @@ Ask = Callable[..., Any]
 def ask(http: httpx.Client, tiny_model: Path) -> Ask:
     """`ask(server, "question" or messages, rollout=None, **request)`: the answer's JSON."""
 
-    def post(server: Server, said: Any, *, rollout: str | None = None, **request: Any) -> Any:
-        messages = [user(said)] if isinstance(said, str) else said
+    def post(server: Server, content: Any, *, rollout: str | None = None, **request: Any) -> Any:
+        messages = [user(content)] if isinstance(content, str) else content
         headers = {"X-Hone-Rollout": rollout} if rollout else {}
         headers |= {"X-Hone-Function": f} if (f := request.pop("function", None)) else {}
         body = {"model": str(tiny_model), "messages": messages, **request}
@@ -74,12 +74,12 @@ def spelt_out(tokenizer: Any, text: str = SAID) -> list[int]:
 
 def turns(server: Server) -> Counter[tuple[str, str]]:
     """hone_turns by outcome and why."""
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for metric in server.state.metrics.turns.collect():
         for sample in metric.samples:
             if sample.name.endswith("_total"):
-                found[sample.labels["outcome"], sample.labels["why"]] += int(sample.value)
-    return found
+                counts[sample.labels["outcome"], sample.labels["why"]] += int(sample.value)
+    return counts
 
 
 # ---- exact turns -----------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def test_the_next_turn_continues_the_very_ids_that_were_sampled(
         (1, "bridged", [str(Reason.EXACT)]),
         (2, "bridged", [str(Reason.EXACT)]),
     ]
-    kept = server.state.store.query("SELECT ids_kept FROM calls ORDER BY seq")
-    assert [row["ids_kept"] for row in kept] == [0, len(ids(first)), len(ids(second))]
+    counts = server.state.store.query("SELECT ids_kept FROM calls ORDER BY seq")
+    assert [row["ids_kept"] for row in counts] == [0, len(ids(first)), len(ids(second))]
     assert turns(server) == {("first", "first call"): 1, ("bridged", "exact"): 2}
     assert [call.continues for call in recorded] == [None, recorded[0].id, recorded[1].id]
     (taken_over,) = server.state.metrics.continued_tokens.collect()
@@ -163,7 +163,7 @@ def test_a_restarted_server_continues_where_it_stood(
     second = ask(after, [user("one"), reply(first), user("two")], rollout="r")
     assert second["prompt_token_ids"][: len(ids(first))] == ids(first)
     assert [call.index for call in after.state.calls.rollout("r")] == [0, 1]
-    assert after.engine.asked[0].sampling.seed == request_seed(None, "r", 1)
+    assert after.engine.requests[0].sampling.seed == request_seed(None, "r", 1)
 
 
 def test_an_answer_that_nobody_received_is_not_continued(
@@ -235,7 +235,7 @@ def test_turns_continue_over_a_new_step_of_the_policy(
     assert (first["policy_step"], second["policy_step"]) == (0, 1)
     recorded = server.state.calls.rollout("r")
     assert [(c.call.step, c.adapter_sha256) for c in recorded] == [(0, None), (1, "a" * 64)]
-    assert [asked.adapter for asked in server.engine.asked] == [None, adapter]
+    assert [request.adapter for request in server.engine.requests] == [None, adapter]
 
 
 # ---- scope -----------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ def test_a_call_as_it_is_recorded(
     answer = ask(
         server, "one", rollout="r", function="agent.plan", temperature=0.5, logprobs=True, top_p=0.9
     )
-    found = http.get(f"{server.control_url}/v1/rollouts/r").json()
-    assert found["rollout"] == "r"
-    (entry,) = found["calls"]
+    recorded = http.get(f"{server.control_url}/v1/rollouts/r").json()
+    assert recorded["rollout"] == "r"
+    (entry,) = recorded["calls"]
     call = RecordedCall.model_validate(entry)
     (choice,) = answer["choices"]
     assert call.id == choice["call_id"]
@@ -287,7 +287,7 @@ def test_only_a_client_that_streams_makes_the_engine_stream(
     ask(server, "hi")
     body = {"model": str(tiny_model), "messages": [user("hi")], "stream": True}
     assert http.post(f"{server.openai_url}/chat/completions", json=body).status_code == 200
-    assert [asked.stream for asked in engine.asked] == [False, True]
+    assert [request.stream for request in engine.requests] == [False, True]
 
 
 def test_the_address_names_the_rollout_for_clients_that_know_no_headers(
@@ -313,7 +313,7 @@ def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: 
     for rollout in ("run1:a", "run1:a", "run1:b", "loose"):
         ask(server, "one", rollout=rollout, seed=42)
     ask(server, "one", seed=42)
-    seeds = [asked.sampling.seed for asked in server.engine.asked]
+    seeds = [request.sampling.seed for request in server.engine.requests]
     assert seeds == [
         request_seed(run, "run1:a", 0),
         request_seed(run, "run1:a", 1),
@@ -326,7 +326,7 @@ def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: 
     server.engine.repeatable = False  # as vLLM: its draws depend on what else is in the batch
     ask(server, "one", rollout="run1:a", seed=42)
     ask(server, "one", seed=42)
-    assert [asked.sampling.seed for asked in server.engine.asked[5:]] == [None, 42]
+    assert [request.sampling.seed for request in server.engine.requests[5:]] == [None, 42]
 
 
 def test_runs_with_one_seed_draw_alike_and_others_do_not() -> None:
@@ -344,35 +344,35 @@ def test_a_rollout_may_be_sampled_at_another_temperature_than_its_requests_say(
     url = f"{server.inference_url}/rollout/r/v1"
     body = {"model": str(tiny_model), "temperature": 0.7}
     chat = body | {"messages": [user("one")]}
-    for said in ("0", "0.25", "1e-1", "1e-5", None):
-        headers = {} if said is None else {"X-Hone-Temperature": said}
+    for temperature in ("0", "0.25", "1e-1", "1e-5", None):
+        headers = {} if temperature is None else {"X-Hone-Temperature": temperature}
         assert http.post(f"{url}/chat/completions", json=chat, headers=headers).status_code == 200
     text = body | {"prompt": "one"}
     assert http.post(f"{url}/completions", json=text, headers={"X-Hone-Temperature": "0"}).json()
     expected = [0.0, 0.25, 0.1, 0.0, 0.7, 0.0]
-    assert [asked.sampling.temperature for asked in server.engine.asked] == expected
+    assert [request.sampling.temperature for request in server.engine.requests] == expected
     assert [one.call.temperature for one in server.state.calls.rollout("r")] == expected
 
 
-@pytest.mark.parametrize("said", ["warm", "-1", "nan", "inf", "101", "1_0", ""])
+@pytest.mark.parametrize("value", ["warm", "-1", "nan", "inf", "101", "1_0", ""])
 def test_a_temperature_that_is_none_is_refused(
-    make_server: MakeServer, tiny_model: Path, http: httpx.Client, said: str
+    make_server: MakeServer, tiny_model: Path, http: httpx.Client, value: str
 ) -> None:
     server = make_server()
     body = {"model": str(tiny_model), "messages": [user("one")]}
     answer = http.post(
         f"{server.inference_url}/rollout/r/v1/chat/completions",
         json=body,
-        headers={"X-Hone-Temperature": said},
+        headers={"X-Hone-Temperature": value},
     )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "X-Hone-Temperature")
-    assert f"temperature is {said!r}; use 0 for greedy" in error["message"]
+    assert f"temperature is {value!r}; use 0 for greedy" in error["message"]
     assert server.state.calls.rollout("r") == []
 
 
 @pytest.mark.parametrize(
-    ("said", "rollout", "why"),
+    ("value", "rollout", "why"),
     [
         ("newest", "/rollout/r", "step is 'newest'; use the number of a step"),
         ("-1", "/rollout/r", "step is '-1'"),
@@ -380,13 +380,18 @@ def test_a_temperature_that_is_none_is_refused(
     ],
 )
 def test_a_step_that_is_none_is_refused(
-    make_server: MakeServer, tiny_model: Path, http: httpx.Client, said: str, rollout: str, why: str
+    make_server: MakeServer,
+    tiny_model: Path,
+    http: httpx.Client,
+    value: str,
+    rollout: str,
+    why: str,
 ) -> None:
     server = make_server()
     answer = http.post(
         f"{server.inference_url}{rollout}/v1/chat/completions",
         json={"model": str(tiny_model), "messages": [user("one")]},
-        headers={"X-Hone-Step": said},
+        headers={"X-Hone-Step": value},
     )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "X-Hone-Step")
@@ -483,9 +488,9 @@ def test_inside_a_run_the_base_name_is_the_runs_model(
         ModelSpec(name="agent", base_model=str(tiny_model), token_ids_as_text=True)
     )
     opened = http.post(f"{server.control_url}/v1/runs", json={"id": "run1", "model": "agent"})
-    said = {"id": "run1", "model": "agent", "seed": 0, "aliases": [], "open": True}
-    said |= {"calls": 0, "unmarked": {}}
-    assert opened.json() == said
+    expected = {"id": "run1", "model": "agent", "seed": 0, "aliases": [], "open": True}
+    expected |= {"calls": 0, "unmarked": {}}
+    assert opened.json() == expected
     with caplog.at_level(logging.INFO, "hone.server"):
         inside = [ask(server, "one", rollout=f"run1:{i}") for i in range(3)]
     assert all(answer["choices"][0]["logprobs"] for answer in inside), "the model's own settings"
@@ -648,8 +653,8 @@ def test_the_real_engines_logprobs_are_what_is_recorded(
             sequence = [*answer["prompt_token_ids"], *choice["token_ids"]]
             probe = server.call(engine.probe([sequence]))
             scored = probe.logprobs[0][-len(choice["token_ids"]) :]
-            said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            assert said == pytest.approx(list(scored), abs=1e-3)
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            assert logprobs == pytest.approx(list(scored), abs=1e-3)
     recorded = server.state.calls.rollout("r")
     returned = [c for answer in (first, second) for c in answer["choices"]]
     for call, choice in zip(recorded, returned, strict=True):

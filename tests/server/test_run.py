@@ -53,10 +53,10 @@ def serving(*options: str, owned: bool = False) -> Iterator[tuple[subprocess.Pop
 def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
     advertised = "http://127.0.0.1:9999"
     options = ("--root", str(tmp_path), "--advertise-url", advertised)
-    with serving(*options) as (process, said):
-        control = f"http://127.0.0.1:{said['port']}"
+    with serving(*options) as (process, output):
+        control = f"http://127.0.0.1:{output['port']}"
         assert httpx.get(f"{control}/health").json()["status"] == "ok"
-        openai = f"http://127.0.0.1:{said['inference_port']}/v1"
+        openai = f"http://127.0.0.1:{output['inference_port']}/v1"
         assert httpx.get(f"{openai}/models").json()["data"] == []
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
@@ -70,8 +70,8 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
 
 
 def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_model: Path):
-    with serving("--root", str(tmp_path)) as (process, said):
-        control = f"http://127.0.0.1:{said['port']}/v1/training"
+    with serving("--root", str(tmp_path)) as (process, output):
+        control = f"http://127.0.0.1:{output['port']}/v1/training"
         spec = {"name": "agent", "base_model": str(tiny_model)}
         assert httpx.post(f"{control}/models", json=spec).status_code == 201
         answer = httpx.post(f"{control}/jobs", json=job(), timeout=60)
@@ -80,9 +80,9 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
             lines = events.iter_lines()
             assert next(lines).startswith("id: ")  # its learner takes seconds to start
             process.send_signal(signal.SIGTERM)
-            told = [line for line in lines if line.startswith("event: ")]
+            types = [line for line in lines if line.startswith("event: ")]
         _, err = process.communicate(timeout=60)
-    assert not {"event: done", "event: failed", "event: cancelled"} & set(told)
+    assert not {"event: done", "event: failed", "event: cancelled"} & set(types)
     # Who outlasts uvicorn's grace is cut off with an error in its log.
     assert (process.returncode, err) == (0, "")
 
@@ -95,10 +95,10 @@ def test_an_owned_server_ends_with_its_owner(tmp_path: Path):
 
 
 def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path):
-    with serving("--root", str(tmp_path)) as (_, said):
+    with serving("--root", str(tmp_path)) as (_, output):
         for options, says in (
             (["--root", str(tmp_path), "--port", "0"], "another server uses it"),
-            (["--root", str(tmp_path / "b"), "--port", str(said["port"])], "choose another port"),
+            (["--root", str(tmp_path / "b"), "--port", str(output["port"])], "choose another port"),
         ):
             refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60)
             assert refused.returncode == 1 and says in refused.stderr
@@ -128,8 +128,8 @@ def test_an_engine_that_is_not_there_is_refused_before_it_listens(tmp_path: Path
 
 
 def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
-    with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, said):
-        url = f"http://127.0.0.1:{said['inference_port']}/v1/models"
+    with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, output):
+        url = f"http://127.0.0.1:{output['inference_port']}/v1/models"
         key = (tmp_path / "api_key").read_text().strip()
         assert httpx.get(url).status_code == 401
         assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == 200
@@ -163,17 +163,17 @@ def test_what_a_model_leaves_is_not_searched_for_garbage_again():
         """Knows itself, so that only the collector frees it."""
 
     left: list[weakref.ref[Held]] = []
-    kept = [Held() for _ in range(1000)]
+    objects = [Held() for _ in range(1000)]
 
     def load(base_model: str) -> Any:
         garbage = Held()
         garbage.append(garbage)
         left.append(weakref.ref(garbage))
-        return base_model, kept
+        return base_model, objects
 
     before = gc.get_freeze_count()
     try:
-        assert run.without_gc_pauses(load)("m") == ("m", kept)
+        assert run.without_gc_pauses(load)("m") == ("m", objects)
         assert gc.get_freeze_count() >= before + 1000
         assert left[0]() is None
     finally:

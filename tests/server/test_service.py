@@ -60,8 +60,8 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     job = await server.ended(submitted.id)
     assert server.store.query("SELECT * FROM call_refs") == []  # and its calls may be pruned
     assert job.state == "done" and (job.base_step, job.step, job.attempts) == (0, 1, 1)
-    told = ["queued", "started", "learned", "saved", "published", "proved", "done"]
-    assert server.told(job.id) == told
+    events = ["queued", "started", "learned", "saved", "published", "proved", "done"]
+    assert server.event_types(job.id) == events
     by_type = {event.type: event.data for event in server.jobs.events(job.id)}
     assert by_type["proved"]["verdict"] == "proved"
     assert by_type["proved"]["slope"] == pytest.approx(1.0, abs=0.02)
@@ -81,11 +81,13 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     assert checkpoint.sha256 != first.sha256
     assert by_type["saved"] == {"step": 1, "sha256": checkpoint.sha256}
 
-    said = checkpoint.manifest
-    assert said["job"] == job.id and said["seed"] == 5 and said["metrics"] == job.metrics
-    assert (said["base_step"], said["base_sha256"]) == (0, first.sha256)
+    manifest = checkpoint.manifest
+    assert (
+        manifest["job"] == job.id and manifest["seed"] == 5 and manifest["metrics"] == job.metrics
+    )
+    assert (manifest["base_step"], manifest["base_sha256"]) == (0, first.sha256)
     config = CONFIG.model_dump() | {"row_tokens": job.metrics["learn/row_tokens"]}
-    assert said["config"] == config and said["learner"]["threads"] == 1
+    assert manifest["config"] == config and manifest["learner"]["threads"] == 1
     policy = await server.serving.resolve("agent")
     assert policy.step == 1 and policy.adapter is not None
     assert policy.adapter.sha256 == checkpoint.sha256
@@ -108,8 +110,8 @@ async def test_only_the_learners_process_reads_the_groups_of_a_job(
 
     async def train_twice(server: SmallServer) -> list[JobInfo]:
         record = server.models.register(spec(tiny_model))
-        asked = {"config": strict, "plot_tensors": True}
-        jobs = [server.submit(record, groups, **asked) for _ in range(2)]
+        options = {"config": strict, "plot_tensors": True}
+        jobs = [server.submit(record, groups, **options) for _ in range(2)]
         return [await server.ended(job.id, deadline_s=120) for job in jobs]
 
     first, overtaken = await train_twice(here)
@@ -135,9 +137,9 @@ async def test_only_the_learners_process_reads_the_groups_of_a_job(
     assert steps[0].manifest["movement"] == steps[1].manifest["movement"]
     assert overtaken.failure is not None and also_overtaken.failure is not None
     assert overtaken.failure.type == also_overtaken.failure.type == "SampleRefused"
-    said = overtaken.failure.message.replace(overtaken.id, also_overtaken.id)
-    assert said == also_overtaken.failure.message
-    assert "groups.0.trajectories.0.calls.0 was answered by step 0" in said
+    message = overtaken.failure.message.replace(overtaken.id, also_overtaken.id)
+    assert message == also_overtaken.failure.message
+    assert "groups.0.trajectories.0.calls.0 was answered by step 0" in message
 
 
 async def test_what_a_job_gives_depends_on_its_checkpoint_and_nothing_else(
@@ -188,7 +190,7 @@ async def test_a_flat_job_is_done_and_says_why(open_server: Open, tiny_model: Pa
     job = await server.ended(server.submit(record, token_groups(flat=True)).id)
     assert job.state == "done" and job.step is None
     assert job.reason is not None and job.reason.startswith("no gradient step: 3 of 3 groups")
-    assert server.told(job.id) == ["queued", "started", "learned", "done"]
+    assert server.event_types(job.id) == ["queued", "started", "learned", "done"]
     assert [c.step for c in server.checkpoints.list(KEY)] == [0]
     assert server.serving.newest(record) == (0, None)
 
@@ -217,8 +219,8 @@ async def test_cancelling_a_running_job_leaves_the_step_before(open_server: Open
     server.service.wake()
     await server.reached(job.id, "progress")
     assert server.service.status() == {"state": "training", "jobs": [job.id], "queued": 0}
-    asked = server.jobs.request_cancel(job.id)
-    assert asked.state == "running" and asked.cancel_requested
+    cancelling = server.jobs.request_cancel(job.id)
+    assert cancelling.state == "running" and cancelling.cancel_requested
     ended = await server.ended(job.id, deadline_s=5)
     assert ended.state == "cancelled" and ended.step is None
     assert server.store.query("SELECT * FROM call_refs") == []
@@ -256,7 +258,7 @@ async def test_cancelling_what_waits_or_has_ended(open_server: Open, tiny_model:
     server.jobs.request_cancel(running.id)
     ended = await server.ended(running.id)
     assert server.jobs.request_cancel(running.id) == ended
-    assert server.told(waiting.id) == ["queued", "cancelled"]
+    assert server.event_types(waiting.id) == ["queued", "cancelled"]
 
 
 async def test_a_stopping_server_gives_its_job_back(open_server: Open, tiny_model: Path):
@@ -278,8 +280,8 @@ async def test_a_stopping_server_gives_its_job_back(open_server: Open, tiny_mode
     ended = await second.ended(job.id)
     assert (ended.state, ended.attempts) == ("done", 1)
     assert digest(second.checkpoints.get(KEY, 1).path) == wanted
-    told = ["queued", "started", "queued", "started"]
-    assert second.told(job.id)[:4] == told
+    events = ["queued", "started", "queued", "started"]
+    assert second.event_types(job.id)[:4] == events
 
 
 async def test_a_corrupted_newest_step_is_not_served_and_is_trained_anew(
@@ -353,13 +355,13 @@ async def test_the_picture_of_a_job_lies_beside_its_checkpoint(open_server: Open
 
 
 def test_progress_is_told_now_and_then_and_at_the_start_of_each_phase():
-    told: list[tuple[str, int]] = []
-    progress = Progress(lambda at: told.append((at["phase"], at["row"])))
+    reports: list[tuple[str, int]] = []
+    progress = Progress(lambda at: reports.append((at["phase"], at["row"])))
     for phase, rows in (("old", 50), ("train", 50)):
         for row in range(rows):
             progress.tell({"phase": phase, "row": row})
     # All within a tenth of a second.
-    assert told == [("old", 0), ("train", 0)]
+    assert reports == [("old", 0), ("train", 0)]
 
 
 async def test_jobs_of_two_base_models_do_not_wait_for_each_other(

@@ -43,7 +43,7 @@ async def test_a_bad_job_fails_with_its_reason_and_the_next_one_runs(
         assert job.failure.type == "SampleRefused" and "9999" in job.failure.message
         assert job.failure.traceback == ""  # it is in the log: clients see no stack traces
         assert "Traceback" in caplog.text
-        assert server.told(job.id) == ["queued", "started", "failed"]
+        assert server.event_types(job.id) == ["queued", "started", "failed"]
         await server.trained(tiny_model, 0)
 
 
@@ -53,7 +53,7 @@ async def test_a_model_that_cannot_be_loaded_fails_its_jobs(tmp_path: Path):
         job = await server.ended(server.submit(record, token_groups()).id)
         assert job.state == "failed" and job.failure is not None
         assert job.failure.type == "ModelNotFound" and job.attempts == 0
-        assert server.told(job.id) == ["queued", "failed"]
+        assert server.event_types(job.id) == ["queued", "failed"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         assert job.state == "failed" and job.failure is not None and job.step is None
         assert job.failure.type == "NotProved"
         assert why in job.failure.message
-        assert server.told(job.id)[-2:] == ["published", "failed"]
+        assert server.event_types(job.id)[-2:] == ["published", "failed"]
         assert server.serving.newest(record)[0] == 1
         disk = server.checkpoints.model_dir(KEY) / "checkpoints"
         assert sorted(p.name for p in disk.iterdir()) == ["0000", "0001", "0002.unproved"]

@@ -237,8 +237,8 @@ async def test_inside_a_run_the_base_name_means_the_runs_newest_step(
         for _ in range(3):
             policy = await world.serving.resolve(world.tiny, run=run)
             assert (policy.model, policy.step) == ("default/agent", 2)
-    said = [r for r in caplog.records if "means the run's newest step" in r.getMessage()]
-    assert len(said) == 1, "once per run and base, not once per request"
+    lines = [r for r in caplog.records if "means the run's newest step" in r.getMessage()]
+    assert len(lines) == 1, "once per run and base, not once per request"
     outside = await world.serving.resolve(world.tiny)
     assert (outside.model, outside.step) == (world.tiny, 0)
     alone = await world.serving.resolve(world.tiny, run=None)
@@ -463,16 +463,16 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
     begun, go_on = asyncio.Queue[str](), asyncio.Queue[None]()
 
     class Slow(ScriptedEngine):
-        freed = told = False
+        freed = is_asleep = False
 
         async def sleep(self) -> None:
-            if not self.told:
-                self.told = True
+            if not self.is_asleep:
+                self.is_asleep = True
                 await self.switch("sleep")
                 self.freed = True
 
         async def wake(self) -> None:
-            self.told = False
+            self.is_asleep = False
             await self.switch("wake")
             self.freed = False
 

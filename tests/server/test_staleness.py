@@ -61,14 +61,14 @@ async def test_answers_of_other_steps_are_refused_by_their_path(world: World, st
     call = world.add([4, 5], rollout="r1", step=step)
     ids = world.ids("Yes.")
     world.add(ids, step=step)
-    said = await world.refusal(
+    refusal = await world.refusal(
         Trajectory(rollout="r1"),
         by_tokens(step=step),
         talk(USER, choice(ids, "Yes.")),
         max_staleness=0,
     )
     at = "groups.0.trajectories"
-    assert said.splitlines() == [
+    assert refusal.splitlines() == [
         f"{at}.0.rollout: call {call.id!r} {why}",
         f"{at}.1.calls.0.step: it {why}",
         f"{at}.2.messages_and_choices.1: it {why}",
@@ -93,8 +93,8 @@ async def test_context_may_be_of_any_step(world: World):
 async def test_a_step_of_the_same_number_and_another_adapter_is_another_step(world: World):
     """After a rename the old name begins anew, and its old rollouts are still on record."""
     call = world.add([4, 5], rollout="r1", step=3, adapter_sha256="b" * 64)
-    said = await world.refusal(Trajectory(rollout="r1"), max_staleness=0)
-    assert said.startswith(
+    refusal = await world.refusal(Trajectory(rollout="r1"), max_staleness=0)
+    assert refusal.startswith(
         f"groups.0.trajectories.0.rollout: call {call.id!r} was answered by another step 3 than "
         "'default/agent' has now"
     )

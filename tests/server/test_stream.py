@@ -35,25 +35,25 @@ def chunks(shared: Server, tiny_model: Path) -> Callable[..., list[Any]]:
     return ask
 
 
-def content(said: list[Any], index: int = 0) -> str:
+def content(chunks: list[Any], index: int = 0) -> str:
     return "".join(
         choice.delta.content or ""
-        for chunk in said
+        for chunk in chunks
         for choice in chunk.choices
         if choice.index == index
     )
 
 
-def entries(said: list[Any], index: int = 0) -> list[Any]:
+def entries(chunks: list[Any], index: int = 0) -> list[Any]:
     """The log-probabilities of one choice, of all chunks together."""
-    found = [c for chunk in said for c in chunk.choices if c.index == index and c.logprobs]
-    return [entry for choice in found for entry in choice.logprobs.content]
+    logprobs = [c for chunk in chunks for c in chunk.choices if c.index == index and c.logprobs]
+    return [entry for choice in logprobs for entry in choice.logprobs.content]
 
 
-def streamed_calls(said: list[Any]) -> list[Any]:
+def streamed_calls(chunks: list[Any]) -> list[Any]:
     """The tool calls of a stream, put together as the form of the chunks says."""
     calls: list[Any] = []
-    for part in [part for c in said for part in c.choices[0].delta.tool_calls or ()]:
+    for part in [part for c in chunks for part in c.choices[0].delta.tool_calls or ()]:
         if part.id is not None:
             assert (part.index, part.type, part.function.arguments) == (len(calls), "function", "")
             calls.append(part)
@@ -111,16 +111,16 @@ async def test_the_names_of_art_read_a_stream_to_its_end(shared: Server, tiny_mo
 
 
 def test_the_pieces_add_up(chunks: Any, tokenizer: Any) -> None:
-    said = chunks("caf\u00e9 \u4f60\u597d \U0001f600 ok")
+    stream = chunks("caf\u00e9 \u4f60\u597d \U0001f600 ok")
     sampled = [
         *tokenizer.encode("caf\u00e9 \u4f60\u597d \U0001f600 ok", add_special_tokens=False),
         tokenizer.eos_token_id,
     ]
-    assert content(said) == "caf\u00e9 \u4f60\u597d \U0001f600 ok"
-    assert "\ufffd" not in content(said)
-    assert said[0].choices[0].delta.role == "assistant"
-    assert len({chunk.id for chunk in said}) == 1
-    *others, last = said
+    assert content(stream) == "caf\u00e9 \u4f60\u597d \U0001f600 ok"
+    assert "\ufffd" not in content(stream)
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert len({chunk.id for chunk in stream}) == 1
+    *others, last = stream
     assert [chunk.choices[0].finish_reason for chunk in others] == [None] * len(others)
     assert last.choices[0].finish_reason == "stop"
     assert last.choices[0].token_ids == sampled
@@ -128,13 +128,13 @@ def test_the_pieces_add_up(chunks: Any, tokenizer: Any) -> None:
     assert last.prompt_token_ids == tokenizer.apply_chat_template(
         HELLO, add_generation_prompt=True, return_dict=False
     )
-    assert all(chunk.usage is None for chunk in said)
-    assert entries(said) == []
+    assert all(chunk.usage is None for chunk in stream)
+    assert entries(stream) == []
 
 
 def test_usage_comes_last_when_asked_for(chunks: Any) -> None:
-    said = chunks("ok", stream_options={"include_usage": True})
-    *_, end, usage = said
+    stream = chunks("ok", stream_options={"include_usage": True})
+    *_, end, usage = stream
     assert usage.choices == []
     assert usage.usage.completion_tokens == len(end.choices[0].token_ids)
     assert usage.usage.prompt_tokens == len(end.prompt_token_ids)
@@ -159,17 +159,17 @@ def test_arguments_arrive_while_the_call_is_being_sampled(
 ) -> None:
     engine = WaitingEngine([f"See. {CALL}"], tokenizer=tokenizer)
     server = make_server(engine=engine)
-    said, arrived = [], []
+    stream, arrived = [], []
     for chunk in client(server).chat.completions.create(
         model=str(tiny_model), messages=HELLO, tools=[LOOK], stream=True, logprobs=True
     ):
-        said.append(chunk)
+        stream.append(chunk)
         for part in chunk.choices[0].delta.tool_calls or ():
-            text = b"".join(bytes(e.bytes) for e in entries(said)).decode()
+            text = b"".join(bytes(e.bytes) for e in entries(stream)).decode()
             arrived.append((part.function.name or part.function.arguments, text))
         if chunk.choices[0].logprobs:
             engine.received.release()
-    (call,) = streamed_calls(said)
+    (call,) = streamed_calls(stream)
     assert call.function.arguments == '{"word": "caf\u00e9"}'
     name, *fragments = arrived
     # The name comes as soon as the arguments are an object, before any of them is sampled.
@@ -199,8 +199,8 @@ async def test_a_call_that_does_not_parse_is_a_failure_of_the_policy(
     stream: bool,
 ) -> None:
     """It was text, and an agent that reads `tool_calls` failed as if by its own fault."""
-    said = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
-    server = make_server([said])
+    text = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+    server = make_server([text])
     request: Any = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK]}
 
     async def agent(question: str) -> Any:
@@ -229,24 +229,24 @@ async def test_a_call_that_does_not_parse_is_a_failure_of_the_policy(
 
 def test_logprobs_are_complete_also_while_a_tool_call_is_held_back(chunks: Any) -> None:
     """The defect ART's README warns of: the tokens of a call had none."""
-    said = chunks(f"See. {CALL} {CALL}", tools=[LOOK, WEATHER], logprobs=True, top_logprobs=1)
-    end = said[-1].choices[0]
+    stream = chunks(f"See. {CALL} {CALL}", tools=[LOOK, WEATHER], logprobs=True, top_logprobs=1)
+    end = stream[-1].choices[0]
     assert end.finish_reason == "tool_calls"
-    found = entries(said)
-    assert [e.logprob for e in found] == [logprob(t, i) for i, t in enumerate(end.token_ids)]
-    assert b"".join(bytes(e.bytes) for e in found) == f"See. {CALL} {CALL}<|im_end|>".encode()
-    silent = [c for c in said[:-1] if c.choices[0].delta.content is None]
+    tokens = entries(stream)
+    assert [e.logprob for e in tokens] == [logprob(t, i) for i, t in enumerate(end.token_ids)]
+    assert b"".join(bytes(e.bytes) for e in tokens) == f"See. {CALL} {CALL}<|im_end|>".encode()
+    silent = [c for c in stream[:-1] if c.choices[0].delta.content is None]
     silent = [c for c in silent if c.choices[0].delta.tool_calls is None]
     assert len(silent) > 20, "chunks with an empty delta carry what would be lost"
-    calls = streamed_calls(said)
+    calls = streamed_calls(stream)
     assert [(call.index, call.function.name) for call in calls] == [(0, "look"), (1, "look")]
     assert json.loads(calls[0].function.arguments) == {"word": "caf\u00e9"}
     assert calls[0].id != calls[1].id
 
 
 def test_without_logprobs_there_are_no_empty_chunks(chunks: Any) -> None:
-    said = chunks(CALL, tools=[LOOK])
-    first, *others, end = said
+    stream = chunks(CALL, tools=[LOOK])
+    first, *others, end = stream
     assert first.choices[0].delta.role == "assistant"
     assert end.choices[0].finish_reason == "tool_calls"
     assert all(chunk.choices[0].delta.tool_calls for chunk in others)
@@ -254,15 +254,15 @@ def test_without_logprobs_there_are_no_empty_chunks(chunks: Any) -> None:
 
 def test_n_choices_are_told_apart(shared: Server, tiny_model: Path) -> None:
     shared.engine.says(["one", "the second is longer"])
-    said = list(
+    stream = list(
         client(shared).chat.completions.create(
             model=str(tiny_model), messages=HELLO, n=2, stream=True, logprobs=True
         )
     )
-    assert (content(said, 0), content(said, 1)) == ("one", "the second is longer")
-    ends: dict[int, Any] = {c.choices[0].index: c.choices[0] for c in said[-2:]}
+    assert (content(stream, 0), content(stream, 1)) == ("one", "the second is longer")
+    ends: dict[int, Any] = {c.choices[0].index: c.choices[0] for c in stream[-2:]}
     for index, end in ends.items():
-        assert [e.logprob for e in entries(said, index)] == [
+        assert [e.logprob for e in entries(stream, index)] == [
             logprob(t, i) for i, t in enumerate(end.token_ids)
         ]
     recorded = shared.state.calls.get([ends[0].call_id, ends[1].call_id])
@@ -273,14 +273,14 @@ def test_streamed_and_whole_are_the_same_answer(shared: Server, tiny_model: Path
     shared.engine.says([f"  so \n{CALL}\n"])
     ask = client(shared).chat.completions.create
     whole: Any = ask(model=str(tiny_model), messages=HELLO, tools=[LOOK], logprobs=True)
-    said = list(
+    stream = list(
         ask(model=str(tiny_model), messages=HELLO, tools=[LOOK], logprobs=True, stream=True)
     )
     (choice,) = whole.choices
-    assert content(said) == choice.message.content
-    assert said[-1].choices[0].token_ids == choice.token_ids
-    assert [e.logprob for e in entries(said)] == [e.logprob for e in choice.logprobs.content]
-    (call,) = streamed_calls(said)
+    assert content(stream) == choice.message.content
+    assert stream[-1].choices[0].token_ids == choice.token_ids
+    assert [e.logprob for e in entries(stream)] == [e.logprob for e in choice.logprobs.content]
+    (call,) = streamed_calls(stream)
     assert call.function.arguments == choice.message.tool_calls[0].function.arguments
 
 
@@ -317,13 +317,13 @@ def test_an_engine_that_fails_half_way_ends_the_stream_with_an_error(
 ) -> None:
     server = make_server(["the weather is cold"])
     server.engine.failing = EngineError("the engine was closed; the request was not finished")
-    said = []
+    stream = []
     with pytest.raises(openai.APIError, match="the engine was closed"):
         for chunk in client(server).chat.completions.create(
             model=str(tiny_model), messages=HELLO, stream=True
         ):
-            said.append(chunk)
-    assert said, "it had begun"
+            stream.append(chunk)
+    assert stream, "it had begun"
     (call,) = server.state.calls.rollout("")
     assert (call.abandoned, call.finish) == (True, "abort")
 
@@ -342,7 +342,7 @@ def abandoned_call(server: Server, rollout: str) -> Any:
     (call,) = server.state.calls.rollout(rollout)
     assert call.abandoned
     assert call.finish == "abort"
-    whole = server.engine.asked[0].answers[0]
+    whole = server.engine.requests[0].answers[0]
     assert call.call.completion_ids == list(whole[: len(call.call.completion_ids)])
     assert len(call.call.completion_ids) < len(whole)
     return call
@@ -407,7 +407,7 @@ def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
     again = make_state()
     (call,) = again.calls.rollout("late")
     assert (call.abandoned, call.finish) == (True, "abort")
-    assert len(call.call.completion_ids) < len(engine.asked[0].answers[0])
+    assert len(call.call.completion_ids) < len(engine.requests[0].answers[0])
     again.store.close()
 
 
@@ -427,7 +427,7 @@ def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
         "the request still waits",
     )
     slow.call(pause.__aexit__(None, None, None))
-    assert slow.engine.asked == []
+    assert slow.engine.requests == []
     assert slow.state.calls.rollout("") == []
 
 
@@ -448,9 +448,9 @@ async def test_half_of_the_clients_leave_and_the_others_get_everything(
                         text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
                 return text
 
-        said = await asyncio.gather(*(one(i) for i in range(20)))
-    assert all(text == LONG for text in said[::2])
+        answers = await asyncio.gather(*(one(i) for i in range(20)))
+    assert all(text == LONG for text in answers[::2])
     wait_for(lambda: slow.engine.aborted == 10, "some were not aborted")
     wait_for(lambda: all(slow.state.calls.rollout(f"r{i}") for i in range(20)), "some are lost")
-    found = [slow.state.calls.rollout(f"r{i}")[0].abandoned for i in range(20)]
-    assert found == [False, True] * 10
+    abandoned = [slow.state.calls.rollout(f"r{i}")[0].abandoned for i in range(20)]
+    assert abandoned == [False, True] * 10

@@ -41,13 +41,13 @@ async def test_a_model_is_registered_once(open_api: Open):
     }
     assert await api.ask("GET", AGENT) == first.model_dump()
     assert await api.ask("GET", "/v1/training/models") == [first.model_dump()]
-    said = await api.ask(
+    answer = await api.ask(
         "POST",
         "/v1/training/models",
         json={"name": "agent", "base_model": api.base_model, "rank": 8},
         status=409,
     )
-    assert "registered with rank 4" in said["error"]["message"]
+    assert "registered with rank 4" in answer["error"]["message"]
 
 
 async def test_a_model_is_registered_only_when_its_weights_were_found(
@@ -66,10 +66,10 @@ async def test_a_model_is_registered_only_when_its_weights_were_found(
         ("nobody/has-this-model", "HF_HUB_OFFLINE is set"),
     ):
         spec = {"name": "agent", "base_model": wrong}
-        said = await api.ask("POST", "/v1/training/models", json=spec, status=422)
-        assert said["error"]["param"] == "base_model"
-        assert why in said["error"]["message"]
-        assert "Nothing was registered" in said["error"]["message"]
+        answer = await api.ask("POST", "/v1/training/models", json=spec, status=422)
+        assert answer["error"]["param"] == "base_model"
+        assert why in answer["error"]["message"]
+        assert "Nothing was registered" in answer["error"]["message"]
         assert await api.ask("GET", "/v1/training/models") == []
     # The name is free for the corrected registration.
     assert (await api.register()).base_model == api.base_model
@@ -88,23 +88,25 @@ async def test_keys_of_other_programs_are_honoured_refused_or_named(open_api: Op
     )
     assert (made.rank, made.not_applicable) == (2, ["engine_args.gpu_memory_utilization"])
     spec = {"name": "big", "base_model": api.base_model, "engine_args": {"tensor_parallel_size": 2}}
-    said = await api.ask("POST", "/v1/training/models", json=spec, status=400)
-    assert "engine_args.tensor_parallel_size: 2 is not in this version" in said["error"]["message"]
+    answer = await api.ask("POST", "/v1/training/models", json=spec, status=400)
+    assert (
+        "engine_args.tensor_parallel_size: 2 is not in this version" in answer["error"]["message"]
+    )
 
 
 async def test_a_name_of_two_projects_is_asked_for_with_its_project(api: Api):
     other = await api.register(project="other")
     assert other.inference_name == "other/agent"
     assert (await api.ask("GET", AGENT))["inference_name"] == "default/agent"
-    said = await api.refused(409)
-    assert "say 'default/agent' or 'other/agent'" in said["error"]["message"]
+    refusal = await api.refused(409)
+    assert "say 'default/agent' or 'other/agent'" in refusal["error"]["message"]
 
 
 async def test_an_unknown_model_is_not_found(api: Api):
-    said = await api.ask("GET", "/v1/training/models/default/agnet", status=404)
-    assert "Did you mean 'default/agent'?" in said["error"]["message"]
-    said = await api.refused(404, model="agnet")
-    assert "Did you mean 'agent'?" in said["error"]["message"]
+    answer = await api.ask("GET", "/v1/training/models/default/agnet", status=404)
+    assert "Did you mean 'default/agent'?" in answer["error"]["message"]
+    answer = await api.refused(404, model="agnet")
+    assert "Did you mean 'agent'?" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -125,21 +127,21 @@ async def test_a_wrong_model_is_refused_by_its_field(
 ):
     api = await open_api(held=True)
     spec = {"name": "agent", "base_model": api.base_model} | fields
-    said = await api.ask("POST", "/v1/training/models", json=spec, status=422)
-    assert said["error"]["param"] == path
-    assert said["detail"][0]["loc"] == ["body", *path.split(".")]
-    assert why in said["detail"][0]["msg"]
+    answer = await api.ask("POST", "/v1/training/models", json=spec, status=422)
+    assert answer["error"]["param"] == path
+    assert answer["detail"][0]["loc"] == ["body", *path.split(".")]
+    assert why in answer["detail"][0]["msg"]
     assert await api.ask("GET", "/v1/training/models") == []
 
 
 @pytest.mark.parametrize("value", ["1e999", "NaN"])
 async def test_numbers_that_json_cannot_hold_are_refused(api: Api, value: str):
     text = '{"name": "b", "base_model": "c", "alpha": ' + value + "}"
-    said = await api.ask("POST", "/v1/training/models", content=text, status=422)
-    assert said["error"]["param"] == "alpha"
+    answer = await api.ask("POST", "/v1/training/models", content=text, status=422)
+    assert answer["error"]["param"] == "alpha"
     text = '{"split": "val", "metrics": {"reward": ' + value + "}}"
-    said = await api.ask("POST", f"{AGENT}/metrics", content=text, status=422)
-    assert said["error"]["param"] == "metrics.reward"
+    answer = await api.ask("POST", f"{AGENT}/metrics", content=text, status=422)
+    assert answer["error"]["param"] == "metrics.reward"
 
 
 @pytest.mark.parametrize(
@@ -233,36 +235,41 @@ async def test_jobs_are_listed_the_newest_first(api: Api):
 async def test_a_wrong_config_is_refused_by_its_key(
     api: Api, config: dict[str, Any], path: str, why: str
 ):
-    said = await api.refused(config=config)
-    assert said["error"]["param"] == path and why in said["error"]["message"]
+    refusal = await api.refused(config=config)
+    assert refusal["error"]["param"] == path and why in refusal["error"]["message"]
     assert await api.ask("GET", JOBS) == []
 
 
 async def test_what_is_wrong_with_a_trajectory_is_named_by_its_path(api: Api):
     wrong = group(1.0, 0.0)
     wrong["trajectories"][1]["calls"][0]["completion_ids"][1] = 99999
-    said = await api.refused(groups=[group(1.0, 0.0), wrong])
+    refusal = await api.refused(groups=[group(1.0, 0.0), wrong])
     loc = ["body", "groups", 1, "trajectories", 1, "calls", 0, "completion_ids", 1]
-    assert [field["loc"] for field in said["detail"]] == [loc]
-    assert (said["error"]["type"], said["exception"]) == ("invalid_request_error", "Unprocessable")
-    assert said["error"]["param"] == "groups.1.trajectories.1.calls.0.completion_ids.1"
+    assert [field["loc"] for field in refusal["detail"]] == [loc]
+    assert (refusal["error"]["type"], refusal["exception"]) == (
+        "invalid_request_error",
+        "Unprocessable",
+    )
+    assert refusal["error"]["param"] == "groups.1.trajectories.1.calls.0.completion_ids.1"
     # And by pydantic where the types are wrong, in the same shape.
     wrong["trajectories"][1]["calls"][0]["completion_ids"][1] = "x"
-    said = await api.refused(groups=[wrong])
+    refusal = await api.refused(groups=[wrong])
     loc[2] = 0
-    assert [field["loc"] for field in said["detail"]] == [loc]
+    assert [field["loc"] for field in refusal["detail"]] == [loc]
 
 
 async def test_text_that_cannot_be_written_is_refused(api: Api):
     body = json.dumps(job(groups=[group(1.0, 0.0, example="\ud800")]))
-    said = await api.ask("POST", JOBS, content=body, status=422)
-    assert "half of a surrogate pair" in said["error"]["message"]
+    answer = await api.ask("POST", JOBS, content=body, status=422)
+    assert "half of a surrogate pair" in answer["error"]["message"]
 
 
 async def test_groups_of_one_name_the_baseline_to_set(api: Api):
     alone = [group(1.0), group(0.0)]
-    said = await api.refused(groups=alone)
-    assert said["error"]["param"] == "groups" and "baseline: batch" in said["error"]["message"]
+    refusal = await api.refused(groups=alone)
+    assert (
+        refusal["error"]["param"] == "groups" and "baseline: batch" in refusal["error"]["message"]
+    )
     await api.submit(groups=alone, config={"baseline": "batch"})
     # One of two failed: it was meant to be compared, and the job will say that it was not.
     failed = [{"type": "ValueError", "message": "boom"}]
@@ -274,8 +281,8 @@ async def test_groups_of_one_name_the_baseline_to_set(api: Api):
 async def test_the_same_key_and_request_are_the_same_job(api: Api):
     first = await api.submit(idempotency_key="k")
     assert (await api.submit(idempotency_key="k")).id == first.id
-    said = await api.refused(409, idempotency_key="k", seed=1)
-    assert f"which made job {first.id!r}" in said["error"]["message"]
+    refusal = await api.refused(409, idempotency_key="k", seed=1)
+    assert f"which made job {first.id!r}" in refusal["error"]["message"]
     assert (await api.submit()).id != first.id
     assert len(await api.ask("GET", JOBS)) == 2
 

@@ -41,18 +41,18 @@ def test_an_empty_bearer_token_opens_nothing(make_server: MakeServer):
 
 def test_a_proxys_word_for_its_client_is_not_taken(make_server: MakeServer):
     server = make_server(api_key="k", trust_network=(ip_network("10.0.0.0/8"),))
-    asked = "Host: 127.0.0.1\r\nX-Forwarded-For: 10.0.0.9\r\n"
-    assert raw_status(server.control_url, asked, "/v1/training/models") == 401
+    headers = "Host: 127.0.0.1\r\nX-Forwarded-For: 10.0.0.9\r\n"
+    assert raw_status(server.control_url, headers, "/v1/training/models") == 401
 
 
 def test_a_proxy_that_the_operator_named_is_believed(make_server: MakeServer):
     here = (ip_network("127.0.0.0/8"),)
     trusted = (ip_network("10.0.0.0/8"),)
     server = make_server(api_key="k", trust_network=trusted, forwarded_allow_ips=here)
-    asked = "Host: 127.0.0.1\r\nX-Forwarded-For: {}\r\n"
+    headers = "Host: 127.0.0.1\r\nX-Forwarded-For: {}\r\n"
     path = "/v1/training/models"
-    assert raw_status(server.control_url, asked.format("10.0.0.9"), path) == 200
-    assert raw_status(server.control_url, asked.format("192.0.2.1"), path) == 401
+    assert raw_status(server.control_url, headers.format("10.0.0.9"), path) == 200
+    assert raw_status(server.control_url, headers.format("192.0.2.1"), path) == 401
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
@@ -105,10 +105,10 @@ def test_a_trusted_peer_is_given_a_key_for_the_openai_api_alone(
     spec = {**model, "token_ids_as_text": True}
     url, operator = f"{server.control_url}/v1/training/models", {"Authorization": "Bearer k"}
     assert httpx.post(url, json=spec, headers=operator).status_code == 201
-    asked = httpx.post(prepare, json={"model": model}, timeout=60)
-    assert asked.status_code == 200, asked.text
-    key = {"Authorization": f"Bearer {asked.json()[1]}"}
-    assert asked.json()[1] != "k"
+    request = httpx.post(prepare, json={"model": model}, timeout=60)
+    assert request.status_code == 200, request.text
+    key = {"Authorization": f"Bearer {request.json()[1]}"}
+    assert request.json()[1] != "k"
     # Another server with the same key, which trusts no network.
     untrusted = make_server(api_key="k", root=tmp_path / "other")
     for url in (untrusted.control_url, untrusted.inference_url):

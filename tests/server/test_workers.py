@@ -51,9 +51,9 @@ def server(
     server.stop()
 
 
-def _body(model: Path, *said: str, **more: Any) -> dict[str, Any]:
+def _body(model: Path, *texts: str, **more: Any) -> dict[str, Any]:
     roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     return {"model": str(model), "messages": messages, **more}
 
 
@@ -93,8 +93,8 @@ async def test_a_large_turn_continues_the_ids_of_the_one_before(
     server: Server, tiny_model: Path
 ) -> None:
     path = "/rollout/r1/v1/chat/completions"
-    said = (await _post(server, _body(tiny_model, LONG), path)).json()["choices"][0]
-    body = _body(tiny_model, LONG, said["message"]["content"], "and tomorrow?")
+    reply = (await _post(server, _body(tiny_model, LONG), path)).json()["choices"][0]
+    body = _body(tiny_model, LONG, reply["message"]["content"], "and tomorrow?")
     assert (await _post(server, body, path)).status_code == 200
     first, second = server.state.calls.rollout("r1")
     before = [*first.call.prompt_ids, *first.call.completion_ids]
@@ -225,8 +225,8 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
     assert repeated.json()["id"] == small.id
     ids = (small.id, other.json()["id"])
     stored = [unpack_groups(api.state.jobs.packed_groups(name)) for name in ids]
-    kept, same = ([one.model_dump() for one in groups] for groups in stored)
-    assert kept == same
+    of_large, same = ([one.model_dump() for one in groups] for groups in stored)
+    assert of_large == same
     assert other.json()["counts"] == small.counts == {"by_tokens": 2}
     answers = [
         await large(groups=3),

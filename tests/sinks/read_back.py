@@ -40,8 +40,8 @@ def wandb_files(folder: Path) -> dict[str, Any]:
             elif kind == "exit":
                 exits.append(record.exit.exit_code)
     tables = [json.loads(p.read_text()) for p in folder.rglob("*.table.json")]
-    found = {"rows": rows, "artifacts": artifacts, "ids": sorted(ids), "tables": tables}
-    return found | {"exits": exits}
+    content = {"rows": rows, "artifacts": artifacts, "ids": sorted(ids), "tables": tables}
+    return content | {"exits": exits}
 
 
 def tensorboard_files(folder: Path) -> dict[str, list[list[float]]]:

@@ -206,12 +206,12 @@ def test_what_a_logger_lacks_is_said_before_the_run_starts(
     command.log_to("wandb", "openpipe", {"_type": "mlflow", "python": "nowhere/python"})
     with pytest.raises(ConfigProblems) as refused:
         command()
-    said = {".".join(map(str, p.path)): p.message for p in refused.value.problems}
-    assert said["loggers.0"] == "wandb is not installed: pip install 'hone-rl[wandb]'"
-    assert said["loggers.1"] == (
+    messages = {".".join(map(str, p.path)): p.message for p in refused.value.problems}
+    assert messages["loggers.0"] == "wandb is not installed: pip install 'hone-rl[wandb]'"
+    assert messages["loggers.1"] == (
         "api_key is missing; set it, or the environment variable OPENPIPE_API_KEY"
     )
-    assert "nowhere/python" in said["loggers.2"]
+    assert "nowhere/python" in messages["loggers.2"]
     assert not command.out.exists()
 
 
@@ -264,17 +264,17 @@ def test_openpipe_logs_every_call_with_its_reward(
 def test_a_call_that_openpipe_refuses_for_good_is_skipped_and_counted(
     command: LoggedCommand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    asked: list[Received] = []
+    requests: list[Received] = []
 
     def second(request: Received) -> int:
-        asked.append(request)
-        return 422 if len(asked) == 2 else 200
+        requests.append(request)
+        return 422 if len(requests) == 2 else 200
 
     monkeypatch.setenv("OPENPIPE_API_KEY", "opk-open-sesame")
     with Receiver(second) as service:
         command.log_to({"_type": "openpipe", "base_url": f"{service.url}/api/v1"})
         assert command(("finetuning.num_epochs", "1")) == 0
-        assert (len(service.requests), len(asked)) == (11, 12)
+        assert (len(service.requests), len(requests)) == (11, 12)
     assert command.events("logger_stopped") == []
     cursor = json.loads((command.out / "loggers" / "openpipe.json").read_text())
     assert (cursor["refused"], cursor["lines"]) == (1, num_events(command))

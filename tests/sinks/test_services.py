@@ -168,7 +168,7 @@ def test_trackio_has_each_row_once_and_the_conversations(logged: Logged) -> None
 
 def spans(logged: Logged, first: int, last: int) -> list[dict[str, Any]]:
     """The spans of the requests in this range of numbers, attributes as a dict."""
-    found = []
+    results = []
     for name, body in logged.read["otlp"].items():
         kind, _, number = name.partition(".")
         if kind != "traces" or not first <= int(number) < last:
@@ -177,10 +177,10 @@ def spans(logged: Logged, first: int, last: int) -> list[dict[str, Any]]:
             for scope in resource["scopeSpans"]:
                 for span in scope["spans"]:
                     span["attributes"] = attributes(span["attributes"])
-                    found.append(
+                    results.append(
                         span | {"resource": attributes(resource["resource"]["attributes"])}
                     )
-    return found
+    return results
 
 
 def attributes(pairs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,13 +198,19 @@ def test_otlp_has_a_trace_for_each_rollout_with_gen_ai_attributes(logged: Logged
     assert len({span["spanId"] for span in calls}) == len(calls) // 2 == 24
     assert {span["traceId"] for span in calls} <= {span["traceId"] for span in roots}
     one = next(span for span in calls if span["attributes"]["gen_ai.response.id"] == "c1")
-    said = one["attributes"]
+    span_attributes = one["attributes"]
     assert (one["name"], one["kind"]) == ("chat agent", "SPAN_KIND_CLIENT")
     assert (one["startTimeUnixNano"], one["endTimeUnixNano"]) == ("101000000000", "101500000000")
-    assert (said["gen_ai.operation.name"], said["gen_ai.request.model"]) == ("chat", "agent")
-    assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == ("11", "3")
-    assert said["gen_ai.response.finish_reasons"] == [{"stringValue": "stop"}]
-    inputs = json.loads(said["gen_ai.input.messages"])
+    assert (span_attributes["gen_ai.operation.name"], span_attributes["gen_ai.request.model"]) == (
+        "chat",
+        "agent",
+    )
+    assert (
+        span_attributes["gen_ai.usage.input_tokens"],
+        span_attributes["gen_ai.usage.output_tokens"],
+    ) == ("11", "3")
+    assert span_attributes["gen_ai.response.finish_reasons"] == [{"stringValue": "stop"}]
+    inputs = json.loads(span_attributes["gen_ai.input.messages"])
     assert inputs[0] == {"role": "system", "parts": [{"type": "text", "content": "Check."}]}
     parent = next(span for span in roots if span["traceId"] == one["traceId"])
     assert one["parentSpanId"] == parent["spanId"]
@@ -310,13 +316,13 @@ print(sink.refused)
 def test_spans_are_sent_once_and_a_refused_metric_alone_is_skipped(
     packages: Path, kind: str, traces: int, refused: int
 ) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     def status(request: Received) -> int:
-        asked.append(request.path)
+        requests.append(request.path)
         if b"hone.bad" in request.body:
             return 400
-        return 404 if len(asked) == 1 else 200
+        return 404 if len(requests) == 1 else 200
 
     with Receiver(status) as service:
         command = [str(packages), "-P", "-c", BATCHES, kind, service.url]

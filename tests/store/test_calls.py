@@ -148,9 +148,9 @@ def test_logprobs_come_back_bit_for_bit(calls: CallStore, logprobs: list[float])
     call = Call(prompt_ids=[1], completion_ids=ids, logprobs=logprobs)
     name = f"call-{time.perf_counter_ns()}"
     calls.add([recorded(name, [1], ids, call=call)])
-    (found,) = calls.get([name])
-    assert found.call.logprobs is not None
-    assert struct.pack(f"{len(ids)}d", *found.call.logprobs) == struct.pack(
+    (stored,) = calls.get([name])
+    assert stored.call.logprobs is not None
+    assert struct.pack(f"{len(ids)}d", *stored.call.logprobs) == struct.pack(
         f"{len(ids)}d", *logprobs
     )
 
@@ -339,6 +339,6 @@ def test_pruning_any_calls_leaves_the_others_as_they_were(calls: CallStore) -> N
         refer(calls, "job", [c.id for c in [*made, fork] if c.id != gone.id])
         calls.prune(max_age_s=0, max_bytes=2**40)
         release(calls, "job")
-        kept = {c.id: c for c in [*made, fork] if c.id != gone.id}
-        assert {c.id: c for c in calls.rollout("r")} == kept
+        remaining = {c.id: c for c in [*made, fork] if c.id != gone.id}
+        assert {c.id: c for c in calls.rollout("r")} == remaining
         calls.add([gone])

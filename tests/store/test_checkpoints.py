@@ -58,9 +58,9 @@ def test_a_step_is_a_directory_that_says_what_it_holds(checkpoints: Checkpoints,
             "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
         ),
     }
-    found = Checkpoints(tmp_path)
-    assert found.newest(KEY) == found.get(KEY, 0) == written
-    assert found.list(KEY) == [written]
+    reopened = Checkpoints(tmp_path)
+    assert reopened.newest(KEY) == reopened.get(KEY, 0) == written
+    assert reopened.list(KEY) == [written]
 
 
 def test_what_cannot_be_filled_leaves_nothing(checkpoints: Checkpoints, four):
@@ -114,9 +114,9 @@ def lose_manifest(path: Path) -> None:
 
 
 def climb_out(path: Path) -> None:
-    said = json.loads((path / "manifest.json").read_text())
-    said["files"] = {"../0000/adapter_config.json": "44136f"}
-    (path / "manifest.json").write_text(json.dumps(said))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {"../0000/adapter_config.json": "44136f"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_a_corrupted_newest_is_reported_and_the_one_before_is_used(
     assert checkpoints.newest(KEY) == four[3]  # and is known to be good
     for broken in (3, 2):
         damage(four[broken].path)
-    found = Checkpoints(checkpoints.root) if restarted else checkpoints
+    reopened = Checkpoints(checkpoints.root) if restarted else checkpoints
     with pytest.raises(NotFound, match="step 3 of model 'default/agent' "):
-        found.get(KEY, 3)
+        reopened.get(KEY, 3)
     with caplog.at_level(logging.WARNING, "hone.server"):
-        assert found.newest(KEY) == four[1]
-    assert on_disk(found) == ["0000", "0001", "0002.corrupt", "0003.corrupt"]
-    said = [getattr(record, "fields", {}) for record in caplog.records]
-    assert [(f["step"], f["wrong"]) for f in said] == [(3, wrong), (2, wrong)]
-    assert steps(found) == [0, 1]
-    again = found.write(KEY, 3, filler("anew"))
-    assert found.newest(KEY) == again
+        assert reopened.newest(KEY) == four[1]
+    assert on_disk(reopened) == ["0000", "0001", "0002.corrupt", "0003.corrupt"]
+    lines = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [(f["step"], f["wrong"]) for f in lines] == [(3, wrong), (2, wrong)]
+    assert steps(reopened) == [0, 1]
+    again = reopened.write(KEY, 3, filler("anew"))
+    assert reopened.newest(KEY) == again
 
 
 def unreadable(path: Path) -> None:
@@ -200,8 +200,8 @@ def test_what_was_set_aside_as_corrupted_is_never_overwritten(checkpoints: Check
     aside = ["0003.corrupt", "0003.corrupt.2", "0003.corrupt.3"]
     assert on_disk(checkpoints)[-4:] == ["0003", *aside]
     parent = four[3].path.parent
-    kept = [(parent / name / "adapter_model.safetensors").read_text() for name in aside]
-    assert kept == ["first", "second", "third"]
+    contents = [(parent / name / "adapter_model.safetensors").read_text() for name in aside]
+    assert contents == ["first", "second", "third"]
     assert steps(checkpoints) == [0, 1, 2, 3]
 
 
@@ -314,12 +314,12 @@ def test_killed_at_any_point_there_is_the_old_step_or_the_new(
         env={**os.environ, "HONE_FAILPOINT": name},
     )
     assert dying.returncode == -9, name
-    found = Checkpoints(checkpoints.root)
-    newest, saved = found.newest(KEY), found.of_job(KEY, "job-4")
+    reopened = Checkpoints(checkpoints.root)
+    newest, saved = reopened.newest(KEY), reopened.of_job(KEY, "job-4")
     assert newest is not None
     assert newest.step == (4 if name == "checkpoint/after-promote" else 3)
     written = ("after-rename", "before-promote", "after-promote")
     assert (saved is not None) == (name.split("/")[1] in written)
-    again = found.promote(found.write(KEY, 5, filler("step 5"), proved=False))
-    assert found.newest(KEY) == again
-    assert not [p for p in on_disk(found) if p.startswith(".")]  # and what was half-done is gone
+    again = reopened.promote(reopened.write(KEY, 5, filler("step 5"), proved=False))
+    assert reopened.newest(KEY) == again
+    assert not [p for p in on_disk(reopened) if p.startswith(".")]  # and what was half-done is gone

@@ -58,15 +58,15 @@ def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, 
     config = TrainConfig(learning_rate=1 / 3, beta=0.1)
     job = add(queue, agent, config=config, counts={"matched": 2}, seed=5, calls=["call-1"])
     store = Store(tmp_path / "state.sqlite")  # as after a kill: the first one was never closed
-    found = JobStore(store)
-    assert found.get(job.id) == job
+    reopened = JobStore(store)
+    assert reopened.get(job.id) == job
     assert job.state == "queued" and job.config == config and job.model == "default/agent"
-    assert [g.model_dump() for g in unpack_groups(found.packed_groups(job.id))] == [
+    assert [g.model_dump() for g in unpack_groups(reopened.packed_groups(job.id))] == [
         g.model_dump() for g in groups()
     ]
     refs = [tuple(row) for row in store.query("SELECT job, call FROM call_refs")]
     assert refs == [(job.id, "call-1")]
-    assert [e.type for e in found.events(job.id)] == ["queued"]
+    assert [e.type for e in reopened.events(job.id)] == ["queued"]
     store.close()
 
 
@@ -80,8 +80,8 @@ def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
         counts={},
         request_sha256="a",
     )
-    (found,) = unpack_groups(queue.packed_groups(job.id))
-    logprobs = found.trajectories[0].calls[0].logprobs
+    (stored,) = unpack_groups(queue.packed_groups(job.id))
+    logprobs = stored.trajectories[0].calls[0].logprobs
     assert logprobs is not None and math.isnan(logprobs[0])  # for the learner to refuse
 
 
@@ -108,8 +108,8 @@ def test_moves_are_those_of_the_table(queue, agent, state: JobState, to: JobStat
     if to in NEXT.get(state, ()):
         moved = queue.move(job.id, to)
         assert moved.state == to == queue.get(job.id).state
-        told = [] if moved == job else [{"running": "started"}.get(to, to)]
-        assert types(queue, job) == [*before, *told]
+        events = [] if moved == job else [{"running": "started"}.get(to, to)]
+        assert types(queue, job) == [*before, *events]
         assert (moved.ended_at is not None) == (to in FINAL)
         assert (moved.started_at is not None) == ("running" in (state, to) and to != "queued")
     else:
@@ -145,12 +145,12 @@ def test_a_second_attempt_may_keep_its_pin(queue, agent):
 def test_the_events_of_an_end_say_what_came_of_it(queue, agent):
     done = reach(queue, add(queue, agent), "running")
     queue.move(done.id, "done", step=4, metrics={"learn/loss": 0.25}, reason=None)
-    said = {"step": 4, "metrics": {"learn/loss": 0.25}, "reason": None}
-    assert queue.events(done.id)[-1].data == said
+    expected = {"step": 4, "metrics": {"learn/loss": 0.25}, "reason": None}
+    assert queue.events(done.id)[-1].data == expected
     failed = reach(queue, add(queue, agent), "running")
     queue.move(failed.id, "failed", failure=NO_FAILURE)
-    said = {"failure": {"type": "X", "message": "y", "traceback": ""}}
-    assert queue.events(failed.id)[-1].data == said
+    expected = {"failure": {"type": "X", "message": "y", "traceback": ""}}
+    assert queue.events(failed.id)[-1].data == expected
     assert queue.get(failed.id).failure == NO_FAILURE
 
 
@@ -159,9 +159,9 @@ def test_cancelling(queue, agent):
     assert queue.request_cancel(queued.id).state == "cancelled"
     assert types(queue, queued) == ["queued", "cancelled"]
     running = reach(queue, add(queue, agent), "running")
-    asked = queue.request_cancel(running.id)
-    assert asked.state == "running" and asked.cancel_requested
-    assert queue.request_cancel(running.id) == asked  # again changes nothing
+    cancelling = queue.request_cancel(running.id)
+    assert cancelling.state == "running" and cancelling.cancel_requested
+    assert queue.request_cancel(running.id) == cancelling  # again changes nothing
     assert types(queue, running) == ["queued", "started", "cancelling"]
     done = reach(queue, add(queue, agent), "done")
     assert queue.request_cancel(done.id) == done
@@ -285,7 +285,7 @@ def test_an_id_that_a_crash_lost_is_not_used_again_when_the_clock_goes_back(
 
 def test_groups_of_ended_jobs_are_pruned_by_age_and_size(queue, agent):
     ended = [reach(queue, add(queue, agent), state) for state in ("done", "failed", "cancelled")]
-    kept = [reach(queue, add(queue, agent), state) for state in ("queued", "running")]
+    live = [reach(queue, add(queue, agent), state) for state in ("queued", "running")]
     size = len(queue._store.query("SELECT groups FROM jobs LIMIT 1")[0]["groups"])
     assert queue.prune(max_age_s=600, max_bytes=3 * size) == 0
     # The oldest of those that ended goes first; what is not over counts for nothing.
@@ -295,7 +295,7 @@ def test_groups_of_ended_jobs_are_pruned_by_age_and_size(queue, agent):
     assert len(unpack_groups(queue.packed_groups(ended[1].id))) == 1
     assert queue.prune(max_age_s=0, max_bytes=2**40) == 2
     assert queue.prune(max_age_s=0, max_bytes=0) == 0
-    for job in kept:
+    for job in live:
         assert [g.model_dump() for g in unpack_groups(queue.packed_groups(job.id))] == [
             g.model_dump() for g in groups()
         ]
@@ -338,12 +338,12 @@ def test_what_the_disk_does_not_take_counts_from_memory_and_is_written_later(
     store._writer.execute("PRAGMA query_only = OFF")
     queue.write_pending()
     opened = Store(tmp_path / "state.sqlite")  # as the next server finds it
-    found = JobStore(opened)
-    assert found.get(running.id) == back and found.get(waiting.id).state == "cancelled"
-    assert [e.model_dump() for e in found.events(running.id)] == [
+    reopened = JobStore(opened)
+    assert reopened.get(running.id) == back and reopened.get(waiting.id).state == "cancelled"
+    assert [e.model_dump() for e in reopened.events(running.id)] == [
         e.model_dump() for e in queue.events(running.id)
     ]
-    assert found.oldest("tiny") == back
+    assert reopened.oldest("tiny") == back
     opened.close()
 
 
@@ -368,9 +368,9 @@ def test_progress_is_told_at_once_and_never_written(queue, agent, store):
     for row in range(50):
         queue.progress(job.id, {"phase": "train", "row": row})
     assert store._writer.total_changes == before
-    told = queue.events(job.id)
-    assert [e.data["row"] for e in told[2:]] == list(range(50))
-    assert queue.events(job.id, after=told[-3].id) == told[-2:]
+    events = queue.events(job.id)
+    assert [e.data["row"] for e in events[2:]] == list(range(50))
+    assert queue.events(job.id, after=events[-3].id) == events[-2:]
     queue.move(job.id, "done")
     assert types(queue, job) == ["queued", "started", *["progress"] * 50, "done"]
     assert types(JobStore(store), job) == ["queued", "started", "done"]
@@ -381,10 +381,10 @@ def test_after_a_crash_no_id_that_was_told_is_used_again(queue, agent, store):
     for row in range(5):
         queue.progress(job.id, {"phase": "train", "row": row})
     seen = queue.events(job.id)[-1].id
-    found = JobStore(store)  # what was only in memory is gone
-    assert found.events(job.id)[-1].id < seen
-    found.recover(lambda job: False)
-    assert [e.type for e in found.events(job.id, after=seen)] == ["queued"]
+    reopened = JobStore(store)  # what was only in memory is gone
+    assert reopened.events(job.id)[-1].id < seen
+    reopened.recover(lambda job: False)
+    assert [e.type for e in reopened.events(job.id, after=seen)] == ["queued"]
 
 
 def test_events_are_bounded(agent, store):

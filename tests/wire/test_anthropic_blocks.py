@@ -180,10 +180,10 @@ def test_a_message_reads_as_a_chat_completion(reason: str | None, finish: str | 
         "usage": {"input_tokens": 3, "output_tokens": 2, "cache_read_input_tokens": 4},
     }
     called = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}
-    said = {"role": "assistant", "content": "a", "tool_calls": [called], "reasoning_content": "hm"}
+    reply = {"role": "assistant", "content": "a", "tool_calls": [called], "reasoning_content": "hm"}
     assert chat_completion(message) == {
         "id": "msg_1",
         "model": "claude",
-        "choices": [{"index": 0, "message": said, "finish_reason": finish}],
+        "choices": [{"index": 0, "message": reply, "finish_reason": finish}],
         "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9},
     }

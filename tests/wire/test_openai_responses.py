@@ -110,8 +110,8 @@ def test_calls_of_one_answer_are_one_message_also_between_their_outputs() -> Non
 
     def calls(items: list[dict[str, Any]]) -> list[list[str]]:
         """The ids of the calls of each assistant message."""
-        said = [m for m in read_input(items) if m["role"] == "assistant"]
-        return [[c["id"] for c in message["tool_calls"]] for message in said]
+        answers = [m for m in read_input(items) if m["role"] == "assistant"]
+        return [[c["id"] for c in message["tool_calls"]] for message in answers]
 
     ids = ItemIds("call-ab")
     first, second = call(ids.function_call(0), 0), call(ids.function_call(1), 1)

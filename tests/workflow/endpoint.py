@@ -47,23 +47,23 @@ class Endpoint:
 
     def __init__(self, *replies: Reply) -> None:
         self.replies = list(replies)
-        self.asked: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.app = FastAPI()
         self.app.post("/{path:path}")(self._answer)
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        return [body for _, body in self.asked]
+        return [body for _, body in self.requests]
 
     def header(self, name: str) -> list[str | None]:
-        return [headers.get(name.lower()) for headers, _ in self.asked]
+        return [headers.get(name.lower()) for headers, _ in self.requests]
 
     def reply_to(self, body: dict[str, Any]) -> Reply:
         return self.replies.pop(0) if self.replies else Reply()
 
     async def _answer(self, request: Request, path: str) -> Response:
         body = await request.json()
-        self.asked.append((dict(request.headers), body))
+        self.requests.append((dict(request.headers), body))
         reply = self.reply_to(body)
         if reply.gate is not None:
             await reply.gate.wait()

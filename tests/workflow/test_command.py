@@ -201,21 +201,21 @@ def test_a_directory_that_the_program_made_unreadable_is_removed():
     done = subprocess.run(
         [*PYTHON, CLOSED, str(Path(command.__file__).parent)], capture_output=True, text=True
     )
-    place, _, said = done.stdout.partition("\n")
+    place, _, rest = done.stdout.partition("\n")
     shutil.rmtree(place, ignore_errors=True)
-    assert said.split() == ["False", "0o500"], done.stderr
+    assert rest.split() == ["False", "0o500"], done.stderr
 
 
-@pytest.mark.parametrize(("keep", "kept"), [("never", 0), ("failed", 1), ("always", 2)])
+@pytest.mark.parametrize(("keep", "remaining"), [("never", 0), ("failed", 1), ("always", 2)])
 async def test_working_directories_can_be_kept(
-    tmp_path: Path, nothing_is_left: Path, keep: str, kept: int
+    tmp_path: Path, nothing_is_left: Path, keep: str, remaining: int
 ):
     workflow = {"command": ["sh", "-c", "echo $0 > note; exit $0", "{input}"], "keep_workdir": keep}
     assert (await result_of(tmp_path, workflow, "0")).failure is None
     failed = await result_of(tmp_path, workflow, "4")
     places = sorted(nothing_is_left.iterdir())
-    assert len(places) == kept
-    if kept:
+    assert len(places) == remaining
+    if remaining:
         assert failed.failure is not None
         place = failed.failure.failure.message.rpartition(" ")[2]
         assert (Path(place) / "note").read_text() == "4\n"

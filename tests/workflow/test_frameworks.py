@@ -33,7 +33,7 @@ class Model(Endpoint):
     def seen(self, name: str) -> dict[str, list[str | None]]:
         """The function paths of the requests that carry the question of each rollout."""
         paths: dict[str, list[str | None]] = {}
-        for headers, body in self.asked:
+        for headers, body in self.requests:
             question = re.search(rf"{name} [01]", json.dumps(body["messages"]))
             if question:
                 rollout = headers.get(ROLLOUT_HEADER.lower(), "")

@@ -95,7 +95,7 @@ async def test_no_pool_on_this_side_limits_the_rollouts():
     async with serving(endpoint) as url:
         llm = LLM(base_url=url, model="m")
         calls = [asyncio.create_task(llm.chat(ASK)) for _ in range(together)]
-        while len(endpoint.asked) < together:
+        while len(endpoint.requests) < together:
             await asyncio.sleep(0.01)
         gate.set()
         await asyncio.gather(*calls)
@@ -278,13 +278,13 @@ async def test_a_conversation_goes_on_with_the_messages_that_were_answered():
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     async with serving(endpoint) as url:
         llm = LLM(base_url=url, model="m", api_type="responses", max_retries=0, params={"top_k": 3})
-        asked = (await llm.chat(ASK, extra_body=None)).choices[0].message
+        message = (await llm.chat(ASK, extra_body=None)).choices[0].message
         answer = {
             "role": "tool",
             "tool_call_id": "t0",
             "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
         }
-        again = await llm.chat([*ASK, asked, answer], extra_body={"min_p": 0.1})
+        again = await llm.chat([*ASK, message, answer], extra_body={"min_p": 0.1})
         assert again.choices[0].message.content == "done"
         _, body = endpoint.bodies
         assert (body["top_k"], body["min_p"]) == (3, 0.1)

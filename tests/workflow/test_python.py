@@ -75,9 +75,9 @@ AGENT = """
 import hone
 
 async def agent(input, llm, functions, greeting, loud=False):
-    found = await functions["search"]({"query": input, "limit": 2})
-    answer = await llm.chat([{"role": "user", "content": f"{greeting} {found}"}], top_p=0.5)
-    hone.step("found", value=len(found))
+    results = await functions["search"]({"query": input, "limit": 2})
+    answer = await llm.chat([{"role": "user", "content": f"{greeting} {results}"}], top_p=0.5)
+    hone.step("found", value=len(results))
     return answer.choices[0].message.content
 
 def search(query: str, limit: int, factor: int) -> list:

@@ -149,7 +149,7 @@ async def test_an_agent_that_will_not_stop_is_left_and_its_calls_refused(
         await run_rollout(Function.of("w", lambda x: time.sleep(1)), "x")
         await asyncio.wait_for(ended.wait(), 20)
         await llm.close()
-    assert len(endpoint.asked) == 1
+    assert len(endpoint.requests) == 1
 
 
 async def test_a_thread_that_runs_on_is_left_and_its_calls_refused():
@@ -172,7 +172,7 @@ async def test_a_thread_that_runs_on_is_left_and_its_calls_refused():
         assert await asyncio.to_thread(refused.wait, 20)
         await llm.close()
     assert why(result) == ("policy", "timeout")
-    assert len(endpoint.asked) == len(result.calls) == 1
+    assert len(endpoint.requests) == len(result.calls) == 1
 
 
 async def test_cancelling_a_rollout_cancels_the_agent():

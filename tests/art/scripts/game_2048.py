@@ -70,12 +70,12 @@ async def rollout(model: art.Model, scenario: int, turns: int = 3) -> art.Trajec
             )
             choice = completion.choices[0]
             trajectory.messages_and_choices.append(choice)
-            said = choice.message.content or ""
-            words = re.findall("|".join(MOVES), said.lower())
-            board = play(board, words[0] if words else MOVES[len(said) % 4])
+            text = choice.message.content or ""
+            words = re.findall("|".join(MOVES), text.lower())
+            board = play(board, words[0] if words else MOVES[len(text) % 4])
             add_tile(board, rng)
             # A random model never names a move: how long it talks decides it, and the reward.
-            trajectory.reward += len(said) / 10
+            trajectory.reward += len(text) / 10
     trajectory.metrics["max_value"] = max(map(max, board))
     return trajectory.finish()
 

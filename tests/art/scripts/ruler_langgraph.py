@@ -26,8 +26,8 @@ def look_up(city: str) -> str:
 
 async def rollout(model: art.Model, question: str) -> art.Trajectory:
     agent = create_react_agent(init_chat_model(model.name, max_tokens=4), [look_up])
-    asked = {"messages": [("system", "Be brief."), ("user", question)]}
-    await agent.ainvoke(asked, config={"recursion_limit": 10})
+    request = {"messages": [("system", "Be brief."), ("user", question)]}
+    await agent.ainvoke(request, config={"recursion_limit": 10})
     return art.Trajectory(reward=0, metadata={"question": question})
 
 
