@@ -27,9 +27,14 @@ class Received:
 class Receiver:
     """Listens until it is closed; `status` says how a request is answered."""
 
-    def __init__(self, status: Callable[[Received], int] = lambda request: 200) -> None:
+    def __init__(
+        self,
+        status: Callable[[Received], int] = lambda request: 200,
+        answer: Callable[[Received], dict[str, Any]] = lambda request: {"message": "Accepted"},
+    ) -> None:
         self.requests: list[Received] = []
         self.status = status
+        self.answer = answer
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,7 +49,7 @@ class Receiver:
                 status = receiver.status(request)
                 if status == 200:
                     receiver.requests.append(request)
-                answer = b'{"message": "Accepted"}'
+                answer = json.dumps(receiver.answer(request)).encode()
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(answer)))

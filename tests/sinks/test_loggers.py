@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import pytest
 from tests.environments import ROOT
 from tests.finetune.command import Parts, rising
@@ -237,6 +238,8 @@ def test_openpipe_logs_every_call_with_its_reward(
     failed: list[Received] = []
 
     def once(request: Received) -> int:
+        if not request.path.endswith("/report"):
+            return 200
         failed.append(request)
         return 503 if len(failed) == 2 else 200
 
@@ -261,12 +264,43 @@ def test_openpipe_logs_every_call_with_its_reward(
     assert Counter(m["hone.reward"] for m in metadata) == {"0.1": 6, "0.30000000000000004": 6}
 
 
+def test_openpipe_has_each_call_once_if_its_logger_is_killed(
+    command: LoggedCommand, monkeypatch: pytest.MonkeyPatch
+):
+    """Killed after the fifth call arrived, the second of its rollout, and before it was answered."""
+
+    def kill(request: Received) -> int:
+        if request.path.endswith("/report") and len(service.at("/api/v1/report")) == 4:
+            (worker,) = psutil.Process().children()
+            worker.kill()
+        return 200
+
+    def count(request: Received) -> dict[str, Any]:
+        if not request.path.endswith("/update-metadata"):
+            return {}
+        sought = [(one["field"], one["equals"]) for one in request.json["filters"]]
+        logs = [one.json["reqPayload"]["metadata"] for one in service.at("/api/v1/report")]
+        matched = [m for m in logs if all(m[f.partition(".")[2]] == v for f, v in sought)]
+        return {"matchedLogs": len(matched)}
+
+    monkeypatch.setenv("OPENPIPE_API_KEY", "opk-open-sesame")
+    with Receiver(kill, count) as service:
+        command.log_to({"_type": "openpipe", "base_url": f"{service.url}/api/v1"})
+        assert command(("finetuning.num_epochs", "1")) == 0
+        assert len(service.at("/api/v1/report")) == 5
+        assert command(("finetuning.num_epochs", "1")) == 0
+        calls = [one.json["reqPayload"]["metadata"] for one in service.at("/api/v1/report")]
+    assert len({(m["hone.rollout"], m["hone.call"]) for m in calls}) == len(calls) == 12
+
+
 def test_a_call_that_openpipe_refuses_for_good_is_skipped_and_counted(
     command: LoggedCommand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     requests: list[Received] = []
 
     def second(request: Received) -> int:
+        if not request.path.endswith("/report"):
+            return 200
         requests.append(request)
         return 422 if len(requests) == 2 else 200
 
@@ -274,7 +308,7 @@ def test_a_call_that_openpipe_refuses_for_good_is_skipped_and_counted(
     with Receiver(second) as service:
         command.log_to({"_type": "openpipe", "base_url": f"{service.url}/api/v1"})
         assert command(("finetuning.num_epochs", "1")) == 0
-        assert (len(service.requests), len(requests)) == (11, 12)
+        assert (len(service.at("/api/v1/report")), len(requests)) == (11, 12)
     assert command.events("logger_stopped") == []
     cursor = json.loads((command.out / "loggers" / "openpipe.json").read_text())
     assert (cursor["refused"], cursor["lines"]) == (1, num_events(command))

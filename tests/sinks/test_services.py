@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,27 @@ class Logged:
     read: dict[str, Any]
 
 
+SHOW = """
+import sys, trackio
+*_, url = trackio.show(open_browser=False, block_thread=False, host="127.0.0.1")
+print("ready", url, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def trackio_server(python: Path, place: Path) -> Iterator[str]:
+    """A server of Trackio; its URL with the token."""
+    env = os.environ | {"TRACKIO_DIR": str(place)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([str(python), "-c", SHOW], env=env, **pipes) as process:
+        assert process.stdout is not None and process.stdin is not None
+        url = next(line.split()[1] for line in process.stdout if line.startswith("ready "))
+        yield url
+        process.stdin.close()
+        process.terminate()
+
+
 def interrupting(epoch: int, example: str, generation: int) -> float:
     if (epoch, example, generation) == (1, "b", 0):
         signal.raise_signal(signal.SIGINT)
@@ -59,6 +81,7 @@ def logged(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         pytest.MonkeyPatch.context() as patch,
         Receiver() as otel,
         Receiver() as langfuse,
+        trackio_server(packages, place / "trackio-server") as tracking,
     ):
         patch.chdir(place)
         patch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
@@ -72,6 +95,7 @@ def logged(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             python | {"_type": "tensorboard"},
             python | {"_type": "mlflow", "tracking_uri": "sqlite:///ml.db", "adapters": "last"},
             python | {"_type": "trackio", "project": "tracked"},
+            python | {"_type": "trackio", "project": "tracked", "server_url": tracking},
             python | {"_type": "otel", "endpoint": otel.url, "content": True},
             python | {"_type": "langfuse", "base_url": langfuse.url, "public_key": "pk-lf-1"},
         )
@@ -145,8 +169,9 @@ def test_mlflow_has_one_run_with_each_value_once_and_the_last_adapter(logged: Lo
     assert weights.read_text() == "weights 2"
 
 
-def test_trackio_has_each_row_once_and_the_conversations(logged: Logged) -> None:
-    with sqlite3.connect(logged.place / "trackio" / "tracked.db") as database:
+@pytest.mark.parametrize("place", ["trackio", "trackio-server"])
+def test_trackio_has_each_row_once_and_the_conversations(logged: Logged, place: str) -> None:
+    with sqlite3.connect(logged.place / place / "tracked.db") as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
         traces = database.execute("SELECT key, step, messages, metadata FROM traces").fetchall()
     database.close()

@@ -120,7 +120,8 @@ class Sink:
     """Whether `table` is called."""
     holds: int | None = None
     """Lines of events.jsonl that the sink is known to hold; None if only the cursor knows."""
-
+    flush_events: int = 64
+    """Events after which it is flushed at the latest, and the cursor saved."""
     adapters: Literal["none", "last", "all"] = "none"
     """Which adapters are sent: none, those of the end of the run, or that of every step. One that
     turns out to be the best is sent again, as such."""

@@ -3,8 +3,9 @@
 In:   Rollouts
 Out:  POST /report for each call, with the rollout's reward in its metadata
 
-The API takes no id from the client: a process that is killed between a request and the next flush
-sends these calls again. The metadata has the id of each call.
+The API takes no id from the client, so a process that is killed between a request and the next flush
+would send these calls again. The cursor is saved after every rollout, and the calls of the first one
+of a session are looked up by their metadata: POST /logs/update-metadata says how many logs match.
 """
 
 import os
@@ -41,6 +42,7 @@ class OpenPipeSink(Sink):
     """Reports calls."""
 
     reads_rollouts = True
+    flush_events = 1
 
     def __init__(self, config: OpenPipeConfig, run: Run) -> None:
         base = config.base_url or os.environ.get("OPENPIPE_BASE_URL") or API
@@ -51,17 +53,33 @@ class OpenPipeSink(Sink):
         )
         self._sent: set[tuple[str, int]] = set()
         """Calls of the rollout that is being sent, by rollout and index."""
+        self._is_first = True
+        """No rollout was sent in this session: an earlier one may have sent the next."""
 
     def rollout(self, rollout: Rollout) -> None:
         for index, (call, messages, reply) in enumerate(rollout.conversations()):
             key = rollout.rollout, index
-            if key not in self._sent:  # else the request of a later call failed
-                self._post(self._report(rollout, index, call, messages, reply))
-                self._sent.add(key)
+            if key in self._sent:
+                continue  # the request of a later call failed
+            report = self._report(rollout, index, call, messages, reply)
+            if not (self._is_first and self._has(report["reqPayload"]["metadata"])):
+                self._post(report)
+            self._sent.add(key)
         self._sent.clear()
+        self._is_first = False
 
     def close(self) -> None:
         self._client.close()
+
+    def _has(self, metadata: dict[str, str]) -> bool:
+        """Whether the log has this call. Its metadata is set to what it is; nothing changes."""
+        ids = {name: metadata[name] for name in ("hone.rollout", "hone.call")}
+        filters = [{"field": f"metadata.{name}", "equals": value} for name, value in ids.items()]
+        sought = {"filters": filters, "metadata": ids}
+        answer = self._client.post("/logs/update-metadata", json=sought)
+        if answer.is_client_error:  # a service without this route
+            return False
+        return answer.raise_for_status().json().get("matchedLogs", 0) > 0
 
     def _post(self, report: dict[str, Any]) -> None:
         """Send a call; one that is refused for good is skipped, and the rollout's others are sent."""

@@ -4,7 +4,7 @@ In:   Points, tables of rollouts
 Out:  a run in Trackio's database, or at a Space or server of Trackio
 
 The run is closed at every flush, because only that waits until everything is written, and continued
-afterwards. Rows that the run has already are not written again.
+afterwards. Rows that the run has already, here or at the server, are not written again.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -17,6 +17,8 @@ from hone.sinks.base import Point, RoundTable, Run, Sink
 
 Row = tuple[int, frozenset[tuple[str, float]]]
 """Step and values of a row."""
+MAX_ROWS = 10_000
+"""Rows of a run that a server of Trackio returns at most; of more it returns a sample."""
 
 
 class TrackioConfig(LoggerBaseConfig, name="trackio"):
@@ -101,13 +103,27 @@ class TrackioSink(Sink):
         return self._open
 
     def _written(self) -> set[Row]:
-        """The rows of earlier sessions; those of a database on this machine."""
-        from trackio.sqlite_storage import SQLiteStorage
+        """The rows of earlier sessions."""
+        return {(row.pop("step"), frozenset(_numbers(row))) for row in self._read_back()}
 
-        if self._config.space_id or self._config.server_url:
-            return set()
-        rows = SQLiteStorage.get_logs(self._project, self._name)
-        return {(row.pop("step"), frozenset(_numbers(row))) for row in rows}
+    def _read_back(self) -> list[dict[str, Any]]:
+        from trackio.sqlite_storage import SQLiteStorage
+        from trackio.utils import resolve_space_id_and_server_url
+
+        given = self._config.space_id, self._config.server_url
+        space, server = resolve_space_id_and_server_url(*given)  # or as the environment says
+        if space is None and server is None:
+            return SQLiteStorage.get_logs(self._project, self._name)
+        from huggingface_hub import get_token, repo_exists
+        from trackio.remote_client import RemoteClient
+
+        if space is not None and not repo_exists(space, repo_type="space"):
+            return []  # the first session creates it
+        token = None if space is None else get_token()
+        client = RemoteClient(space or server, hf_token=token, verbose=False)
+        runs = [{"run": self._name}]
+        (read,) = client.predict(self._project, runs, MAX_ROWS, api_name="/get_logs_batch")
+        return read["logs"]
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

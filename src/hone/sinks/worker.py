@@ -39,8 +39,6 @@ from hone.sinks.refusals import is_refusal
 
 FOLDER = "loggers"
 """Folder in the run directory."""
-FLUSH_EVENTS = 64
-"""Events after which the sink is flushed at the latest."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 """Between two tries."""
 NICENESS = 5
@@ -167,7 +165,7 @@ class Worker:
         for deliveries in feed.read(ending=ending):
             for deliver in deliveries:
                 self._try(partial(_deliver, deliver, sink))
-            if feed.line >= self.cursor.lines + FLUSH_EVENTS:
+            if feed.line >= self.cursor.lines + sink.flush_events:
                 self._flush(feed, sink)
         if feed.line > self.cursor.lines or self.cursor.error:
             self._flush(feed, sink)
