@@ -23,6 +23,7 @@ from hone.capture.scope import outside_rollouts
 from hone.errors import RolloutError
 from hone.trajectory import Messages, Tools
 from hone.wire.json import objects_in
+from hone.wire.openai_chat import content_text
 from hone.workflow.llm import LLM
 
 log = logging.getLogger("hone")
@@ -144,7 +145,7 @@ def _shown(messages: Messages) -> list[str]:
 
     lines = []
     for message in messages:
-        shown = {"role": message["role"], "content": _text(message.get("content"))}
+        shown = {"role": message["role"], "content": content_text(message.get("content"))}
         more = {key: message[key] for key in ("name", "reasoning_content") if message.get(key)}
         if message.get("tool_calls"):
             more["tool_calls"] = [
@@ -159,14 +160,6 @@ def _shown(messages: Messages) -> list[str]:
 def _function(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     return {"name": function.get("name"), "arguments": function.get("arguments")}
-
-
-def _text(content: Any) -> Any:
-    """Content as text; parts that are no text, such as images, are named only."""
-    if not isinstance(content, list):
-        return content or ""
-    parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
-    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
 
 
 def _schema(ids: Sequence[str]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_killed_while_a_job_trains_it_comes_to_the_same_end(
     environment: dict[str, str], tmp_path: Path, trainer: str
 ):
     whole = prepared(tmp_path / "whole", environment, trainer)
-    assert whole.run() == 0, whole.said[-1]
+    assert whole.run() == 0, whole.outputs[-1]
 
     killed = prepared(tmp_path / "killed", environment, trainer)
     process = killed.start()
@@ -102,11 +102,11 @@ def test_killed_while_a_job_trains_it_comes_to_the_same_end(
     everything = psutil.Process(process.pid).children(recursive=True)  # the server and its learner
     for one in (*everything, psutil.Process(process.pid)):
         one.send_signal(signal.SIGKILL)
-    assert killed.finish(process) == -signal.SIGKILL, killed.said[-1]
+    assert killed.finish(process) == -signal.SIGKILL, killed.outputs[-1]
     (submitted,) = killed.events("job_submitted")
     assert not killed.events("job_done"), "it was killed too late"
 
-    assert killed.run() == 0, killed.said[-1]
+    assert killed.run() == 0, killed.outputs[-1]
     done = killed.events("job_done")
     assert [event["step"] for event in done] == [1, 2]
     assert done[0]["job"] == submitted["job"], "the same job, not another one"
@@ -116,5 +116,5 @@ def test_killed_while_a_job_trains_it_comes_to_the_same_end(
         for run in (whole, killed)
     ]
     assert metrics[0] == metrics[1]
-    assert killed.run() == 0, killed.said[-1]  # a finished run trains nothing
+    assert killed.run() == 0, killed.outputs[-1]  # a finished run trains nothing
     assert checkpoints(killed) == checkpoints(whole)

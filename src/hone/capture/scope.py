@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Token
 from dataclasses import replace
 from typing import Any, Self
@@ -169,13 +169,10 @@ def within(function: str) -> Iterator[None]:
         return
     scope = scope.at_caller()
     path = f"{scope.function}.{function}" if scope.function else check_function(function)
-    token = open_scope.set(replace(scope, function=check_function(shortened(path)), caller=None))
-    if scope.recorder is not None:
-        Branch.here(scope.recorder.trunk)  # before it starts tasks, which become its children
-    try:
+    with _inside(replace(scope, function=check_function(shortened(path)), caller=None)):
+        if scope.recorder is not None:
+            Branch.here(scope.recorder.trunk)  # before it starts tasks, which become its children
         yield
-    finally:
-        open_scope.reset(token)
 
 
 @contextmanager
@@ -185,20 +182,18 @@ def called_by(caller: Callable[[], str]) -> Iterator[None]:
     For adapters of frameworks: the framework knows which of its nodes or agents runs.
     """
     scope = open_scope.get()
-    if scope is None:
+    with nullcontext() if scope is None else _inside(replace(scope, caller=caller)):
         yield
-        return
-    token = open_scope.set(replace(scope, caller=caller))
-    try:
-        yield
-    finally:
-        open_scope.reset(token)
+
+
+def not_captured() -> AbstractContextManager[None]:
+    """Requests inside are neither marked nor recorded, whatever their path."""
+    return _inside(None)
 
 
 @contextmanager
-def not_captured() -> Iterator[None]:
-    """Requests inside are neither marked nor recorded, whatever their path."""
-    token = open_scope.set(None)
+def _inside(scope: Scope | None) -> Iterator[None]:
+    token = open_scope.set(scope)
     try:
         yield
     finally:

@@ -248,7 +248,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             result = await self.run_item(item, rollout, self._reward_name, group)
             record = record_of(
                 result,
-                rollout=result.rollout.id if result.rollout else rollout,
+                rollout=rollout,
                 split="train",
                 epoch=at.epoch,
                 round=at.round,

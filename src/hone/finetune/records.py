@@ -33,7 +33,10 @@ def record_of(
     reward_name: str | None,
     with_calls: bool = False,
 ) -> RolloutRecord:
-    """The record of a finished rollout; a failed one has no reward."""
+    """The record of a finished rollout; a failed one has no reward.
+
+    `rollout` is the id of a rollout that never ran.
+    """
     item, ran = result.item, result.rollout
     calls: tuple[SeenCall, ...] = () if ran is None else ran.calls
     failure = _failure(result, reward_name)
@@ -44,7 +47,7 @@ def record_of(
         split=split,
         example=item.id,
         generation=generation,
-        rollout=rollout,
+        rollout=rollout if ran is None else ran.id,
         reward=None if failure is not None or score is None else score.value,
         scores={name: one.value for name, one in result.scores.items()},
         failure=failure,

@@ -139,7 +139,7 @@ class Validator:
                 )
             record = record_of(
                 result,
-                rollout=result.rollout.id if result.rollout else rollout,
+                rollout=rollout,
                 split=split,
                 epoch=epoch,
                 generation=rep,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import hone
 from hone.errors import ConfigError
 from hone.interchange.base import Conversation, ExportedRollout, Message, number_or_none
+from hone.wire.openai_chat import content_text
 
 if TYPE_CHECKING:
     from hone.types import RecordedCall
@@ -85,7 +86,7 @@ def _steps(conversation: Conversation) -> list[dict[str, Any]]:
 
 def _step(message: Message) -> dict[str, Any]:
     source = _SOURCE.get(message["role"], "user")
-    step: dict[str, Any] = {"source": source, "message": _text(message.get("content"))}
+    step: dict[str, Any] = {"source": source, "message": content_text(message.get("content"))}
     ours = {key: value for key, value in message.items() if key not in _FIELDS}
     if _SOURCE.get(message["role"]) is None or message["role"] == "developer":
         ours["role"] = message["role"]
@@ -116,7 +117,10 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(message: Message) -> dict[str, Any]:
-    result = {"source_call_id": message["tool_call_id"], "content": _text(message.get("content"))}
+    result = {
+        "source_call_id": message["tool_call_id"],
+        "content": content_text(message.get("content")),
+    }
     known = {"role", "content", "tool_call_id"}
     ours = {key: value for key, value in message.items() if key not in known}
     if isinstance(message.get("content"), list):
@@ -139,14 +143,6 @@ def _metrics(call: "RecordedCall") -> dict[str, Any]:
         },
     }
     return metrics | ({"logprobs": sampled.logprobs} if sampled.logprobs is not None else {})
-
-
-def _text(content: Any) -> str:
-    """Content as text; parts that are no text, such as images, are named only."""
-    if not isinstance(content, list):
-        return content or ""
-    parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
-    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
 
 
 # ---- reading ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Keys that are known and not supported yet pass only with the value that asks for
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -316,6 +316,14 @@ class _Tool(BaseModel):
 
 TOOLS = TypeAdapter(list[_Tool])
 """Checks the tools of a request: each has a function with a name; the rest is for the model."""
+
+
+def content_text(content: Any) -> Any:
+    """The content of a message as text; parts that are no text, such as images, are named only."""
+    if not isinstance(content, list):
+        return content or ""
+    parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
+    return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
 
 
 def assistant_message(
