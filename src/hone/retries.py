@@ -24,7 +24,7 @@ log = logging.getLogger("hone")
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float, factor: float = 2.0) -> float:
-    """How long to wait after so many consecutive failures, from 1."""
+    """Seconds to wait after this many consecutive failures."""
     return min(longest_s, first_s * factor ** min(failures - 1, 30))
 
 
@@ -40,7 +40,7 @@ def retry(
     Args:
         max_attempts: number of calls; the last failure is raised.
         delay: seconds before the second call.
-        backoff_factor: each later pause is so many times longer.
+        backoff_factor: factor by which each later pause is longer.
         exceptions: the exceptions that are retried.
         on_retry: called with the failure and the number of the call that failed, from 1.
     """

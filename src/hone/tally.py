@@ -4,7 +4,7 @@ In:   awaitables of trajectories
 Out:  their results in the order given; an exception in place of each one that failed
 
 When more fail than the limit allows, the last failure is raised after everything that still runs
-was cancelled and awaited: nothing goes on sampling after the call has ended.
+was cancelled and awaited: no rollout keeps sampling after the call has returned.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Tally:
         check_budget(self.errors, self.total, self.allowed)
 
     def advance(self) -> None:
-        """One more rollout has ended."""
+        """Count a rollout that has ended."""
         self.ended += 1
         self.bar.update(done=self.ended, note=self._note())
 
@@ -179,14 +179,14 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def discard(item: Any) -> None:
-    """Close coroutines that will never be awaited, so that nobody is warned of them."""
+    """Close coroutines that will never be awaited, so that Python does not warn about them."""
     for rollout in item.take_unfinished() if isinstance(item, Unfinished) else [item]:
         if inspect.iscoroutine(rollout):
             rollout.close()
 
 
 def _tokens(item: Any) -> int | None:
-    """Sampled tokens of a choice; None for a message, and where the choice does not tell."""
+    """Sampled tokens of a choice; None for a message, or if the choice does not say."""
 
     def of(value: Any, name: str) -> Any:
         return value.get(name) if isinstance(value, dict) else getattr(value, name, None)

@@ -3,9 +3,9 @@
 In:   method, path and body; the server's address and key
 Out:  JSON, or the exception that the server raised; every event of a job once
 
-Every request may be sent twice, so one whose answer was lost is sent again: a job carries an
-idempotency key, and the server returns the job it made. A wait follows the job's events and resumes
-after the last one seen when the connection breaks; nothing polls.
+Requests are idempotent, so one whose response was lost is sent again: a job has an idempotency key,
+and the server returns the job that exists. A wait follows the job's events and resumes after the
+last one seen when the connection breaks; nothing polls.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from hone.types import FieldError, JobEvent
 log = logging.getLogger("hone")
 
 FIRST_S = 5.0
-"""Patience with a server that has never answered: the address may be wrong."""
+"""Time to wait for a server that has never answered: the address may be wrong."""
 CONNECT_S = 10.0
 ANSWER_S = 120.0
 SILENCE_S = 60.0
-"""A silent event stream is opened again after so long; the server sends a comment every 15 s."""
+"""Time without data after which an event stream is reopened; there is a comment every 15 s."""
 FINAL = frozenset({"done", "failed", "cancelled"})
 """Types of a job's last event."""
 LONGEST_PAUSE_S = 5.0
-"""Between two attempts."""
+"""Pause between two attempts."""
 _RETRIED = frozenset({429, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
 
@@ -73,13 +73,13 @@ class Server:
         self.patience_s = patience_s
         self._answered = False
         self._warned = False
-        """It is unreachable, and the log says so."""
+        """Whether the log says already that the server is unreachable."""
 
     async def connect(self) -> None:
         """Called before every request: a subclass may start the server here."""
 
     def lost(self) -> HoneError | None:
-        """Why another attempt is pointless; None while it is not."""
+        """Why a retry is pointless; None if it is not."""
         return None
 
     @property
@@ -160,18 +160,19 @@ class Server:
         patience_s: float,
         at_least_s: float = 0.0,
     ) -> None:
-        """Wait before the next attempt; raises the failure when there is no point in another."""
+        """Wait before the next attempt; raises the failure if a retry is pointless."""
         outage.failures += 1
         pause_s = max(at_least_s, backoff_s(outage.failures, 0.1, LONGEST_PAUSE_S))
         if failure is not None:
             outage.since = outage.since or time.monotonic()
-            gone = self.lost()  # asked now: a process that was killed ends after its connections
+            # Only now: the connections of a killed process end before the process does.
+            gone = self.lost()
             if gone or time.monotonic() + pause_s > outage.since + patience_s:
                 raise gone or failure from None
         await asyncio.sleep(pause_s)
 
     def _warn(self, error: Exception) -> None:
-        """Log once per outage that this client waits, so that nobody takes the wait for a hang."""
+        """Log once per outage that the client waits, so that it does not look like a hang."""
         if not self._warned and self.lost() is None:
             self._warned = True
             log.warning("%s Waiting up to %g s for it to come back.", error, self.patience_s)
@@ -205,7 +206,7 @@ def _checked_url(base_url: str) -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"base_url {base_url!r}: expected http://HOST:PORT")
     url = base_url.rstrip("/").removesuffix("/v1")
-    # 0.0.0.0 is where one listens, not where one calls.
+    # 0.0.0.0 is an address to listen on, not to connect to.
     return url.replace("//0.0.0.0", "//127.0.0.1", 1)
 
 

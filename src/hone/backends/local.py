@@ -56,13 +56,13 @@ class LocalBackend(RemoteBackend):
         """Starts nothing yet; the first use does, or entering it as a context manager.
 
         Args:
-            path: where the server keeps its state (`hone serve --root`), by default `.hone`; started
-                again on the same path, it goes on with the jobs it had.
-            in_process: show the server's output in this program, as a notebook wants it. ART loads
+            path: where the server keeps its state (`hone serve --root`), by default `.hone`; a
+                server started there again continues its jobs.
+            in_process: show the server's output in this program, for notebooks. ART loads
                 its trainer into the program for that; this server stays a process of its own.
             gpu_cost_per_hour_usd: of ART; refused, because hone counts no costs.
-            api_key: one that clients must send, if others on this machine are not to be trusted;
-                by default $HONE_API_KEY.
+            api_key: key that clients must send, for machines with untrusted users; by default
+                $HONE_API_KEY.
             log_level: debug, info, warning or error.
             share: use the server that another process runs on this path, if there is one.
             settings: further options of `hone serve` by name, such as {"engine": "vllm"}.
@@ -211,8 +211,8 @@ class LocalBackend(RemoteBackend):
                     stderr=subprocess.STDOUT,
                     pass_fds=(tell,),
                     env={**os.environ, **owned, **key},
-                    # Ctrl-C is for the program; it then closes the server, which must not be
-                    # half-way down already.
+                    # Ctrl-C goes to the program, which then closes the server; it must not be
+                    # stopping already.
                     start_new_session=True,
                 )
         except OSError:

@@ -3,9 +3,9 @@
 In:   models and groups; the server's address and key
 Out:  the step that was published; every error of the server as an exception
 
-A job has an id as soon as `submit` returns, and then belongs to the server: it goes on even if the
-client that waits for it is cancelled. Only `train` cancels its job when it is cancelled itself,
-because nobody else has the id.
+A job has an id as soon as `submit` returns, and then belongs to the server: it continues even if
+the waiting client is cancelled. Only `train` cancels its job when it is cancelled, because no other
+code has the id.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ DAYS_S = 7 * 86400.0
 
 
 class RemoteBackend(Server):
-    """A hone server that somebody else started."""
+    """A hone server that runs already."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class RemoteBackend(Server):
 
         Args:
             base_url: of the server's training API (`hone serve` prints it).
-            api_key: what the server asks for, by default $HONE_API_KEY; on its own machine it
-                asks for none unless it was started with one.
-            patience_s: how long a server that has answered before may be out of reach.
+            api_key: the server's API key, by default $HONE_API_KEY; not needed on the server's own
+                machine, unless the server was started with one.
+            patience_s: how long to retry while a server that has answered before is unreachable.
         """
         super().__init__(base_url, api_key, patience_s)
 
@@ -115,17 +115,18 @@ class RemoteBackend(Server):
         Args:
             model: a registered one.
             trajectory_groups: each the rollouts of one input, compared with each other.
-            config: how; keys left out come from the model's `defaults`, then from hone's.
+            config: settings of the job; missing keys come from the model's `defaults`, then
+                from hone's.
             verbose: show progress also where stderr is not a terminal.
-            seed: of whatever the job draws.
+            seed: seed of the job's random choices.
             plot_tensors: draw what was trained, beside the checkpoint.
             save_checkpoint: False leaves `checkpoint_path` out of the result. Every step is saved,
                 because a server serves saved steps; `delete_checkpoints` removes old ones.
             advance_when_flat: publish the next step, with the same adapter, even if there was
                 nothing to learn.
-            timeout_s: the job is cancelled after so long.
+            timeout_s: the job is cancelled after this time.
             **keys: keys of TrainConfig or options of ART (`loss_fn`, `normalize_advantages` and
-                those of `hone.dev.TrainConfig`), which go before those of `config`.
+                those of `hone.dev.TrainConfig`), which override those of `config`.
         """
         request = JobRequest(
             model=str(_key(model)),
@@ -233,7 +234,7 @@ class RemoteBackend(Server):
         await self.ask("GET", "/health", read_s=HEALTH_S, headers=host)
 
     async def rename(self, model: Named, to: str) -> ModelInfo:
-        """Rename a model with its steps and its history; the old name may be registered anew."""
+        """Rename a model with its steps and its history; the old name can be registered again."""
         body = json.dumps({"to": to})
         return _read(ModelInfo, await self.ask("POST", f"{_path(model)}/rename", body))
 
@@ -368,7 +369,7 @@ def _path(model: Named) -> str:
 
 
 async def _uninterrupted(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Finish it even if the caller is cancelled once more meanwhile."""
+    """Wait for it even if the caller is cancelled again."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.shield(task)

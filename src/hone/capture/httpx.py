@@ -5,8 +5,8 @@ Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, ...
       .../responses and .../v1/messages; those calls in the scope's recorder, if it has one
 
 All clients of the two libraries call `send`, whatever their transport: it is replaced on the four
-client classes, and restored. openai 2 uses httpx and openai 3 httpx2, so both are patched; where one
-is an alias of the other, their classes are patched once.
+client classes, and restored. openai 2 uses httpx and openai 3 httpx2, so both are patched; where
+one is an alias of the other, their classes are patched once.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ def _is_call(request: Any) -> bool:
 
 
 def _is_message(request: Any) -> bool:
-    """Whether it belongs to the Messages API.
+    """Whether the request belongs to the Anthropic Messages API.
 
     Its clients send its version; a service that sends short messages may have that path too.
     """
@@ -139,7 +139,7 @@ def _exchange(scope: Scope, request: Any) -> Exchange | None:
         return None
     try:
         sent = request.content
-    except RuntimeError:  # a body that is read as it is sent
+    except RuntimeError:  # a body that is streamed
         sent = b""
     if request.headers.get(_RETRIES, "0") != "0":
         failed = recorder.resume(lambda e: isinstance(e, Exchange) and e.takes_up(function, sent))

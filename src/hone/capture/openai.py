@@ -3,9 +3,8 @@
 In:   a request, and its answer: whole, streamed, refused or broken off
 Out:  a SeenCall
 
-While the agent waits, bytes are kept and nothing is read: reading is done once, when somebody asks
-for the call. A stream is teed: the client gets every byte as it arrives, and what it does not
-fetch is not fetched for it.
+Bytes are stored as they pass and parsed only once, when the call is read. A stream is teed: the
+client gets every byte as it arrives, and bytes that the client does not read are not read at all.
 """
 
 import asyncio
@@ -34,11 +33,11 @@ _CONVERSATION = (
 )
 """Keys of a request that are not parameters."""
 CLOSE_S = 5.0
-"""How long closing a stream may take that an agent has left open."""
+"""Timeout for closing a stream that the agent left open."""
 
 
 class Exchange:
-    """One call, while it is under way and afterwards."""
+    """One call, during the request and afterwards."""
 
     def __init__(
         self,
@@ -68,12 +67,12 @@ class Exchange:
         self._decode: Callable[[bytes], bytes] | None = None
         self._is_stream = False
         self._open: tuple[Any, asyncio.AbstractEventLoop | None] | None = None
-        """A streamed answer, and the event loop it is read in; None for that of a sync client."""
+        """A streamed answer, and the event loop that reads it; None for a sync client."""
 
     # ---- what the tap tells ---------------------------------------------------------------
 
     def takes_up(self, function: str, sent: bytes) -> bool:
-        """Whether this is a failed call that is now sent once more; then it is under way again."""
+        """Whether the request is a retry of this failed call, which is then in progress again."""
         failed = self._seconds is not None and (self._status is None or self._status >= 400)
         if not (failed and sent == self.sent and function == self.function):
             return False
@@ -81,7 +80,7 @@ class Exchange:
         return True
 
     def answered(self, response: Any, *, streamed: bool) -> None:
-        """The answer came: its head if it is streamed, the whole of it otherwise."""
+        """The response arrived: its headers if it is streamed, otherwise all of it."""
         self._status = response.status_code
         self._is_stream = "event-stream" in response.headers.get("content-type", "")
         if streamed and not response.is_closed:
@@ -97,7 +96,7 @@ class Exchange:
         self._pieces.append(body)
 
     def ended(self, error: BaseException | str | None = None) -> None:
-        """No more will come, for this reason if it is not the end; the first one told counts."""
+        """The response ended, with this error if it is incomplete; only the first call counts."""
         if self._seconds is None:
             self._seconds = time.perf_counter() - self._began
             if isinstance(error, BaseException):
@@ -108,7 +107,7 @@ class Exchange:
                 self._recorder.on_end(self)
 
     def left(self) -> None:
-        """The client closed the stream: too early, unless it had seen the end."""
+        """The client closed the stream; an error unless the stream had ended."""
         self.ended(None if has_ended(self._body()) else LEFT)
 
     def _body(self) -> bytes:
@@ -121,7 +120,7 @@ class Exchange:
         if held is None or self._seconds is not None:
             return
         response, loop = held
-        # Whatever the library makes of it: the rollout is over, and nobody waits for the answer.
+        # Any error of the library is ignored: the rollout is over, and nothing reads the answer.
         with suppress(Exception):
             if loop is None:
                 response.close()
@@ -132,7 +131,7 @@ class Exchange:
     # ---- what it says ---------------------------------------------------------------------
 
     def read(self) -> SeenCall:
-        """What was seen so far; when it has ended it is read once and its bytes are let go."""
+        """The call as seen so far; when it has ended, it is parsed and its bytes are released."""
         if self._seen is not None:
             return self._seen
         seconds, status = self._seconds, self._status

@@ -29,9 +29,9 @@ class Reason(StrEnum):
     EXACT = "exact"
     """Bridged, and the message came back as it was returned."""
     ARGUMENTS = "arguments re-serialised"
-    """Bridged: the JSON of a tool call was spelt anew, with the same values."""
+    """Bridged: the JSON of a tool call was rewritten with the same values."""
     REASONING_KEPT = "reasoning not sent back"
-    """Bridged: the ids keep a reasoning that the agent left out of its messages."""
+    """Bridged: the ids include reasoning that the agent left out of its messages."""
     TRUNCATED = "truncated"
     """Bridged: the completion had not ended its turn, and the bridge closed it."""
     REPLY_REWRITTEN = "reply rewritten"
@@ -41,11 +41,11 @@ class Reason(StrEnum):
     TOOLS_CHANGED = "tools changed"
     """The messages continue, but with other tools in the prompt."""
     TEMPLATE_CHANGED = "template changed"
-    """Another chat template or other arguments of it."""
+    """Another chat template, or other template arguments."""
     REASONING_STRIPPED = "reasoning stripped"
-    """The template cuts the reasoning of earlier turns once the user speaks again."""
+    """The template removes the reasoning of earlier turns after a new user message."""
     ANSWER_ADDED = "answer not sampled here"
-    """The new messages hold an assistant's that no recorded call returned; it is encoded from text."""
+    """The new messages include an assistant message that no call returned; it is encoded."""
     CANNOT = "renderer cannot bridge"
     """The template cannot be continued after a sampled answer."""
     SAME_PROMPT = "same prompt again"
@@ -257,7 +257,7 @@ def _why_not(template: ChatTemplate, added: Sequence[Message]) -> Reason:
 
 
 def _reasoning_changed(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Whether a message came back with another reasoning; leaving it out is no change."""
+    """Whether a message came back with different reasoning; leaving it out is not a change."""
     return any(
         ours.reasoning and theirs.reasoning and ours.reasoning != theirs.reasoning
         for ours, theirs in zip(recorded, sent, strict=False)

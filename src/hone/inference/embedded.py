@@ -12,8 +12,8 @@ One thread owns the model and takes all steps:
 
 Samples of one prompt that have drawn the same tokens are one branch until they differ.
 
-A request keeps its adapter until it ends: publishing adds a new adapter and never changes the weights
-of a running sample.
+A request keeps its adapter until it ends: publishing adds a new adapter and never changes the
+weights of a running sample.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from hone.models.machine import choose
 PREFILL_TOKENS = 512
 """Prompt tokens per step while samples decode: enough to fill the cores without stalling samples."""
 GATHER_S, MAX_GATHER_S = 0.003, 0.02
-"""An idle engine waits so long for more requests, so that one pass prefills all of their prompts."""
+"""Time that an idle engine waits for more requests, so that one pass prefills all their prompts."""
 PAUSE_S = 0.002
 """Pause between the layers of an adapter that is loaded while samples decode."""
 
@@ -351,7 +351,7 @@ class EmbeddedEngine:
             scheduler.update(new)
             self._scorer.resolve()
             scheduler.set_probe_bytes(self._scorer.nbytes)
-        # Delivered last, so that the memory of a finished request is free when its reader knows.
+        # Last, so that the memory of a finished request is free before its reader sees the end.
         for loop, deltas in drawn.items():
             deliver(loop, deltas)
 

@@ -3,14 +3,14 @@
 In:   requests as token ids; adapters as PEFT directories
 Out:  sampled ids and log-probabilities; the proof that an adapter is served
 
-Every sampling parameter is sent, so that no default of vLLM's applies. Where top-p, top-k, min-p,
-penalties, logit_bias or a constraint change the draw, vLLM knows only the log-probability after that;
-such tokens are marked as not exact. vLLM constrains answers with the library that hone checks
-constraints with before it sends them; hone follows each answer with it to see which tokens were forced.
+Every sampling parameter is sent, so that none of vLLM's defaults applies. With top-p, top-k, min-p,
+penalties, logit_bias or a constraint, vLLM returns only the log-probability after masking; such
+tokens are marked as not exact. vLLM and hone use the same library for constraints: hone checks a
+constraint before it sends the request, and follows each answer to see which tokens were forced.
 
-An adapter is loaded under its hash, once, from a copy that stays until nothing can read it again,
-and never in place: vLLM's prefix cache would go on with what the old weights computed. After loading,
-the digests of the tensors in vLLM's own buffers are compared with those of the adapter.
+An adapter is loaded once, under its hash, from a copy that is kept until vLLM cannot read it again.
+It is never replaced in place: vLLM's prefix cache would reuse what the old weights computed. After
+loading, the digests of the tensors in vLLM's own buffers are compared with those of the adapter.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class VllmEngine:
         check_request(prompt_ids, sampling, self._vocab, self._max_length)
         matchers = None
         if sampling.constraint is not None:
-            # Of vLLM's mask the stop ids are no part: where the text may end it allows the end token.
+            # vLLM's mask has no stop ids: where the text may end, it allows the end token.
             followed = replace(sampling, stop_ids=())
             matchers = await start_matchers(self._grammars, followed, sampling.n)
         body = completion_body(name, prompt_ids, sampling, self._max_length)
@@ -131,7 +131,7 @@ class VllmEngine:
                 await asyncio.shield(self._forget(self._unloaded.pop(name)))
 
     async def _admit(self) -> None:
-        """Wait until the engine is awake, then count one request more."""
+        """Wait until the engine is awake, then count the request as running."""
         self._waiting += 1
         try:
             while not self._awake.is_set():
@@ -167,7 +167,7 @@ class VllmEngine:
 
     async def _load(self, staged: StagedAdapter) -> None:
         name = staged.ref.sha256
-        old = self._unloaded.pop(name, None)  # still in use: it goes on under the same name
+        old = self._unloaded.pop(name, None)  # still in use: it keeps its name
         started = perf_counter()
         try:
             known = set() if self._client.url else set(await self._held_ids())
@@ -197,7 +197,7 @@ class VllmEngine:
         self._adapters[name] = staged
 
     async def _discard(self, staged: StagedAdapter) -> None:
-        """Take back a load that failed; vLLM may not have got as far as knowing the name."""
+        """Undo a load that failed; vLLM may not know the name yet."""
         await self._drop(staged.ref.sha256)
         await self._forget(staged)
 
@@ -219,7 +219,7 @@ class VllmEngine:
                 await self._forget(staged)
 
     async def _forget(self, staged: StagedAdapter) -> None:
-        """Free an unloaded adapter. vLLM reads its files again if a request needs it: they go last."""
+        """Free an unloaded adapter. Its files go last: vLLM rereads them if a request needs it."""
         if staged.id is not None and self.failure is None and not self._client.closed:
             with suppress(EngineError):
                 await self._remove(staged.id)
@@ -234,7 +234,7 @@ class VllmEngine:
         self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
     ) -> Probe:
         name = self._name(adapter)
-        # One less: vLLM samples a token after what it scores.
+        # One less: vLLM samples one token after the tokens that it scores.
         check_sequences(sequences, self._vocab, self._max_length - 1)
         await self._admit()
         try:
@@ -310,7 +310,7 @@ class VllmEngine:
             await self._client.post("/reset_prefix_cache", {})
 
     async def wake(self) -> None:
-        """Go on. A vLLM that does not wake, or that lost an adapter in its sleep, has failed."""
+        """Resume. A vLLM that does not wake, or that lost an adapter while asleep, has failed."""
         if self._asleep and not self._client.closed:
             self._asleep = False
             try:
@@ -329,7 +329,7 @@ class VllmEngine:
         if self._client.url is not None and self.failure is None and not self._client.closed:
             for name in self._adapters:  # their files go with this engine
                 await self._drop(name)
-        self._client.closed = True  # before those who wait are let in
+        self._client.closed = True  # before waiting requests are admitted
         self._awake.set()
         await self._client.close()
         self._grammars.close()

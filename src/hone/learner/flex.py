@@ -5,9 +5,9 @@ Out:  the row padded to one of a few lengths; one BlockMask per sliding window; 
       that transformers calls
 
 A query q sees a key k if k <= q < leave[k]: the row is in depth-first order and leave[k] ends the
-subtree of k. Masks of one kind share their code, and lengths come from a short list, so that a compiled
-layer is reused for every later row. FlexAttention without a compiler would hold every pair of a row in
-memory, so past the limit of recompilations torch must raise instead of falling back.
+subtree of k. Masks of one kind share their code, and lengths come from a short list, so that a
+compiled layer is reused for every later row. FlexAttention without a compiler would hold every pair
+of a row in memory, so past the limit of recompilations torch must raise instead of falling back.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def windowed_trie_mask(
 
 
 def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Gemma 2's bound on the products of queries and keys."""
+    """Gemma 2's soft cap on attention scores."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -69,10 +69,10 @@ def soft_cap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], T
 
 
 def padded(row: PackedRow, length: int) -> PackedRow:
-    """The row with padding up to `length`, put before subtrees as long as it lets them begin a block.
+    """The row padded to `length`; padding goes before subtrees, so that they start at a block.
 
-    A block that holds the end of one subtree and the beginning of another is computed for the queries
-    of both. A padding token sees itself and the path around it, and is seen by itself alone. The result
+    A block with the end of one subtree and the start of another is computed for the queries of
+    both. A padding token sees itself and the path around it; no other token sees it. The result
     has no segments.
     """
     starts = np.array([segment.start for segment in row.segments])

@@ -3,10 +3,10 @@
 In:   the job's samples, its TrainConfig and optionally the learner's logprobs
 Out:  the PNG, and the learner's logprobs as a plain array (LOGPROBS)
 
-It runs in the learner's process, so that the server need not unpack the job. It packs the samples again
-by the learner's own functions, so the picture shows what was computed. A label is drawn where its token
-is predicted: at its parent. Where several labels have one parent (completions of a shared prompt), the
-picture shows their mean.
+It runs in the learner's process, so that the server need not unpack the job. It packs the samples
+again by the learner's own functions, so the picture shows what was computed. A label is drawn where
+its token is predicted: at its parent. Where several labels have one parent (completions of a shared
+prompt), the picture shows their mean.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ LOGPROBS = "learner_logprobs.npy"
 """Log-probabilities of all labels in the samples' order, float64; see StepResult.logprobs."""
 
 MAX_ROWS = 120
-"""More rows are not legible on one page; the title has their number."""
+"""Rows that are drawn at most; the title has the number of all rows."""
 WIDE = 4
 """More rows than this are drawn in two columns."""
 
@@ -318,7 +318,7 @@ def _bounds(key: str, rows: list[Row]) -> tuple[float, float] | None:
     if len(together) == 1:
         largest = max(float(np.abs(values).max()), 1e-6)
         return -largest, largest
-    # One very unlikely token would make all others look alike.
+    # One very unlikely token would make all others look the same.
     return min(float(np.percentile(values, 1)), -1e-6), 0.0
 
 

@@ -3,10 +3,10 @@
 In:   an HF directory
 Out:  TransformersBody: hidden states of packed rows under the trie's attention
 
-The trie reaches the model as its attention function and as positions (depth in the trie); nothing else
-of the model changes. model_facts.py checks what the model does besides attention.
-A model in which a token's state depends on more than its ancestors (linear attention, state spaces,
-rotary angles that depend on the length) is computed path by path.
+The trie reaches the model as its attention function and as positions (depth in the trie); nothing
+else of the model changes. model_facts.py checks what the model does besides attention. A model in
+which a token's state depends on more than its ancestors (linear attention, state spaces, rotary
+angles that depend on the length) is computed path by path.
 """
 
 import json
@@ -78,7 +78,7 @@ class TransformersBody:
         if self._flex:
             flex.allow_recompiles()
             for module in experts:
-                # Which experts run depends on the tokens, so their code is compiled by no one.
+                # Which experts run depends on the tokens, so their code is not compiled.
                 module.forward = torch.compiler.disable(module.forward)
             for layer in self._layers:
                 layer.part.compile(**({"dynamic": False} | dict(compile_options or {})))
@@ -186,7 +186,7 @@ class TransformersBody:
         return out.last_hidden_state[0]
 
     def recomputation(self, row: PackedRow) -> fit.Recomputation:
-        """What of a row does not fit into the learner's memory; the same for every pass over it."""
+        """What must be recomputed for a row to fit into memory; the same for every pass over it."""
         if self.device.type != "cuda":
             return fit.Recomputation()
         return fit.recomputation(
@@ -200,7 +200,7 @@ class TransformersBody:
 
 
 class _Recomputed(nn.Module):
-    """A part of the model that may be computed again in the backward pass instead of kept."""
+    """A part of the model that can be recomputed in the backward pass instead of stored."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def _wrap_layers(stack: nn.Module, count: int) -> list[_Recomputed]:
 
 
 def _wrap_feed_forward(layer: nn.Module) -> list[_Recomputed]:
-    """Wrap the feed-forward part of a layer, which keeps most, for a third of the operations."""
+    """Wrap the feed-forward part of a layer: most of its activations, a third of its operations."""
     for name, child in layer.named_children():
         linears = {path.rpartition(".")[2] for path, _ in child.named_modules()}
         if FEED_FORWARD & linears and not expert_modules(child):

@@ -3,13 +3,13 @@
 In:   the GPU's memory, the model's bytes, the learner's estimate, the longest sequence
 Out:  CardPlan: vLLM's share, the learner's share, and whether vLLM sleeps while the learner trains
 
-A function of these numbers alone, never of the memory that happens to be free: the learner's share
-decides how long its rows are, and the same job must give the same bits.
+The plan depends on these numbers alone, never on the memory that happens to be free: the learner's
+share decides how long its rows are, and the same job must give the same bits.
 
-With a standing split both keep their memory, and nothing is moved between sampling and training. It is
-chosen where vLLM still has a KV cache for STANDING_SEQUENCES. Otherwise each has almost the whole GPU in
-turn: vLLM sleeps while the learner trains, and the learner moves its weights to the machine's memory
-while vLLM samples if they are in the way.
+With a fixed split both keep their memory, and nothing is moved between sampling and training. It is
+used if vLLM then has a KV cache for SPLIT_SEQUENCES. Otherwise the two take turns with almost
+the whole GPU: vLLM sleeps while the learner trains, and while vLLM samples the learner moves its
+weights to the machine's memory if there is no room for both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,9 @@ ASLEEP = 4 * 10**9
 SPARE_SHARE = 0.02
 """Share of the GPU that no estimate uses."""
 MOST_SEQUENCES = 256
-"""A larger KV cache than for so many sequences of full length gains nothing: vLLM's usual batch."""
-STANDING_SEQUENCES = 32
-"""A standing split has a KV cache for at least so many sequences of full length."""
+"""Sequences of full length in vLLM's usual batch; a larger KV cache gains nothing."""
+SPLIT_SEQUENCES = 32
+"""Sequences of full length that the KV cache of a fixed split must hold."""
 SHORTEST = 256
 """Shortest max_seq_length that a message proposes; longer ones are multiples of it."""
 
@@ -48,12 +48,12 @@ class Needs:
     max_length: int
     """Tokens of the longest sequence."""
     learner: int
-    """The learner with a row of full speed, its copy of the weights included."""
+    """The learner while it trains rows at full speed, including its copy of the weights."""
     learner_fixed: int
     """The learner without a row: weights, adapter, optimizer."""
 
     def kv(self, sequences: int) -> int:
-        """KV cache of so many sequences of full length."""
+        """Bytes of the KV cache for `sequences` of full length."""
         return sequences * self.max_length * self.kv_token
 
 
@@ -101,7 +101,7 @@ class CardPlan:
 
     @property
     def spare(self) -> int:
-        """What nobody uses while vLLM samples."""
+        """Free while vLLM samples."""
         return self.total - self.weights - OVERHEAD - self.kv - self.learner_idle
 
     def describe(self) -> str:
@@ -121,10 +121,10 @@ def plan_card(
     """Divide a GPU of `total` bytes.
 
     `utilization` is the user's gpu_memory_utilization: it holds while vLLM samples. `sleep` False
-    asks for a standing split, True for sleep; None decides. Raises ModelTooLarge with what would fit.
+    requests a fixed split, True sleep mode; None chooses. Raises ModelTooLarge with what would fit.
     """
     plan = _divided(total, needs, utilization, sleep)
-    # Whether vLLM fits into the user's share is for vLLM to say: it measures, and this estimates.
+    # vLLM itself checks whether it fits into the user's share: it measures, this estimates.
     problem = _problem(plan, needs, planned=utilization is None)
     if problem is None:
         return plan
@@ -140,10 +140,10 @@ def _divided(total: int, needs: Needs, utilization: float | None, sleep: bool | 
         sleeps = sleep is not False
         kv = max(0, int(utilization * total) - needs.weights - OVERHEAD)
     else:
-        standing = beside - needs.learner - CONTEXT
-        sleeps = standing < needs.kv(STANDING_SEQUENCES) if sleep is None else sleep
-        stays = beside - fixed >= needs.kv(STANDING_SEQUENCES)
-        kv = beside - (fixed if stays else CONTEXT) if sleeps else max(standing, needs.kv(1))
+        beside_learner = beside - needs.learner - CONTEXT
+        sleeps = beside_learner < needs.kv(SPLIT_SEQUENCES) if sleep is None else sleep
+        stays = beside - fixed >= needs.kv(SPLIT_SEQUENCES)
+        kv = beside - (fixed if stays else CONTEXT) if sleeps else max(beside_learner, needs.kv(1))
         kv = min(kv, needs.kv(MOST_SEQUENCES))
     left = total - needs.weights - OVERHEAD - kv
     learner = usable - ASLEEP if sleeps else min(left, beside - kv)
@@ -159,7 +159,7 @@ def _divided(total: int, needs: Needs, utilization: float | None, sleep: bool | 
 
 
 def _problem(plan: CardPlan, needs: Needs, *, planned: bool = True) -> str | None:
-    """Why a plan does not work: vLLM cannot hold one sequence, or the learner not its weights."""
+    """Why a plan does not work: no room for one sequence in vLLM, or for the learner's weights."""
     share = gb(plan.kv + plan.weights + OVERHEAD)
     if plan.kv <= 0 and planned:
         return f"{share} GB for vLLM do not hold its weights ({gb(plan.weights + OVERHEAD)} GB)"

@@ -3,8 +3,8 @@
 In:   a config.json and the use of the model
 Out:  Estimate in bytes; ModelTooLarge with needed and available, what to lower, what would fit
 
-Without the refusal the kernel kills the process half an hour later, without a message. Estimates are a
-little high; `activations` agrees with a measured run (see models/shape.py).
+Without this check the kernel kills the process half an hour later, without a message. Estimates are
+slightly high; `activations` agrees with a measured run (see models/shape.py).
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ MIN_ROW_TOKENS = 1024
 """Shortest default of `row_tokens`, on any machine."""
 
 FULL_SPEED = 8192
-"""Tokens of a row from which on a GPU gains little by longer rows."""
+"""Tokens of a row; longer rows are hardly faster on a GPU."""
 
 SHORTEST_ROW = 512
 
@@ -120,11 +120,11 @@ def row_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Layers of which a row computes a part twice, because what the first pass kept would not fit."""
+    """Layers that are recomputed in the backward pass because their activations do not fit."""
 
     feed_forward: int = 0
     layers: int = 0
-    """Whole layers; of them only the input is kept."""
+    """Layers that are recomputed whole; only their input is stored."""
 
 
 def recomputation(
@@ -136,7 +136,7 @@ def recomputation(
     device: str,
     learner: int | None = None,
 ) -> Recomputation:
-    """The least that must be recomputed of a CUDA row; feed-forward parts first, whole layers then."""
+    """The least recomputation that a CUDA row needs: feed-forward parts, then whole layers."""
     if learner is None:
         learner = int(total_memory(device) * LEARNER_SHARE["cuda"])
     plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
@@ -144,7 +144,7 @@ def recomputation(
     choices = [Recomputation(feed_forward=n) for n in all_layers]
     if not plan.feed_forward:
         choices = choices[:1]
-    # What is left of the others' feed-forward parts then no longer matters.
+    # The feed-forward parts of the other layers no longer matter then.
     choices += [Recomputation(choices[-1].feed_forward, layers=n) for n in all_layers]
     return next((c for c in choices if plan.most_tokens(learner, c) >= tokens), choices[-1])
 
@@ -152,7 +152,7 @@ def recomputation(
 def learner_bytes(
     config_json: Mapping[str, Any], tokens: int, *, dtype_bytes: int, rank: int
 ) -> int:
-    """Memory of the learner on CUDA with a row of so many tokens, of which nothing is recomputed."""
+    """Memory of the learner on CUDA with a row of `tokens`, without recomputation."""
     plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
     row = CUDA_LOGITS + tokens * plan.layers * plan.activations if tokens else 0
     return plan.fixed + row
@@ -190,7 +190,7 @@ class _CudaPlan:
         each = whole * self.activations + chosen.layers * self.passed
         each -= self.feed_forward * min(chosen.feed_forward, whole)
         spare = memory - self.fixed
-        # While the head is computed its logits exist; afterwards, one layer that is computed again.
+        # The peak is either the logits of the head or, later, the recomputation of one layer.
         again = (
             self.activations if chosen.layers else self.feed_forward if chosen.feed_forward else 0
         )
@@ -198,9 +198,9 @@ class _CudaPlan:
 
 
 def padded_length(tokens: int) -> int:
-    """The length that a row of so many tokens is padded to on CUDA: 512, 768, 1024, 1536, 2048, ...
+    """The length to which a row of `tokens` is padded on CUDA: 512, 768, 1024, 1536, 2048, ...
 
-    Compiled layers are compiled for a length, so lengths must be few.
+    Layers are compiled for each length, so there must be few of them.
     """
     length = SHORTEST_ROW
     while length < tokens:
@@ -210,7 +210,7 @@ def padded_length(tokens: int) -> int:
 
 
 def _shorter_length(tokens: int) -> int:
-    """The longest of these lengths that is no longer than this."""
+    """The longest padded length that is at most `tokens`."""
     return next(n for n in range(tokens, 0, -1) if n == SHORTEST_ROW or padded_length(n) == n)
 
 

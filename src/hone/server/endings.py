@@ -5,8 +5,8 @@ Out:  its new state
 
 A job fails only for a cause of its own. When the disk is full or fails, the job goes back to the
 queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the job
-is retried. A change of state that the disk refuses is kept in memory and written as soon as the disk
-works again, so that a job is never stuck in a state that nobody works on.
+is retried. A change of state that the disk refuses is kept in memory and written as soon as the
+disk works again, so that a job is never stuck in a state that nobody works on.
 """
 
 import shutil
@@ -32,7 +32,7 @@ from hone.store.jobs import FINAL, JobStore
 from hone.types import Failure, JobInfo, JobState
 
 TRIES = 3
-"""A job fails after the learner or the engine died so often while it ran."""
+"""Deaths of the learner or the engine during a job after which the job fails."""
 SPARE_BYTES = 2**20
 """Bytes that must be free in addition to one and a half times the size of the newest checkpoint."""
 

@@ -3,12 +3,13 @@
 In:   names of base models; adapters to load; pauses
 Out:  Bases: a base model's BaseTokenizer with its engine and the adapters in it
 
-All who ask for a base model share one load. An engine that failed is replaced as soon as somebody
-notices: its requests have failed by then, and new ones wait for the next engine. An engine that
-fails again and again is opened at growing intervals; requests between two attempts are refused.
+Concurrent requests for a base model share one load. A failed engine is replaced as soon as the
+failure is detected: its requests have failed by then, and new ones wait for the next engine. An
+engine that fails repeatedly is reopened at growing intervals; requests between two attempts are
+refused.
 
-While a job trains on the device that the engines use, they sleep and requests wait, but not for
-ever. Pauses are counted: the end of the last one, however it ends, lets requests pass, even if an
+While a job trains on the device that the engines use, they sleep and requests wait, up to a time
+limit. Pauses are counted: when the last one ends, for whatever reason, requests pass, even if an
 engine does not wake.
 """
 
@@ -31,7 +32,7 @@ from hone.server.tokenizer import BaseTokenizer
 from hone.types import ModelKey
 
 STEADY_S = 60.0
-"""Earlier failures of an engine do not count once it has worked for so long."""
+"""Earlier failures of an engine are forgotten after it has worked for this long."""
 
 
 class Adapters:
@@ -57,7 +58,7 @@ class Adapters:
         return adapter.sha256 in self._loaded
 
     async def load(self, adapter: AdapterRef, directory: Path) -> None:
-        """Load an adapter and unload what is too many, except adapters in use or still needed."""
+        """Load an adapter, and unload those above the limit that are neither in use nor needed."""
         async with self._changing:
             if adapter not in self:
                 began = time.monotonic()
@@ -142,7 +143,7 @@ class Engines:
         self._bases: dict[str, asyncio.Task[Base]] = {}
         self._usage: dict[str, _Usage] = {}
         self.outdated: set[str] = set()
-        """Base models whose engine is opened again, with other arguments, once nobody uses it."""
+        """Base models whose engine is reopened with other arguments when no request uses it."""
         self._pauses = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -152,7 +153,7 @@ class Engines:
     async def template(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
         load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
-        # Shielded, here and below: one client that leaves must not take the load from the others.
+        # Shielded, here and below: one client that disconnects must not cancel the load for all.
         return await asyncio.shield(shared_task(self._tokenizers, base_model, load))
 
     async def get(self, base_model: str) -> Base:
@@ -195,7 +196,7 @@ class Engines:
                 return base
 
     def _drop_outdated(self, base_model: str) -> None:
-        """If nobody uses an engine with old arguments: let the next one be opened."""
+        """Close an engine with old arguments if no request uses it; the next one opens another."""
         load, usage = self._bases.get(base_model), self._usage_of(base_model)
         if base_model not in self.outdated or usage.users or (load and not load.done()):
             return
@@ -234,7 +235,7 @@ class Engines:
         return self._usage_of(base_model).users > 0
 
     async def close_idle(self, idle_s: float) -> None:
-        """Close engines that nobody has used for so long; the next request opens another."""
+        """Close engines that have been idle for this long; the next request opens another."""
         for name, base in self.loaded().items():
             usage = self._usage_of(name)
             if not usage.users and time.monotonic() > usage.used_at + idle_s:
@@ -309,7 +310,7 @@ class Engines:
         return Base(**fields, engine=engine, adapters=adapters)
 
     def _check(self, base_model: str) -> None:
-        """If the engine has failed: forget it, and start another, at once after a first failure."""
+        """Replace an engine that has failed, immediately after its first failure."""
         base = self._loaded(base_model)
         if base is None or (failure := base.engine.failure) is None:
             return

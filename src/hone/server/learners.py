@@ -4,8 +4,8 @@ In:   a base model that is about to be trained
 Out:  a loaded LearnerProcess
 
 A learner takes seconds to load, so it is launched when its model is prepared, beside the engine and
-at a low priority. It is kept between jobs. A learner that dies without a job is replaced at once; one
-that has had no job for long is closed.
+at a low priority. It is kept between jobs. A learner that dies without a job is replaced at once;
+one that has had no job for long is closed.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from hone.server.settings import Settings
 from hone.server.tokenizer import BaseTokenizer
 
 PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-"""Waiting threads of the learner must not spin: they would take the engine's cores."""
+"""Idle threads of the learner must not spin: they would slow down the engine."""
 AHEAD_SHARE = 8
 """A learner is launched ahead of its first job if its weights take less than 1 / this of the free
 memory: the engine, which may load at the same time, takes two to three times as much."""
 
 StartLearner = Callable[..., LearnerProcess]
-"""LearnerProcess.launch, or what a test puts in its place."""
+"""LearnerProcess.launch, or a replacement in tests."""
 REPLACED = 3
-"""Learners in a row that may die without a job and are replaced; then the next job launches one."""
+"""Learners in a row that died without a job and are replaced; then the next job launches one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class _Slot:
 
     learner: LearnerProcess | None = None
     launching: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is checked whether there is a learner, and one is launched if not."""
+    """Held while a missing learner is launched."""
     ahead: "asyncio.Task[None] | None" = None
     """Launches it before there is a job; once, whether or not it succeeds."""
     busy: bool = False
@@ -51,9 +51,9 @@ class _Slot:
     used_at: float = field(default_factory=time.monotonic)
     """When the last job released it."""
     died: str | None = None
-    """Why there is none, if the last one died; until the next has loaded."""
+    """Why the last one died, until the next one has loaded."""
     deaths: int = 0
-    """How many in a row died without a job."""
+    """Number of learners in a row that died without a job."""
     noted: LearnerProcess | None = None
     """The learner whose notes are in the log."""
     gpu: "LearnerGpu | None" = None
@@ -73,7 +73,7 @@ class Learners:
         self._closed = False
 
     def launch_ahead(self, tokenizer: BaseTokenizer) -> None:
-        """Begin to load it where memory allows, once; returns at once."""
+        """Start loading the learner once, if there is enough memory; does not wait."""
         slot = self._slot(tokenizer)
         if slot.ahead is None and not self._closed:
             self._start_ahead(slot, tokenizer)
@@ -102,7 +102,7 @@ class Learners:
             slot.busy, slot.used_at = False, time.monotonic()
 
     async def close_idle(self, idle_s: float) -> None:
-        """Close learners that no job has used for so long; the next job launches another."""
+        """Close learners that have been idle for this long; the next job launches another."""
         for name, slot in list(self._slots.items()):
             if slot.busy or slot.learner is None or time.monotonic() < slot.used_at + idle_s:
                 continue
@@ -112,7 +112,7 @@ class Learners:
             say("learner closed: it was idle", base_model=name, idle_s=idle_s)
 
     def status(self) -> dict[str, Any]:
-        """Whether the learner of every base model that has one lives."""
+        """Whether all learners are alive."""
         dead = {name: slot.died for name, slot in self._slots.items() if slot.died}
         if dead:
             reason = "; ".join(f"{name}: {why}" for name, why in dead.items())
@@ -127,7 +127,9 @@ class Learners:
             if slot.learner is not None:
                 await asyncio.to_thread(slot.learner.close)
         ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
-        await asyncio.gather(*ahead, return_exceptions=True)  # which close what they launch now
+        await asyncio.gather(
+            *ahead, return_exceptions=True
+        )  # they close what they have just launched
 
     def _slot(self, tokenizer: BaseTokenizer) -> _Slot:
         return self._slots.setdefault(tokenizer.name, _Slot())
@@ -209,7 +211,7 @@ class LearnerGpu:
 
     @classmethod
     def of(cls, choice: EngineChoice, base_model: str) -> "LearnerGpu":
-        """That of a base model's learner. Blocking."""
+        """The GPU and the share of a base model's learner. Blocking."""
         card = choice.card(base_model)
         memory = None if card is None else card.learner - CONTEXT
         return cls(choice.gpus(base_model).trainer, memory)

@@ -3,8 +3,8 @@
 In:   a job, its packed groups, the checkpoint it starts from
 Out:  the learner's StepResult, as a mapping; the checkpoint of the next step
 
-A learner loads a checkpoint with its optimizer's state before each job: the result of a job does not
-depend on the jobs before it.
+A learner loads a checkpoint with its optimizer's state before each job: the result of a job does
+not depend on the jobs before it.
 """
 
 import math
@@ -67,7 +67,7 @@ def pin(
     settings: Settings,
     choice: EngineChoice,
 ) -> Pin:
-    """What a job that starts now starts from, and what decides its bits on this machine."""
+    """The checkpoint that a job starts from, and the settings on which its exact result depends."""
     from hone.models.fit import row_tokens  # here, as in save_first
     from hone.models.machine import choose
 
@@ -163,7 +163,7 @@ def save(
 
 
 class Progress:
-    """Passes on the progress of a job: every new phase, and at most one in PROGRESS_S."""
+    """Forwards the progress of a job: each new phase, and otherwise one event per PROGRESS_S."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell

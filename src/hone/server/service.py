@@ -8,7 +8,7 @@ job is a function of its checkpoint, groups and configuration: the learner, whic
 jobs, loads the pinned checkpoint with its optimizer's state before each. So a job that a crash
 interrupted gives the same adapter, bit for bit, when it runs again. What was saved before the crash
 is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
-endings.py decides what becomes of a job that cannot go on.
+endings.py decides what happens to a job that fails.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ FAILPOINTS = (
 )
 
 CLOSE_S = 20.0
-"""When the server stops, a job has so long to end or to go back to the queue."""
+"""Time for a job to end, or to return to the queue, when the server stops."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +96,7 @@ class TrainingService:
     # ---- for the routes ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Queue again what was running when the server went down, then start the loops."""
+        """Requeue the jobs that were running when the server stopped, then start the loops."""
         queued, failed = await asyncio.to_thread(self._jobs.recover, self._has_checkpoint)
         for job in failed:
             say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
@@ -133,7 +133,9 @@ class TrainingService:
         await self._learners.close()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
-            for task in late:  # its job stays running, and is recovered at the next start
+            for (
+                task
+            ) in late:  # its job stays in the state `running` and is recovered at the next start
                 task.cancel()
 
     def status(self) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class TrainingService:
     # ---- the loop ---------------------------------------------------------------------------
 
     async def _work(self, base_model: str, loop: _Loop) -> None:
-        """Run one job after the other until the server stops; no failure ends the loop."""
+        """Run jobs one after another until the server stops; no failure ends the loop."""
         while not self._closing:
             loop.woken.clear()
             job, wait_s = None, 0.0

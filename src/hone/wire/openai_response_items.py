@@ -4,8 +4,8 @@ In:   `input` of a request, `output` of a response; an assistant message
 Out:  messages as a chat completion has them; the output items of a message
 
 The translation loses nothing: an answer that comes back as items is the message that was recorded,
-so that the next prompt continues the very ids that were sampled (chat/bridge.py). The reasoning, the
-text and the calls of one answer are one assistant message.
+so that the next prompt continues the very ids that were sampled (chat/bridge.py). The reasoning,
+the text and the calls of one answer are one assistant message.
 """
 
 import base64
@@ -93,7 +93,7 @@ def _kind(item: Mapping[str, Any]) -> str:
 
 
 class _Turns:
-    """Messages as they are built from items. Its errors begin with the place in the item."""
+    """Builds messages from items. Its errors start with the place in the item."""
 
     def __init__(self, items: Mapping[str, dict[str, Any] | None] | None) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ class _Turns:
         if not isinstance(arguments, str):
             raise ValueError(f".arguments: expected JSON as text, got {brief(arguments)}")
         if arguments.strip() and not arguments.lstrip().startswith("{"):
-            # What a model began as an object and broke is not refused: it comes back as it was.
+            # Arguments that the model left incomplete are accepted: they come back as they were.
             raise ValueError(f".arguments: expected a JSON object, got {brief(arguments)}")
         owner = _owner(str(item.get("id") or ""))
         answer = self._answer or self._answer_of(owner) or self._open()
@@ -176,7 +176,7 @@ class _Turns:
         answer.setdefault("tool_calls", []).append(tool_call(_call_id(item), name, arguments))
 
     def _answer_of(self, owner: str) -> dict[str, Any] | None:
-        """The answer with other calls of this owner, if only their outputs came since.
+        """The answer with other calls of this owner, if only their outputs followed it.
 
         Clients that run calls one by one send each call followed by its output.
         """
@@ -265,7 +265,7 @@ def _read_reasoning(item: dict[str, Any]) -> str | None:
 
 
 def encrypt(reasoning: str) -> str:
-    """`encrypted_content` of a reasoning item. No secret here: its content has the text too."""
+    """`encrypted_content` of a reasoning item. It is not secret: `content` has the text, too."""
     return base64.b64encode(reasoning.encode()).decode()
 
 

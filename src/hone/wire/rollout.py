@@ -5,7 +5,7 @@ Out:  headers and URLs for clients; and back to a RolloutScope on the server, ch
 
 A client in another process has the URL and not the headers, so the URL can carry the other values
 too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they must agree;
-only the function of a header is a better one, because the code that calls set it.
+only the function of the header takes precedence, because the calling code set it.
 """
 
 import re
@@ -92,7 +92,7 @@ class RolloutScope:
     def url(self, base_url: str) -> str:
         """The rollout's own base URL at the server with this base URL."""
         segment = self.rollout
-        # Names that a URL would have to escape are left out: `<workflow>` is one, and says nothing.
+        # Names that a URL would have to escape are left out, such as `<workflow>`.
         if names := [name for name in self.function.split(".") if _IN_URL.fullmatch(name)]:
             segment += f",function={'.'.join(names)}"
         if self.temperature is not None:
