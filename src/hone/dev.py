@@ -258,9 +258,9 @@ _UNUSED = frozenset(
 
 def model_fields(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The fields of ModelSpec in an `_internal_config`; null means absent."""
-    given = {key: value for key, value in config.items() if value is not None}
+    options = {key: value for key, value in config.items() if value is not None}
     known = {*_SECTIONS, *_GPU_IDS, *_FIXED, *_UNUSED}
-    for key, value in given.items():
+    for key, value in options.items():
         where = f"_internal_config.{key}"
         if key not in known:
             hint = did_you_mean(key, known)
@@ -269,8 +269,8 @@ def model_fields(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             check_only(where, value, _FIXED[key])
         if key in _SECTIONS and not isinstance(value, Mapping):
             raise ConfigError(f"{where}: expected a dict, got {type(value).__name__}")
-    fields = {key: dict(given[key]) for key in _SECTIONS if key in given}
-    if ids := {key: given[key] for key in _GPU_IDS if key in given}:
+    fields = {key: dict(options[key]) for key in _SECTIONS if key in options}
+    if ids := {key: options[key] for key in _GPU_IDS if key in options}:
         fields["engine_args"] = fields.get("engine_args", {}) | ids
     return fields
 
@@ -282,10 +282,10 @@ def without_effect(config: Mapping[str, Any]) -> list[str]:
 
 def engine_fields(config: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
     """The engine_args in an OpenAIServerConfig, and the other keys: hone's server runs already."""
-    given = dict(config or {})
-    engine = {k: v for k, v in (given.pop("engine_args", None) or {}).items() if v is not None}
-    server = given.pop("server_args", None) or {}
-    return engine, sorted([*given, *(f"server_args.{key}" for key in server)])
+    options = dict(config or {})
+    engine = {k: v for k, v in (options.pop("engine_args", None) or {}).items() if v is not None}
+    server = options.pop("server_args", None) or {}
+    return engine, sorted([*options, *(f"server_args.{key}" for key in server)])
 
 
 # ---- a training call --------------------------------------------------------------------------

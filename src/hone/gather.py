@@ -103,8 +103,8 @@ async def trajectory_group_batches(
     with Progress(pbar_desc) as bar:
         try:
             while True:
-                room = batch_size * max_concurrent_batches - len(running)
-                running |= {asyncio.create_task(_run_alone(g)): g for g in islice(source, room)}
+                count = batch_size * max_concurrent_batches - len(running)
+                running |= {asyncio.create_task(_run_alone(g)): g for g in islice(source, count)}
                 bar.update(total=bar.done + len(ended) + len(running))
                 if len(ended) >= batch_size or not running:
                     batch, ended = ended[:batch_size], ended[batch_size:]

@@ -123,8 +123,8 @@ async def judge_of(judge_model: str, params: Mapping[str, Any] | None = None) ->
     prefix, _, name = judge_model.partition("/")
     is_known = prefix in _PROVIDERS and bool(name)
     variable, address, key_variable = _PROVIDERS[prefix if is_known else "openai"]
-    given = rest.pop("api_base", None), rest.pop("base_url", None), os.environ.get(variable)
-    url = next(filter(None, given), address if is_known else "")
+    addresses = rest.pop("api_base", None), rest.pop("base_url", None), os.environ.get(variable)
+    url = next(filter(None, addresses), address if is_known else "")
     if not url:
         raise ConfigError(
             f"judge_model is {judge_model!r}, whose address is not known; name it in "

@@ -259,23 +259,23 @@ def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalI
     }
     if structure.disable:
         return EvalInputItem(input_obj=json.dumps(row, ensure_ascii=False), **common)
-    taken = row.get(structure.trajectory_key) or []
+    trajectory = row.get(structure.trajectory_key) or []
     expected = row.get(structure.expected_trajectory_key) or []
     if not isinstance(expected, list):
         raise ConfigError(
             f"{where}: its {structure.expected_trajectory_key} is {expected!r}; it must be a list"
         )
-    calls, steps = read_steps(taken, f"{where}: its {structure.trajectory_key}")
+    calls, steps = read_steps(trajectory, f"{where}: its {structure.trajectory_key}")
     return EvalInputItem(
         input_obj=row[structure.question_key],
         expected_output_obj=row.get(structure.answer_key),
         output_obj=row.get(structure.generated_answer_key),
         expected_trajectory=expected,
         trajectory=calls,
-        events=events_of(taken),
+        events=events_of(trajectory),
         steps=steps,
         # The row is from the workflow_output.json of an earlier evaluation if it has calls.
-        seconds=seconds_of(row) if taken else None,
+        seconds=seconds_of(row) if trajectory else None,
         **common,
     )
 

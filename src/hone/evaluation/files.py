@@ -118,13 +118,13 @@ class OutputDir:
             entry = entries.get(item.id)
             if item.output_obj is None and entry is not None and self._answers(entry, item):
                 where = f"{self.path}: entry {item.id!r}: its {keys.trajectory_key}"
-                taken = entry.get(keys.trajectory_key)
-                calls, steps = read_steps(taken, where)
+                trajectory = entry.get(keys.trajectory_key)
+                calls, steps = read_steps(trajectory, where)
                 item = item.copy_with_updates(
                     output_obj=entry[keys.generated_answer_key],
                     trajectory=calls,
                     steps=steps,
-                    events=events_of(taken),
+                    events=events_of(trajectory),
                     seconds=seconds_of(entry),
                 )
             filled.append(item)

@@ -111,9 +111,9 @@ class Curriculum:
             return collection.model_copy(update={"trajectories": only})
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
-        apart = spreads(groups, comparison or Comparison())
+        ranges = spreads(groups, comparison or Comparison())
         telling = [
-            i for i, spread in enumerate(apart) if spread >= config.min_reward_diff - ROUNDING
+            i for i, spread in enumerate(ranges) if spread >= config.min_reward_diff - ROUNDING
         ]
         telling = [i for i in telling if rewards[i]]
         telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)

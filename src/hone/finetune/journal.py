@@ -85,14 +85,14 @@ class Journal:
             open_lines(path).close()  # which cuts a torn last line
 
     @classmethod
-    def open(cls, directory: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> Self:
+    def open(cls, directory: Path, fingerprint: Mapping[str, Any], *, fresh: bool = False) -> Self:
         """Resume the run in this directory, or start one; `fresh` moves the old to DIR.RUNID.
 
-        `facts` is the fingerprint of the run: JSON values that must not change between two starts.
+        `fingerprint`: JSON values that must not change between two starts of the run.
         """
         lock = _locked(directory)
         try:
-            start = plan_start(directory, facts, fresh=fresh)
+            start = plan_start(directory, fingerprint, fresh=fresh)
             if start.aside is not None:
                 move(directory.absolute(), start.aside)
                 old, lock = lock, _locked(directory)
@@ -103,7 +103,7 @@ class Journal:
                 session=1,
                 anew=fresh,
                 replaces=start.replaced,
-                facts=dict(facts),
+                facts=dict(fingerprint),
             )
             write_atomic(directory / RUN_FILE, run.model_dump_json(indent=2))
         except BaseException:
@@ -218,7 +218,7 @@ class Start:
     """Id of the earlier run."""
 
 
-def plan_start(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> Start:
+def plan_start(directory: Path, fingerprint: Mapping[str, Any], *, fresh: bool) -> Start:
     """What starting here does, without doing it; raises what the start would raise.
 
     Used by the run and by `--dry-run`.
@@ -233,7 +233,7 @@ def plan_start(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> Sta
             f"{path}: not what hone wrote ({first_error(error)}). Move {directory} away."
         ) from None
     if not fresh:
-        return Start(resumed=_resume(directory, run, facts))
+        return Start(resumed=_resume(directory, run, fingerprint))
     aside = directory.absolute().with_name(f"{directory.absolute().name}.{run.run_id}")
     if aside.exists():
         raise Conflict(f"{aside} exists already, so {directory} cannot be set aside; move it away")
@@ -302,14 +302,14 @@ def rollout_id(
 # ---- one run a directory ------------------------------------------------------------------------
 
 
-def _resume(directory: Path, run: RunFile, facts: Mapping[str, Any]) -> RunFile:
+def _resume(directory: Path, run: RunFile, fingerprint: Mapping[str, Any]) -> RunFile:
     """The run with one more start; one without rollouts and jobs accepts a changed configuration."""
     update: dict[str, Any] = {"session": run.session + 1}
     written = ("trajectories/*.jsonl", "submissions/*.json")  # a dataset's run has only the latter
     if not any(path for pattern in written for path in directory.glob(pattern)):
         # The server was unreachable, or preflight failed; the mistake may be fixed now.
-        return run.model_copy(update=update | {"facts": dict(facts)})
-    changed = [f"  {line}" for line in differences(run.facts, facts)]
+        return run.model_copy(update=update | {"facts": dict(fingerprint)})
+    changed = [f"  {line}" for line in differences(run.facts, fingerprint)]
     if not changed:
         return run.model_copy(update=update)
     if len(changed) > DIFFERENCES_SHOWN:

@@ -87,16 +87,16 @@ def find_vllm(python: str) -> VllmEnvironment | None:
             cwd=tempfile.gettempdir(),
             check=True,
         )
-        facts = loads(run.stdout.splitlines()[-1])
+        answer = loads(run.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         output = getattr(error, "stderr", "") or str(error)
         raise EngineError(
             f"--engine-python {python}: {output.strip()[-500:]}\nName a Python 3.10 or newer with "
             "vLLM, for example the `bin/python` of its virtual environment."
         ) from None
-    if facts["version"] is None:
+    if answer["version"] is None:
         return None
-    return VllmEnvironment(python, facts["version"], frozenset(facts["keys"]))
+    return VllmEnvironment(python, answer["version"], frozenset(answer["keys"]))
 
 
 def require_vllm(python: str) -> VllmEnvironment:

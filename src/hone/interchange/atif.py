@@ -35,7 +35,7 @@ def to_atif(rollout: ExportedRollout) -> dict[str, Any]:
     id = rollout.record.rollout
     root = _trajectory(first, id, rollout.model)
     root["session_id"] = id
-    root["extra"] = {_OURS: rollout.facts()}
+    root["extra"] = {_OURS: rollout.details()}
     if rollout.reward is not None:
         root["final_metrics"]["extra"] = {"reward": rollout.reward}
     if others:
@@ -161,10 +161,10 @@ def from_atif(document: Mapping[str, Any], where: str) -> list[Conversation]:
     try:
         tools = document["agent"].get("tool_definitions")
         messages = [m for step in document["steps"] for m in _messages(step)]
-        facts = ((document.get("extra") or {}).get(_OURS)) or {}
+        details = ((document.get("extra") or {}).get(_OURS)) or {}
         final = (document.get("final_metrics") or {}).get("extra") or {}
         id = document.get("trajectory_id") or document.get("session_id")
-        reward = number_or_none(facts.get("reward", final.get("reward")))
+        reward = number_or_none(details.get("reward", final.get("reward")))
         own = Conversation(messages, tools or None, id=id, reward=reward)
         conversations = [own] if messages else []
         for embedded in document.get("subagent_trajectories") or ():

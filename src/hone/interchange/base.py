@@ -57,7 +57,7 @@ class ExportedRollout:
     def reward(self) -> float | None:
         return self.record.reward
 
-    def facts(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         """What is known of the rollout beside its conversations, as JSON."""
         names = {"epoch", "round", "split", "example", "generation", "rollout", "reward", "scores"}
         names |= {"input", "output", "seconds", "policy_steps", "shaped_rewards"}

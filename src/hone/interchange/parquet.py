@@ -57,11 +57,11 @@ def write_parquet(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
 
 
 def _rows(rollout: ExportedRollout) -> Iterable[dict[str, Any]]:
-    facts = rollout.facts()
+    row = rollout.details()
     for key in ("scores", "input", "output", "failure"):
-        facts[key] = None if facts[key] is None else json_text(facts[key])
+        row[key] = None if row[key] is None else json_text(row[key])
     for number, one in enumerate(rollout.conversations):
-        yield facts | {
+        yield row | {
             "id": one.id,
             "model": rollout.model,
             "conversation": number,

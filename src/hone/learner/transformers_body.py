@@ -4,7 +4,7 @@ In:   an HF directory
 Out:  TransformersBody: hidden states of packed rows under the trie's attention
 
 The trie reaches the model as its attention function and as positions (depth in the trie); nothing
-else of the model changes. model_facts.py checks what the model does besides attention. A model in
+else of the model changes. model_properties.py checks what the model does besides attention. A model in
 which a token's state depends on more than its ancestors (linear attention, state spaces, rotary
 angles that depend on the length) is computed path by path.
 """
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hone.errors import ModelUnsupported
 from hone.learner import flex
 from hone.learner.attention import SegmentAttention
-from hone.learner.model_facts import inspect_model
+from hone.learner.model_properties import inspect_model
 from hone.learner.offload import HostWeights, free_cached
 from hone.learner.trie import PackedRow
 from hone.models import fit
@@ -61,10 +61,10 @@ class TransformersBody:
         self._stack: nn.Module = model.get_decoder()
         self._embedding: nn.Module = model.get_input_embeddings()
         _register()
-        facts = inspect_model(model, self._stack)
-        self.head, self.unshared = facts.head, facts.unshared
-        self.windows = tuple(sorted({window for _, window in facts.windows}))
-        for module, window in facts.windows:
+        properties = inspect_model(model, self._stack)
+        self.head, self.unshared = properties.head, properties.unshared
+        self.windows = tuple(sorted({window for _, window in properties.windows}))
+        for module, window in properties.windows:
             module.trie_window = window  # pyright: ignore[reportArgumentType]
         experts = expert_modules(model)
         self._frozen_experts = sum(p.numel() for module in experts for p in module.parameters())

@@ -157,13 +157,13 @@ def _component(kind: str, base: type[_Checked], factory: Any, info: Any) -> regi
     class Config(base, name=name):
         toolkit_type = info.config_type
 
-    async def made(config: Any, builder: Builder) -> AsyncIterator[Any]:
+    async def build(config: Any, builder: Builder) -> AsyncIterator[Any]:
         async for instance in factory(config, builder):
             yield instance
 
-    made.__doc__ = info.config_type.__doc__
-    made.__module__ = info.config_type.__module__  # the code that the run depends on
-    return registry.Registered(kind, name, Config, made, package, info.config_type)
+    build.__doc__ = info.config_type.__doc__
+    build.__module__ = info.config_type.__module__  # the code that the run depends on
+    return registry.Registered(kind, name, Config, build, package, info.config_type)
 
 
 def _keys(model: type[BaseModel]) -> set[str]:

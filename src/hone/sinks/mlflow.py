@@ -61,8 +61,8 @@ class MLflowSink(Sink):
             self._client.update_run(self._id, status="RUNNING")
         else:
             label = config.run_name or run.id
-            made = self._client.create_run(id, tags={TAG: run.id}, run_name=label)
-            self._id = made.info.run_id
+            created = self._client.create_run(id, tags={TAG: run.id}, run_name=label)
+            self._id = created.info.run_id
             for key, value in _leaves(run.config):
                 self._client.log_param(self._id, _name(key), str(value)[:MAX_PARAM])
         self._known: dict[str, set[tuple[int, int]]] = {}

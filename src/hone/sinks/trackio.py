@@ -110,8 +110,8 @@ class TrackioSink(Sink):
         from trackio.sqlite_storage import SQLiteStorage
         from trackio.utils import resolve_space_id_and_server_url
 
-        given = self._config.space_id, self._config.server_url
-        space, server = resolve_space_id_and_server_url(*given)  # or as the environment says
+        targets = self._config.space_id, self._config.server_url
+        space, server = resolve_space_id_and_server_url(*targets)  # or as the environment says
         if space is None and server is None:
             return SQLiteStorage.get_logs(self._project, self._name)
         from huggingface_hub import get_token, repo_exists

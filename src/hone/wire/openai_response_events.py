@@ -327,21 +327,21 @@ class _TextTokens:
         wanted = text.encode()
         start = (self._rest + b"".join(pieces)).find(wanted)
         if not wanted or start < 0:
-            taken = self._entries if wanted else []
+            entries = self._entries if wanted else []
             if wanted:
                 self.clear()
-            return taken
+            return entries
         end = start + len(wanted)
-        taken: Logprobs = []
+        entries: Logprobs = []
         at = len(self._rest)
         rest = self._rest[end:]
         for place, (entry, piece) in enumerate(zip(self._entries, pieces, strict=True)):
             if at >= end:
                 self._entries, self._rest = self._entries[place:], rest
-                return taken
+                return entries
             if at + len(piece) > start:
-                taken.append(entry)
+                entries.append(entry)
             at += len(piece)
             rest = piece[len(piece) - (at - end) :] if at > end else b""
         self._entries, self._rest = [], rest
-        return taken
+        return entries

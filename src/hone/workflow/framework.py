@@ -161,10 +161,10 @@ class Agents:
                     f"{did_you_mean(name, parameters)} Its parameters: {', '.join(parameters)}."
                 )
         for name, p in parameters.items():
-            given = name in _ADDRESS or name in self._config.args
+            has_value = name in _ADDRESS or name in self._config.args
             if (
                 p.default is p.empty
-                and not given
+                and not has_value
                 and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
             ):
                 raise ConfigError(

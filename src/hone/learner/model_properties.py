@@ -1,11 +1,11 @@
-"""What a transformers model does around its attention, found out when it is loaded.
+"""What a transformers model does around its attention, inspected when it is loaded.
 
 In:   a model
-Out:  Facts: its head, the window of every attention layer, why paths cannot share prefixes if so
+Out:  ModelProperties: its head, the window of each attention layer, and whether paths share prefixes
 
-A few tokens are run through the model with an attention function that notes what it is called with.
-Windows are read from the masks that the model asks for, and the head is compared with the logits that
-the model computes itself: what hone does not know about a model is an error and not a wrong gradient.
+A few tokens run through the model with an attention function that records its arguments. Windows
+are read from the masks that the model requests, and the head is compared with the logits that the
+model computes itself: a property that hone does not know is an error, not a wrong gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,8 +36,8 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What was found out."""
+class ModelProperties:
+    """What the inspection showed."""
 
     head: Head
     windows: tuple[tuple[nn.Module, int], ...]
@@ -82,7 +82,7 @@ def _register() -> None:
 
 
 @torch.no_grad()
-def inspect_model(model: Any, stack: nn.Module) -> Facts:
+def inspect_model(model: Any, stack: nn.Module) -> ModelProperties:
     """Run a few tokens, and see what the model does around its attention."""
     text = model.config.get_text_config()
     _register()
@@ -98,7 +98,7 @@ def inspect_model(model: Any, stack: nn.Module) -> Facts:
     windows = [(module, _window_of(mask)) for module, mask in seen]
     head = _head(model, text)
     _check_head(head, hidden, logits, type(model).__name__)
-    return Facts(
+    return ModelProperties(
         head,
         tuple((module, window.size) for module, window in windows),
         _why_unshared(text, [window for _, window in windows]),
