@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 import hone
-from bench.gpu_serve import hone_server, make_parser, prompts, random_model, say
+from bench.gpu_serve import engine_args, hone_server, make_parser, prompts, random_model, say
 from hone.backends.remote import RemoteBackend
 from hone.model import TrainableModel
 from hone.trajectory import JobRequest
@@ -54,13 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def _measure(url: str, base_model: str, options: argparse.Namespace) -> None:
-    share = options.gpu_memory_utilization
     async with RemoteBackend(url) as backend, httpx.AsyncClient(timeout=None) as http:
         policy = TrainableModel[Any](
             name="cycle",
             project="bench",
             base_model=base_model,
-            engine_args={} if share is None else {"gpu_memory_utilization": share},
+            engine_args=engine_args(options),
             init_args={"max_seq_length": options.max_seq_length},
         )
         began = time.perf_counter()

@@ -3,10 +3,10 @@
 In:   a Python with vLLM, and a model directory or the shape of one (random weights)
 Out:  one JSON object per line, as soon as it is measured
 
-Both servers run the same vLLM with the same arguments, one after the other, and answer the same
-chats with the same adapter: log-probabilities and token ids are asked for, every client sends its
-next chat when the last is answered. hone records every call besides. The adapter is trained here,
-by one job of hone's server.
+Both servers run the same vLLM with the same arguments on one GPU, and answer the same chats with the
+same adapter in turn: log-probabilities and token ids are asked for, every client sends its next chat
+when the last is answered. hone records every call besides. The adapter is trained here, by one job
+of hone's server.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,14 +33,17 @@ PROMPTS = 64
 PROMPT_WORDS, ANSWER_TOKENS = 420, 128
 MAX_SEQ_LENGTH = 2048
 START_S = 600.0
+WARM_UP_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("bench.gpu_serve", __doc__)
     parser.set_defaults(gpu_memory_utilization=0.5)
     parser.add_argument("--clients", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of every measurement")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of every measurement")
+    parser.add_argument("--repeats", type=int, default=2, help="of every measurement")
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--vllm-url", help="of a vllm serve that runs; by default one is started")
     options = parser.parse_args(arguments)
     if options.client:
         url, model, clients, seconds = options.client
@@ -47,36 +51,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     options.scratch.mkdir(parents=True, exist_ok=True)
     model = options.model or random_model(options)
-    with hone_server(options) as url:
-        adapter = asyncio.run(_train_one_step(url, model, options))
-        ours = _measure("hone serve", url + "/rollout/{rollout}/v1", "bench/policy", options)
-    with _vllm(options, model, adapter) as url:
-        plain = _measure("vllm serve", url + "/v1", "policy", options)
-    for clients in options.clients:
-        say(
-            "rollouts, hone serve beside vllm serve",
-            clients=clients,
-            ratio=ours[clients] / plain[clients],
-            hone_tokens_per_s=ours[clients],
-            vllm_tokens_per_s=plain[clients],
-        )
-
-
-def _measure(name: str, url: str, model: str, options: argparse.Namespace) -> dict[int, float]:
-    """Tokens/s by number of clients; the clients are a process of their own."""
-    rates = {}
-    for clients in options.clients:
-        for seconds in (5.0, options.seconds):  # the first warms up
-            command = [sys.executable, "-m", "bench.gpu_serve", "--client", url, model]
-            run = subprocess.run(
-                [*command, str(clients), str(seconds)], capture_output=True, text=True
+    with _vllm(options, model) as plain, hone_server(options) as ours:
+        adapter = asyncio.run(_train_one_step(ours, model, options))
+        if plain.process:
+            _wait(plain)
+        _load_adapter(plain.url, adapter)
+        servers = {
+            "hone serve": (ours + "/rollout/{rollout}/v1", "bench/policy"),
+            "vllm serve": (plain.url + "/v1", "policy"),
+        }
+        for clients in options.clients:
+            rates: dict[str, list[float]] = {name: [] for name in servers}
+            for repeat in range(-1, options.repeats):  # the first warms up
+                for name, (url, served) in servers.items():
+                    seconds = options.seconds if repeat >= 0 else WARM_UP_S
+                    measured = _measure(name, url, served, clients, seconds)
+                    if repeat >= 0:
+                        rates[name].append(measured["tokens_per_s"])
+                        say(name, clients=clients, repeat=repeat, **measured)
+            hone_rate, vllm_rate = (median(rates[name]) for name in servers)
+            say(
+                "rollouts, hone serve beside vllm serve",
+                clients=clients,
+                ratio=hone_rate / vllm_rate,
+                hone_tokens_per_s=hone_rate,
+                vllm_tokens_per_s=vllm_rate,
             )
-            if run.returncode:
-                raise RuntimeError(f"{name}: the clients failed: {run.stderr[-2000:]}")
-            measured = json.loads(run.stdout.splitlines()[-1])
-        rates[clients] = measured["tokens_per_s"]
-        say(name, clients=clients, **measured)
-    return rates
+
+
+def _measure(name: str, url: str, model: str, clients: int, seconds: float) -> dict[str, float]:
+    """Tokens/s of so many clients, which are a process of their own."""
+    command = [sys.executable, "-m", "bench.gpu_serve", "--client", url, model]
+    run = subprocess.run([*command, str(clients), str(seconds)], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{name}: the clients failed: {run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 # ---- clients -----------------------------------------------------------------------------------
@@ -153,63 +162,98 @@ def prompts(num_words: int = PROMPT_WORDS, count: int = PROMPTS, seed: int = 0) 
 # ---- servers -----------------------------------------------------------------------------------
 
 
-def _engine_args(options: argparse.Namespace) -> dict[str, Any]:
-    return {"gpu_memory_utilization": options.gpu_memory_utilization, "max_num_seqs": 256}
+def engine_args(options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's arguments, for both servers."""
+    share = options.gpu_memory_utilization
+    given = {} if share is None else {"gpu_memory_utilization": share}
+    return given | {"max_num_seqs": 256} | options.engine_args
 
 
 @contextmanager
 def hone_server(options: argparse.Namespace) -> Iterator[str]:
-    """A `hone serve` with vLLM; yields its address."""
+    """A `hone serve` with vLLM, or that at `--url`; yields its address."""
+    if options.url:
+        yield options.url
+        return
     port = _free_port()
     command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(options.scratch / "root")]
     command += ["--port", str(port), "--inference-port", "-1", "--engine", "vllm"]
     command += ["--engine-python", options.engine_python]
-    with _server(command, options.scratch / "hone.log", f"http://127.0.0.1:{port}") as url:
-        yield url
+    with _server(command, options.scratch / "hone.log", f"http://127.0.0.1:{port}") as server:
+        _wait(server)
+        yield server.url
 
 
 @contextmanager
-def _vllm(options: argparse.Namespace, model: Path, adapter: Path) -> Iterator[str]:
+def _vllm(options: argparse.Namespace, model: Path) -> Iterator["_Server"]:
+    """A `vllm serve` that starts, or that at `--vllm-url`."""
+    if options.vllm_url:
+        yield _Server(options.vllm_url)
+        return
     port = _free_port()
-    command = [options.engine_python, "-m", "vllm.entrypoints.openai.api_server"]
+    command = ["env", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", options.engine_python]
+    command += ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--model", str(model), "--served-model-name", "base", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--max-model-len", str(MAX_SEQ_LENGTH), "--enable-lora"]
-    command += ["--max-loras", "3", "--max-lora-rank", "8", "--generation-config", "vllm"]
-    command += ["--logprobs-mode", "processed_logprobs", "--lora-modules", f"policy={adapter}"]
-    for key, value in _engine_args(options).items():
+    command += ["--max-model-len", str(MAX_SEQ_LENGTH), "--enable-lora", "--max-loras", "3"]
+    command += ["--max-lora-rank", "8", "--generation-config", "vllm"]
+    command += ["--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+    command += ["--disable-uvicorn-access-log"]
+    for key, value in engine_args(options).items():
         command += [f"--{key.replace('_', '-')}", str(value)]
-    with _server(command, options.scratch / "vllm.log", f"http://127.0.0.1:{port}") as url:
-        yield url
+    with _server(command, options.scratch / "vllm.log", f"http://127.0.0.1:{port}") as server:
+        yield server
 
 
-@contextmanager
-def _server(command: list[str], log: Path, url: str) -> Iterator[str]:
-    """A server that answers /health; ended with its children."""
+def _load_adapter(url: str, directory: Path) -> None:
     import httpx
 
-    began = time.perf_counter()
+    body = {"lora_name": "policy", "lora_path": str(directory)}
+    httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A process that serves, or will."""
+
+    url: str
+    log: Path = Path()
+    process: subprocess.Popen[bytes] | None = None
+    """None if somebody else has started it."""
+    began: float = field(default_factory=time.perf_counter)
+
+
+@contextmanager
+def _server(command: list[str], log: Path, url: str) -> Iterator[_Server]:
+    """Start a server; it is ended with its children."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        while True:
-            if process.poll() is not None or time.perf_counter() > began + START_S:
-                raise RuntimeError(f"{command[:4]} did not start: {log.read_text()[-3000:]}")
-            try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.5)
-        say(f"{log.stem} started", seconds=time.perf_counter() - began)
-        yield url
+        yield _Server(url, log, process)
     finally:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(server: _Server) -> None:
+    """Until it answers /health."""
+    import httpx
+
+    while True:
+        ended = server.process is None or server.process.poll() is not None
+        if ended or time.perf_counter() > server.began + START_S:
+            raise RuntimeError(f"{server.url} did not start: {server.log.read_text()[-3000:]}")
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                break
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    say(f"{server.log.stem} started", seconds=time.perf_counter() - server.began)
 
 
 async def _train_one_step(url: str, model: Path, options: argparse.Namespace) -> Path:
@@ -222,7 +266,7 @@ async def _train_one_step(url: str, model: Path, options: argparse.Namespace) ->
             name="policy",
             project="bench",
             base_model=str(model),
-            engine_args=_engine_args(options),
+            engine_args=engine_args(options),
             init_args={"max_seq_length": MAX_SEQ_LENGTH},
         )
         began = time.perf_counter()
@@ -244,7 +288,8 @@ async def _train_one_step(url: str, model: Path, options: argparse.Namespace) ->
         result = await policy.train([group], learning_rate=1e-3)
         say("one job", seconds=time.perf_counter() - began, step=result.step, **result.metrics)
         await policy.close()
-    steps = options.scratch / "root" / "bench" / "models" / "policy" / "checkpoints"
+    root = options.root or options.scratch / "root"
+    steps = root / "bench" / "models" / "policy" / "checkpoints"
     return max(path.parent for path in steps.glob("*/adapter_config.json"))
 
 
@@ -297,6 +342,9 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="directory of a tokenizer with a chat template")
     parser.add_argument("--scratch", type=Path, default=Path(name.replace(".", "-")))
     parser.add_argument("--gpu-memory-utilization", type=float, help="by default hone plans")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="of vLLM, as JSON")
+    parser.add_argument("--url", help="of a hone server that runs; by default one is started")
+    parser.add_argument("--root", type=Path, help="of that server")
     return parser
 
 
