@@ -19,7 +19,7 @@ from hone import LocalBackend
 TIC_TAC_TOE = Path("tic_tac_toe/tic-tac-toe.ipynb")
 TEMPORAL_CLUE = Path("temporal-clue.ipynb")
 NOTEBOOKS = sorted(EXAMPLES.rglob("*.ipynb"))
-RECORDED: set[str] = set()
+RECORDED = {TIC_TAC_TOE.name, TEMPORAL_CLUE.name}
 """File names of those stored with the output of a run of SmolLM2."""
 SMALL: dict[str, Any] = {"STEPS": 2, "ROLLOUTS": 3, "HELD_OUT": 2}
 
