@@ -33,7 +33,7 @@ def answer_constraint(
     prompt_ids: Sequence[int],
 ) -> Constraint | None:
     """Raises BadRequest for what cannot be expressed for this template."""
-    calls = bool(choice.tools) and (choice.required or choice.strict or output is not None)
+    calls = choice.constrained or (bool(choice.tools) and output is not None)
     if not calls and output is None:
         return None
     reasoning = template.reasoning(prompt_ids)

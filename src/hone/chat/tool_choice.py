@@ -87,6 +87,11 @@ class ToolChoice:
         return self.syntax is not None and self._has_strict
 
     @property
+    def constrained(self) -> bool:
+        """Whether the choice itself constrains the answer, whatever its output format."""
+        return bool(self.tools) and (self.required or self.strict)
+
+    @property
     def ignores_strict(self) -> bool:
         """Whether a function is strict, and the template's calls cannot be constrained."""
         return self.syntax is None and self._has_strict

@@ -249,7 +249,11 @@ class _Middleware:
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = _take_project(scope)
-        headers, settings = Headers(scope=scope), self.state.settings
+        # Once for all: starlette's Headers decodes them for every look. Of several, the first counts.
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        settings = self.state.settings
         client = scope["client"][0] if scope.get("client") else None
         access = auth.check(settings, scope["path"], headers, client, control=self.control)
         body = BodyReader(receive, headers, settings, self.state.bodies)

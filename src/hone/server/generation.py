@@ -80,6 +80,7 @@ class Choice:
         self._parser = parser
         self._parsed = 0
         self._closed = False
+        self._reply: Reply | None = None
 
     def add(
         self,
@@ -98,9 +99,11 @@ class Choice:
 
     def reply(self) -> Reply:
         """The message; of an answer that was cut off, the part that was sampled."""
-        self.deltas()
-        self._close()
-        return self._parser.reply(self._finish or "abort")
+        if self._reply is None:
+            self.deltas()
+            self._close()
+            self._reply = self._parser.reply(self._finish or "abort")
+        return self._reply
 
     @property
     def ids(self) -> list[int]:

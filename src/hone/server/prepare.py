@@ -37,7 +37,7 @@ async def prepare_chat(
     template = tokenizer.template
     max_tokens = _max_tokens(context, len(prompt.ids), request)
     output, constraint = request.output_format, None
-    if output is not None or choice.tools:
+    if output is not None or choice.constrained:
         build = answer_constraint
         constraint = await asyncio.to_thread(build, template, choice, output, prompt.ids)
     stop = choice.stop if constraint is None else ()
