@@ -77,6 +77,15 @@ def test_validate_says_what_is_in_the_file():
     }
 
 
+def test_validate_of_a_dataset_without_a_file():
+    Path("rows.py").write_text("def make():\n    return []\n")
+    text = YAML.replace("_type: jsonl", '_type: custom, function: "rows.py:make"')
+    Path("a.yml").write_text(text.replace(", file_path: rows.jsonl", ""))
+    result = hone("validate", "--config_file", "a.yml")
+    assert result.exit_code == 0, result.stderr
+    assert ["eval.general.dataset", "custom"] in rows_of(result.stdout)
+
+
 def test_validate_says_what_a_run_lacks():
     Path("run.yml").write_text("finetuning: {enabled: true}\n")
     result = hone("validate", "--config_file=run.yml")

@@ -1,5 +1,6 @@
 """Check README.md and docs/architecture.md against the repository: trees, links, measurements."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -55,12 +56,26 @@ def test_the_seven_files_to_read_first_are_there():
 def test_every_measurement_in_it_was_recorded():
     recorded = [r for r in read(RESULTS) if r.commit]
     values = [v for r in recorded for v in (r.value, r.peer_value, r.ratio) if v is not None]
+    values += _on_a_gpu()
     missing = [
         text
         for text, number in _measurements(README)
         if text not in DOWNLOADS and not any(_says(number, value) for value in values)
     ]
-    assert not missing, f"README.md states {missing}, which bench/results.json does not have"
+    assert not missing, f"README.md states {missing}, which bench/*.json does not have"
+
+
+def _on_a_gpu() -> list[float]:
+    """Rates and ratios of bench/gpu.json, and the ratio of each run's trie to every peer beside it."""
+    values: list[float] = []
+    for run in json.loads((ROOT / "bench" / "gpu.json").read_text(encoding="utf-8"))["runs"]:
+        measured = run["measured"]
+        rates = [m["logical_tokens_per_s"] for m in measured if "logical_tokens_per_s" in m]
+        ratios = [m["ratio"] for m in measured if "ratio" in m]
+        ends = ("hone_tokens_per_s", "vllm_tokens_per_s")
+        served = [m[end] for m in measured for end in ends if end in m]
+        values += [*rates, *ratios, *served, *(rates[0] / rate for rate in rates[1:])]
+    return values
 
 
 def test_measurements_are_told_from_other_numbers():

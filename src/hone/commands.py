@@ -18,6 +18,7 @@ from hone.finetune.interrupt import INTERRUPTED, leave
 from hone.terminal import Command, LogLevel, pairs, print_table
 
 if TYPE_CHECKING:
+    from hone.config.base import DatasetBaseConfig
     from hone.config.schema import Document
     from hone.evaluation.run import EvalSummary
 
@@ -320,12 +321,11 @@ def _sections(document: "Document") -> list[tuple[str, str]]:
         return f"{len(configs)}: {names}" if configs else "none"
 
     general, run = document.eval.general, document.finetuning
-    data = general.dataset
     rows = [
         ("llms", listed(document.llms)),
         ("functions", listed(document.functions)),
         ("workflow", document.workflow.type_name if document.workflow else "none"),
-        ("eval.general.dataset", f"{data.file_path} ({data.type_name})" if data else "none"),
+        ("eval.general.dataset", _dataset(general.dataset)),
         ("eval.evaluators", listed(document.eval.evaluators)),
         ("trajectory_builders", listed(document.trajectory_builders)),
         ("trainer_adapters", listed(document.trainer_adapters)),
@@ -339,6 +339,13 @@ def _sections(document: "Document") -> list[tuple[str, str]]:
     else:
         rows.append(("finetuning", "not enabled"))
     return rows
+
+
+def _dataset(config: "DatasetBaseConfig | None") -> str:
+    if config is None:
+        return "none"
+    kind = config.type_name
+    return f"{config.file_path} ({kind})" if config.file_path else kind
 
 
 @info.callback()
