@@ -133,22 +133,28 @@ def test_every_route_runs_the_workflow(address: str):
     first = json.loads(lines[0].partition(": ")[2])
     assert first["function_ancestry"]["function_id"] == "<workflow>.search"
     assert json.loads(first["payload"])["event_type"] == "LLM_END"
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
-    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hm"}]
-    whole = client.chat.completions.create(model="agent", messages=messages)
-    assert (whole.choices[0].message.content or "").startswith("Hm: ")
-    assert whole.usage is not None and whole.usage.completion_tokens > 0
-    stream = client.chat.completions.create(model="agent", messages=messages, stream=True)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
-    assert "".join(pieces).startswith("Hm: ")
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        messages: Any = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hm"},
+        ]
+        whole = client.chat.completions.create(model="agent", messages=messages)
+        assert (whole.choices[0].message.content or "").startswith("Hm: ")
+        assert whole.usage is not None and whole.usage.completion_tokens > 0
+        stream = client.chat.completions.create(model="agent", messages=messages, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+        assert "".join(pieces).startswith("Hm: ")
 
 
 def test_what_fails_says_why(address: str):
     failed = post(f"{address}/generate", {"input_message": "broken"})
     assert failed.status_code == 500
     assert failed.json()["error"]["message"].startswith("no such table: users")
-    with pytest.raises(openai.InternalServerError, match="no such table"):
-        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0).chat.completions.create(
+    with (
+        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
+        pytest.raises(openai.InternalServerError, match="no such table"),
+    ):
+        client.chat.completions.create(
             model="agent", messages=[{"role": "user", "content": "broken"}]
         )
     for path, body, why in (

@@ -28,6 +28,21 @@ from hone.store import calls, jobs, models
 from hone.store.database import Store
 from hone.store.jobs import JobStore
 
+CLIENTS: list[Any] = []
+"""Official clients that tests have opened. Errors keep them in reference cycles, so the garbage
+collector may find their sockets before it finds them."""
+
+
+@pytest.fixture(autouse=True)
+def close_clients() -> Iterator[None]:
+    """Close the clients that a test opened; those of wider fixtures close themselves."""
+    before = len(CLIENTS)
+    yield
+    for client in CLIENTS[before:]:
+        client.close()
+    del CLIENTS[before:]
+
+
 T = TypeVar("T")
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 512, 64, 128, 2, 4, 2

@@ -11,7 +11,7 @@ import openai
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine, logprob
-from tests.server.conftest import MakeServer, Server, write_model
+from tests.server.conftest import CLIENTS, MakeServer, Server, write_model
 
 from hone.inference.base import Sampling
 from hone.server.settings import Settings
@@ -34,9 +34,13 @@ TWO_CALLS = CALL + '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_
 
 def client(server: Server, **options: Any) -> Any:
     """The official client. Any: its types know nothing of hone's fields, nor of plain dicts."""
-    return openai.OpenAI(
-        base_url=server.openai_url, api_key="default", **{"max_retries": 0, **options}
-    )
+    return opened(server.openai_url, **options)
+
+
+def opened(url: str, **options: Any) -> openai.OpenAI:
+    """An official client that is closed at the end of the test."""
+    CLIENTS.append(openai.OpenAI(base_url=url, api_key="default", **{"max_retries": 0, **options}))
+    return CLIENTS[-1]
 
 
 @pytest.fixture(scope="module")
@@ -703,7 +707,7 @@ def test_the_list_of_models(make_server: MakeServer, tiny_model: Path) -> None:
 
 def test_both_ports_have_the_openai_api(server: Server, tiny_model: Path) -> None:
     for url in (server.control_url, server.inference_url):
-        asking = openai.OpenAI(base_url=f"{url}/v1", api_key="default")
+        asking = opened(f"{url}/v1")
         answer = asking.chat.completions.create(model=str(tiny_model), messages=HELLO)
         assert answer.choices[0].message.content == "ok"
         schema = httpx.get(f"{url}/openapi.json").json()

@@ -10,7 +10,7 @@ import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine, logprob
 from tests.server.conftest import MakeServer, Server, write_model
-from tests.server.test_chat import CALL, LOOK, TWO_CALLS, WEATHER, client, ids
+from tests.server.test_chat import CALL, LOOK, TWO_CALLS, WEATHER, client, ids, opened
 from tests.server.test_rollouts import SAID, spelt_out
 from tests.server.test_stream import LONG, wait_for
 
@@ -71,7 +71,7 @@ def refused(shared: Server, tiny_model: Path, http: httpx.Client) -> Create:
 
 def in_rollout(server: Server, rollout: str) -> Any:
     url = f"{server.inference_url}/rollout/{rollout}/v1"
-    return openai.OpenAI(base_url=url, api_key="default", max_retries=0).responses
+    return opened(url).responses
 
 
 def kinds(items: list[Any]) -> list[str]:
