@@ -1,5 +1,6 @@
 """What is kept of a rollout survives a round through JSON, whatever the agent returned."""
 
+import json
 from typing import Any
 
 import pytest
@@ -100,3 +101,7 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     ]
     assert (sent.model_calls[2].temperature, sent.model_calls[2].completion_tokens) == (0.5, 2)
     assert (sent.model_calls[3].error, sent.model_calls[3].finish) == ("cut ?", None)
+    # A logger may run in an environment with an older hone than the run.
+    newer = json.loads(record.model_dump_json()) | {"unknown": 1}
+    newer["model_calls"][0] |= {"unknown": 2}
+    assert Rollout.model_validate(newer) == sent

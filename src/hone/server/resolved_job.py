@@ -7,13 +7,18 @@ Every wrong field of a job is reported here, all at once, each by its path. What
 on, without being wrong, is left out and counted by reason. Nothing is guessed: a call that this
 server did not record is accepted only where its tokens, its text and its log-probabilities agree.
 
-Counted are calls by their source (`by_tokens`, `by_rollout`, `matched`, `rerendered`, `from_text`);
-`dropped/abandoned`, `dropped/other_model`, `dropped/frozen` (a rollout's calls to a fixed step,
-such as NAME@0), `dropped/not_named` (by `trained_calls`) and `dropped/no_logprobs` are calls that became
-context;
-`dropped/no_calls` and `dropped/too_long` are trajectories, `dropped/empty_group` groups, and
-`exceptions` rollouts that failed. `other_template_args` are calls whose chat template had other
-arguments than the model's own, or printed another date; they are trained like any other.
+The counts:
+
+    by_tokens, by_rollout, matched, rerendered, from_text    calls, by their source
+    dropped/abandoned, dropped/other_model,                  calls that became context; frozen: to a
+    dropped/frozen, dropped/not_named, dropped/no_logprobs   fixed step, such as NAME@0; not_named: not
+                                                             in `trained_calls`
+    dropped/no_calls, dropped/too_long                       trajectories
+    dropped/empty_group                                      groups
+    exceptions                                               rollouts that failed
+    other_template_args                                      calls whose chat template had other
+                                                             arguments, or printed another date; they
+                                                             are trained like any other
 """
 
 from collections import Counter

@@ -9,7 +9,6 @@ sent. A resumed run logs some events again (events.py); each metric of a step is
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -91,7 +90,7 @@ class Feed:
         """Each with the key by which it is sent once."""
         match event:
             case RolloutDone() if record is not None:
-                yield event.rollout, partial(_send_rollout, record)
+                yield event.rollout, lambda sink: sink.rollout(record)
             case EpochCollected():
                 key, step = (event.type, event.epoch, event.round), _step(event.step, event.epoch)
                 yield key, self._point(_collected(event), step, event)
@@ -216,10 +215,6 @@ class RolloutFiles:
 
     def _path(self, split: str, epoch: int) -> Path:
         return self.folder / file_name(split, epoch)
-
-
-def _send_rollout(rollout: Rollout, sink: Sink) -> None:
-    sink.rollout(rollout)
 
 
 def _step(step: int | None, epoch: int) -> int:
