@@ -319,7 +319,11 @@ async def test_an_evaluation_that_was_stopped_goes_on(
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(bench.file)], env=env, stderr=subprocess.PIPE, text=True
     )
+    finished = bench.out / "finished.jsonl"
     async with asyncio.timeout(60):
+        # Requests arrive at once; the first two items are recorded a little later.
+        while not finished.exists() or finished.read_bytes().count(b"\n") < 2:
+            await asyncio.sleep(0.02)
         while len(served.requests) < 3:
             await asyncio.sleep(0.02)
     child.send_signal(how)
