@@ -30,6 +30,8 @@ class Standin:
 
     def __init__(self) -> None:
         self.version, self.healthy, self.broken = "0.31.0", True, False
+        self.breaks = 0
+        """So many requests get no answer."""
         self.top = {"token_id:7": 0.0, "token_id:8": -9999.0}
         self.ids = [7]
         self.refuses = ""
@@ -64,7 +66,8 @@ class Standin:
                 return StreamingResponse(gone())
             async for _ in gone():
                 pass
-        if self.broken:
+        if self.broken or self.breaks > 0:
+            self.breaks -= 1
             transport: Any = request.scope["extensions"]["test.transport"]
             transport.abort()
         if body["model"] not in {"tiny", *self.loaded}:
@@ -385,6 +388,22 @@ async def test_an_adapter_that_an_earlier_server_left_is_loaded_anew(
     assert done.ids == [7] and standin.bodies[-1]["model"] == ref.sha256
     await engine.close()
     assert standin.loaded == {} and not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_whose_connection_is_lost_is_sent_once_more(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path, *, stream: bool
+) -> None:
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    standin.bodies.clear()
+    standin.breaks = 1
+    body = {"model": "tiny", "prompt": [1]}
+    client = engine._client
+    choices = [c async for c in (client.streamed(body) if stream else client.whole(body))]
+    assert len(standin.bodies) == 2 and standin.bodies[0] == standin.bodies[1]
+    assert stream or choices[0]["token_ids"] == [7]
+    await engine.close()
 
 
 async def test_a_lost_connection_breaks_no_engine_that_still_answers(

@@ -169,8 +169,7 @@ def test_groups_are_dealt_in_order_and_flat_ones_do_not_count(learner: Learner, 
     assert result.steps == 2  # groups 0 and 2, then 3
     assert result.metrics["learn/flat_groups"] == 2 and result.dropped == {"flat_group": 4}
     assert [(p.phase, p.step, p.steps, p.row, p.rows) for p in seen] == [
-        ("old", 0, 2, 0, 1),
-        ("old", 1, 2, 0, 1),
+        ("old", 1, 2, 0, 1),  # for the first step, the pass that trains gives them
         ("train", 0, 2, 0, 1),
         ("train", 1, 2, 0, 1),
     ]

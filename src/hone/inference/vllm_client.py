@@ -140,13 +140,16 @@ class VllmClient:
         self, path: str, body: Mapping[str, Any], **options: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """The answer to a request; `close` ends it with an error, wherever it is."""
-        session, headers = self._http(), {"Content-Type": "application/json"}
         async with asyncio.timeout(None) as deadline:
             self._sent.add(deadline)
             try:
-                response = await session.post(
-                    self._at(path), data=to_json(body), headers=headers, **options
-                )
+                try:
+                    response = await self._send(path, body, options)
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    # On a busy machine vLLM closes an idle connection just as a request is sent.
+                    if path != COMPLETIONS or not await self._is_healthy():
+                        raise
+                    response = await self._send(path, body, options)
             finally:
                 self._sent.discard(deadline)
         self._reading.add(response)
@@ -155,6 +158,14 @@ class VllmClient:
                 yield response
         finally:
             self._reading.discard(response)
+
+    async def _send(
+        self, path: str, body: Mapping[str, Any], options: dict[str, Any]
+    ) -> aiohttp.ClientResponse:
+        headers = {"Content-Type": "application/json"}
+        return await self._http().post(
+            self._at(path), data=to_json(body), headers=headers, **options
+        )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         # Answers take as long as they take; a dead server closes the connection.

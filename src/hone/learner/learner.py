@@ -202,14 +202,15 @@ class _Job:
 
     def run(self) -> None:
         config, batches = self.config, self.batches
-        # With one optimizer step the old policy is the one being differentiated; only the penalty's
-        # mean over the step needs its values before the first row is trained.
-        needs_old = config.is_on_policy and (len(batches) > 1 or config.kl_penalty_coef > 0)
+        # In the first optimizer step the old policy is the one being differentiated; only the
+        # penalty's mean over the step needs its values before the first row is trained.
+        first = 0 if config.kl_penalty_coef > 0 else 1
         needs_reference = config.beta > 0 or config.kl_penalty_coef > 0 or config.loss == "dpo"
         old: list[Tensor | None] = [None] * len(batches)
         reference: list[Tensor | None] = [None] * len(batches)
-        if needs_old:
-            old = [self._score(i, "old", self.learner.lora) for i in range(len(batches))]
+        if config.is_on_policy:
+            for i in range(first, len(batches)):
+                old[i] = self._score(i, "old", self.learner.lora)
         if needs_reference:
             lora = self.learner.lora if config.dpo_reference == "job" else None
             reference = [self._score(i, "reference", lora) for i in range(len(batches))]
