@@ -26,9 +26,9 @@ class Judge(Endpoint):
 
     def reply_to(self, body: dict[str, Any]) -> Reply:
         text = body["messages"][1]["content"]
-        match = re.findall(r'id="(\d+)">.*?"role": "output", "content": "(\d)', text, re.DOTALL)
+        outputs = re.findall(r'id="(\d+)">.*?"role": "output", "content": "(\d)', text, re.DOTALL)
         # In another order than they were asked for.
-        scores = {id: {"explanation": said, "score": int(said) / 10} for id, said in match[::-1]}
+        scores = {id: {"explanation": n, "score": int(n) / 10} for id, n in outputs[::-1]}
         return self.replies.pop(0) if self.replies else Reply(json.dumps({"scores": scores}))
 
 

@@ -82,12 +82,12 @@ async def test_the_names_of_art_read_a_stream_to_its_end(shared: Server, tiny_mo
     stream = client(shared).chat.completions.create(**request, stream=True)
     joined = consume_sync_chat_completion_stream(stream)
     assert joined.object == "chat.completion" and len(joined.choices) == 1
-    kept: Any = joined.choices[0].to_dict()
-    given: Any = whole.choices[0].to_dict()
-    for choice in (kept, given):  # ids of the answer are its own
+    streamed: Any = joined.choices[0].to_dict()
+    expected: Any = whole.choices[0].to_dict()
+    for choice in (streamed, expected):  # ids of the answer are its own
         assert choice.pop("call_id") and choice["message"].pop("refusal", None) is None
         assert all(call.pop("id") for call in choice["message"]["tool_calls"])
-    assert kept == given and len(given["message"]["tool_calls"]) == 2
+    assert streamed == expected and len(expected["message"]["tool_calls"]) == 2
 
     seen: list[str] = []
 
