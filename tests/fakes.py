@@ -156,7 +156,11 @@ class ScriptedEngine:
         self.published.pop(adapter.sha256, None)
 
     async def probe(
-        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
     ) -> Probe:
         self._check(adapter)
         served = adapter

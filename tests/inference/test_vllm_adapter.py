@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from tests.inference.test_embedded import write_adapter
 
 from hone.errors import ConfigError, EngineError
+from hone.inference import vllm_worker
 from hone.inference.base import AdapterRef
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
 from hone.inference.vllm_worker import HoneWorker
@@ -107,7 +110,14 @@ def worker(adapter: Path, *, drop: str = "", tp: tuple[int, int] = (0, 1)) -> An
     extension.model_runner = SimpleNamespace(
         lora_manager=SimpleNamespace(_adapter_manager=manager, list_adapters=lambda: {ID})
     )
-    return SimpleNamespace(digests=extension.hone_digests, manager=manager, lora=lora)
+
+    def digests(adapter: int) -> dict[str, Any]:
+        extension.hone_hash(adapter)
+        while not (held := extension.hone_digests(adapter)).get("ready", True):
+            time.sleep(0.001)
+        return held
+
+    return SimpleNamespace(digests=digests, manager=manager, lora=lora, extension=extension)
 
 
 @pytest.fixture
@@ -121,7 +131,9 @@ def adapter(tiny_llama_dir: Path, tmp_path: Path) -> tuple[AdapterRef, Path]:
 
 @pytest.fixture
 def staged(adapter: tuple[AdapterRef, Path], tmp_path: Path) -> StagedAdapter:
-    return stage(*adapter, tmp_path / "staged", max_rank=MAX_RANK)
+    staged = stage(*adapter, tmp_path / "staged", max_rank=MAX_RANK)
+    staged.read()
+    return staged
 
 
 @pytest.mark.parametrize("tp", [[(0, 1)], [(0, 2), (1, 2)]])
@@ -192,13 +204,63 @@ def test_an_adapter_that_vllm_does_not_hold(
     assert "'NoneType' object has no attribute" in (staged.compare([one.digests(ID)]) or "")
 
 
+def test_the_worker_hashes_while_the_engine_goes_on(
+    staged: StagedAdapter, adapter: tuple[AdapterRef, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, hash_now, digest = worker(adapter[1]), threading.Event(), vllm_worker.digest
+
+    def late(tensor: Any) -> str:
+        hash_now.wait()
+        return digest(tensor)
+
+    monkeypatch.setattr(vllm_worker, "digest", late)
+    # Neither call waits; the newest adapter needs no id.
+    assert one.extension.hone_hash() == {"held": True, "id": ID, "dtypes": ["bfloat16"]}
+    assert one.extension.hone_digests(ID) == {"held": True, "ready": False}
+    hash_now.set()
+    assert staged.compare([one.digests(ID)]) is None
+
+
+def test_weights_that_were_loaded_anew_are_hashed_anew(
+    staged: StagedAdapter, adapter: tuple[AdapterRef, Path]
+) -> None:
+    one = worker(adapter[1])
+    assert staged.compare([one.digests(ID)]) is None
+    other = worker(adapter[1], drop="down_proj")
+    one.manager.list_adapters = lambda: {ID: other.lora}  # in place, under the same id
+    while not (held := one.extension.hone_digests(ID)).get("ready", True):
+        time.sleep(0.001)
+    assert "does not hold" in (staged.compare([held]) or "") or held["wrong"]
+
+
+def test_all_buffers_are_compared_with_one_synchronisation(
+    staged: StagedAdapter, adapter: tuple[AdapterRef, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tolist`, `item` and `bool` are where the CPU waits for a GPU."""
+    one, waits = worker(adapter[1]), []
+    for name in ("tolist", "item", "__bool__", "__int__", "cpu"):
+        method = getattr(torch.Tensor, name)
+
+        def counted(
+            tensor: torch.Tensor, *args: Any, name: str = name, method: Any = method
+        ) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                waits.append(name)
+            return method(tensor, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    held = one.digests(ID)
+    monkeypatch.undo()
+    assert waits == ["tolist"] and staged.compare([held]) is None
+
+
 def test_what_is_not_staged(adapter: tuple[AdapterRef, Path], tmp_path: Path) -> None:
     ref, directory = adapter
     with pytest.raises(EngineError, match=r"rank 4 exceeds the 2 that vLLM was started with"):
         stage(ref, directory, tmp_path / "staged", max_rank=2)
     other = AdapterRef("m", 1, "0" * 64)
     with pytest.raises(EngineError, match=rf"with hash {ref.sha256[:16]}, not 0000"):
-        stage(other, directory, tmp_path / "staged", max_rank=MAX_RANK)
+        stage(other, directory, tmp_path / "other", max_rank=MAX_RANK).read()
     file = directory / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
     with pytest.raises(ConfigError, match="plain LoRA only"):

@@ -98,12 +98,37 @@ class OwnStandin(Standin):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.ids_of: dict[str, int] = {}
+        """vLLM's numbers of what was loaded, by path."""
+        self.loads = True
+        """Whether loading an adapter does anything."""
+        self.unready = 0
+        """So many times the digests are not ready."""
         self.lost = False
         """Whether it has forgotten an adapter's weights."""
         self.wakes = True
         self.app.post("/sleep")(self.sleep)
         self.app.post("/wake_up")(self.wake)
         self.app.post("/collective_rpc")(self.rpc)
+
+    async def load(self, request: Request) -> Response:
+        response = await super().load(request)
+        self.calls.append("load")
+        if self.loads:
+            self.ids_of[list(self.loaded.values())[-1]] = len(self.ids_of) + 1
+        return response
+
+    async def unload(self, request: Request) -> Response:
+        self.calls.append("unload")
+        return await super().unload(request)
+
+    async def complete(self, request: Request) -> Response:
+        self.calls.append("complete")
+        body = await request.json()
+        if "prompt_logprobs" not in body:
+            return await super().complete(request)
+        scores = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
+        return JSONResponse({"choices": [{"prompt_logprobs": scores}]})
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -116,9 +141,16 @@ class OwnStandin(Standin):
     async def rpc(self, request: Request) -> dict[str, Any]:
         body = await request.json()
         self.calls.append(body["method"])
-        if body["method"] == "hone_adapters":
-            return {"results": [[i + 1 for i, _ in enumerate(self.loaded)]]}
-        (path,) = self.loaded.values()
+        if body["method"] == "hone_hash":
+            (given,) = body["args"] or [max(self.ids_of.values(), default=0)]
+            return {"results": [{"held": True, "id": given, "dtypes": ["float32"]}]}
+        if body["method"] == "remove_lora":
+            return {"results": [None]}
+        (adapter,) = body["args"]
+        (path,) = [path for path, number in self.ids_of.items() if number == adapter]
+        if self.unready:
+            self.unready -= 1
+            return {"results": [{"held": True, "ready": False}]}
         settings = json.loads((Path(path) / "adapter_config.json").read_text())
         scale, tensors = settings["lora_alpha"] / settings["r"], {}
         for name, tensor in read_tensors(Path(path) / "adapter_model.safetensors").items():
@@ -126,7 +158,7 @@ class OwnStandin(Standin):
             value = tensor * scale if factor == "B" else tensor
             value = value * 0 if self.lost else value
             tensors[tensor_name(stem.removeprefix("base_model.model."), factor)] = digest(value)
-        held = {"held": True, "tensors": tensors, "wrong": [], "ignored": []}
+        held = {"held": True, "ready": True, "tensors": tensors, "wrong": [], "ignored": []}
         return {"results": [{**held, "dtypes": ["float32"]}]}
 
 
@@ -192,7 +224,7 @@ async def test_the_digest_is_compared_again_after_waking(
     await engine.sleep()
     standin.lost = lost
     await engine.wake()
-    assert standin.calls == ["sleep 1", "wake", "hone_digests"]
+    assert standin.calls == ["sleep 1", "wake", "hone_hash", "hone_digests"]
     if lost:
         assert "after vLLM's sleep, step 1 of" in str(engine.failure)
         with pytest.raises(EngineFailed, match="holds other weights for"):
@@ -200,6 +232,68 @@ async def test_the_digest_is_compared_again_after_waking(
     else:
         assert engine.failure is None
         await complete(engine, [1, 2, 3], Sampling(max_tokens=1), adapter[0])
+    await engine.close()
+
+
+async def test_a_publish_and_its_proof_make_few_calls_into_the_workers(
+    own: tuple[OwnStandin, VllmProcess],
+    adapter: tuple[AdapterRef, Path],
+    tiny_llama_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """Every one of them stops all requests while it lasts."""
+    standin, process = own
+    engine = engine_of(process, tmp_path)
+    await engine.publish(*adapter)
+    second = write_adapter(tmp_path / "b", Decoder.load(tiny_llama_dir), step=2)
+    standin.calls.clear()
+    old = await engine.probe([[1, 2, 3]], adapter[0], with_hash=False)
+    assert (old.sha256, old.logprobs) == (None, ((-1.0, -1.0),))
+    assert standin.calls == ["complete"]
+    standin.calls.clear()
+    await engine.publish(second, tmp_path / "b")
+    assert standin.calls == ["load", "hone_hash", "hone_digests"]
+    standin.calls.clear()
+    new = await engine.probe([[1, 2, 3], [4, 5]], second)
+    assert (new.sha256, new.logprobs) == (second.sha256, ((-1.0, -1.0), (-1.0,)))
+    # Hashed while vLLM scores; compared when it has.
+    assert sorted(standin.calls[:3]) == ["complete", "complete", "hone_hash"]
+    assert standin.calls[3:] == ["hone_digests"]
+    assert (await engine.probe([])).sha256 == "base"
+    await engine.close()
+
+
+async def test_digests_are_asked_for_until_they_are_ready(
+    own: tuple[OwnStandin, VllmProcess], adapter: tuple[AdapterRef, Path], tmp_path: Path
+) -> None:
+    standin, process = own
+    engine = engine_of(process, tmp_path)
+    standin.unready = 2
+    await engine.publish(*adapter)
+    assert standin.calls == ["load", "hone_hash", *["hone_digests"] * 3]
+    assert engine.stats().adapters == (adapter[0].sha256,)
+    await engine.close()
+
+
+@pytest.mark.parametrize("fault", ["not loaded", "other weights", "another hash"])
+async def test_a_publish_that_fails_leaves_nothing_in_vllm(
+    own: tuple[OwnStandin, VllmProcess],
+    adapter: tuple[AdapterRef, Path],
+    tmp_path: Path,
+    fault: str,
+) -> None:
+    standin, process = own
+    engine = engine_of(process, tmp_path)
+    ref, directory = adapter
+    standin.loads, standin.lost = fault != "not loaded", fault == "other weights"
+    says = {"not loaded": "vLLM did not load it", "other weights": "holds other weights for"}
+    if fault == "another hash":
+        ref = AdapterRef("m", 1, "0" * 64)
+    with pytest.raises(EngineError, match=says.get(fault, "holds an adapter with hash")):
+        await engine.publish(ref, directory)
+    assert standin.loaded == {} and engine.stats().adapters == ()
+    assert ("remove_lora" in standin.calls) == (fault != "not loaded")
+    assert not (tmp_path / "adapters" / ref.sha256).exists()
     await engine.close()
 
 

@@ -10,7 +10,7 @@ from tests.chat.conftest import build_tokenizer
 from tests.server.conftest import write_model
 from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
 
-from hone.errors import Conflict, LearnerDied
+from hone.errors import Conflict, EngineFailed, LearnerDied
 from hone.inference.base import AdapterRef, Probe
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerSpec
@@ -99,9 +99,13 @@ class StuckEngine(EmbeddedEngine):
         self._adapters[adapter.sha256] = next(iter(self._adapters.values()))
 
     async def probe(
-        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
     ) -> Probe:
-        probe = await super().probe(sequences, adapter)
+        probe = await super().probe(sequences, adapter, with_hash=with_hash)
         if self.honest or adapter is None:
             return probe
         return Probe(adapter.sha256, probe.logprobs)
@@ -158,6 +162,53 @@ async def test_what_was_not_proved_is_loaded_again_when_it_comes_again(
         engine.mended = True
         await server.trained(tiny_model, 10)  # the same bits
         assert server.serving.newest(record)[0] == 2
+
+
+class TellsCalls(EmbeddedEngine):
+    """Remembers publishes and probes in the order in which they began."""
+
+    fails = 0
+    """So many publishes of step 2 fail as those of an engine that died."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.calls: list[tuple[str, int, bool]] = []
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        self.calls.append(("publish", adapter.step, True))
+        if adapter.step == 2 and self.fails:
+            self.fails -= 1
+            raise EngineFailed("it died")
+        await super().publish(adapter, directory)
+
+    async def probe(
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
+    ) -> Probe:
+        assert sequences
+        self.calls.append(("probe", adapter.step if adapter else 0, with_hash))
+        return await super().probe(sequences, adapter, with_hash=with_hash)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+async def test_the_step_before_is_probed_before_the_publish(
+    tiny_model: Path, tmp_path: Path, fails: int
+):
+    """Its hash is not asked for. An attempt that finds the step saved probes both."""
+    engine = TellsCalls(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
+    async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
+        await server.trained(tiny_model, 0)
+        assert engine.calls == [("probe", 0, False), ("publish", 1, True), ("probe", 1, True)]
+        engine.calls.clear()
+        engine.fails = fails
+        await server.trained(tiny_model, 10)
+    assert not server.service._probing
+    before, publish, after = ("probe", 1, False), ("publish", 2, True), ("probe", 2, True)
+    assert engine.calls[:2] == [before, publish]
+    assert engine.calls[2:] == ([publish, before, after] if fails else [after])
 
 
 async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tmp_path: Path):

@@ -14,7 +14,15 @@ from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
 from tests.server.conftest import MakeState, write_model
 
-from hone.errors import Busy, Conflict, NotFound, Unavailable, UnknownModel, Unreachable
+from hone.errors import (
+    Busy,
+    Conflict,
+    EngineError,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+    Unreachable,
+)
 from hone.inference.base import AdapterRef, Engine, Sampling
 from hone.server.serving import Serving
 from hone.server.state import State
@@ -58,6 +66,12 @@ class World:
         """Requests wait so long from now on."""
         settings = self.state.settings.model_copy(update={"hold_s": hold_s})
         self.serving._engines._settings = settings
+
+    async def unloaded(self) -> None:
+        """Until the adapters that are not needed have left."""
+        task = (await self.serving.base(self.tiny)).adapters._unloading
+        if task is not None:
+            await task
 
     def write(self, record: ModelRecord, step: int) -> Any:
         def fill(directory: Path) -> str:
@@ -389,10 +403,13 @@ async def test_adapters_leave_when_there_are_too_many_but_never_one_that_is_need
         async with world.serving.using(second):
             await resolve("agent@3")
             # Two seats: the newest and two in use stay, and so does the one just asked for.
+            await world.unloaded()
             assert set(engine.published) == {sha(record, step) for step in (5, 1, 2, 3)}
         await resolve("agent@4")
+        await world.unloaded()
         assert set(engine.published) == {sha(record, step) for step in (5, 1, 4)}
     await resolve("agent@3")
+    await world.unloaded()
     assert set(engine.published) == {sha(record, step) for step in (5, 3)}
     # What was unloaded between resolve and use is loaded again, by its hash.
     async with world.serving.using(first):
@@ -409,7 +426,41 @@ async def test_a_step_still_to_be_proved_is_not_unloaded(world: World) -> None:
     unproved = await world.serving.publish(record, world.write(record, 5))
     for step in (1, 2, 3):
         await world.serving.resolve(f"agent@{step}")
+        await world.unloaded()
     assert unproved.sha256 in world.engines[world.tiny].published
+
+
+async def test_a_publish_does_not_wait_for_what_leaves(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = world.model(steps=3)
+    await world.serving.resolve("agent")
+    await world.serving.resolve("agent@1")
+    engine, leave = world.engines[world.tiny], asyncio.Event()
+    left, unload = [], engine.unload
+
+    async def late(adapter: AdapterRef) -> None:
+        await leave.wait()
+        left.append(adapter.step)
+        await unload(adapter)
+
+    engine.unload = late
+    async with asyncio.timeout(10):
+        await world.serving.publish(record, world.write(record, 4))
+    assert left == []
+    leave.set()
+    await world.unloaded()
+    assert left == [1]
+    # One that cannot be unloaded is told to nobody who loads.
+    engine.unload = failing
+    await world.serving.resolve("agent@2")
+    await world.serving.resolve("agent@1")
+    await world.unloaded()
+    assert "an adapter was not unloaded" in caplog.text
+
+
+async def failing(adapter: AdapterRef) -> None:
+    raise EngineError("the engine is closed")
 
 
 async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None:

@@ -152,7 +152,7 @@ class Probe:
     """What the engine really serves: read from its own tensors, not from the request."""
 
     sha256: str | None
-    """Hash of the adapter; None if the engine cannot show its tensors."""
+    """Hash of the adapter; None if the engine cannot show its tensors, or was not asked."""
     logprobs: tuple[tuple[float, ...], ...]
     """Per sequence, of every token but the first, at temperature 1."""
 
@@ -227,9 +227,16 @@ class Engine(Protocol):
         ...
 
     async def probe(
-        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
     ) -> Probe:
-        """The hash of the weights really served, and the log-probabilities they give."""
+        """The hash of the weights really served, and the log-probabilities they give.
+
+        Without `with_hash` the caller needs no hash: an engine may leave it out.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

@@ -233,7 +233,11 @@ class EmbeddedEngine:
         await asyncio.wrap_future(unloaded)
 
     async def probe(
-        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
     ) -> Probe:
         lora = None if adapter is None else self._adapter(adapter)
         check_sequences(sequences, self._decoder.config.vocab, self.max_length)
@@ -241,8 +245,8 @@ class EmbeddedEngine:
             self._check_open()
             scores = self._scorer.add(sequences, lora)
             self._wakeup.notify()
-        sha256 = BASE_SHA256
-        if lora is not None:  # hashed while the engine's thread computes the probe
+        sha256 = BASE_SHA256 if lora is None else None
+        if lora is not None and with_hash:  # hashed while the engine's thread computes the probe
             sha256 = await asyncio.wrap_future(
                 run_in_background(lambda: lora.served_sha256, low_priority=True)
             )

@@ -11,6 +11,9 @@ constraint before it sends the request, and follows each answer to see which tok
 An adapter is loaded once, under its hash, from a copy that is kept until vLLM cannot read it again.
 It is never replaced in place: vLLM's prefix cache would reuse what the old weights computed. After
 loading, the digests of the tensors in vLLM's own buffers are compared with those of the adapter.
+
+Calls into vLLM's workers stop every request meanwhile. So hone makes few of them, and none that lasts:
+the workers hash in threads, and hone reads and hashes the adapter on its side at the same time.
 """
 
 import asyncio
@@ -32,6 +35,8 @@ from hone.inference.vllm_client import COMPLETIONS, VllmClient, completion_body,
 from hone.inference.vllm_server import VllmServer, find_server, start_server
 
 GREEDY = Sampling(max_tokens=1, temperature=0)
+POLL_S = 0.005
+"""Time between two questions whether the workers have hashed an adapter."""
 
 
 class VllmEngine:
@@ -48,6 +53,8 @@ class VllmEngine:
         self._unloaded: dict[str, StagedAdapter] = {}
         """Adapters that were unloaded while requests used them."""
         self._users: Counter[str] = Counter()
+        self._last_id = 0
+        """vLLM's number for the adapter that was loaded last."""
         self._changing = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -170,20 +177,11 @@ class VllmEngine:
         old = self._unloaded.pop(name, None)  # still in use: it keeps its name
         started = perf_counter()
         try:
-            known = set() if self._client.url else set(await self._held_ids())
-            body = {"lora_name": name, "lora_path": str(staged.path)}
-            if self._client.url is not None:
-                # An earlier server of ours may have left it there, from another path.
-                await self._drop(name)
-            await self._client.post("/v1/load_lora_adapter", body)
+            dtypes = await self._send_and_read(staged)
             if self._client.url is None:
-                new = set(await self._held_ids()) - known
-                if len(new) != 1:
-                    raise EngineError(
-                        f"publish of {staged}: vLLM loaded {len(new)} adapters instead of one"
-                    )
-                staged.id = new.pop()
-                wrong = staged.compare(await self._digests(staged))
+                hashing = asyncio.to_thread(lambda: [staged.expect(dtype) for dtype in dtypes[:1]])
+                held, _ = await asyncio.gather(self._digests(staged), hashing)
+                wrong = staged.compare(held)
                 if wrong:
                     raise EngineError(f"publish of {staged}: {wrong}. Nothing was changed.")
         except BaseException:
@@ -195,6 +193,33 @@ class VllmEngine:
                     await self._remove(old.id)
         self._held_s = perf_counter() - started
         self._adapters[name] = staged
+
+    async def _send_and_read(self, staged: StagedAdapter) -> list[str]:
+        """Have vLLM load an adapter while its tensors are read here; the number types it is held in."""
+        both = self._send(staged), asyncio.to_thread(staged.read)
+        # Both end before either's error is raised: what vLLM has begun to load can be unloaded then.
+        dtypes, read = await asyncio.gather(*both, return_exceptions=True)
+        if isinstance(read, BaseException):
+            raise read
+        if isinstance(dtypes, BaseException):
+            raise dtypes
+        return dtypes
+
+    async def _send(self, staged: StagedAdapter) -> list[str]:
+        """Have vLLM load an adapter and begin to hash it."""
+        body = {"lora_name": staged.ref.sha256, "lora_path": str(staged.path)}
+        if self._client.url is not None:
+            # An earlier server of ours may have left it there, from another path.
+            await self._drop(staged.ref.sha256)
+            await self._client.post("/v1/load_lora_adapter", body)
+            return []
+        await self._client.post("/v1/load_lora_adapter", body)
+        workers = await self._client.rpc("hone_hash")
+        ids = {worker.get("id", 0) for worker in workers}
+        if len(ids) != 1 or max(ids) <= self._last_id:
+            raise EngineError(f"publish of {staged}: vLLM did not load it ({workers})")
+        staged.id = self._last_id = ids.pop()
+        return workers[0]["dtypes"]
 
     async def _discard(self, staged: StagedAdapter) -> None:
         """Undo a load that failed; vLLM may not know the name yet."""
@@ -231,17 +256,24 @@ class VllmEngine:
     # ---- what it serves -----------------------------------------------------------------------
 
     async def probe(
-        self, sequences: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
     ) -> Probe:
         name = self._name(adapter)
         # One less: vLLM samples one token after the tokens that it scores.
         check_sequences(sequences, self._vocab, self._max_length - 1)
         await self._admit()
         try:
-            scores = await asyncio.gather(*(self._score(name, ids) for ids in sequences))
-            sha256: str | None = BASE_SHA256
-            if adapter is not None:
-                sha256 = await self._served_sha256(self._adapters[name])
+            staged = self._adapters.get(name) if with_hash and self._client.url is None else None
+            scoring = asyncio.gather(*(self._score(name, ids) for ids in sequences))
+            scores, _ = await asyncio.gather(scoring, self._begin_hashing(staged))
+            sha256 = BASE_SHA256 if adapter is None else None
+            if staged is not None:  # the buffers are compared once vLLM has computed with them
+                held = await self._digests(staged)
+                sha256 = combined(held) if staged.compare(held) else staged.ref.sha256
             return Probe(sha256=sha256, logprobs=tuple(scores))
         finally:
             self._leave()
@@ -257,27 +289,28 @@ class VllmEngine:
             for token, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
         )
 
-    async def _served_sha256(self, staged: StagedAdapter) -> str | None:
-        """The adapter's hash if vLLM holds its tensors, else a hash of what it holds."""
-        if self._client.url is not None:
-            return None
-        held = await self._digests(staged)
-        return combined(held) if staged.compare(held) else staged.ref.sha256
+    async def _begin_hashing(self, staged: StagedAdapter | None) -> None:
+        """Have the workers hash an adapter while vLLM goes on; `_digests` waits for it."""
+        if staged is not None:
+            await self._client.rpc("hone_hash", staged.id)
 
     async def _digests(self, staged: StagedAdapter) -> list[dict[str, Any]]:
-        """Per worker, the digests of the tensors it holds."""
+        """Per worker, the digests of the tensors it holds, once they are hashed."""
         assert staged.id is not None, staged
-        held = await self._client.rpc("hone_digests", staged.id)
-        if not all(worker["held"] for worker in held):
-            # Evicted from vLLM's cache: any request loads it again, from its files.
-            body = completion_body(staged.ref.sha256, [0], GREEDY, self._max_length)
-            await self._client.post(COMPLETIONS, body)
+        loaded_again = False
+        while True:
             held = await self._client.rpc("hone_digests", staged.id)
-        return held
-
-    async def _held_ids(self) -> list[int]:
-        (ids, *_) = await self._client.rpc("hone_adapters")
-        return ids
+            if not all(worker["held"] for worker in held):
+                if loaded_again:
+                    return held
+                # Evicted from vLLM's cache: any request loads it again, from its files.
+                body = completion_body(staged.ref.sha256, [0], GREEDY, self._max_length)
+                await self._client.post(COMPLETIONS, body)
+                loaded_again = True
+            elif all(worker["ready"] for worker in held):
+                return held
+            else:
+                await asyncio.sleep(POLL_S)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -315,7 +348,10 @@ class VllmEngine:
             self._asleep = False
             try:
                 await self._client.post("/wake_up", {})
-                for staged in list(self._adapters.values()):
+                adapters = list(self._adapters.values())
+                for staged in adapters:
+                    await self._begin_hashing(staged)
+                for staged in adapters:
                     wrong = staged.compare(await self._digests(staged))
                     if wrong:
                         self._client.fail(f"after vLLM's sleep, {staged}: {wrong}")

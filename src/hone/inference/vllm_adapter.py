@@ -33,10 +33,12 @@ class StagedAdapter:
     """An adapter in the engine's directory."""
 
     ref: AdapterRef
+    source: Path
+    """The PEFT directory that was copied."""
     path: Path
     scale: float
-    tensors: "Mapping[str, Tensor]" = field(repr=False)
-    """Its factors by PEFT's names, until their digests are known."""
+    tensors: "Mapping[str, Tensor]" = field(default_factory=dict, repr=False)
+    """Its factors by PEFT's names, from `read` until their digests are known."""
     id: int | None = None
     """vLLM's number for it."""
     _expected: dict[str, str] = field(default_factory=dict, repr=False)
@@ -44,6 +46,19 @@ class StagedAdapter:
 
     def __str__(self) -> str:
         return f"step {self.ref.step} of {self.ref.model!r}"
+
+    def read(self) -> None:
+        """Read its tensors; refuses those with another hash. Blocking."""
+        from hone.models.lora import read_tensors, tensors_sha256  # loads torch
+
+        tensors = read_tensors(self.source / FILES[1])
+        sha256 = tensors_sha256(tensors)
+        if sha256 != self.ref.sha256:
+            raise EngineError(
+                f"publish of {self}: {self.source} holds an adapter with hash {sha256[:16]}, not "
+                f"{self.ref.sha256[:16]}. Nothing was changed."
+            )
+        self.tensors = tensors
 
     def compare(self, workers: Sequence[Mapping[str, Any]]) -> str | None:
         """How what vLLM's workers hold differs from this adapter; None if it does not."""
@@ -56,15 +71,15 @@ class StagedAdapter:
                 return f"vLLM computes with other weights in {_some(worker['wrong'])}"
             if len(worker["dtypes"]) != 1:
                 return f"vLLM holds it in {', '.join(worker['dtypes']) or 'no'} number types"
-            expected, held = self._digests(worker["dtypes"][0]), worker["tensors"]
+            expected, held = self.expect(worker["dtypes"][0]), worker["tensors"]
             if missing := expected.keys() - held.keys():
                 return f"vLLM does not hold {_some(missing)}"
             if other := [name for name in held if held[name] != expected.get(name)]:
                 return f"vLLM holds other weights for {_some(other)}"
         return None if workers else "vLLM has no workers"
 
-    def _digests(self, dtype: str) -> dict[str, str]:
-        """The digest of every tensor as vLLM holds it in this number type."""
+    def expect(self, dtype: str) -> dict[str, str]:
+        """The digest of every tensor as vLLM holds it in this number type. Blocking at first."""
         if self._dtype is None:
             import torch  # here: `hone serve` is up without it
 
@@ -79,9 +94,7 @@ class StagedAdapter:
 
 
 def stage(ref: AdapterRef, directory: Path, path: Path, *, max_rank: int) -> StagedAdapter:
-    """Copy an adapter to `path`; refuses one with another hash, or of too large a rank."""
-    from hone.models.lora import read_tensors, tensors_sha256  # loads torch
-
+    """Copy an adapter to `path`; refuses one of too large a rank. Its tensors are not read yet."""
     settings = json.loads((directory / FILES[0]).read_text(encoding="utf-8"))
     if settings["r"] > max_rank:
         raise EngineError(
@@ -91,13 +104,6 @@ def stage(ref: AdapterRef, directory: Path, path: Path, *, max_rank: int) -> Sta
         )
     if settings.get("use_rslora") or settings.get("rank_pattern") or settings.get("alpha_pattern"):
         raise ConfigError(f"{directory / FILES[0]}: hone serves plain LoRA only")
-    tensors = read_tensors(directory / FILES[1])
-    sha256 = tensors_sha256(tensors)
-    if sha256 != ref.sha256:
-        raise EngineError(
-            f"publish of step {ref.step} of {ref.model!r}: {directory} holds an adapter "
-            f"with hash {sha256[:16]}, not {ref.sha256[:16]}. Nothing was changed."
-        )
     path.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (path / name).unlink(missing_ok=True)
@@ -105,7 +111,7 @@ def stage(ref: AdapterRef, directory: Path, path: Path, *, max_rank: int) -> Sta
             os.link(directory / name, path / name)
         except OSError:  # another file system
             shutil.copyfile(directory / name, path / name)
-    return StagedAdapter(ref, path, settings["lora_alpha"] / settings["r"], tensors)
+    return StagedAdapter(ref, directory, path, settings["lora_alpha"] / settings["r"])
 
 
 def combined(workers: Sequence[Mapping[str, Any]]) -> str:

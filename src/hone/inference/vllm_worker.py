@@ -9,6 +9,9 @@ beside the server's socket, under a name of its own, and starts the copy.
 When hone dies, however it dies, its end of the pipe closes and the whole process group is killed:
 an engine that outlived hone would keep the GPU. Workers also ask the kernel to die with their
 parent, in case the server process is killed and cannot kill the group.
+
+A method that vLLM's workers are asked to run stops every request meanwhile. So the tensors are hashed in
+threads, between `hone_hash` and `hone_digests`, and the GPU's buffers are compared with one synchronisation.
 """
 
 import ast
@@ -22,9 +25,13 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+HASHERS = 4
+"""Threads that hash an adapter's tensors."""
 
 
 def die_with_parent() -> None:
@@ -68,24 +75,61 @@ class HoneWorker:
 
     model_runner: Any
 
-    def hone_adapters(self) -> list[int]:
-        """Ids of the adapters that this worker holds."""
-        return sorted(self.model_runner.lora_manager.list_adapters())
-
     def hone_kv_bytes(self) -> list[int]:
         """Bytes of every piece of the KV cache that this worker has allocated."""
         return list(_storages(self.model_runner.kv_caches).values())
 
-    def hone_digests(self, adapter: int) -> dict[str, Any]:
-        """The tensors that this worker computes with under an adapter.
+    def hone_hash(self, adapter: int | None = None) -> dict[str, Any]:
+        """Begin to hash an adapter's tensors, of the one loaded last by default; does not wait.
 
-        `tensors` has the digest of every factor, B times the scale. `wrong` names the layers whose
-        buffers differ from these tensors, `ignored` the modules that no layer applies.
+        vLLM counts its adapters: the one loaded last has the largest id.
         """
         try:
-            return _digests(self.model_runner.lora_manager._adapter_manager, adapter)
+            manager = self.model_runner.lora_manager._adapter_manager
+            known = manager.list_adapters()
+            number: int = max(known, default=0) if adapter is None else adapter
+            if number not in known:
+                return {"held": False}
+            hashing = _Hashing(manager, known[number])
+            self._hone_hashing(known)[number] = hashing
+            return {"held": True, "id": number, "dtypes": hashing.dtypes}
         except Exception as error:  # noqa: BLE001  an error in a worker would end the engine
             return {"held": False, "error": repr(error)}
+
+    def hone_digests(self, adapter: int) -> dict[str, Any]:
+        """The tensors that this worker computes with under an adapter, once they are `ready`.
+
+        `tensors` has the digest of every factor, B times the scale, as hashed since `hone_hash`.
+        `wrong` names the layers whose buffers differ from these tensors now, `ignored` the modules
+        that no layer applies.
+        """
+        try:
+            manager = self.model_runner.lora_manager._adapter_manager
+            known = manager.list_adapters()
+            if adapter not in known:
+                return {"held": False}
+            jobs = self._hone_hashing(known)
+            if adapter not in jobs or not jobs[adapter].is_of(known[adapter]):  # loaded anew since
+                jobs[adapter] = _Hashing(manager, known[adapter])
+            if not jobs[adapter].done:
+                return {"held": True, "ready": False}
+            return {
+                "held": True,
+                "ready": True,
+                "tensors": jobs[adapter].digests(),
+                "wrong": _wrong_layers(manager, adapter, known[adapter]),
+                "ignored": jobs[adapter].ignored,
+                "dtypes": jobs[adapter].dtypes,
+            }
+        except Exception as error:  # noqa: BLE001  an error in a worker would end the engine
+            return {"held": False, "error": repr(error)}
+
+    def _hone_hashing(self, known: Any) -> "dict[int, _Hashing]":
+        """The newest hashing of every adapter that the worker still holds."""
+        jobs: dict[int, _Hashing] = self.__dict__.setdefault("hone_hashing", {})
+        for adapter in jobs.keys() - set(known):
+            del jobs[adapter]
+        return jobs
 
 
 def _storages(tensors: Any) -> dict[int, int]:
@@ -98,33 +142,69 @@ def _storages(tensors: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes()}
 
 
-def _digests(manager: Any, adapter: int) -> dict[str, Any]:
-    lora = manager.list_adapters().get(adapter)
-    if lora is None:
-        return {"held": False}
+_hashers = ThreadPoolExecutor(HASHERS, thread_name_prefix="hone-hash")
+
+
+class _Hashing:
+    """The digests of an adapter's tensors, which are made while the engine goes on."""
+
+    def __init__(self, manager: Any, lora: Any) -> None:
+        self._lora = lora
+        tensors: list[tuple[str, Any]] = []
+        applied: set[str] = set()
+        for name, _, weights in _layers(manager, lora):
+            if weights is not None:
+                applied |= {weights.module_name, name}
+            parts = manager.packed_modules.get(name) or [name]
+            for part, pair in zip(parts, _pairs(weights)):  # noqa: B905
+                for factor, tensor in zip("AB", pair):  # noqa: B905
+                    if tensor is not None:
+                        tensors.append((tensor_name(part, factor), tensor))
+        self.ignored = sorted(set(lora.loras) - applied)
+        self.dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors})
+        # A few lists instead of many tasks: the engine's thread waits for each task to be queued.
+        self._lists = [_hashers.submit(_hash_all, tensors[i::HASHERS]) for i in range(HASHERS)]
+
+    def is_of(self, lora: Any) -> bool:
+        return self._lora is lora
+
+    @property
+    def done(self) -> bool:
+        return all(part.done() for part in self._lists)
+
+    def digests(self) -> dict[str, str]:
+        return {name: value for part in self._lists for name, value in part.result().items()}
+
+
+def _hash_all(tensors: list[tuple[str, Any]]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors}
+
+
+def _layers(manager: Any, lora: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The name of every layer, the layer, and the adapter's weights for it if it has any."""
+    for name, module in manager.modules.items():
+        yield name, module, manager._get_lora_layer_weights(lora, name)
+
+
+def _wrong_layers(manager: Any, adapter: int, lora: Any) -> list[str]:
+    """The layers whose buffers hold other tensors than the adapter's."""
+    import torch
+
     manager.activate_adapter(adapter)  # into a buffer, if it is not in one
     slot = manager.lora_index_to_id.index(adapter)
-    tensors: dict[str, str] = {}
-    wrong, applied, dtypes = [], set(), set()
-    for name, module in manager.modules.items():
-        weights = manager._get_lora_layer_weights(lora, name)
-        if weights is not None:
-            applied |= {weights.module_name, name}
-        pairs = _pairs(weights)
-        for part, pair in zip(manager.packed_modules.get(name) or [name], pairs):  # noqa: B905
-            for factor, tensor in zip("AB", pair):  # noqa: B905
-                if tensor is not None:
-                    tensors[tensor_name(part, factor)] = digest(tensor)
-                    dtypes.add(str(tensor.dtype).removeprefix("torch."))
-        if not _holds(module, slot, pairs):
-            wrong.append(name)
-    return {
-        "held": True,
-        "tensors": tensors,
-        "wrong": wrong,
-        "ignored": sorted(set(lora.loras) - applied),
-        "dtypes": sorted(dtypes),
-    }
+    wrong: set[str] = set()
+    names, flags = [], []
+    for name, module, weights in _layers(manager, lora):
+        differences = _differences(module, slot, _pairs(weights))
+        if differences is None:
+            wrong.add(name)
+        else:
+            names += [name] * len(differences)
+            flags += differences
+    if flags:  # all are computed before the first is waited for
+        differs = torch.stack(flags).tolist()
+        wrong |= {name for name, one in zip(names, differs) if one}  # noqa: B905
+    return sorted(wrong)
 
 
 def _pairs(weights: Any) -> list[tuple[Any, Any]]:
@@ -136,28 +216,38 @@ def _pairs(weights: Any) -> list[tuple[Any, Any]]:
     return [(weights.lora_a, weights.lora_b)]
 
 
-def _holds(module: Any, slot: int, pairs: list[tuple[Any, Any]]) -> bool:
-    """Whether a layer's buffers hold these tensors in this slot, and zeros everywhere else."""
+def _differences(module: Any, slot: int, pairs: list[tuple[Any, Any]]) -> list[Any] | None:
+    """Flags on the device, true where a layer's buffers differ from these tensors in this slot.
+
+    Everywhere else in the slot there must be zeros. None if the shapes are different ones.
+    """
     a, b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if pairs and getattr(module, "tp_size", 1) > 1:
         if len(pairs) == 1:
             a, b = [module.slice_lora_a(a[0])], [module.slice_lora_b(b[0])]
         else:
             a, b = module.slice_lora_a(a), module.slice_lora_b(b)
+    flags = []
     for tensors, stacked in ((a, module.lora_a_stacked), (b, module.lora_b_stacked)):
         # One buffer for every part; layers that have no parts have a bare buffer.
         buffers = stacked if isinstance(stacked, list | tuple) else [stacked]
         if pairs and len(tensors) != len(buffers):
-            return False
+            return None
         for i, buffer in enumerate(buffers):
-            held = buffer[slot].clone()
+            held = buffer[slot]
             tensor = tensors[i] if pairs else None
-            if tensor is not None:
-                rows, columns = tensor.shape
-                held[..., :rows, :columns] -= tensor.to(device=held.device, dtype=held.dtype)
-            if held.count_nonzero():
-                return False
-    return True
+            if tensor is None:
+                flags.append(held.any())
+                continue
+            rows, columns = tensor.shape
+            inside = held[..., :rows, :columns]
+            if inside.shape[-2:] != tensor.shape:
+                return None
+            tensor = tensor.to(device=held.device, dtype=held.dtype, non_blocking=True)
+            flags.append((inside != tensor).any())
+            rest = (held[..., rows:, :], held[..., :rows, columns:])
+            flags += [part.any() for part in rest if part.numel()]
+    return flags
 
 
 # ---- the script -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hone.errors import Unavailable
+from hone.errors import EngineError, Unavailable
 from hone.inference.base import AdapterRef, Engine, EngineStats
 from hone.logs import log, say, write_output
 from hone.server.settings import Settings
@@ -49,6 +49,7 @@ class Adapters:
         self._users: Counter[str] = Counter()
         # Held while an adapter is loaded or unloaded, so that no unload overtakes a load.
         self._changing = asyncio.Lock()
+        self._unloading: asyncio.Task[None] | None = None
         self.unproved: set[str] = set()
         """Published by the job of this base model (one at a time), and neither promoted nor withdrawn."""
         self.newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
@@ -58,7 +59,7 @@ class Adapters:
         return adapter.sha256 in self._loaded
 
     async def load(self, adapter: AdapterRef, directory: Path) -> None:
-        """Load an adapter, and unload those above the limit that are neither in use nor needed."""
+        """Load an adapter. Others, above the limit and not needed, are unloaded after the return."""
         async with self._changing:
             if adapter not in self:
                 began = time.monotonic()
@@ -66,10 +67,20 @@ class Adapters:
                 _write(f"loaded {_name(adapter)} in {time.monotonic() - began:.2f} s")
             self._loaded[adapter.sha256] = adapter
             self._loaded.move_to_end(adapter.sha256)
-            needed = self._promoted() | self.unproved | {adapter.sha256} | set(+self._users)
-            unneeded = [sha256 for sha256 in self._loaded if sha256 not in needed]
+        if len(self._loaded) > self._max and (self._unloading is None or self._unloading.done()):
+            self._unloading = asyncio.create_task(self._unload_unneeded())
+
+    async def _unload_unneeded(self) -> None:
+        """Unload adapters above the limit that are neither in use nor needed; loads wait."""
+        async with self._changing:
+            needed = self._promoted() | self.unproved | set(+self._users)
+            # The last one was just asked for.
+            unneeded = [sha256 for sha256 in list(self._loaded)[:-1] if sha256 not in needed]
             for sha256 in unneeded[: max(len(self._loaded) - self._max, 0)]:
-                await self._unload(sha256)
+                try:
+                    await self._unload(sha256)
+                except EngineError as error:
+                    log.warning("an adapter was not unloaded", exc_info=error)
 
     def promote(self, key: ModelKey, adapter: AdapterRef | None, step: int) -> None:
         self.newest[key] = (step, adapter)
@@ -153,7 +164,7 @@ class Engines:
     async def template(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
         load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
-        # Shielded, here and below: one client that disconnects must not cancel the load for all.
+        # Shielded, here and below: a client that disconnects must not cancel the load for all.
         return await asyncio.shield(shared_task(self._tokenizers, base_model, load))
 
     async def get(self, base_model: str) -> Base:
@@ -170,10 +181,8 @@ class Engines:
             async with asyncio.timeout(hold_s):
                 return await self._newest(base_model)
         except TimeoutError:
-            raise Unavailable(
-                f"the engine of {base_model!r} is still being loaded after {hold_s:g} s; try again "
-                "later"
-            ) from None
+            still = f"the engine of {base_model!r} is still being loaded after {hold_s:g} s"
+            raise Unavailable(f"{still}; try again later") from None
 
     async def _newest(self, base_model: str) -> Base:
         """The base model once its engine is loaded and has the newest arguments."""

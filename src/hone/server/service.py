@@ -15,13 +15,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hone.errors import Cancelled, LearnerDied, NotProved, OutOfMemory, StorageError
-from hone.inference.base import AdapterRef
+from hone.inference.base import AdapterRef, Probe
 from hone.learner.packed import unpack_groups
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
@@ -90,6 +90,8 @@ class TrainingService:
         self._learners = Learners(settings, start_learner, serving.choice)
         self._endings = Endings(jobs, metrics)
         self._loops: dict[str, _Loop] = {}
+        self._probing: dict[str, asyncio.Task[Probe]] = {}
+        """By job: what the engine computes with the step before, for the proof."""
         self._writing_first = threading.Lock()
         self._closing = False
 
@@ -170,7 +172,11 @@ class TrainingService:
                 if job is not None:
                     loop.job = job.id
                     with self._serving.holding(base_model):
-                        await self._train(job)
+                        try:
+                            await self._train(job)
+                        finally:
+                            if (probing := self._probing.pop(job.id, None)) is not None:
+                                probing.cancel()
                 loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
                 ended = (self._endings.fail_or_requeue, loop.part, job, error)
@@ -201,14 +207,15 @@ class TrainingService:
 
         if checkpoint is None:
             # Learn, and save.
-            checkpoint, result = await self._learn_and_save(job, newest, base, record.key)
+            checkpoint, result = await self._learn_and_save(job, newest, base, record)
             if checkpoint is None:
                 await asyncio.to_thread(self._endings.finish, job, None, result)
                 return
 
         if not checkpoint.proved:
             # Publish, beside the step that is served.
-            before = None if newest.step == 0 else await serving.publish(record, newest)
+            if job.id not in self._probing:  # an earlier attempt saved the step
+                self._probe_before(job, base, record, newest, checkpoint.manifest["movement"])
             failpoint("job/before-publish")
             after = await serving.publish(record, checkpoint)
             failpoint("job/after-publish")
@@ -218,7 +225,7 @@ class TrainingService:
             await asyncio.to_thread(jobs.emit, job.id, "published", published)
 
             # Prove that the engine answers with what was learned.
-            await self._prove(job, base, checkpoint, before, after)
+            await self._prove(job, base, checkpoint, after)
             failpoint("job/after-prove")
 
             # Promote: from here on it is the newest step, on disk and in the engine.
@@ -256,7 +263,7 @@ class TrainingService:
         return newest, tokenizer
 
     async def _learn_and_save(
-        self, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey
+        self, job: JobInfo, newest: Checkpoint, base: Base, record: ModelRecord
     ) -> tuple[Checkpoint | None, dict[str, Any]]:
         """The next step, not served yet, and the learner's result; None if nothing was learned.
 
@@ -267,13 +274,18 @@ class TrainingService:
             if card is not None and card.sleeps:  # the learner has no room to load in before
                 await loading.enter_async_context(self._serving_paused(job.base_model))
             try:
-                return await self._learn_with(loading, job, newest, base, key)
+                return await self._learn_with(loading, job, newest, base, record)
             except OutOfMemory as error:
                 advice = await asyncio.to_thread(self._less_memory, job)
                 raise OutOfMemory(f"{error}\n{advice}") from None
 
     async def _learn_with(
-        self, loading: AsyncExitStack, job: JobInfo, newest: Checkpoint, base: Base, key: ModelKey
+        self,
+        loading: AsyncExitStack,
+        job: JobInfo,
+        newest: Checkpoint,
+        base: Base,
+        record: ModelRecord,
     ) -> tuple[Checkpoint | None, dict[str, Any]]:
         async with self._learners.borrow(base) as learner:
             failpoint("job/before-learn")
@@ -288,7 +300,9 @@ class TrainingService:
             failpoint("job/after-learn")
             if not result["steps"] and not job.advance_when_flat:
                 return None, result
-            checkpoint = await asyncio.to_thread(self._save, learner, job, base, key, result)
+            # While the step is saved: requests that wait for it wait for half of the proof only.
+            self._probe_before(job, base, record, newest, result["movement"])
+            checkpoint = await asyncio.to_thread(self._save, learner, job, base, record.key, result)
             failpoint("job/after-save")
             return checkpoint, result
 
@@ -348,19 +362,30 @@ class TrainingService:
         self._jobs.emit(job.id, "saved", saved)
         return checkpoint
 
-    async def _prove(
+    def _probe_before(
         self,
         job: JobInfo,
         base: Base,
-        checkpoint: Checkpoint,
-        before: AdapterRef | None,
-        after: AdapterRef,
+        record: ModelRecord,
+        newest: Checkpoint,
+        movement: Mapping[str, Any],
+    ) -> None:
+        """Begin to compute what the engine says under the step before; does not wait."""
+
+        async def probe() -> Probe:
+            before = None if newest.step == 0 else await self._serving.publish(record, newest)
+            return await base.engine.probe(movement["sequences"], before, with_hash=False)
+
+        self._probing[job.id] = task = asyncio.create_task(probe())
+        # If the job fails first, nobody asks for the task's error.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _prove(
+        self, job: JobInfo, base: Base, checkpoint: Checkpoint, after: AdapterRef
     ) -> None:
         movement = checkpoint.manifest["movement"]
-        sequences = movement["sequences"]
-        # Together, so that an engine can read both in one pass.
         old, new = await asyncio.gather(
-            base.engine.probe(sequences, before), base.engine.probe(sequences, after)
+            self._probing[job.id], base.engine.probe(movement["sequences"], after)
         )
         try:
             proof = prove(movement, old, new, checkpoint.sha256)
