@@ -298,6 +298,7 @@ async def test_the_other_two_apis_are_seen():
     assert answer.reply is not None and answer.reply["content"] == "both"
     assert answer.reply["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
     assert answer.finish == "length" and answer.id == "resp-1"
+    assert not text.is_chat and not answer.is_chat
     assert answer.usage == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
 
 

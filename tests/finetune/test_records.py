@@ -53,7 +53,7 @@ def test_the_first_request_to_the_policy_is_kept_for_one_rollout_of_each_example
     tools = [{"type": "function", "function": {"name": "weather"}}]
     calls = (
         call(model="agent@0", parameters={"max_tokens": 1}),  # a frozen helper
-        call(model="agent", parameters={"input": "q"}),  # POST /v1/responses
+        call(model="agent", parameters={"max_output_tokens": 5}, is_chat=False),
         call(model="agent", parameters=parameters, tools=tools),
         call(model="agent", messages=[{"role": "user", "content": "later"}]),
     )

@@ -58,6 +58,8 @@ class SeenCall:
     """The temperature of the request; None leaves it to the server."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """The other parameters of the request, such as `max_tokens`."""
+    is_chat: bool = True
+    """Whether they are those of a chat completion, and not of another API."""
 
     @property
     def reply(self) -> dict[str, Any] | None:

@@ -168,6 +168,7 @@ class Exchange:
             error=under_way or self._error or response.error,
             temperature=_number(request.get("temperature")),
             parameters={k: v for k, v in request.items() if k not in _CONVERSATION},
+            is_chat=not self._is_message and "messages" in request,
         )
         if seconds is not None:
             self._seen = seen

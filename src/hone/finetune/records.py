@@ -139,7 +139,7 @@ def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | N
 def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
     """The first request to the policy; calls that name a step are for a frozen model."""
     for call in calls:
-        chat = call.messages is not None and "input" not in call.parameters  # of /v1/responses
+        chat = call.is_chat and call.messages is not None
         if chat and call.reply is not None and "@" not in call.model:
             tools = {"tools": call.tools} if call.tools else {}
             return plain({"messages": call.messages, **tools, **call.parameters})
