@@ -11,6 +11,7 @@ in each the engine sleeps, wakes and publishes, and its tensors are compared wit
 
 import argparse
 import asyncio
+import json
 import shutil
 import subprocess
 import time
@@ -32,6 +33,10 @@ PHASES = ("started", "learned", "saved", "published", "proved", "done")
 """Events of a job, in order."""
 STREAMS = 8
 """Chats that are streamed while a step is published."""
+PROBE_S = 0.02
+"""Time between two one-token requests meanwhile; none waits for the answer of the one before."""
+PROBES = 8
+"""Most of them that wait at a time: serving may be paused."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,27 +110,29 @@ class _Bench:
         for repeat in range(self._options.repeats):
             groups = await self._groups(2, 4, repeat)
             ended = asyncio.Event()
-            rollout = f"probe-{repeat}-{time.time_ns()}"
             streams = [asyncio.create_task(self._stream(ended, i)) for i in range(STREAMS)]
-            probing = asyncio.create_task(self._probe(rollout, ended))
+            probing = asyncio.create_task(self._probe(ended))
             events: dict[str, float] = {}
             job, _ = await self._train(groups, events)
             await asyncio.sleep(1.0)
             ended.set()
-            answered = await probing
+            probes = await probing
             chunks = await asyncio.gather(*streams)
-            calls = await self._backend.calls(rollout)
-            steps = [call.call.step for call in calls]
-            first = next(at for at, step in zip(answered, steps, strict=True) if step == job.step)
+            first = min(token for _, token, step in probes if step == job.step)
             gaps = [pair for chats in chunks for times in chats for pair in pairwise(times)]
-            meanwhile = [b - a for a, b in gaps if b >= events["saved"] and a <= events["done"]]
             say(
                 "publish",
                 repeat=repeat,
                 rename_to_first_token_s=first - events["saved"],
-                longest_gap_s=max(meanwhile, default=None),
+                done_to_first_token_s=first - events["done"],
+                one_token_s=median(token - sent for sent, token, _ in probes),
+                longest_gap_s=longest_gap(gaps, events["saved"], events["done"]),
+                longest_gaps_s={
+                    f"{a} to {b}": longest_gap(gaps, events[a], events[b])
+                    for a, b in pairwise(PHASES[PHASES.index("saved") :])
+                },
                 median_gap_s=median(b - a for a, b in gaps) if gaps else None,
-                steps=[min(steps), max(steps)],
+                steps=sorted({step for _, _, step in probes}),
             )
 
     async def cycles(self) -> None:
@@ -191,15 +198,30 @@ class _Bench:
         known = [name for name in PHASES if name in at]
         return job, {f"{b}_s": at[b] - at[a] for a, b in pairwise(known)}
 
-    async def _probe(self, rollout: str, ended: asyncio.Event) -> list[float]:
-        """One-token requests, one after the other; when each was answered."""
+    async def _probe(self, ended: asyncio.Event) -> list[tuple[float, float, int]]:
+        """One-token requests at a fixed rate: when each was sent, its token came, and by which step.
+
+        Streamed: the end of an answer waits until the call is on the disk, its token does not.
+        """
         body = self._body("Say one word.", max_tokens=1)
-        answered = []
+
+        async def ask() -> tuple[float, float, int]:
+            sent, first, step = time.time(), 0.0, -1
+            url = f"{self._url}/v1/chat/completions"
+            async with self._http.stream("POST", url, json={**body, "stream": True}) as response:
+                response.raise_for_status()
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        first = first or time.time()
+                        step = json.loads(line.removeprefix("data: ")).get("policy_step", step)
+            return sent, first, step
+
+        asked: list[asyncio.Task[tuple[float, float, int]]] = []
         while not ended.is_set():
-            url = f"{self._url}/rollout/{rollout}/v1/chat/completions"
-            (await self._http.post(url, json=body)).raise_for_status()
-            answered.append(time.time())
-        return answered
+            if sum(not one.done() for one in asked[-PROBES:]) < PROBES:
+                asked.append(asyncio.create_task(ask()))
+            await asyncio.sleep(PROBE_S)
+        return await asyncio.gather(*asked)
 
     async def _stream(self, ended: asyncio.Event, number: int) -> list[list[float]]:
         """Chats that are streamed one after the other: for each, when its pieces arrived."""
@@ -218,6 +240,11 @@ class _Bench:
     def _body(self, text: str, **more: Any) -> dict[str, Any]:
         name = self._policy.get_inference_name()
         return {"model": name, "messages": [{"role": "user", "content": text}], **more}
+
+
+def longest_gap(gaps: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
+    """The longest of the gaps that overlap a span of time."""
+    return max((b - a for a, b in gaps if b >= start and a <= end), default=None)
 
 
 def _gpu_memory_mb() -> int | None:

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 import torch
 from bench.endpoint import endpoint
+from bench.gpu_cycle import longest_gap
 from bench.harness import overheads
 from bench.peers.packing import packed_step
 from bench.process import Contender, ContenderFailed
@@ -181,3 +182,10 @@ def test_publish_runs_with_a_tiny_model(tiny_model: Path, tmp_path: Path):
     subprocess.run([*command, "--model", str(model), "--out", str(out)], check=True, timeout=300)
     measured = {r.name for r in read(out)}
     assert measured >= {"publish/held", "publish/locked", "publish/together", "publish/wall"}
+
+
+def test_the_longest_gap_of_a_phase_may_begin_before_it():
+    gaps = [(0.0, 1.0), (1.0, 1.2), (3.0, 5.0)]
+    assert longest_gap(gaps, 0.9, 1.1) == 1.0
+    assert longest_gap(gaps, 1.05, 2.0) == pytest.approx(0.2)
+    assert longest_gap(gaps, 6.0, 7.0) is None

@@ -293,6 +293,37 @@ async def test_a_probe_shows_weights_that_changed_after_the_publish(
     assert probe.sha256 != second.sha256 and (probe.sha256 or "").startswith("vllm-")
 
 
+async def test_a_publish_and_its_proof_stop_vllm_for_a_few_short_calls_only(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes the adapter that a thread has read: its files may be gone by then."""
+    engine, second = served.engine, served.second
+    assert isinstance(engine, VllmEngine)
+    await engine.unload(second)
+    calls, rpc, post = [], engine._client.rpc, engine._client.post
+
+    async def counted(method: str, *args: Any) -> list[Any]:
+        if method not in calls[-1:]:  # asked again until it is ready
+            calls.append(method)
+        return await rpc(method, *args)
+
+    async def posted(path: str, body: Any) -> Any:
+        if path == "/v1/load_lora_adapter":
+            calls.append("load")
+            (Path(body["lora_path"]) / "adapter_model.safetensors").unlink()
+        return await post(path, body)
+
+    monkeypatch.setattr(engine._client, "rpc", counted)
+    monkeypatch.setattr(engine._client, "post", posted)
+    await engine.publish(second, served.adapters[second])
+    assert calls == ["hone_read", "load", "hone_hash", "hone_digests"]
+    calls.clear()
+    assert (await engine.probe([PROMPT], served.first, with_hash=False)).sha256 is None
+    assert calls == []
+    assert (await engine.probe([PROMPT], second)).sha256 == second.sha256
+    assert calls == ["hone_hash", "hone_digests"]
+
+
 async def test_the_second_witness_needs_no_hash(served: Served) -> None:
     sequence = [*PROMPT, 8, 9, 10]
     one, two = [

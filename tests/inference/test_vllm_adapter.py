@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -252,6 +253,61 @@ def test_all_buffers_are_compared_with_one_synchronisation(
     held = one.digests(ID)
     monkeypatch.undo()
     assert waits == ["tolist"] and staged.compare([held]) is None
+
+
+class Loader:
+    """vLLM's manager of adapters, as far as it reads them."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, str]] = []
+        """The directories that were read, and the threads that read them."""
+
+    def _load_adapter(self, request: Any) -> Any:
+        self.read.append((request.lora_path, threading.current_thread().name))
+        if "bad" in request.lora_path:
+            raise ValueError("no adapter")
+        return SimpleNamespace(id=request.lora_int_id, of=request.lora_path)
+
+
+def asked(path: str, number: int) -> Any:
+    return SimpleNamespace(lora_path=path, lora_int_id=number, lora_name="a")
+
+
+def test_an_adapter_is_read_in_a_thread_before_vllm_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = SimpleNamespace(LoRARequest=lambda **fields: SimpleNamespace(**fields))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)  # pyright: ignore[reportArgumentType]
+    extension, manager = HoneWorker(), Loader()
+    extension.model_runner = SimpleNamespace(lora_manager=manager)
+
+    def read(path: str) -> None:
+        while not extension.hone_read(path)["ready"]:
+            time.sleep(0.001)
+
+    read("/one")
+    # Another is read as ever; the one that was read is taken once, with the id that vLLM gives it.
+    assert manager._load_adapter(asked("/two", 6)).of == "/two"
+    lora = manager._load_adapter(asked("/one", 7))
+    assert (lora.of, lora.id) == ("/one", 7)
+    assert manager._load_adapter(asked("/one", 8)).id == 8
+    paths, threads = zip(*manager.read, strict=True)
+    assert paths == ("/one", "/two", "/one")
+    assert [name.startswith("hone-") for name in threads] == [True, False, False]
+    # An error is vLLM's to report; and what was taken is read anew.
+    read("/bad")
+    with pytest.raises(ValueError, match="no adapter"):
+        manager._load_adapter(asked("/bad", 9))
+    for number in (10, 11):
+        manager.read.clear()
+        read("/one")
+        assert manager._load_adapter(asked("/one", number)).id == number
+        assert [name.startswith("hone-") for _, name in manager.read] == [True]
+    assert "_load_adapter" not in vars(manager)
+    extension.model_runner = None
+    assert extension.hone_read("/one")["ready"]  # an error must not leave the worker
 
 
 def test_what_is_not_staged(adapter: tuple[AdapterRef, Path], tmp_path: Path) -> None:

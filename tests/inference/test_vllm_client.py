@@ -102,6 +102,8 @@ class OwnStandin(Standin):
         """vLLM's numbers of what was loaded, by path."""
         self.loads = True
         """Whether loading an adapter does anything."""
+        self.unread = 0
+        """So many times an adapter is not read yet."""
         self.unready = 0
         """So many times the digests are not ready."""
         self.lost = False
@@ -141,6 +143,10 @@ class OwnStandin(Standin):
     async def rpc(self, request: Request) -> dict[str, Any]:
         body = await request.json()
         self.calls.append(body["method"])
+        if body["method"] == "hone_read":
+            assert Path(body["args"][0]).is_dir()
+            self.unread -= 1
+            return {"results": [{"ready": self.unread < 0}]}
         if body["method"] == "hone_hash":
             (given,) = body["args"] or [max(self.ids_of.values(), default=0)]
             return {"results": [{"held": True, "id": given, "dtypes": ["float32"]}]}
@@ -252,7 +258,7 @@ async def test_a_publish_and_its_proof_make_few_calls_into_the_workers(
     assert standin.calls == ["complete"]
     standin.calls.clear()
     await engine.publish(second, tmp_path / "b")
-    assert standin.calls == ["load", "hone_hash", "hone_digests"]
+    assert standin.calls == ["hone_read", "load", "hone_hash", "hone_digests"]
     standin.calls.clear()
     new = await engine.probe([[1, 2, 3], [4, 5]], second)
     assert (new.sha256, new.logprobs) == (second.sha256, ((-1.0, -1.0), (-1.0,)))
@@ -263,14 +269,15 @@ async def test_a_publish_and_its_proof_make_few_calls_into_the_workers(
     await engine.close()
 
 
-async def test_digests_are_asked_for_until_they_are_ready(
+async def test_workers_are_asked_until_they_have_read_and_hashed(
     own: tuple[OwnStandin, VllmProcess], adapter: tuple[AdapterRef, Path], tmp_path: Path
 ) -> None:
     standin, process = own
     engine = engine_of(process, tmp_path)
-    standin.unready = 2
+    standin.unread, standin.unready = 1, 2
     await engine.publish(*adapter)
-    assert standin.calls == ["load", "hone_hash", *["hone_digests"] * 3]
+    calls = [*["hone_read"] * 2, "load", "hone_hash", *["hone_digests"] * 3]
+    assert standin.calls == calls
     assert engine.stats().adapters == (adapter[0].sha256,)
     await engine.close()
 

@@ -13,7 +13,7 @@ It is never replaced in place: vLLM's prefix cache would reuse what the old weig
 loading, the digests of the tensors in vLLM's own buffers are compared with those of the adapter.
 
 Calls into vLLM's workers stop every request meanwhile. So hone makes few of them, and none that lasts:
-the workers hash in threads, and hone reads and hashes the adapter on its side at the same time.
+the workers read and hash in threads, and hone reads and hashes the adapter on its side meanwhile.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from hone.inference.vllm_client import COMPLETIONS, VllmClient, completion_body,
 from hone.inference.vllm_server import VllmServer, find_server, start_server
 
 GREEDY = Sampling(max_tokens=1, temperature=0)
-POLL_S = 0.005
-"""Time between two questions whether the workers have hashed an adapter."""
+POLL_S = 0.01
+"""Time between two questions whether the workers have read or hashed an adapter."""
 
 
 class VllmEngine:
@@ -213,6 +213,8 @@ class VllmEngine:
             await self._drop(staged.ref.sha256)
             await self._client.post("/v1/load_lora_adapter", body)
             return []
+        while not all(w["ready"] for w in await self._client.rpc("hone_read", str(staged.path))):
+            await asyncio.sleep(POLL_S)
         await self._client.post("/v1/load_lora_adapter", body)
         workers = await self._client.rpc("hone_hash")
         ids = {worker.get("id", 0) for worker in workers}

@@ -10,8 +10,9 @@ When hone dies, however it dies, its end of the pipe closes and the whole proces
 an engine that outlived hone would keep the GPU. Workers also ask the kernel to die with their
 parent, in case the server process is killed and cannot kill the group.
 
-A method that vLLM's workers are asked to run stops every request meanwhile. So the tensors are hashed in
-threads, between `hone_hash` and `hone_digests`, and the GPU's buffers are compared with one synchronisation.
+A method that vLLM's workers are asked to run stops every request meanwhile. So an adapter's files are read in
+a thread, from `hone_read` until vLLM loads it; its tensors are hashed in threads, between `hone_hash` and
+`hone_digests`; and the GPU's buffers are compared with one synchronisation.
 """
 
 import ast
@@ -79,6 +80,20 @@ class HoneWorker:
         """Bytes of every piece of the KV cache that this worker has allocated."""
         return list(_storages(self.model_runner.kv_caches).values())
 
+    def hone_read(self, path: str) -> dict[str, Any]:
+        """Begin to read the adapter in a directory, which vLLM loads next, or say that it is read.
+
+        If that fails, it is ready too: vLLM reads it itself then, and reports the error.
+        """
+        try:
+            manager = self.model_runner.lora_manager
+            reading: _Reading | None = self.__dict__.get("hone_reading")
+            if reading is None or reading.taken or reading.path != path:
+                self.__dict__["hone_reading"] = reading = _Reading(manager, path)
+            return {"ready": reading.done}
+        except Exception as error:  # noqa: BLE001  an error in a worker would end the engine
+            return {"ready": True, "error": repr(error)}
+
     def hone_hash(self, adapter: int | None = None) -> dict[str, Any]:
         """Begin to hash an adapter's tensors, of the one loaded last by default; does not wait.
 
@@ -140,6 +155,50 @@ def _storages(tensors: Any) -> dict[int, int]:
         return _storages(list(tensors.values()))
     storage = tensors.untyped_storage()
     return {storage.data_ptr(): storage.nbytes()}
+
+
+class _Reading:
+    """An adapter that is read in a thread: vLLM's own loader runs there instead of in the engine's.
+
+    Until vLLM asks for this directory, its manager's method for that is replaced.
+    """
+
+    def __init__(self, manager: Any, path: str) -> None:
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        self.path, self.taken = path, False
+        vars(manager).pop("_load_adapter", None)  # of one that was not asked for
+        load = manager._load_adapter
+        request = LoRARequest(lora_name=path, lora_int_id=1, lora_path=path)
+        self._lora = _hashers.submit(_read, load, request, manager.device)
+
+        def load_adapter(request: Any) -> Any:
+            if request.lora_path != path:
+                return load(request)
+            vars(manager).pop("_load_adapter", None)
+            self.taken = True
+            try:
+                lora = self._lora.result()
+            except Exception:  # noqa: BLE001  whatever it is, vLLM reports it for its own request
+                return load(request)
+            lora.id = request.lora_int_id
+            return lora
+
+        manager._load_adapter = load_adapter
+
+    @property
+    def done(self) -> bool:
+        return self._lora.done()
+
+
+def _read(load: Any, request: Any, device: Any) -> Any:
+    import torch
+
+    if (
+        getattr(device, "type", "cpu") == "cuda"
+    ):  # else memory is pinned in a context of the first GPU
+        torch.cuda.set_device(device)
+    return load(request)
 
 
 _hashers = ThreadPoolExecutor(HASHERS, thread_name_prefix="hone-hash")
